@@ -1,0 +1,95 @@
+"""Every exception dovetail raises: what went wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class DovetailError(Exception):
+    """The root of everything dovetail raises on purpose."""
+
+
+class InvalidArgument(DovetailError, ValueError):
+    """An argument has the wrong form, before any graph was looked at."""
+
+
+class CaptureError(DovetailError):
+    """A model cannot be captured; the message gives the user's source line and what to do."""
+
+
+class CallMismatch(DovetailError):
+    """A captured graph is called differently from how it was captured."""
+
+
+class InvalidGraph(DovetailError):
+    """A graph breaks an invariant; `node` is the name of the first node that does."""
+
+    def __init__(self, what: str, node: str | None = None) -> None:
+        super().__init__(f"node '{node}': {what}" if node is not None else what)
+        self.node = node
+
+
+class RegionError(DovetailError):
+    """A region cannot be made, found or taken back; nothing was changed."""
+
+
+class UnknownNode(RegionError):
+    def __init__(self, what: str, nodes: Iterable[str], advice: str = "") -> None:
+        self.nodes = tuple(nodes)
+        super().__init__(f"{what}: {_listed(self.nodes)}.{' ' + advice if advice else ''}")
+
+
+class UnknownRegion(RegionError):
+    def __init__(self, what: str, known: Sequence[str]) -> None:
+        has = f"It has {_listed(known)}." if known else "It has no regions."
+        super().__init__(f"{what}. {has}")
+
+
+class EmptyRegion(RegionError):
+    def __init__(self, region: str, why: str) -> None:
+        super().__init__(f"region '{region}' has nothing to compute: {why}. List at least one operation.")
+
+
+class OverlappingRegions(RegionError):
+    def __init__(self, first: str, second: str, nodes: Iterable[str]) -> None:
+        self.nodes = tuple(nodes)
+        super().__init__(
+            f"regions '{first}' and '{second}' both claim {_listed(self.nodes)}. "
+            f"Give each operation to one of them, or outline one after the other to nest them."
+        )
+
+
+class CyclicRegion(RegionError):
+    def __init__(self, region: str, path: Sequence[str]) -> None:
+        self.path = tuple(path)
+        inner = self.path[1:-1]
+        todo = (
+            f" Take '{inner[0]}' in, or leave '{self.path[-1]}' out."
+            if inner
+            else f" Leave '{self.path[-1]}' out."
+        )
+        super().__init__(f"region '{region}' would depend on itself: {' -> '.join(self.path)}.{todo}")
+
+
+class EscapingValue(RegionError):
+    def __init__(self, region: str, value: str, users: Iterable[str]) -> None:
+        self.value, self.users = value, tuple(users)
+        super().__init__(
+            f"region '{region}': '{value}' is also used outside, by {_listed(self.users)}. "
+            f"Allow it with escapes='output' or 'duplicate', or take its users in."
+        )
+
+
+class EffectOrder(RegionError):
+    def __init__(self, region: str, first: str, second: str, why: str, path: Sequence[str]) -> None:
+        self.first, self.second, self.path = first, second, tuple(path)
+        super().__init__(
+            f"region '{region}' would reorder effects: '{first}' must stay before '{second}' ({why}), "
+            f"but the region would need {' -> '.join(self.path)}. "
+            f"Take what lies between in, or leave '{self.path[0]}' or '{self.path[-1]}' out."
+        )
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,304 @@
+"""What each node of a graph does besides making a value: reads, writes, draws at random, acts on the world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from dovetail.graph import operators
+from dovetail.graph.module import rebuild
+from dovetail.graph.operators import Traits
+
+DECLARED = "dovetail.effects"
+"""The `gm.meta` key of what users declared; written by `declare` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """The effects of one node. `writes` and `aliases` are inputs; tensors stand for state that no input names."""
+
+    writes: tuple[Node, ...] = ()
+    aliases: tuple[Node, ...] = ()
+    state_read: tuple[torch.Tensor, ...] = ()
+    state_written: tuple[torch.Tensor, ...] = ()
+    looks: bool = True
+    random: bool = False
+    world: str = ""
+    barrier: bool = False
+    reshapes_in_place: bool = False
+    doubtful_aliases: bool = False  # no schema says so, only that it cannot be ruled out
+
+    @property
+    def pure(self) -> bool:
+        """Nothing but a value: may be cloned, moved and dropped as far as data allows."""
+        return not (self.writes or self.state_written or self.random or self.world or self.barrier)
+
+
+PURE = Effects()
+
+
+def effects(node: Node, root: nn.Module) -> Effects:
+    """The effects of running `node` of a graph owned by `root`."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return PURE
+    declared = cast("dict[str, str] | None", getattr(root, "meta", {}).get(DECLARED))
+    if declared:
+        word = declared.get(target_name(node))
+        if word == "pure":
+            return Effects(aliases=tuple(node.all_input_nodes), doubtful_aliases=True)
+        if word == "ordered":
+            return Effects(world="declared as ordered", aliases=tuple(node.all_input_nodes), doubtful_aliases=True)
+    if node.op == "call_module":
+        return _of_module_call(node, root)
+    traits = operators.traits(node)
+    if traits.plain:
+        return PURE
+    if traits.higher_order:
+        return _of_higher_order(node, root)
+    return _of_call(node, traits)
+
+
+def declare(gm: GraphModule, what: Mapping[Any, str]) -> GraphModule:
+    """A graph in which calls of the given targets count as "ordered" (an effect) or "pure".
+
+    For operators and Python functions whose schema does not tell. The declaration travels with the graph.
+    """
+    from dovetail.errors import InvalidArgument
+
+    known = dict(cast("dict[str, str]", gm.meta.get(DECLARED, {})))
+    for target, word in what.items():
+        if word not in ("ordered", "pure"):
+            raise InvalidArgument(f"'{word}' for {target}: a call is declared 'ordered' or 'pure'.")
+        known[target if isinstance(target, str) else _qualified(target)] = word
+    from dovetail.graph.module import copy_graph
+
+    return rebuild(gm, copy_graph(gm.graph), meta={**gm.meta, DECLARED: known})
+
+
+def target_name(node: Node) -> str:
+    """The name of what a node calls, the same in every process: `aten.add.Tensor`, `torch.relu`, `.view`."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return f".{target}" if node.op == "call_method" else target
+    return _qualified(target)
+
+
+def _qualified(target: Any) -> str:
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    module = getattr(target, "__module__", None) or getattr(
+        getattr(target, "__self__", None), "__module__", "torch"
+    )
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__
+    name = name.removeprefix("_VariableFunctionsClass.").removeprefix("_VariableFunctions.")
+    return f"{'operator' if module == '_operator' else module}.{name}"
+
+
+def _tensor_nodes(value: Any) -> Iterator[Node]:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Node):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            stack.extend(cast("Iterable[Any]", item))
+        elif isinstance(item, dict):
+            stack.extend(cast("dict[Any, Any]", item).values())
+
+
+def _of_call(node: Node, traits: Traits) -> Effects:
+    writes: tuple[Node, ...] = ()
+    if traits.writes and traits.holds(traits.writes_if, node):
+        found: list[Node] = []
+        for name in traits.writes:
+            found.extend(_tensor_nodes(traits.argument(node, name)))
+        writes = tuple(dict.fromkeys(found))
+    doubtful = False
+    if traits.opaque:
+        writes = aliases = tuple(node.all_input_nodes)
+    elif traits.aliases is None:
+        aliases, doubtful = tuple(node.all_input_nodes), node.op == "call_function"
+    elif traits.aliases:
+        named = [n for name in traits.aliases for n in _tensor_nodes(traits.argument(node, name))]
+        aliases = tuple(dict.fromkeys(named))
+    elif traits.composite:
+        aliases, doubtful = tuple(node.all_input_nodes), True
+    else:
+        aliases = ()
+    return Effects(
+        writes=writes,
+        aliases=aliases,
+        looks=traits.looks,
+        random=traits.opaque or (traits.random and traits.holds(traits.random_if, node)),
+        world=traits.world,
+        barrier=traits.barrier,
+        reshapes_in_place=traits.reshapes_in_place,
+        doubtful_aliases=doubtful,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BodySummary:
+    """What calling a sub-graph does, in terms of its placeholders."""
+
+    writes: frozenset[int]
+    state_read: tuple[torch.Tensor, ...]
+    state_written: tuple[torch.Tensor, ...]
+    random: bool
+    world: str
+    barrier: bool
+
+
+_SUMMARIES: WeakKeyDictionary[GraphModule, BodySummary] = WeakKeyDictionary()
+
+
+def summary(body: GraphModule) -> BodySummary:
+    """What calling `body` does. Remembered for bodies of regions, which never change."""
+    from dovetail.graph.dependencies import storages
+    from dovetail.graph.module import Body
+
+    if body in _SUMMARIES:
+        return _SUMMARIES[body]
+    nodes = list(body.graph.nodes)
+    each = [effects(node, body) for node in nodes]
+    written_nodes = {w for e in each for w in e.writes}
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    written: frozenset[int] = frozenset()
+    state_written = [t for e in each for t in e.state_written]
+    if written_nodes:
+        classes = storages(body, nodes, each)
+        touched = {classes.of(w) for w in written_nodes}
+        written = frozenset(i for i, p in enumerate(placeholders) if classes.of(p) in touched)
+        for node in nodes:
+            if node.op == "get_attr" and classes.of(node) in touched:
+                state_written.extend(_attribute_tensors(body, cast("str", node.target)))
+    state_read = [t for e in each for t in e.state_read]
+    for node in nodes:
+        if node.op == "get_attr":
+            state_read.extend(_attribute_tensors(body, cast("str", node.target)))
+    worlds = [e.world for e in each if e.world]
+    found = BodySummary(
+        writes=written,
+        state_read=tuple(state_read),
+        state_written=tuple(state_written),
+        random=any(e.random for e in each),
+        world=worlds[0] if worlds else "",
+        barrier=any(e.barrier for e in each),
+    )
+    if isinstance(body, Body):
+        _SUMMARIES[body] = found
+    return found
+
+
+def _attribute_tensors(root: nn.Module, target: str) -> list[torch.Tensor]:
+    value = attribute(root, target)
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def attribute(root: nn.Module, target: str) -> Any:
+    """The object a `get_attr` or `call_module` target names, None where there is none."""
+    value: Any = root
+    for atom in target.split("."):
+        value = getattr(value, atom, None)
+        if value is None:
+            return None
+    return value
+
+
+def _of_module_call(node: Node, root: nn.Module) -> Effects:
+    module = attribute(root, cast("str", node.target))
+    if isinstance(module, GraphModule):
+        found = summary(module)
+        operands = list(node.args)
+        written = [n for i in found.writes if i < len(operands) for n in _tensor_nodes(operands[i])]
+        return Effects(
+            writes=tuple(dict.fromkeys(written)),
+            aliases=tuple(node.all_input_nodes),
+            state_read=found.state_read,
+            state_written=found.state_written,
+            random=found.random,
+            world=found.world,
+            barrier=found.barrier,
+            doubtful_aliases=True,
+        )
+    if isinstance(module, nn.Module):
+        return _of_leaf(node, module)
+    return Effects(writes=tuple(node.all_input_nodes), random=True, world="a module that is not there")
+
+
+def _of_leaf(node: Node, module: nn.Module) -> Effects:
+    """A module that was not traced into. Those of torch.nn are known; any other may do anything."""
+    inputs = tuple(node.all_input_nodes)
+    read = (*module.parameters(), *module.buffers())
+    random = in_place = False
+    written: list[torch.Tensor] = []
+    for part in module.modules():
+        known = type(part).__module__.startswith("torch.nn.modules.") or isinstance(part, GraphModule)
+        if not known:
+            return Effects(inputs, inputs, read, read, random=True, world="an unknown module")
+        if isinstance(part, (nn.modules.dropout._DropoutNd, nn.RReLU)):
+            random |= part.training
+        dropout = getattr(part, "dropout", 0)
+        random |= part.training and isinstance(dropout, float) and dropout > 0
+        random |= isinstance(part, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
+        in_place |= bool(getattr(part, "inplace", False))
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats:
+            written.extend(part.buffers(recurse=False))
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            written.append(part.weight)
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    return Effects(
+        writes=inputs if in_place else (),
+        aliases=inputs,
+        state_read=read,
+        state_written=tuple(written),
+        random=random or hooked,
+        world="a module with hooks" if hooked else "",
+        doubtful_aliases=not in_place,
+    )
+
+
+def _of_higher_order(node: Node, root: nn.Module) -> Effects:
+    """The union of what the sub-graphs do; operands are not told apart, so one write is a write to each."""
+    inputs = [n for n in node.all_input_nodes if n.op != "get_attr" or not _is_graph(root, n)]
+    graphs = [attribute(root, cast("str", n.target)) for n in node.all_input_nodes if _is_graph(root, n)]
+    name = operators.traits(node).name
+    if not graphs:
+        pure = name.startswith("auto_functionalized") or name.endswith("_functional")
+        if pure:
+            return Effects(aliases=tuple(inputs), doubtful_aliases=True)
+        mutates = "mutation" in name
+        return Effects(
+            writes=tuple(inputs),
+            aliases=tuple(inputs),
+            random=not mutates,
+            world="" if mutates else f"higher-order operator {name}",
+        )
+    found = [summary(g) for g in graphs]
+    return Effects(
+        writes=tuple(inputs) if any(s.writes for s in found) else (),
+        aliases=tuple(inputs),
+        state_read=tuple(t for s in found for t in s.state_read),
+        state_written=tuple(t for s in found for t in s.state_written),
+        random=any(s.random for s in found),
+        world=next((s.world for s in found if s.world), "a token of order" if name == "with_effects" else ""),
+        barrier=any(s.barrier for s in found),
+        doubtful_aliases=True,
+    )
+
+
+def _is_graph(root: nn.Module, node: Node) -> bool:
+    return node.op == "get_attr" and isinstance(attribute(root, cast("str", node.target)), GraphModule)
+
+
+def is_subgraph(root: nn.Module, node: Node) -> bool:
+    """Whether a node is the sub-graph of a higher-order operator: it cannot be an operand."""
+    return _is_graph(root, node)

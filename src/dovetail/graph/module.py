@@ -1,0 +1,160 @@
+"""The GraphModule that every step returns, and the one function that makes it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import PythonCode
+from torch.fx.node import map_arg
+from typing_extensions import Self
+
+from dovetail.graph import pickling
+
+# What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
+_DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"})
+
+
+class Program(GraphModule):
+    """A GraphModule that generates its Python code on first use and survives copy and pickle whole.
+
+    Node names, `meta`, hooks, buffer persistence and shared bodies come through `copy.deepcopy` and
+    `pickle`; a plain GraphModule is traced anew there and loses them.
+    """
+
+    def recompile(self) -> PythonCode:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Mark the generated code as stale; it is made when first called or read."""
+        type(self).forward = _generate_then_call
+        return None  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+
+    def generate(self) -> PythonCode | None:
+        """Generate the code now if it is stale."""
+        if type(self).forward is _generate_then_call:
+            return super().recompile()
+        return None
+
+    @property
+    def code(self) -> str:
+        self.generate()
+        return super().code
+
+    def __str__(self) -> str:
+        self.generate()
+        return super().__str__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
+        new.__dict__.update(copy.deepcopy(state, memo))
+        new.__dict__["shape_env"] = self.__dict__.get("shape_env")
+        new.graph = copy_graph(self.graph)
+        return new
+
+    def __copy__(self) -> Self:
+        return _with_graph(type(self), self, copy_graph(self.graph))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
+        return (_restore, (_base_class(type(self)), type(self).__name__, pickling.dump(self.graph)), state)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _generate_then_call(self: Program, *args: Any, **kwargs: Any) -> Any:
+    self.generate()
+    return self(*args, **kwargs)
+
+
+def _base_class(cls: type) -> type[Program]:
+    """The class a Program was made from: torch gives each GraphModule a class of its own."""
+    return next(c for c in cls.__mro__ if c.__module__ == __name__ and issubclass(c, Program))
+
+
+def _restore(cls: type[Program], class_name: str, table: bytes) -> Program:
+    new = cls.__new__(cls)
+    GraphModule.__init__(new, nn.Module(), pickling.load(table), class_name)
+    return new
+
+
+def _with_graph(cls: type[Program], root: nn.Module, graph: Graph) -> Any:
+    new = cls.__new__(cls)
+    GraphModule.__init__(new, nn.Module(), Graph(), _class_name(root))
+    for key, value in root.__dict__.items():
+        if key not in _DERIVED:
+            # One level deep: registering on the copy must not register on the original, while parameters,
+            # buffers and children stay the very same objects.
+            new.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set, list)) else value
+    new.graph = graph
+    return new
+
+
+def _class_name(root: nn.Module) -> str:
+    return type(root).__name__
+
+
+class Body(Program):
+    """What a region calls. It owns no state: operands, and objects borrowed from the graph around it."""
+
+    def borrow(self, name: str, value: object) -> None:
+        """Hold an object of the outer graph without registering it, so that `state_dict` stays as it was."""
+        if isinstance(value, Program):
+            self.add_module(name, value)
+        else:
+            self.__dict__[name] = value
+
+
+def make_body(graph: Graph, class_name: str) -> Body:
+    """A body around `graph`, with nothing borrowed yet."""
+    body = Body.__new__(Body)
+    GraphModule.__init__(body, nn.Module(), graph, class_name)
+    return body
+
+
+def rebuild(
+    root: nn.Module,
+    graph: Graph,
+    *,
+    add: Mapping[str, nn.Module] | None = None,
+    drop: frozenset[str] = frozenset(),
+    meta: Mapping[str, Any] | None = None,
+) -> Program:
+    """A Program that runs `graph` and owns what `root` owns.
+
+    Parameters, buffers (with their persistence), unused ones too, child modules, hooks, plain attributes and
+    `meta` are taken over by reference; `add` registers children at the top, `drop` removes some.
+    """
+    new: Program = _with_graph(Program, root, graph)
+    for name in drop:
+        new._modules.pop(name, None)
+    for name, module in (add or {}).items():
+        new.add_module(name, module)
+    if meta is not None:
+        new.meta = dict(meta)
+    return new
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy with the same names, order, codegen and (shallowly) the same meta."""
+    new = Graph(tracer_cls=graph._tracer_cls)
+    made: dict[Node, Node] = {}
+    for node in graph.nodes:
+        made[node] = copy_node(new, node, made.__getitem__)
+    new.set_codegen(graph._codegen)
+    return new
+
+
+def copy_node(graph: Graph, node: Node, to: Any, name: str | None = None) -> Node:
+    """Append a copy of `node` to `graph`, arguments translated by `to`, its meta copied."""
+    new = graph.create_node(
+        node.op, node.target, map_arg(node.args, to), map_arg(node.kwargs, to), name or node.name, node.type
+    )
+    new.meta = dict(node.meta)
+    return new
