@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from dovetail.errors import InvalidArgument
 from dovetail.graph import operators
-from dovetail.graph.module import rebuild
+from dovetail.graph.module import Body, attribute, copy_graph, rebuild
 from dovetail.graph.operators import Traits
+from dovetail.graph.storages import storages
 
 DECLARED = "dovetail.effects"
 """The `gm.meta` key of what users declared; written by `declare` alone."""
@@ -53,7 +55,9 @@ def effects(node: Node, root: nn.Module) -> Effects:
         if word == "pure":
             return Effects(aliases=tuple(node.all_input_nodes), doubtful_aliases=True)
         if word == "ordered":
-            return Effects(world="declared as ordered", aliases=tuple(node.all_input_nodes), doubtful_aliases=True)
+            return Effects(
+                world="declared as ordered", aliases=tuple(node.all_input_nodes), doubtful_aliases=True
+            )
     if node.op == "call_module":
         return _of_module_call(node, root)
     traits = operators.traits(node)
@@ -69,15 +73,11 @@ def declare(gm: GraphModule, what: Mapping[Any, str]) -> GraphModule:
 
     For operators and Python functions whose schema does not tell. The declaration travels with the graph.
     """
-    from dovetail.errors import InvalidArgument
-
     known = dict(cast("dict[str, str]", gm.meta.get(DECLARED, {})))
     for target, word in what.items():
         if word not in ("ordered", "pure"):
             raise InvalidArgument(f"'{word}' for {target}: a call is declared 'ordered' or 'pure'.")
         known[target if isinstance(target, str) else _qualified(target)] = word
-    from dovetail.graph.module import copy_graph
-
     return rebuild(gm, copy_graph(gm.graph), meta={**gm.meta, DECLARED: known})
 
 
@@ -162,9 +162,6 @@ _SUMMARIES: WeakKeyDictionary[GraphModule, BodySummary] = WeakKeyDictionary()
 
 def summary(body: GraphModule) -> BodySummary:
     """What calling `body` does. Remembered for bodies of regions, which never change."""
-    from dovetail.graph.dependencies import storages
-    from dovetail.graph.module import Body
-
     if body in _SUMMARIES:
         return _SUMMARIES[body]
     nodes = list(body.graph.nodes)
@@ -201,16 +198,6 @@ def summary(body: GraphModule) -> BodySummary:
 def _attribute_tensors(root: nn.Module, target: str) -> list[torch.Tensor]:
     value = attribute(root, target)
     return [value] if isinstance(value, torch.Tensor) else []
-
-
-def attribute(root: nn.Module, target: str) -> Any:
-    """The object a `get_attr` or `call_module` target names, None where there is none."""
-    value: Any = root
-    for atom in target.split("."):
-        value = getattr(value, atom, None)
-        if value is None:
-            return None
-    return value
 
 
 def _of_module_call(node: Node, root: nn.Module) -> Effects:
@@ -268,8 +255,8 @@ def _of_leaf(node: Node, module: nn.Module) -> Effects:
 
 def _of_higher_order(node: Node, root: nn.Module) -> Effects:
     """The union of what the sub-graphs do; operands are not told apart, so one write is a write to each."""
-    inputs = [n for n in node.all_input_nodes if n.op != "get_attr" or not _is_graph(root, n)]
-    graphs = [attribute(root, cast("str", n.target)) for n in node.all_input_nodes if _is_graph(root, n)]
+    inputs = [n for n in node.all_input_nodes if n.op != "get_attr" or not is_subgraph(root, n)]
+    graphs = [attribute(root, cast("str", n.target)) for n in node.all_input_nodes if is_subgraph(root, n)]
     name = operators.traits(node).name
     if not graphs:
         pure = name.startswith("auto_functionalized") or name.endswith("_functional")
@@ -295,10 +282,6 @@ def _of_higher_order(node: Node, root: nn.Module) -> Effects:
     )
 
 
-def _is_graph(root: nn.Module, node: Node) -> bool:
-    return node.op == "get_attr" and isinstance(attribute(root, cast("str", node.target)), GraphModule)
-
-
 def is_subgraph(root: nn.Module, node: Node) -> bool:
     """Whether a node is the sub-graph of a higher-order operator: it cannot be an operand."""
-    return _is_graph(root, node)
+    return node.op == "get_attr" and isinstance(attribute(root, cast("str", node.target)), GraphModule)

@@ -14,6 +14,9 @@ from typing_extensions import Self
 
 from dovetail.graph import pickling
 
+REGION = "dovetail.region"
+"""The `node.meta` key of a region's call; its value has a `headline`. Written by `outlining.record` alone."""
+
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
 _DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"})
 
@@ -79,25 +82,25 @@ def _base_class(cls: type) -> type[Program]:
 
 
 def _restore(cls: type[Program], class_name: str, table: bytes) -> Program:
+    return _empty(cls, class_name, pickling.load(table))
+
+
+def _empty(cls: type[Program], class_name: str, graph: Graph) -> Any:
+    """A program that owns nothing yet. torch's constructor looks up every attribute, so it gets no nodes."""
     new = cls.__new__(cls)
-    GraphModule.__init__(new, nn.Module(), pickling.load(table), class_name)
+    GraphModule.__init__(new, nn.Module(), Graph(), class_name)
+    new.graph = graph
     return new
 
 
 def _with_graph(cls: type[Program], root: nn.Module, graph: Graph) -> Any:
-    new = cls.__new__(cls)
-    GraphModule.__init__(new, nn.Module(), Graph(), _class_name(root))
+    new = _empty(cls, type(root).__name__, graph)
     for key, value in root.__dict__.items():
         if key not in _DERIVED:
             # One level deep: registering on the copy must not register on the original, while parameters,
             # buffers and children stay the very same objects.
             new.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set, list)) else value
-    new.graph = graph
     return new
-
-
-def _class_name(root: nn.Module) -> str:
-    return type(root).__name__
 
 
 class Body(Program):
@@ -113,9 +116,7 @@ class Body(Program):
 
 def make_body(graph: Graph, class_name: str) -> Body:
     """A body around `graph`, with nothing borrowed yet."""
-    body = Body.__new__(Body)
-    GraphModule.__init__(body, nn.Module(), graph, class_name)
-    return body
+    return _empty(Body, class_name, graph)
 
 
 def rebuild(
@@ -151,10 +152,20 @@ def copy_graph(graph: Graph) -> Graph:
     return new
 
 
-def copy_node(graph: Graph, node: Node, to: Any, name: str | None = None) -> Node:
+def copy_node(graph: Graph, node: Node, to: Any, target: str | None = None) -> Node:
     """Append a copy of `node` to `graph`, arguments translated by `to`, its meta copied."""
     new = graph.create_node(
-        node.op, node.target, map_arg(node.args, to), map_arg(node.kwargs, to), name or node.name, node.type
+        node.op, target or node.target, map_arg(node.args, to), map_arg(node.kwargs, to), node.name, node.type
     )
     new.meta = dict(node.meta)
     return new
+
+
+def attribute(root: nn.Module, target: str) -> Any:
+    """The object a `get_attr` or `call_module` target names, None where there is none."""
+    value: Any = root
+    for atom in target.split("."):
+        value = getattr(value, atom, None)
+        if value is None:
+            return None
+    return value

@@ -47,7 +47,9 @@ class Traits:
     opaque: bool = False  # may do anything: writes its arguments, draws, acts on the world
     higher_order: bool = False
     pointwise: bool = False
-    composite: bool = False  # made of other operators: without a schema alias its result may still be an argument
+    composite: bool = (
+        False  # made of other operators: without a schema alias its result may still be an argument
+    )
     plain: bool = False  # nothing but a value of its own, whatever the arguments
 
     def argument(self, node: Node, name: str) -> Any:
@@ -188,7 +190,9 @@ def of_packet(packet: OpOverloadPacket) -> Traits:
     aliases: set[str] = set()
     for t in each:
         aliases.update(t.aliases or ())
-    traits = {f: any(getattr(t, f) for t in each) for f in ("looks", "reshapes_in_place", "random", "composite")}
+    traits = {
+        f: any(getattr(t, f) for t in each) for f in ("looks", "reshapes_in_place", "random", "composite")
+    }
     writes = tuple(dict.fromkeys(w for t in each for w in t.writes))
     return Traits(
         name=str(packet),
@@ -222,8 +226,14 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 _PURE_BUILTINS = frozenset(
     {
-        *(getattr(builtins, n) for n in "len int float bool abs max min sum slice tuple list range round".split()),  # noqa: SIM905
-        *(getattr(builtins, n) for n in "isinstance type str dict zip complex divmod pow all any sorted".split()),  # noqa: SIM905
+        *(
+            getattr(builtins, n)
+            for n in "len int float bool abs max min sum slice tuple list range round".split()
+        ),  # noqa: SIM905
+        *(
+            getattr(builtins, n)
+            for n in "isinstance type str dict zip complex divmod pow all any sorted".split()
+        ),  # noqa: SIM905
     }
 )
 _MODE_SWITCHES = frozenset(
@@ -284,7 +294,11 @@ def of_function(function: Any) -> Traits:
     if module in ("_operator", "operator"):
         if name in _IN_PLACE_OPERATORS:
             return _python(
-                _named(function), parameters=("self", "other"), writes=("self",), aliases=("self",), pointwise=True
+                _named(function),
+                parameters=("self", "other"),
+                writes=("self",),
+                aliases=("self",),
+                pointwise=True,
             )
         return _python(_named(function), pointwise=name != "matmul", plain=True)
     if module == "math" or function in (math.sqrt, math.ceil) or function in _PURE_BUILTINS:
@@ -319,7 +333,9 @@ def _functional(name: str, function: Any) -> Traits:
         facts.update(writes=(parameters[0],), writes_if=Flag(("inplace",)))
     elif name.endswith("_"):
         facts.update(writes=(parameters[0],))
-    return Traits(name=f"torch.nn.functional.{name}", parameters=parameters, defaults=defaults, aliases=None, **facts)
+    return Traits(
+        name=f"torch.nn.functional.{name}", parameters=parameters, defaults=defaults, aliases=None, **facts
+    )
 
 
 def _packet(name: str) -> OpOverloadPacket | None:
@@ -347,7 +363,9 @@ def of_method(name: str) -> Traits:
         return of_function(operator.getitem)
     if hasattr(torch.Tensor, name):
         in_place = name.endswith("_") and not name.endswith("__")
-        in_place = in_place or (name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "pow"))
+        in_place = in_place or (
+            name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "pow")
+        )
         return _python(name, parameters=("self",), writes=("self",) if in_place else (), aliases=None)
     return _python(name, **_OPAQUE)
 

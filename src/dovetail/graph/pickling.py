@@ -160,7 +160,12 @@ def _describe_symbolic(value: Any) -> _Symbolic | tuple[str, Any]:
     for symbol in sorted(expr.free_symbols, key=str):
         bounds = env.var_to_range.get(symbol)
         rows.append(
-            (str(symbol), _hint(env, symbol), _bound(bounds and bounds.lower), _bound(bounds and bounds.upper))
+            (
+                str(symbol),
+                _hint(env, symbol),
+                _bound(bounds and bounds.lower),
+                _bound(bounds and bounds.upper),
+            )
         )
     return _Symbolic(type(value).__name__, sympy.srepr(expr), tuple(rows))
 

@@ -1,0 +1,114 @@
+"""Whether a graph holds together: every invariant that later steps rely on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument, InvalidGraph
+from dovetail.graph.dependencies import dependencies
+from dovetail.graph.describe import same_kind, short
+from dovetail.graph.module import REGION, Program, attribute
+
+
+def check(gm: GraphModule) -> None:
+    """Raise InvalidGraph, naming the first node that breaks an invariant.
+
+    Topological order, arguments that resolve, unique names, one output at the end, attributes that exist, bodies
+    that fit their calls in count, dtype and shape, effects that dead-code elimination would keep, and, on graphs
+    made by dovetail, `meta["val"]` on every node. Bodies are checked once each, nested ones included.
+    """
+    if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
+    seen: set[int] = set()
+    queue: list[tuple[str, GraphModule]] = [("", gm)]
+    while queue:
+        path, graph = queue.pop()
+        if id(graph) in seen:
+            continue
+        seen.add(id(graph))
+        queue.extend(_check_one(path, graph))
+
+
+def _check_one(path: str, gm: GraphModule) -> list[tuple[str, GraphModule]]:
+    nodes: list[Node] = list(gm.graph.nodes)
+    place = f" (in {path})" if path else ""
+    found: list[tuple[str, GraphModule]] = []
+    names: set[str] = set()
+    placed: set[Node] = set()
+    # A graph that was never captured need not have values; one whose inputs have them has them throughout.
+    wants_values = isinstance(gm, Program) and "val" in nodes[0].meta
+    for i, node in enumerate(nodes):
+        if node.name in names:
+            raise InvalidGraph(f"its name is used twice{place}", node.name)
+        names.add(node.name)
+        _check_arguments(node, placed, gm, place)
+        placed.add(node)
+        if (node.op == "output") != (i == len(nodes) - 1):
+            raise InvalidGraph(f"the output must be the one last node{place}", node.name)
+        if wants_values and "val" not in node.meta and node.op != "output":
+            raise InvalidGraph(f"it has no meta['val']{place}", node.name)
+        if node.op in ("get_attr", "call_module"):
+            value = attribute(gm, cast("str", node.target))
+            if value is None:
+                raise InvalidGraph(f"nothing is at '{node.target}'{place}", node.name)
+            if isinstance(value, GraphModule):
+                found.append((f"{path}/{node.target}" if path else str(node.target), value))
+                if node.op == "call_module":
+                    _check_call(node, value, place)
+    _check_effects(gm, nodes, place)
+    return found
+
+
+def _check_arguments(node: Node, placed: set[Node], gm: GraphModule, place: str) -> None:
+    for used in node.all_input_nodes:
+        if used.graph is not gm.graph:
+            raise InvalidGraph(f"it reads '{used.name}' of another graph{place}", node.name)
+        if used not in placed:
+            raise InvalidGraph(f"it reads '{used.name}', which comes later or was erased{place}", node.name)
+        if node not in used.users:
+            raise InvalidGraph(f"'{used.name}' does not list it among its users{place}", node.name)
+
+
+def _check_call(node: Node, body: GraphModule, place: str) -> None:
+    """A call's operands and results against what its body takes and returns."""
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+    is_region = REGION in node.meta
+    if is_region and (node.kwargs or len(node.args) != len(inputs)):
+        raise InvalidGraph(
+            f"it passes {len(node.args)} operands, its body takes {len(inputs)}{place}", node.name
+        )
+    for given, wanted in zip(node.args, inputs, strict=False):
+        if isinstance(given, Node):
+            have, want = given.meta.get("val"), wanted.meta.get("val")
+            if not same_kind(have, want):
+                raise InvalidGraph(
+                    f"operand '{given.name}' is {short(have)}, its body takes {short(want)} as '{wanted.name}'{place}",
+                    node.name,
+                )
+    if not is_region:
+        return
+    returned: Any = body.graph.output_node().args[0]
+    if not isinstance(returned, tuple):
+        raise InvalidGraph(f"its body does not return a flat tuple{place}", node.name)
+    results = cast("tuple[Any, ...]", returned)
+    have = node.meta.get("val")
+    want = tuple(n.meta.get("val") if isinstance(n, Node) else n for n in results)
+    if have is not None and not same_kind(have, want):
+        raise InvalidGraph(
+            f"it is said to return {short(have)}, its body returns {short(want)}{place}", node.name
+        )
+    for user in node.users:
+        position = user.args[1] if len(user.args) == 2 else None
+        if isinstance(position, int) and not 0 <= position < len(results):
+            raise InvalidGraph(
+                f"it takes result {position} of {len(results)} from '{node.name}'{place}", user.name
+            )
+
+
+def _check_effects(gm: GraphModule, nodes: list[Node], place: str) -> None:
+    for i, told in dependencies(gm, nodes).effects.items():
+        node = nodes[i]
+        if REGION in node.meta and not told.pure and not node.users and not node.is_impure():
+            raise InvalidGraph(f"dead-code elimination would drop its effects{place}", node.name)

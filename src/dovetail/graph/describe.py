@@ -1,0 +1,137 @@
+"""What is known of a node's value from `meta["val"]` or its operator's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Node
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def makes_tuple(node: Node) -> bool:
+    """Whether a node returns several values, to be taken apart with getitem. Unknown counts as one value."""
+    value = node.meta.get("val")
+    if value is not None:
+        return isinstance(value, (tuple, list))
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        returns = target._schema.returns
+        return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
+    return isinstance(target, HigherOrderOperator) or "dovetail.region" in node.meta
+
+
+Description = tuple[Any, ...]
+
+
+def describe(value: Any) -> Description | None:
+    """What two values must agree on to be interchangeable: dtype, sizes, strides, device. None: unknown."""
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided
+        strides = tuple(map(_size, value.stride())) if strided else ()
+        return (
+            "tensor",
+            value.dtype,
+            tuple(map(_size, value.shape)),
+            strides,
+            str(value.device),
+            str(value.layout),
+        )
+    if isinstance(value, (tuple, list)):
+        return ("several", *(describe(v) for v in cast("Sequence[Any]", value)))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ("symbol", type(value).__name__, str(value.node.expr))
+    if value is None:
+        return None
+    return ("plain", type(value).__name__, repr(value))
+
+
+def _size(size: Any) -> Any:
+    return size if type(size) is int else str(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+
+
+def same_kind(a: Any, b: Any) -> bool:
+    """Whether two values agree in structure, dtype, rank and every size that is known in both."""
+    if a is None or b is None:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.dtype != b.dtype or a.dim() != b.dim() or a.device != b.device:
+            return False
+        return all(
+            type(m) is not int or type(n) is not int or m == n for m, n in zip(a.shape, b.shape, strict=True)
+        )
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
+        return len(left) == len(right) and all(same_kind(x, y) for x, y in zip(left, right, strict=True))
+    symbols = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and isinstance(
+        a, symbols
+    ) == isinstance(b, symbols)
+
+
+def nbytes(value: Any) -> int | None:
+    """Bytes a value takes, symbolic sizes by their hint; None if not known."""
+    if isinstance(value, torch.Tensor):
+        count = 1
+        for size in value.shape:
+            known = size if type(size) is int else _hint(size)
+            if known is None:
+                return None
+            count *= known
+        return count * value.dtype.itemsize
+    if isinstance(value, (tuple, list)):
+        each = [nbytes(v) for v in cast("Sequence[Any]", value)]
+        return None if None in each else sum(cast("list[int]", each))
+    if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return 0
+    return None
+
+
+def _hint(size: Any) -> int | None:
+    node = size.node
+    hint = node.hint if node.has_hint() else None
+    return None if hint is None else int(hint)
+
+
+def short(value: Any, symbols: dict[str, str] | None = None) -> str:
+    """A value's type in a few characters: `f32[2, 8]`, `(f32[2], i64[2])`, `sym`; empty if not known."""
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(_named(size, symbols) for size in value.shape)
+        device = "" if value.device.type == "cpu" else f" {value.device}"
+        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]{device}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(short(v, symbols) or '?' for v in cast('Sequence[Any]', value))})"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _named(value, symbols)
+    if isinstance(value, (bool, int, float)):
+        return type(value).__name__
+    return ""
+
+
+def _named(size: Any, symbols: dict[str, str] | None) -> str:
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return str(size)
+    expr = size.node.expr
+    if symbols is None:
+        return str(expr)
+    # Numbered by first appearance: torch numbers symbols by what else the process has traced.
+    for symbol in sorted(expr.free_symbols, key=str):
+        symbols.setdefault(str(symbol), f"s{len(symbols)}")
+    renamed = {symbol: type(symbol)(symbols[str(symbol)]) for symbol in expr.free_symbols}
+    return str(expr.subs(renamed, simultaneous=True)).replace(" ", "")

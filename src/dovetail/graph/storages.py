@@ -1,0 +1,103 @@
+"""Which values of a graph may share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from dovetail.graph.module import attribute
+
+
+class Sharing(Protocol):
+    """What an operator says of the memory of its result."""
+
+    @property
+    def aliases(self) -> tuple[Node, ...]: ...
+    @property
+    def doubtful_aliases(self) -> bool: ...
+
+
+class Storages:
+    """Which values may share memory, as a union of sets: linear, and never too fine."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+        self.position: dict[Node, int] = {}
+        self._state: dict[int, int] = {}
+
+    def find(self, i: int) -> int:
+        parent = self._parent
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    def join(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parent[max(a, b)] = min(a, b)
+
+    def of(self, node: Node) -> int:
+        return self.find(self.position[node])
+
+    def of_state(self, tensor: torch.Tensor) -> int:
+        """The class of a parameter or buffer that no node names."""
+        key = storage_key(tensor)
+        if key not in self._state:
+            self._state[key] = len(self._parent)
+            self._parent.append(len(self._parent))
+        return self.find(self._state[key])
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share storage."""
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return id(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) -> Storages:
+    """Which nodes may share memory: by operator schemas, by the fake values' storages, by the real attributes."""
+    classes = Storages(len(nodes))
+    position = classes.position
+    seen: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        position[node] = i
+    for i, node in enumerate(nodes):
+        keys = _storage_keys(node.meta.get("val"))
+        if node.op == "get_attr":
+            value = attribute(root, cast("str", node.target))
+            if isinstance(value, torch.Tensor):
+                classes.join(i, classes.of_state(value))
+        told = each[i]
+        if not (told.doubtful_aliases and _ruled_out(node, told, keys)):
+            for other in told.aliases:
+                classes.join(i, position[other])
+        for key in keys:
+            classes.join(i, seen.setdefault(key, i))
+    return classes
+
+
+def _storage_keys(value: Any) -> list[int]:
+    if isinstance(value, torch.Tensor):
+        return [storage_key(value)]
+    if isinstance(value, (tuple, list)):
+        return [storage_key(v) for v in cast("Sequence[Any]", value) if isinstance(v, torch.Tensor)]
+    return []
+
+
+def _ruled_out(node: Node, told: Sharing, keys: list[int]) -> bool:
+    """Whether the values show that a result is memory of its own, where no schema claims otherwise."""
+    if not keys:
+        # A size, a number, or nothing at all shares no memory; a missing value proves nothing.
+        return isinstance(
+            node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+        )
+    theirs = [_storage_keys(n.meta.get("val")) for n in told.aliases]
+    if any("val" not in n.meta or n.meta["val"] is None for n in told.aliases):
+        return False
+    return not any(k in keys for ks in theirs for k in ks)

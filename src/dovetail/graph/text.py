@@ -1,0 +1,187 @@
+"""A graph as text: one line per node, each distinct body once below, the same in every run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument
+from dovetail.graph.describe import short
+from dovetail.graph.effects import target_name
+from dovetail.graph.module import REGION, attribute
+
+
+def text(gm: GraphModule) -> str:
+    """The graph, then the bodies it calls, then theirs, each distinct body once, with how often it is called.
+
+    Regions show their kind, version and attrs. Symbolic sizes are numbered by first appearance.
+    """
+    if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
+    return "\n".join(_Writer().write(gm)) + "\n"
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.symbols: dict[str, str] = {}
+        self.labels: dict[int, str] = {}
+        self.calls: dict[int, int] = {}
+        self.queue: list[tuple[str, GraphModule]] = []
+
+    def write(self, gm: GraphModule) -> list[str]:
+        sections = [self._section("graph", gm)]
+        done = 0
+        while done < len(self.queue):
+            label, body = self.queue[done]
+            sections.append(self._section(f"body @{label}", body))
+            done += 1
+        lines: list[str] = []
+        for n, (head, rows) in enumerate(sections):
+            if n:
+                count = self.calls[id(self.queue[n - 1][1])]
+                head = f"\n{head}" + (f" ×{count}" if count > 1 else "")
+            lines += [head + ":", *rows]
+        return lines
+
+    def _section(self, head: str, gm: GraphModule) -> tuple[str, list[str]]:
+        return head, [f"  {self._line(gm, node)}" for node in gm.graph.nodes]
+
+    def _line(self, gm: GraphModule, node: Node) -> str:
+        if node.op == "output":
+            return f"return {self._value(node.args[0])}"
+        type_of = short(node.meta.get("val"), self.symbols)
+        left = f"%{node.name}: {type_of}" if type_of else f"%{node.name}"
+        if node.op == "placeholder":
+            default = f" = {self._value(node.args[0])}" if node.args else ""
+            return f"{left} = input{default}"
+        if node.op == "get_attr":
+            return f"{left} = {self._attribute(gm, node)}"
+        arguments = [self._value(a) for a in node.args]
+        arguments += [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
+        return f"{left} = {self._callee(gm, node)}({', '.join(arguments)})"
+
+    def _attribute(self, gm: GraphModule, node: Node) -> str:
+        target = cast("str", node.target)
+        value = attribute(gm, target)
+        if isinstance(value, GraphModule):
+            return f"graph {self._label(value, target)}"
+        word = "param" if isinstance(value, nn.Parameter) else "buffer" if _is_buffer(gm, target) else "const"
+        return f"{word} {target}"
+
+    def _callee(self, gm: GraphModule, node: Node) -> str:
+        if node.op != "call_module":
+            return target_name(node)
+        target = cast("str", node.target)
+        module = attribute(gm, target)
+        if not isinstance(module, GraphModule):
+            return f"module {target} <{type(module).__name__}>"
+        label = self._label(module, target)
+        record = node.meta.get(REGION)
+        return f"graph {label}" if record is None else f"region {record.headline} @{label}"
+
+    def _label(self, body: GraphModule, target: str) -> str:
+        """A body's name in the text: its attribute's, made distinct where two bodies share it."""
+        key = id(body)
+        self.calls[key] = self.calls.get(key, 0) + 1
+        if key not in self.labels:
+            taken = set(self.labels.values())
+            label, number = target, 1
+            while label in taken:
+                number += 1
+                label = f"{target}__{number}"
+            self.labels[key] = label
+            self.queue.append((label, body))
+        return self.labels[key]
+
+    def _value(self, value: Any) -> str:
+        return show(value, self.symbols)
+
+
+def _is_buffer(gm: nn.Module, target: str) -> bool:
+    path, _, name = target.rpartition(".")
+    owner = attribute(gm, path) if path else gm
+    return isinstance(owner, nn.Module) and name in owner._buffers
+
+
+def show(value: Any, symbols: dict[str, str] | None = None) -> str:
+    """An argument as text: nodes as `%name`, literals as Python writes them, torch's own without the prefix."""
+    walk: Callable[[Any], str] = lambda v: show(v, symbols)  # noqa: E731
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if isinstance(value, (tuple, list)):
+        items = [walk(v) for v in cast("Sequence[Any]", value)]
+        if isinstance(value, list):
+            return f"[{', '.join(items)}]"
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {walk(v)}" for k, v in cast("dict[Any, Any]", value).items()) + "}"
+    if isinstance(value, slice):
+        return f"{walk(value.start)}:{walk(value.stop)}:{walk(value.step)}"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return short(value, symbols)
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.Tensor):
+        return f"tensor<{short(value)}>"
+    if value is Ellipsis:
+        return "..."
+    return repr(value) if isinstance(value, (str, int, float, bool, complex, type(None))) else _object(value)
+
+
+def _object(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return name if name is not None else type(value).__name__
+
+
+def diff(a: GraphModule, b: GraphModule, *, context: int = 3) -> str:
+    """What changed between two graphs, as a unified diff of their texts; empty if they read the same.
+
+    Values are lined up by what computes them, not by name: a renamed node is no difference by itself.
+    """
+    left, right = text(a).splitlines(), text(b).splitlines()
+    if left == right:
+        return ""
+    matcher = difflib.SequenceMatcher(None, _skeleton(left), _skeleton(right), autojunk=False)
+    lines: list[str] = []
+    for group in matcher.get_grouped_opcodes(context):
+        first, last = group[0], group[-1]
+        lines.append(f"@@ -{first[1] + 1},{last[2] - first[1]} +{first[3] + 1},{last[4] - first[3]} @@")
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                for old, new in zip(left[i1:i2], right[j1:j2], strict=True):
+                    lines.extend([f"  {old}"] if old == new else [f"~ {old}", f"→ {new}"])
+            else:
+                lines.extend(f"- {line}" for line in left[i1:i2])
+                lines.extend(f"+ {line}" for line in right[j1:j2])
+    return "\n".join(lines) + ("\n" if lines else "")
+
+
+def _skeleton(lines: Sequence[str]) -> list[str]:
+    """Lines with every value named by what computes it, so that alignment does not depend on names."""
+    import re
+
+    names: dict[str, str] = {}
+
+    def named(found: re.Match[str]) -> str:
+        return names.get(found.group(0), found.group(0))
+
+    out: list[str] = []
+    for line in lines:
+        stripped = line.strip()
+        if not stripped or stripped.endswith(":") and "%" not in stripped:
+            names = {}
+        left, equals, right = stripped.partition(" = ")
+        plain = re.sub(r"%\w+", named, right if equals else stripped)
+        out.append(plain)
+        if equals:
+            name = re.match(r"%\w+", left)
+            if name:
+                names[name.group(0)] = f"<{hash(plain) & 0xFFFFFFFF:08x}>"
+    return out

@@ -1,0 +1,196 @@
+"""Bodies of regions: building them, and having one object for equal ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from dovetail.graph.describe import describe
+from dovetail.graph.effects import summary
+from dovetail.graph.module import Body, attribute, copy_node, make_body
+from dovetail.outlining.record import call_of
+
+Signature = tuple[Any, ...]
+
+
+def literal(value: Any, ref: Callable[[Node], Any]) -> Any:
+    """A node argument as a hashable value that keeps apart what Python calls equal: 1, 1.0, True, -0.0."""
+    if isinstance(value, Node):
+        return ref(value)
+    kind = type(value)
+    if kind is int or value is None:
+        return value
+    if kind is float:
+        return ("float", repr(value))
+    if isinstance(value, (tuple, list)):
+        return (
+            "tuple" if isinstance(value, tuple) else "list",
+            *(literal(v, ref) for v in cast("Sequence[Any]", value)),
+        )
+    if isinstance(value, dict):
+        return ("dict", *((k, literal(v, ref)) for k, v in cast("dict[Any, Any]", value).items()))
+    if isinstance(value, slice):
+        return ("slice", *(literal(v, ref) for v in (value.start, value.stop, value.step)))
+    if kind in (bool, str, complex):
+        return (kind.__name__, repr(value))
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", kind.__name__, repr(value))
+    return value
+
+
+class Refs(dict[Node, str]):
+    """What stands for each node in a signature: `%n`, operands first."""
+
+    def __call__(self, node: Node) -> str:
+        return self[node]
+
+    def add(self, node: Node) -> None:
+        self[node] = f"%{len(self)}"
+
+
+def signature(
+    root: nn.Module, operands: Sequence[Node], inside: Sequence[Node], outputs: Sequence[Node]
+) -> Signature:
+    """A value that is equal for bodies that are exactly equal, argument order included, within this process."""
+    refs = Refs()
+    rows: list[Any] = []
+    for node in operands:
+        refs.add(node)
+        rows.append(describe(node.meta.get("val")))
+    for node in inside:
+        target: Any = node.target
+        if node.op == "get_attr" or node.op == "call_module":
+            target = id(attribute(root, target))
+        call = call_of(node.meta)
+        rows.append(
+            (
+                node.op,
+                target,
+                tuple([literal(a, refs) for a in node.args]),
+                literal(node.kwargs, refs) if node.kwargs else None,
+                call.identity if call is not None else None,
+            )
+        )
+        refs.add(node)
+    return (len(operands), tuple(rows), tuple(refs[n] for n in outputs))
+
+
+_SIGNATURES: WeakKeyDictionary[Body, Signature] = WeakKeyDictionary()
+
+
+def signature_of(body: Body) -> Signature:
+    found = _SIGNATURES.get(body)
+    if found is None:
+        nodes = list(body.graph.nodes)
+        operands = [n for n in nodes if n.op == "placeholder"]
+        found = _SIGNATURES[body] = signature(body, operands, nodes[len(operands) : -1], results(body))
+    return found
+
+
+def results(body: GraphModule) -> list[Node]:
+    """The values a body returns: its output is always a flat tuple."""
+    return list(cast("Iterable[Node]", body.graph.output_node().args[0]))
+
+
+class Bodies:
+    """The distinct bodies of one graph and the attributes they are called by."""
+
+    def __init__(self, root: GraphModule, taken: set[str]) -> None:
+        self._root = root
+        self._taken = taken
+        self.added: dict[str, Body] = {}
+        self._known: dict[Signature, tuple[Body, str]] = {}
+        for name, module in root._modules.items():
+            if isinstance(module, Body):
+                self._known.setdefault(signature_of(module), (module, name))
+
+    def share(
+        self,
+        kind: str,
+        operands: Sequence[Node],
+        inside: Sequence[Node],
+        outputs: Sequence[Node],
+        owner: GraphModule | None = None,
+    ) -> tuple[Body, str]:
+        """The body that computes `outputs`, a new one only if no equal one is there, and its attribute's name.
+
+        `owner` has what the nodes name, if that is not the graph itself.
+        """
+        owner = owner or self._root
+        key = signature(owner, operands, inside, outputs)
+        found = self._known.get(key)
+        if found is None:
+            body = _build(owner, kind, operands, inside, outputs)
+            _SIGNATURES[body] = key
+            name = self._free_name(kind.replace(".", "_"))
+            self.added[name] = body
+            found = self._known[key] = (body, name)
+        return found
+
+    def _free_name(self, stem: str) -> str:
+        name, number = stem, 1
+        while name in self._taken or hasattr(self._root, name):
+            number += 1
+            name = f"{stem}__{number}"
+        self._taken.add(name)
+        return name
+
+
+def _build(
+    root: nn.Module, kind: str, operands: Sequence[Node], inside: Sequence[Node], outputs: Sequence[Node]
+) -> Body:
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for node in operands:
+        operand = env[node] = graph.create_node("placeholder", node.name, name=node.name)
+        operand.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+    borrowed: dict[str, Any] = {}
+    for node in inside:
+        target = None
+        if node.op == "get_attr" or node.op == "call_module":
+            value = attribute(root, cast("str", node.target))
+            target = _lend(borrowed, cast("str", node.target), value)
+        env[node] = copy_node(graph, node, env.__getitem__, target)
+    graph.output(tuple(env[n] for n in outputs)).meta["val"] = None
+    body = make_body(graph, re.sub(r"\W", "_", kind))
+    body.training = root.training
+    for name, value in borrowed.items():
+        body.borrow(name, value)
+    told = summary(body)
+    # FX's own dead-code elimination asks this of a module whose result nobody reads.
+    body._is_impure = bool(  # pyright: ignore[reportAttributeAccessIssue]
+        told.writes or told.state_written or told.random or told.world or told.barrier
+    )
+    return body
+
+
+def _lend(borrowed: dict[str, Any], target: str, value: Any) -> str:
+    stem = name = re.sub(r"\W", "_", target)
+    number = 1
+    while name in borrowed and borrowed[name] is not value or hasattr(GraphModule, name):
+        number += 1
+        name = f"{stem}__{number}"
+    borrowed[name] = value
+    return name
+
+
+def common_module_stack(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The modules that all operations come from, outermost first."""
+    common: list[tuple[str, Any]] | None = None
+    for meta in metas:
+        items = list(meta.get("nn_module_stack", {}).items())
+        if common is None:
+            common = items
+        else:
+            same = 0
+            while same < min(len(common), len(items)) and common[same][0] == items[same][0]:
+                same += 1
+            common = common[:same]
+    return dict(common or ())

@@ -1,0 +1,146 @@
+"""What happens to values made inside a region that are also used outside."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch.fx import Node
+
+from dovetail.errors import EmptyRegion, EscapingValue
+from dovetail.graph import operators
+from dovetail.graph.describe import makes_tuple, nbytes
+from dovetail.graph.effects import is_subgraph
+from dovetail.graph.index import Index
+from dovetail.outlining.requests import Draft, is_projection
+
+
+def settle(index: Index, draft: Draft) -> None:
+    """Decide for each escaping value whether it is returned, cloned or left out, and note why.
+
+    Walks from the last operation to the first, so that the users of a value are settled before it: an operation
+    that was cloned or left out still stands outside and reads its operands there.
+    """
+    nodes, at = index.nodes, index.position
+    outside: set[int] = set()
+    for i in sorted(draft.members | draft.clones, reverse=True):
+        node = nodes[i]
+        if i in draft.clones:
+            outside.add(i)
+            continue
+        if i in outside:
+            continue
+        users = [at[u] for u in node.users]
+        escaping = [u for u in users if u not in draft.members or u in outside]
+        if not escaping or (makes_tuple(node) and all(is_projection(nodes[u]) for u in users)):
+            continue
+        policy, reason = _decide(index, draft, i, escaping)
+        if policy == "leave":
+            left = _with_projections(index, i)
+            draft.members -= left
+            outside |= left
+        elif policy == "duplicate":
+            draft.members.discard(i)
+            draft.clones.add(i)
+            outside.add(i)
+        else:
+            draft.outputs.append(i)
+        if not is_subgraph(index.gm, node):
+            draft.escapes[i] = (policy, reason)
+    draft.outputs.reverse()
+    if not any(nodes[i].op != "get_attr" for i in draft.members):
+        raise EmptyRegion(draft.label, "every operation was left outside")
+
+
+def _with_projections(index: Index, position: int) -> set[int]:
+    """A value that is left out takes along the operation that makes its tuple, and that one's other parts."""
+    node = index.nodes[position]
+    if is_projection(node):
+        node = cast("Node", node.args[0])
+    parts = [u for u in node.users if is_projection(u)]
+    return {index.position[n] for n in [node, *parts]}
+
+
+def _decide(index: Index, draft: Draft, position: int, escaping: list[int]) -> tuple[str, str]:
+    node = index.nodes[position]
+    policy = draft.policy(position)
+    if is_subgraph(index.gm, node):
+        return "duplicate", "a sub-graph is not a value"
+    if policy == "refuse":
+        raise EscapingValue(draft.label, node.name, [index.nodes[u].name for u in escaping])
+    if policy == "leave":
+        return "leave", "as asked"
+    if node.op == "get_attr":
+        return "duplicate", "a constant"
+    if policy == "output":
+        return "output", "as asked"
+    obstacle = _why_not_clone(index, position)
+    if policy == "duplicate":
+        return ("output", f"not cloned: {obstacle}") if obstacle else ("duplicate", "as asked")
+    if obstacle:
+        return "output", f"not cloned: {obstacle}"
+    return _weigh(index, draft, position)
+
+
+def _why_not_clone(index: Index, position: int) -> str:
+    """Why running an operation twice could be seen, empty if it could not."""
+    node = index.nodes[position]
+    dependencies = index.dependencies
+    told = dependencies.effects.get(position)
+    if told is not None and told.random:
+        return "it draws at random"
+    if told is not None and not told.pure:
+        return f"it has an effect ({told.world or 'it writes memory'})"
+    if is_projection(node) or makes_tuple(node):
+        return "it is one of several results"
+    if position in dependencies.written:
+        return "its memory is written in this graph"
+    if any(index.position[n] in dependencies.written for n in node.all_input_nodes):
+        return "it reads memory that is written in this graph"
+    if any(e.barrier for e in dependencies.effects.values()):
+        return "modes are switched in this graph"
+    return ""
+
+
+def _weigh(index: Index, draft: Draft, position: int) -> tuple[str, str]:
+    """The default: constants and what is cheaper to redo than to store are cloned, the rest is returned."""
+    node = index.nodes[position]
+    inputs = node.all_input_nodes
+    if not inputs:
+        return "duplicate", "a constant"
+    for n in inputs:
+        i = index.position[n]
+        if i in draft.members and all(index.position[u] in draft.members for u in n.users):
+            return "output", f"redoing it outside would need '{n.name}' there"
+    told = index.dependencies.effects.get(position)
+    if told is not None and told.aliases and not told.doubtful_aliases:
+        return "output", "it is a view: a clone would not share its memory"
+    if not (operators.traits(node).pointwise if node.op != "call_module" else False):
+        return "output", "more than reading and writing to redo"
+    if any(_may_view(index, u) for u in node.users):
+        return "output", "a view of it is taken: a clone would not share its memory"
+    reads = _bytes(inputs)
+    stores = nbytes(node.meta.get("val"))
+    if reads is None or stores is None:
+        return "output", "sizes are not known"
+    if reads <= 2 * stores:
+        return (
+            "duplicate",
+            f"reading {reads} bytes to redo it costs no more than {2 * stores} to store and reload",
+        )
+    return "output", f"reading {reads} bytes to redo it costs more than {2 * stores} to store and reload"
+
+
+def _may_view(index: Index, user: Node) -> bool:
+    told = index.dependencies.effects.get(index.position[user])
+    return told is not None and bool(told.aliases) and not told.doubtful_aliases
+
+
+def _bytes(nodes: list[Node]) -> int | None:
+    total = 0
+    for node in nodes:
+        value: Any = node.meta.get("val")
+        size = nbytes(value)
+        if size is None:
+            return None
+        total += size
+    return total

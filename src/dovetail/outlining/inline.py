@@ -1,0 +1,300 @@
+"""The inverse of outlining: a region's operations back where they stood, names and meta included."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
+from dovetail.graph.index import Index
+from dovetail.graph.module import Body, Program, attribute, rebuild
+from dovetail.outlining.bodies import Bodies, results
+from dovetail.outlining.order import ascending, list_by_rank, read_ranks
+from dovetail.outlining.record import (
+    Call,
+    Member,
+    State,
+    call_of,
+    is_clone,
+    mark_clone,
+    state_of,
+    walk,
+    with_state,
+    write_call,
+)
+from dovetail.outlining.requests import require_graph
+
+
+def inline(
+    gm: GraphModule, name: str | None = None, *, kind: str | None = None, depth: int | None = None
+) -> GraphModule:
+    """A graph in which regions are their operations again: all, the one called `name`, or all of a `kind`.
+
+    Nested regions are reached too, by `outer_0/inner_1` or by kind. What is inside an opened region is opened as
+    well; `depth=1` opens one level. The input graph is untouched.
+    """
+    require_graph(gm)
+    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"depth {depth!r}: give None for every level, or 1 and more.")
+    index = Index(gm)
+    choice = _Choice(name, kind, depth)
+    choice.require(index)
+    state = state_of(gm)
+    epoch, ranks = read_ranks(index, state)
+    return _Opener(index, choice, ranks, epoch).open(state)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Which calls to open, by the names on the way to them."""
+
+    name: str | None
+    kind: str | None
+    depth: int | None
+
+    def opens(self, call: Call, path: str, opened: int) -> bool:
+        if self.depth is not None and opened >= self.depth:
+            return False
+        if self.kind is not None and call.identity.kind != self.kind:
+            return False
+        return self.name is None or path == self.name or path.startswith(f"{self.name}/")
+
+    def reaches_into(self, call: Call, path: str, opened: int) -> bool:
+        """Whether something nested in a call that stays closed is to be opened."""
+        if self.name is None and self.kind is None:
+            return False
+        return any(self.opens(inner, f"{path}/{way}", opened) for way, inner in _nested(call))
+
+    def require(self, index: Index) -> None:
+        calls = [(n.name, call) for n in index.nodes if (call := call_of(n.meta)) is not None]
+        if self.name is None and self.kind is None:
+            return
+        if any(self.opens(c, n, 0) or self.reaches_into(c, n, 0) for n, c in calls):
+            return
+        if self.name is None:
+            kinds = sorted(
+                {c.identity.kind for _, c in calls}
+                | {i.identity.kind for _, c in calls for _, i in _nested(c)}
+            )
+            raise UnknownRegion(f"the graph has no region of kind '{self.kind}'", kinds)
+        advice = (
+            " (a kind is given as kind=...)" if any(c.identity.kind == self.name for _, c in calls) else ""
+        )
+        raise UnknownRegion(f"the graph has no region named '{self.name}'{advice}", [n for n, _ in calls])
+
+
+def _nested(call: Call) -> list[tuple[str, Call]]:
+    found: list[tuple[str, Call]] = []
+    stack: list[tuple[str, Call]] = [("", call)]
+    while stack:
+        path, at = stack.pop()
+        for member in at.members:
+            inner = call_of(member.meta)
+            if inner is not None:
+                found.append((path + member.name, inner))
+                stack.append((f"{path}{member.name}/", inner))
+    return found
+
+
+@dataclass
+class _Sheet:
+    """A graph being written, with what each of its nodes is: its rank, and its facts if the sheet is a body."""
+
+    graph: Graph
+    facts: dict[Node, Member] = field(default_factory=dict[Node, Member])
+    by_name: dict[str, Node] = field(default_factory=dict[str, Node])
+
+
+@dataclass
+class _Frame:
+    """A graph or body being read: its nodes with their facts, and what they have become on the sheet."""
+
+    owner: GraphModule
+    nodes: Sequence[Node]
+    members: Sequence[Member]
+    env: dict[Node, Any]
+    path: str
+    opened: int
+    epoch: int
+    parent: _Frame | None = None
+    names: dict[str, int] | None = None
+
+    def find(self, name: str) -> int | None:
+        if self.names is None:
+            self.names = {m.name: i for i, m in enumerate(self.members)}
+        return self.names.get(name)
+
+
+class _Opener:
+    def __init__(self, index: Index, choice: _Choice, ranks: list[int], epoch: int) -> None:
+        self.index, self.choice, self.ranks, self.epoch = index, choice, ranks, epoch
+        self.gm = index.gm
+        self.bodies = Bodies(index.gm, {node.name for node in index.nodes})
+
+    def open(self, state: State) -> GraphModule:
+        graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
+        sheet = _Sheet(graph)
+        facts = [
+            Member(node.name, node.meta, rank, None, is_clone(node))
+            for node, rank in zip(self.index.nodes, self.ranks, strict=True)
+        ]
+        self._read(_Frame(self.gm, self.index.nodes, facts, {}, "", 0, self.epoch), sheet)
+        graph.set_codegen(self.gm.graph._codegen)
+        left = [call for node in graph.nodes if (call := call_of(node.meta)) is not None]
+        used = {node.target for node in graph.nodes if node.op == "call_module"}
+        used.update(member.target for call in left for member in walk(call))
+        known = {**self.gm._modules, **self.bodies.added}
+        unused = frozenset(n for n, m in known.items() if isinstance(m, Body) and n not in used)
+        new = rebuild(self.gm, graph, add=self.bodies.added, drop=unused)
+        for name in unused & self.bodies.added.keys():
+            new._modules.pop(name)
+        _restore_order(new, sheet)
+        ranks = {node.name: fact.rank for node, fact in sheet.facts.items()} if left else None
+        for node, fact in sheet.facts.items():
+            if fact.clone or is_clone(node):
+                mark_clone(node, fact.clone and bool(left))
+        new.meta = with_state(self.gm.meta, State(state.counters, ranks, self.epoch))
+        return new
+
+    def _read(self, frame: _Frame, sheet: _Sheet) -> None:
+        for i in range(len(frame.nodes)):
+            self._step(frame, i, sheet)
+
+    def _step(self, frame: _Frame, i: int, sheet: _Sheet) -> None:
+        node, member = frame.nodes[i], frame.members[i]
+        env = frame.env
+        if node in env:
+            return
+        call = call_of(member.meta)
+        if call is not None:
+            path = f"{frame.path}{member.name}"
+            if self.choice.opens(call, path, frame.opened):
+                env[node] = self._open(frame, node, member, call, path, sheet)
+                return
+            if self.choice.reaches_into(call, path, frame.opened):
+                target, inner = self._rewrite(frame, node, call, path)
+                meta = dict(member.meta)
+                self._write(frame, node, member._replace(meta=meta, target=target), sheet)
+                write_call(env[node], inner)
+                return
+        if _takes_part(node):
+            results = env[cast("Node", node.args[0])]
+            if isinstance(results, tuple):
+                env[node] = cast("tuple[Any, ...]", results)[cast("int", node.args[1])]
+                return
+        self._write(frame, node, member, sheet)
+
+    def _open(
+        self, frame: _Frame, node: Node, member: Member, call: Call, path: str, sheet: _Sheet
+    ) -> tuple[Any, ...]:
+        """Write the operations of a call onto the sheet and return what its results are there."""
+        arguments = [frame.env[cast("Node", a)] for a in node.args]
+        inner = self._inside(frame, node, call, arguments, f"{path}/", frame.opened + 1)
+        if call.epoch != frame.epoch:
+            inner.members = _in_a_row(call.members, member.rank)
+        self._read(inner, sheet)
+        return tuple(inner.env[n] for n in results(inner.owner))
+
+    def _inside(
+        self, frame: _Frame, node: Node, call: Call, arguments: Sequence[Any], path: str, opened: int
+    ) -> _Frame:
+        body = attribute(frame.owner, cast("str", node.target))
+        if not isinstance(body, GraphModule):
+            raise InvalidGraph(f"the region calls '{node.target}', which is not a graph", node.name)
+        nodes = list(body.graph.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        inside = nodes[len(inputs) : -1]
+        if len(inputs) != len(arguments) or len(inside) != len(call.members):
+            raise InvalidGraph("the body does not fit its call: one of them was edited since", node.name)
+        env: dict[Node, Any] = dict(zip(inputs, arguments, strict=True))
+        return _Frame(body, inside, call.members, env, path, opened, call.epoch, frame)
+
+    def _rewrite(self, frame: _Frame, node: Node, call: Call, path: str) -> tuple[str, Call]:
+        """A call that stays closed, with regions nested in it opened: another body, and the record to go with it."""
+        sheet = _Sheet(Graph())
+        body = cast("GraphModule", attribute(frame.owner, cast("str", node.target)))
+        inputs: list[Node] = []
+        for old in body.graph.find_nodes(op="placeholder"):
+            new = sheet.graph.placeholder(old.name)
+            new.meta = dict(old.meta)
+            inputs.append(new)
+        inner = self._inside(frame, node, call, inputs, f"{path}/", frame.opened)
+        self._read(inner, sheet)
+        outputs = [inner.env[n] for n in results(body)]
+        sheet.graph.output(tuple(outputs))
+        # What the nodes name is found from the outermost graph, as when the region was first made.
+        draft = rebuild(self.gm, sheet.graph, add=self.bodies.added)
+        listed = _restore_order(draft, sheet)[len(inputs) : -1]
+        _, target = self.bodies.share(call.identity.kind, inputs, listed, outputs, draft)
+        return target, replace(call, members=tuple(sheet.facts[n] for n in listed))
+
+    def _write(self, frame: _Frame, node: Node, member: Member, sheet: _Sheet) -> None:
+        args = map_arg(node.args, frame.env.__getitem__)
+        kwargs = map_arg(node.kwargs, frame.env.__getitem__)
+        target = member.target or node.target
+        if member.clone:
+            self._fetch_original(frame, member.name, sheet)
+        known = sheet.by_name.get(member.name)
+        if known is not None and _same(known, node.op, target, args, kwargs):
+            fact = sheet.facts[known]
+            if member.clone or fact.clone:
+                sheet.facts[known] = fact._replace(clone=fact.clone and member.clone)
+                frame.env[node] = known
+                return
+        new = sheet.graph.create_node(node.op, target, args, kwargs, member.name, node.type)
+        new.meta = dict(member.meta)
+        frame.env[node] = new
+        sheet.facts[new] = member._replace(meta=new.meta)
+        sheet.by_name[member.name] = new
+
+    def _fetch_original(self, frame: _Frame, name: str, sheet: _Sheet) -> None:
+        """Write the node that a clone was made of now, if it stands later in the listing than the region."""
+        at = frame.parent
+        while at is not None and name not in sheet.by_name:
+            i = at.find(name)
+            if i is not None and at.nodes[i] not in at.env:
+                if all(n in at.env for n in at.nodes[i].all_input_nodes):
+                    self._step(at, i, sheet)
+                return
+            at = at.parent
+
+
+def _in_a_row(members: Sequence[Member], rank: int) -> list[Member]:
+    """Facts with ranks counted on from the call's own: the graph was ranked anew since the region was made."""
+    counted: list[Member] = []
+    for member in members:
+        counted.append(member._replace(rank=rank))
+        inner = call_of(member.meta)
+        rank += inner.size + 1 if inner is not None else 1
+    return counted
+
+
+def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
+    """List the nodes of a sheet by rank, as far as dependencies allow; returns the listing."""
+    nodes: list[Node] = list(new.graph.nodes)
+    ranks = [_rank(node, sheet) for node in nodes]
+    if ascending(ranks):
+        return nodes
+    listed = [nodes[i] for i in list_by_rank(Index(new).before, ranks)]
+    for before, node in zip(listed, listed[1:], strict=False):
+        before.append(node)
+    return listed
+
+
+def _rank(node: Node, sheet: _Sheet) -> float:
+    if node in sheet.facts:
+        return sheet.facts[node].rank
+    return -1 if node.op == "placeholder" else float("inf")
+
+
+def _takes_part(node: Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem and len(node.args) == 2
+
+
+def _same(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> bool:
+    return node.op == op and node.target == target and node.args == args and node.kwargs == kwargs

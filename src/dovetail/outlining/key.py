@@ -1,0 +1,90 @@
+"""The canonical hash of a body: the same in every process, for every equal body, whatever its names."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from dovetail.graph.describe import describe
+from dovetail.graph.effects import target_name
+from dovetail.graph.module import Body, attribute
+from dovetail.outlining.bodies import Refs, literal, results
+from dovetail.outlining.record import call_of
+
+_KEYS: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()
+
+
+def key_of(body: GraphModule) -> str:
+    """Structure, literals, dtypes, sizes, strides and devices, symbols by order of appearance; no names."""
+    found = _KEYS.get(body)
+    if found is None:
+        found = hashlib.sha256("\n".join(_lines(body)).encode()).hexdigest()
+        if isinstance(body, Body):
+            _KEYS[body] = found
+    return found
+
+
+def _lines(body: GraphModule) -> list[str]:
+    refs, symbols = Refs(), _Symbols()
+    lines: list[str] = []
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"in {symbols.rename(describe(node.meta.get('val')))}")
+        elif node.op == "output":
+            lines.append(f"out {[refs[n] for n in results(body)]}")
+        else:
+            args, kwargs = literal(node.args, refs), literal(node.kwargs, refs)
+            call = call_of(node.meta)
+            identity = f" {call.headline}" if call is not None else ""
+            lines.append(f"{node.op} {_target(body, node)}{identity} {args!r} {kwargs!r}")
+        refs.add(node)
+    return [*lines, *symbols.ranges()]
+
+
+def _target(body: GraphModule, node: Any) -> str:
+    if node.op not in ("get_attr", "call_module"):
+        return target_name(node)
+    value = attribute(body, cast("str", node.target))
+    if isinstance(value, GraphModule):
+        return key_of(value)
+    if isinstance(value, torch.Tensor):
+        return f"{describe(value)} {_content(value)}"
+    if isinstance(value, nn.Module):
+        state = [(name, describe(t)) for name, t in value.state_dict().items()]
+        return f"{type(value).__module__}.{type(value).__qualname__} {value.extra_repr()} {value.training} {state}"
+    return repr(value)
+
+
+def _content(value: torch.Tensor) -> str:
+    plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else None
+    return hashlib.sha256(bytes(plain.tolist()) if plain is not None else b"").hexdigest()
+
+
+class _Symbols:
+    """Symbolic sizes renamed by appearance: torch's numbering depends on what else was traced."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def rename(self, description: Any) -> str:
+        return repr(self._walk(description))
+
+    def _walk(self, item: Any) -> Any:
+        if isinstance(item, tuple):
+            return tuple(self._walk(i) for i in cast("tuple[Any, ...]", item))
+        if isinstance(item, str) and any(c.isdigit() for c in item) and item[0] in "su(-0123456789":
+            import re
+
+            return re.sub(r"\b([su])\d+\b", self._rename, item)
+        return item
+
+    def _rename(self, found: Any) -> str:
+        return self._names.setdefault(found.group(0), f"{found.group(1)}@{len(self._names)}")
+
+    def ranges(self) -> list[str]:
+        return []

@@ -1,0 +1,62 @@
+"""The one order in which a graph with regions is listed: as the operations first stood, as far as regions allow."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from torch.fx import Node
+
+from dovetail.graph.index import Index
+from dovetail.outlining.record import State, call_of
+
+
+def ascending(ranks: Sequence[float]) -> bool:
+    return all(a <= b for a, b in zip(ranks, ranks[1:], strict=False))
+
+
+def read_ranks(index: Index, state: State) -> tuple[int, list[int]]:
+    """The epoch and the rank of each position, such that listing by rank gives the graph as it is listed now.
+
+    A graph that was edited by others since is ranked anew, in a new epoch.
+    """
+    table = state.ranks
+    if table is not None:
+        known = [table.get(node.name) for node in index.nodes]
+        if None not in known:
+            ranks: list[int] = known  # pyright: ignore[reportAssignmentType]
+            if ascending(ranks) or list_by_rank(index.before, ranks) == list(range(len(ranks))):
+                return state.epoch, ranks
+    return state.epoch + 1, _fresh(index.nodes)
+
+
+def _fresh(nodes: list[Node]) -> list[int]:
+    """Ranks by the listing, with room after each region's call for the operations it holds."""
+    ranks: list[int] = []
+    at = 0
+    for node in nodes:
+        ranks.append(at)
+        call = call_of(node.meta)
+        at += call.size + 1 if call is not None else 1
+    return ranks
+
+
+def list_by_rank(before: Sequence[Iterable[int]], ranks: Sequence[float]) -> list[int]:
+    """A topological order that takes, of what is ready, the lowest rank; what is on a cycle is missing from it."""
+    waiting = [0] * len(ranks)
+    after: list[list[int]] = [[] for _ in ranks]
+    for i, earlier in enumerate(before):
+        for j in earlier:
+            after[j].append(i)
+            waiting[i] += 1
+    ready = [(ranks[i], i) for i, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    listed: list[int] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        listed.append(i)
+        for j in after[i]:
+            waiting[j] -= 1
+            if not waiting[j]:
+                heapq.heappush(ready, (ranks[j], j))
+    return listed

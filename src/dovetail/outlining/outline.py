@@ -1,0 +1,191 @@
+"""Moving operations into regions: look, decide, then build a new graph once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from torch.fx import Graph, GraphModule, Node
+
+from dovetail.errors import EmptyRegion, InvalidArgument
+from dovetail.graph.index import Index
+from dovetail.graph.module import copy_node, rebuild
+from dovetail.outlining.bodies import Bodies, common_module_stack
+from dovetail.outlining.escapes import settle
+from dovetail.outlining.order import read_ranks
+from dovetail.outlining.placement import place
+from dovetail.outlining.record import (
+    Call,
+    Escape,
+    Member,
+    State,
+    call_of,
+    state_of,
+    walk,
+    with_state,
+    write_call,
+)
+from dovetail.outlining.requests import Draft, Request, drafts, require_graph
+
+
+def outline(
+    gm: GraphModule,
+    nodes: Iterable[Node | str] | Iterable[Request] | Request,
+    *,
+    kind: str | None = None,
+    version: int = 1,
+    attrs: Mapping[str, Any] | None = None,
+    escapes: str | Mapping[Node | str, str] = "auto",
+) -> GraphModule:
+    """A graph in which the given operations are called as a region that computes exactly the same.
+
+    Give nodes or names with a `kind`, or a list of `Request` to make several regions in one sweep. `escapes` says
+    what happens to a value that is also used outside: "output", "duplicate", "leave", "refuse", "auto", or a dict
+    of these per node. The input graph is untouched; a request that cannot be met raises a `RegionError`.
+    """
+    require_graph(gm)
+    requests = _requests(nodes, kind, version, attrs, escapes)
+    index = Index(gm)
+    made = drafts(index, requests)
+    for draft in made:
+        settle(index, draft)
+    state = state_of(gm)
+    epoch, ranks = read_ranks(index, state)
+    listing = place(index, made, ranks)
+    return _Builder(index, made, ranks, epoch, state).build(listing)
+
+
+def _requests(nodes: Any, kind: str | None, version: int, attrs: Any, escapes: Any) -> list[Request]:
+    if isinstance(nodes, Request):
+        nodes = [nodes]
+    if kind is not None:
+        listed = nodes if isinstance(nodes, (str, Node)) else list(nodes) if _iterable(nodes) else nodes
+        if isinstance(listed, list) and any(isinstance(n, Request) for n in cast("list[Any]", listed)):
+            raise InvalidArgument("a Request has its own kind: give either requests or nodes with `kind`.")
+        return [Request(listed, kind, version, attrs, escapes)]
+    if not _iterable(nodes):
+        raise InvalidArgument(f"outline takes nodes with a `kind` or requests, not {type(nodes).__name__}.")
+    listed = list(nodes)
+    if not listed:
+        raise EmptyRegion("?", "no node and no request was given")
+    if not all(isinstance(request, Request) for request in listed):
+        raise InvalidArgument("nodes need a `kind`: outline(gm, ['add', 'relu'], kind='add_relu').")
+    if (version, attrs, escapes) != (1, None, "auto"):
+        raise InvalidArgument("version, attrs and escapes belong into each Request.")
+    return listed
+
+
+def _iterable(value: object) -> bool:
+    return isinstance(value, Iterable)
+
+
+class _Builder:
+    """Writes the new graph, once everything is decided."""
+
+    def __init__(self, index: Index, made: list[Draft], ranks: list[int], epoch: int, state: State) -> None:
+        self.index, self.made, self.ranks, self.epoch = index, made, ranks, epoch
+        self.counters = dict(state.counters)
+        self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
+        self.env: dict[Node, Node] = {}
+        self.new_ranks: dict[str, int] = {}
+        self.taken = _taken_names(index)
+        self.bodies = Bodies(index.gm, self.taken)
+        self.dropped = self._unused_constants()
+
+    def build(self, listing: list[int]) -> GraphModule:
+        nodes, ranks, env, to = self.index.nodes, self.ranks, self.env, self.env.__getitem__
+        graph, new_ranks = self.graph, self.new_ranks
+        for key in listing:
+            if key < 0:
+                self._call(self.made[-1 - key])
+            elif key not in self.dropped:
+                node = nodes[key]
+                new = env[node] = copy_node(graph, node, to)
+                new_ranks[new.name] = ranks[key]
+        gm = self.index.gm
+        graph.set_codegen(gm.graph._codegen)
+        meta = with_state(gm.meta, State(self.counters, new_ranks, self.epoch))
+        return rebuild(gm, graph, add=self.bodies.added, meta=meta)
+
+    def _unused_constants(self) -> set[int]:
+        """Constants that every user now has a clone of: no one reads the original any more."""
+        clones: dict[int, list[Draft]] = {}
+        for draft in self.made:
+            for i in draft.clones:
+                clones.setdefault(i, []).append(draft)
+        at = self.index.position
+        return {
+            i
+            for i, holders in clones.items()
+            if all(any(at[u] in d.members for d in holders) for u in self.index.nodes[i].users)
+        }
+
+    def _call(self, draft: Draft) -> None:
+        nodes = self.index.nodes
+        inside = [nodes[i] for i in draft.inside]
+        own = set(inside)
+        operands = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in own))
+        outputs = [nodes[i] for i in draft.outputs]
+        kind = draft.identity.kind
+        body, target = self.bodies.share(kind, operands, inside, outputs)
+        name = self._name(kind.replace(".", "_"))
+        call = self.graph.create_node("call_module", target, tuple(self.env[n] for n in operands), name=name)
+        rank = min(self.ranks[i] for i in draft.members)
+        record = Call(
+            identity=draft.identity,
+            members=tuple(self._member(i, draft) for i in draft.inside),
+            rank=rank,
+            epoch=self.epoch,
+            escapes=tuple((nodes[i].name, Escape(*draft.escapes[i])) for i in sorted(draft.escapes)),
+            rule=draft.request.rule,
+            round=draft.request.round,
+        )
+        self._describe(call, record, inside, outputs)
+        self.new_ranks[call.name] = rank
+        for k, node in enumerate(outputs):
+            result = self.graph.create_node("call_function", operator.getitem, (call, k), name=node.name)
+            result.meta = dict(node.meta)
+            if call_of(result.meta) is not None:
+                raise InvalidArgument(
+                    f"the tuple that region '{node.name}' returns cannot itself be a result."
+                )
+            self.env[node] = result
+            self.new_ranks[result.name] = rank
+
+    def _member(self, position: int, draft: Draft) -> Member:
+        node = self.index.nodes[position]
+        target = cast("str", node.target) if node.op in ("get_attr", "call_module") else None
+        return Member(node.name, dict(node.meta), self.ranks[position], target, position in draft.clones)
+
+    @staticmethod
+    def _describe(call: Node, record: Call, inside: list[Node], outputs: list[Node]) -> None:
+        if all("val" in node.meta for node in outputs):
+            call.meta["val"] = tuple(node.meta["val"] for node in outputs)
+        traces = [t for node in reversed(inside) if (t := node.meta.get("stack_trace"))]
+        if traces:
+            call.meta["stack_trace"] = traces[0]
+        stack = common_module_stack(node.meta for node in inside if "nn_module_stack" in node.meta)
+        if stack:
+            call.meta["nn_module_stack"] = stack
+        write_call(call, record)
+
+    def _name(self, stem: str) -> str:
+        number = self.counters.get(stem, 0)
+        while (name := f"{stem}_{number}") in self.taken:
+            number += 1
+        self.counters[stem] = number + 1
+        self.taken.add(name)
+        return name
+
+
+def _taken_names(index: Index) -> set[str]:
+    """Names that a new node must not have: of nodes, of what regions will give back, of the module's attributes."""
+    taken = {node.name for node in index.nodes}
+    for node in index.nodes:
+        call = call_of(node.meta)
+        if call is not None:
+            taken.update(member.name for member in walk(call))
+    gm = index.gm
+    taken.update(gm._modules, gm._parameters, gm._buffers)
+    return taken

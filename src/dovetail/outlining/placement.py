@@ -1,0 +1,146 @@
+"""Where each region's call goes: one topological sort of the graph with every region drawn together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from dovetail.errors import CyclicRegion, EffectOrder, RegionError
+from dovetail.graph.index import Index
+from dovetail.outlining.order import ascending, list_by_rank
+from dovetail.outlining.requests import Draft
+
+
+def place(index: Index, made: list[Draft], ranks: list[int]) -> list[int]:
+    """The new listing: positions of what stays outside, and `-1 - r` where region `r` is called.
+
+    Only the stretches of the graph that a region spans are sorted; everything else keeps its place.
+    Raises CyclicRegion or EffectOrder if some region cannot be called at one place.
+    """
+    owner: dict[int, int] = {}
+    for r, draft in enumerate(made):
+        for i in draft.members:
+            owner[i] = r
+    listing: list[int] = []
+    at = 0
+    for low, high in _windows(index, made, ranks):
+        listing.extend(range(at, low))
+        listing.extend(_sort_window(index, made, owner, ranks, low, high))
+        at = high + 1
+    listing.extend(range(at, len(index)))
+    return listing
+
+
+def _windows(index: Index, made: list[Draft], ranks: list[int]) -> list[tuple[int, int]]:
+    """The stretches to be sorted, disjoint and in order."""
+    if not ascending(ranks):
+        return [(0, len(index) - 1)]
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted((min(d.members), max(d.members)) for d in made):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _sort_window(
+    index: Index, made: list[Draft], owner: dict[int, int], ranks: list[int], low: int, high: int
+) -> list[int]:
+    first = owner.get(low)
+    if first is not None and len(made[first].members) == high - low + 1:
+        return [-1 - first]
+    # Units: positions from low to high, then the regions that begin here.
+    unit: dict[int, int] = {}
+    units: list[int] = []
+    for i in range(low, high + 1):
+        r = owner.get(i)
+        key = i if r is None else -1 - r
+        if key not in unit:
+            unit[key] = len(units)
+            units.append(key)
+
+    def of(i: int) -> int | None:
+        r = owner.get(i)
+        return unit.get(i if r is None else -1 - r)
+
+    before: list[set[int]] = [set() for _ in units]
+    data, effects = index.data, index.dependencies.before
+    for u, key in enumerate(units):
+        if key >= 0:
+            needs = [*data[key], *effects.get(key, ())]
+        else:
+            draft = made[-1 - key]
+            needs = [j for i in draft.inside for j in data[i] if j not in draft.clones]
+            needs += [j for i in draft.members for j in effects.get(i, ())]
+        before[u] = {v for j in needs if (v := of(j)) is not None and v != u}
+    key_ranks = [ranks[k] if k >= 0 else min(ranks[i] for i in made[-1 - k].members) for k in units]
+    order = list_by_rank(before, key_ranks)
+    if len(order) < len(units):
+        listed = set(order)
+        stuck = [k for u, k in enumerate(units) if u not in listed]
+        raise _explain(index, made, owner, [-1 - k for k in stuck if k < 0])
+    return [units[u] for u in order]
+
+
+def _explain(index: Index, made: list[Draft], owner: dict[int, int], stuck: list[int]) -> RegionError:
+    """The error for regions that would depend on themselves, with a shortest path that shows it."""
+    effects = index.dependencies.before
+
+    def by_data(i: int) -> list[int]:
+        return index.data[i]
+
+    def by_all(i: int) -> list[int]:
+        return index.before[i]
+
+    for edges in (by_data, by_all):
+        for r in stuck:
+            path = _way_back(index, made, owner, r, edges)
+            if not path:
+                continue
+            names = [index.nodes[i].name for i in path]
+            for a, b in zip(path, path[1:], strict=False):
+                if a not in index.data[b] and a in effects.get(b, ()):
+                    why = index.dependencies.why(a, b)
+                    return EffectOrder(made[r].label, index.nodes[a].name, index.nodes[b].name, why, names)
+            return CyclicRegion(made[r].label, names)
+    return RegionError(f"regions {', '.join(made[r].label for r in stuck)} would depend on each other.")
+
+
+def _way_back(
+    index: Index, made: list[Draft], owner: dict[int, int], region: int, edges: Callable[[int], list[int]]
+) -> list[int]:
+    """A shortest chain from a member of `region`, through the outside, to a member; empty if there is none.
+
+    Passing through another region, the chain may leave it from any member: its call comes as one.
+    """
+    members = made[region].members
+    came: dict[int, int] = {}
+    queue: deque[int] = deque()
+    for end in sorted(members | made[region].clones):
+        for j in edges(end):
+            if j not in members and j not in made[region].clones and j not in came:
+                came[j] = end
+                queue.append(j)
+    while queue:
+        at = queue.popleft()
+        other = owner.get(at)
+        for hop in made[other].inside if other is not None else (at,):
+            for j in edges(hop):
+                if j in members:
+                    return _chain_from(came, j, hop, at)
+                if j not in came:
+                    came[j] = hop
+                    if hop != at and hop not in came:
+                        came[hop] = at
+                    queue.append(j)
+    return []
+
+
+def _chain_from(came: dict[int, int], start: int, hop: int, at: int) -> list[int]:
+    chain = [start, hop]
+    if hop != at:
+        chain.append(at)
+    while chain[-1] in came:
+        chain.append(came[chain[-1]])
+    return chain

@@ -1,0 +1,163 @@
+"""Who a region is and what it was: the record on its call, and the graph's record of names and order."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument
+from dovetail.graph.module import REGION
+
+_STATE = "dovetail.outlining"
+_CLONE = "dovetail.clone"
+_KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+class Escape(NamedTuple):
+    """What became of a value that is also used outside, and why."""
+
+    policy: str
+    reason: str
+
+
+class Member(NamedTuple):
+    """An operation as it was before it moved into a region."""
+
+    name: str
+    meta: dict[str, Any]
+    rank: int
+    target: str | None  # where the graph around has what a get_attr or call_module names
+    clone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a region is. `attrs` is canonical JSON, so that equal attributes are equal text."""
+
+    kind: str
+    version: int
+    attrs: str
+
+    @property
+    def headline(self) -> str:
+        version = f" v{self.version}" if self.version != 1 else ""
+        attrs = f" {self.attrs}" if self.attrs != "{}" else ""
+        return f"{self.kind}{version}{attrs}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The record on a region's call: identity, and what `inline` needs to give the very operations back.
+
+    `members` are in the order of the body's operations. Ranks are comparable within one `epoch`.
+    """
+
+    identity: Identity
+    members: tuple[Member, ...]
+    rank: int
+    epoch: int
+    escapes: tuple[tuple[str, Escape], ...] = ()
+    rule: str | None = None
+    round: int | None = None
+    backend: str | None = None
+
+    @property
+    def headline(self) -> str:
+        return self.identity.headline
+
+    @property
+    def size(self) -> int:
+        """How many original operations it holds, nested ones included."""
+        return sum(inner.size if (inner := call_of(m.meta)) else 1 for m in self.members)
+
+
+def walk(call: Call) -> Iterator[Member]:
+    """The members of a call and of every region nested in it."""
+    stack = [call]
+    while stack:
+        for member in stack.pop().members:
+            yield member
+            inner = call_of(member.meta)
+            if inner is not None:
+                stack.append(inner)
+
+
+def call_of(meta: Mapping[str, Any]) -> Call | None:
+    """The record in a node's meta, if the node calls a region."""
+    found = meta.get(REGION)
+    return found if isinstance(found, Call) else None
+
+
+def write_call(node: Node, call: Call) -> None:
+    node.meta[REGION] = call
+
+
+def is_clone(node: Node) -> bool:
+    """Whether a node was given back by a region that had a clone, while another region still holds the original."""
+    return bool(node.meta.get(_CLONE))
+
+
+def mark_clone(node: Node, mark: bool) -> None:
+    if mark:
+        node.meta[_CLONE] = True
+    else:
+        node.meta.pop(_CLONE, None)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a graph remembers of outlining: the next number per kind, and each node's place in the original order."""
+
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    ranks: Mapping[str, int] | None = None
+    epoch: int = 0
+
+
+def state_of(gm: GraphModule) -> State:
+    found = gm.meta.get(_STATE)
+    return found if isinstance(found, State) else State()
+
+
+def with_state(meta: Mapping[str, Any], state: State) -> dict[str, Any]:
+    return {**meta, _STATE: state}
+
+
+def make_identity(kind: object, version: object, attrs: object) -> Identity:
+    """A checked identity, or InvalidArgument saying which part is wrong."""
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise InvalidArgument(
+            f"kind {kind!r} is not a dotted name such as 'rms_norm' or 'npu.avg_pool': letters, digits and '_'."
+        )
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise InvalidArgument(f"version {version!r} of '{kind}' is not an int.")
+    if attrs is not None and not isinstance(attrs, Mapping):
+        raise InvalidArgument(f"attrs of '{kind}' are a {type(attrs).__name__}; give a mapping from str.")
+    plain = _plain(cast("Mapping[Any, Any]", attrs or {}), f"attrs of '{kind}'")
+    return Identity(kind, version, json.dumps(plain, sort_keys=True, ensure_ascii=False))
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value with tuples as lists, refused if JSON cannot hold it exactly."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidArgument(f"{where}: {value!r} has no JSON form.")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(cast("list[Any]", value))]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        for key, _ in items:
+            if not isinstance(key, str):
+                raise InvalidArgument(f"{where}: key {key!r} is not a str.")
+        return {k: _plain(v, f"{where}[{k!r}]") for k, v in items}
+    raise InvalidArgument(
+        f"{where}: a {type(value).__name__} has no JSON form; give numbers, text, lists or mappings."
+    )

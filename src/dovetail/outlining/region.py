@@ -1,0 +1,123 @@
+"""Regions as users meet them: frozen snapshots of what a graph calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidGraph
+from dovetail.graph.effects import summary
+from dovetail.graph.module import attribute
+from dovetail.outlining.key import key_of
+from dovetail.outlining.record import Call, Escape, call_of
+from dovetail.outlining.requests import is_projection, require_graph
+
+
+@dataclass(frozen=True)
+class Region:
+    """One call of a region: what it is, what it computes, and which operations it was made of.
+
+    `name` is a label (`outer_0/inner_1` when nested); identity is `kind`, `version` and `attrs`. `inputs` are the
+    operands and `outputs` the values taken from the call, as nodes of the graph that has the call.
+    """
+
+    name: str
+    kind: str
+    version: int
+    attrs: dict[str, Any]
+    body: GraphModule = field(repr=False)
+    node: Node = field(repr=False)
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    nodes: tuple[str, ...]
+    escapes: dict[str, Escape] = field(repr=False)
+    effects: tuple[str, ...]
+    rule: str | None = None
+    round: int | None = None
+    backend: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The canonical hash of the body, equal for equal computations in any process."""
+        return key_of(self.body)
+
+    def reproducer(self, path: str | Path, *, seed: int = 0) -> Path:
+        """Write the region alone, with made-up inputs of its shapes, as a script that runs by itself."""
+        from dovetail.outlining.reproducer import write
+
+        return write(self, Path(path), seed=seed)
+
+
+def regions(gm: GraphModule, *, kind: str | None = None, nested: bool = False) -> list[Region]:
+    """The regions a graph calls, in execution order; with `nested`, those inside them right after each."""
+    require_graph(gm)
+    found: list[Region] = []
+    for node in gm.graph.nodes:
+        call = call_of(node.meta)
+        if call is not None:
+            _collect(gm, node, call, node.name, nested, found)
+    return [r for r in found if kind is None or r.kind == kind]
+
+
+def _collect(
+    owner: GraphModule, node: Node, call: Call, name: str, nested: bool, found: list[Region]
+) -> None:
+    body = attribute(owner, cast("str", node.target))
+    if not isinstance(body, GraphModule):
+        raise InvalidGraph(f"the region calls '{node.target}', which is not a graph", node.name)
+    found.append(_snapshot(node, call, body, name))
+    if not nested:
+        return
+    inside = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
+    for inner_node, member in zip(inside, call.members, strict=True):
+        inner = call_of(member.meta)
+        if inner is not None:
+            _collect(body, inner_node, inner, f"{name}/{member.name}", nested, found)
+
+
+def _snapshot(node: Node, call: Call, body: GraphModule, name: str) -> Region:
+    results = [u for u in node.users if is_projection(u)]
+    return Region(
+        name=name,
+        kind=call.identity.kind,
+        version=call.identity.version,
+        attrs=json.loads(call.identity.attrs),
+        body=body,
+        node=node,
+        inputs=tuple(cast("Node", a) for a in node.args),
+        outputs=tuple(sorted(results, key=lambda n: cast("int", n.args[1]))),
+        nodes=_originals(call),
+        escapes=dict(call.escapes),
+        effects=_effects(body),
+        rule=call.rule,
+        round=call.round,
+        backend=call.backend,
+    )
+
+
+def _originals(call: Call) -> tuple[str, ...]:
+    names: list[str] = []
+    stack = list(reversed(call.members))
+    while stack:
+        member = stack.pop()
+        inner = call_of(member.meta)
+        if inner is None:
+            names.append(member.name)
+        else:
+            stack.extend(reversed(inner.members))
+    # A result of a nested region has the name of the operation it stands for.
+    return tuple(dict.fromkeys(names))
+
+
+def _effects(body: GraphModule) -> tuple[str, ...]:
+    told = summary(body)
+    words = ["writes"] if told.writes or told.state_written else []
+    if told.random:
+        words.append("random")
+    if told.world:
+        words.append(told.world)
+    return tuple(words)

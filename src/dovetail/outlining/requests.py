@@ -1,0 +1,225 @@
+"""What a caller asks to outline, checked against the graph."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import EmptyRegion, InvalidArgument, OverlappingRegions, RegionError, UnknownNode
+from dovetail.graph.effects import is_subgraph
+from dovetail.graph.index import Index
+from dovetail.graph.module import attribute
+from dovetail.graph.describe import makes_tuple
+from dovetail.outlining.record import Identity, make_identity
+
+POLICIES = ("auto", "output", "duplicate", "leave", "refuse")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One region to be made: its operations by node or name in any order, what it is, and what may escape."""
+
+    nodes: Iterable[Node | str]
+    kind: str
+    version: int = 1
+    attrs: Mapping[str, Any] | None = None
+    escapes: str | Mapping[Node | str, str] = "auto"
+    rule: str | None = None
+    round: int | None = None
+
+
+@dataclass
+class Draft:
+    """A region on its way: positions in the graph, refined step by step before anything is built."""
+
+    identity: Identity
+    label: str
+    request: Request
+    members: set[int]
+    policies: dict[int, str]
+    default_policy: str
+    clones: set[int] = field(default_factory=set[int])
+    outputs: list[int] = field(default_factory=list[int])
+    escapes: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+
+    def policy(self, position: int) -> str:
+        return self.policies.get(position, self.default_policy)
+
+    @property
+    def inside(self) -> list[int]:
+        """Everything the body computes, clones too, in the graph's order."""
+        return sorted(self.members | self.clones)
+
+
+def drafts(index: Index, requests: list[Request]) -> list[Draft]:
+    """Drafts of all requests; any bad request raises before anything is decided."""
+    made = [_draft(index, request, i, len(requests)) for i, request in enumerate(requests)]
+    _share_constants(index, made)
+    return made
+
+
+def _draft(index: Index, request: Request, number: int, count: int) -> Draft:
+    if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(
+            f"outline takes a list of Request or nodes with a kind, not {type(request).__name__}."
+        )
+    identity = make_identity(request.kind, request.version, request.attrs)
+    label = identity.kind if count == 1 else f"{identity.kind} (request {number})"
+    listed = {_locate(index, item, label) for item in _as_list(request.nodes, label)}
+    if not listed:
+        raise EmptyRegion(label, "no node was listed")
+    members = _complete(index, listed)
+    if not any(index.nodes[i].op != "get_attr" for i in members):
+        raise EmptyRegion(label, "only parameters, buffers, constants or parts of tuples were listed")
+    default, policies = _policies(index, request.escapes, label)
+    return Draft(identity, label, request, members, policies, default)
+
+
+def _as_list(nodes: Any, label: str) -> list[Node | str]:
+    if isinstance(nodes, (str, Node)):
+        return [nodes]
+    try:
+        return list(nodes)
+    except TypeError:
+        raise InvalidArgument(
+            f"region '{label}': nodes is a {type(nodes).__name__}; give nodes or names."
+        ) from None
+
+
+def _locate(index: Index, item: Node | str, label: str, *, any_op: bool = False) -> int:
+    if isinstance(item, Node):
+        position = index.position.get(item)
+        if position is None:
+            raise UnknownNode(
+                f"region '{label}': not a node of this graph", [item.name], "Give the name instead."
+            )
+    elif isinstance(item, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        position = index.names.get(item)
+        if position is None:
+            near = difflib.get_close_matches(item, index.names, n=3)
+            advice = f"Did you mean {' or '.join(near)}?" if near else "`dovetail.text` lists the names."
+            raise UnknownNode(f"region '{label}': no such node", [item], advice)
+    else:
+        raise InvalidArgument(f"region '{label}': {item!r} is neither a node nor a name.")
+    op = index.nodes[position].op
+    if op in ("placeholder", "output") and not any_op:
+        raise UnknownNode(
+            f"region '{label}': a graph's {op} is not an operation", [index.nodes[position].name]
+        )
+    return position
+
+
+def _policies(index: Index, escapes: Any, label: str) -> tuple[str, dict[int, str]]:
+    if isinstance(escapes, str):
+        return _policy(escapes, label), {}
+    if not isinstance(escapes, Mapping):
+        raise InvalidArgument(
+            f"region '{label}': escapes is a {type(escapes).__name__}; give a policy or a dict."
+        )
+    given = cast("Mapping[Node | str, str]", escapes)
+    found = {
+        _locate(index, item, label, any_op=True): _policy(policy, label) for item, policy in given.items()
+    }
+    return "auto", found
+
+
+def _policy(policy: object, label: str) -> str:
+    if policy not in POLICIES:
+        raise InvalidArgument(f"region '{label}': escapes {policy!r} is none of {', '.join(POLICIES)}.")
+    return cast("str", policy)
+
+
+def _complete(index: Index, listed: set[int]) -> set[int]:
+    """The listed operations with what belongs to them, without what always stays outside."""
+    root, nodes, at = index.gm, index.nodes, index.position
+    members = {i for i in listed if nodes[i].op != "get_attr" or _is_constant(root, nodes[i])}
+    for i in list(members):
+        node = nodes[i]
+        if makes_tuple(node):
+            members.update(at[user] for user in node.users if is_projection(user))
+        if isinstance(node.target, _HIGHER_ORDER):
+            members.update(at[n] for n in node.all_input_nodes if is_subgraph(root, n))
+    # A part of a tuple stays with what makes the tuple: tuples do not cross a region's border.
+    return {
+        i
+        for i in members
+        if not (is_projection(nodes[i]) and at[cast("Node", nodes[i].args[0])] not in members)
+    }
+
+
+def is_projection(node: Node) -> bool:
+    """Whether a node takes one value out of what a tuple-making operation returned."""
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and makes_tuple(source)
+
+
+def _is_constant(root: nn.Module, node: Node) -> bool:
+    """Whether a get_attr names neither a parameter nor a buffer: those are operands always."""
+    path, _, name = cast("str", node.target).rpartition(".")
+    owner = attribute(root, path) if path else root
+    if not isinstance(owner, nn.Module):
+        return True
+    return name not in owner._parameters and name not in owner._buffers
+
+
+def _share_constants(index: Index, made: list[Draft]) -> None:
+    """Each operation is in one region; constants that several list are cloned into each."""
+    owner: dict[int, Draft] = {}
+    contested: set[int] = set()
+    for draft in made:
+        clash: dict[int, Draft] = {i: owner[i] for i in draft.members if i in owner}
+        hard = [i for i, other in clash.items() if not _shareable(index, i, draft, other)]
+        if hard:
+            other = owner[min(hard)]
+            names = [index.nodes[i].name for i in sorted(hard) if owner[i] is other]
+            raise OverlappingRegions(other.label, draft.label, names)
+        contested.update(clash)
+        for i in draft.members:
+            owner.setdefault(i, draft)
+    for draft in made:
+        for i in draft.members & contested:
+            draft.members.discard(i)
+            draft.clones.add(i)
+            draft.escapes[i] = ("duplicate", "a constant of several regions")
+
+
+def _shareable(index: Index, position: int, *claims: Draft) -> bool:
+    node = index.nodes[position]
+    if any(draft.policy(position) in ("refuse", "output", "leave") for draft in claims):
+        return False
+    if node.op == "get_attr":
+        return True
+    told = index.dependencies.effects.get(position)
+    pure = told is None or told.pure
+    return (
+        pure
+        and not node.all_input_nodes
+        and position not in index.dependencies.written
+        and not makes_tuple(node)
+    )
+
+
+def require_graph(gm: object) -> GraphModule:
+    if not isinstance(gm, GraphModule):
+        raise InvalidArgument(
+            f"expected a torch.fx.GraphModule, got {type(gm).__name__}; `capture` makes one."
+        )
+    return gm
+
+
+def _higher_order() -> type:
+    from torch._ops import HigherOrderOperator
+
+    return HigherOrderOperator
+
+
+_HIGHER_ORDER = _higher_order()
+__all__ = ["Draft", "POLICIES", "RegionError", "Request", "drafts", "is_projection", "require_graph"]
