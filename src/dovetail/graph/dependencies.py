@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -90,7 +91,7 @@ class _Cheap:
 
 
 def _chain(edges: dict[int, list[int]], positions: list[int]) -> None:
-    for first, second in zip(positions, positions[1:], strict=False):
+    for first, second in pairwise(positions):
         edges.setdefault(second, []).append(first)
 
 

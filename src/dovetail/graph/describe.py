@@ -40,30 +40,45 @@ def makes_tuple(node: Node) -> bool:
 Description = tuple[Any, ...]
 
 
-def describe(value: Any) -> Description | None:
-    """What two values must agree on to be interchangeable: dtype, sizes, strides, device. None: unknown."""
+def describe(value: Any, symbols: dict[str, str] | None = None) -> Description | None:
+    """What two values must agree on to be interchangeable: dtype, sizes, strides, device. None: unknown.
+
+    With `symbols`, symbolic sizes are numbered by first appearance, and the numbering is kept there.
+    """
     if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        strides = tuple(map(_size, value.stride())) if strided else ()
+        strides = value.stride() if value.layout is torch.strided else ()
         return (
             "tensor",
             value.dtype,
-            tuple(map(_size, value.shape)),
-            strides,
+            tuple([s if type(s) is int else _named(s, symbols) for s in value.shape]),
+            tuple([s if type(s) is int else _named(s, symbols) for s in strides]),
             str(value.device),
             str(value.layout),
         )
     if isinstance(value, (tuple, list)):
-        return ("several", *(describe(v) for v in cast("Sequence[Any]", value)))
+        return ("several", *(describe(v, symbols) for v in cast("Sequence[Any]", value)))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return ("symbol", type(value).__name__, str(value.node.expr))
+        return ("symbol", type(value).__name__, _named(value, symbols))
     if value is None:
         return None
     return ("plain", type(value).__name__, repr(value))
 
 
-def _size(size: Any) -> Any:
-    return size if type(size) is int else str(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+def symbol_ranges(value: Any) -> dict[str, str]:
+    """The bounds of every symbol in a value's sizes, by torch's own name for it."""
+    found: dict[str, str] = {}
+    stack: list[Any] = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            stack.extend(s for s in item.shape if type(s) is not int)
+        elif isinstance(item, (tuple, list)):
+            stack.extend(cast("Sequence[Any]", item))
+        elif isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            env = item.node.shape_env
+            for symbol in item.node.expr.free_symbols:
+                found[str(symbol)] = str(env.var_to_range.get(symbol))
+    return found
 
 
 def same_kind(a: Any, b: Any) -> bool:

@@ -156,6 +156,10 @@ class BodySummary:
     world: str
     barrier: bool
 
+    @property
+    def acts(self) -> bool:
+        return bool(self.writes or self.state_written or self.random or self.world or self.barrier)
+
 
 _SUMMARIES: WeakKeyDictionary[GraphModule, BodySummary] = WeakKeyDictionary()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
-from typing import Any
+import gc
+from collections.abc import Generator, Mapping
+from typing import Any, Self
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
-from typing_extensions import Self
 
 from dovetail.graph import pickling
 
@@ -113,6 +114,10 @@ class Body(Program):
         else:
             self.__dict__[name] = value
 
+    def mark_impure(self, impure: bool) -> None:
+        """Tell FX's dead-code elimination whether a call must stay when nobody reads its results."""
+        self.__dict__["_is_impure"] = impure
+
 
 def make_body(graph: Graph, class_name: str) -> Body:
     """A body around `graph`, with nothing borrowed yet."""
@@ -140,6 +145,18 @@ def rebuild(
     if meta is not None:
         new.meta = dict(meta)
     return new
+
+
+@contextlib.contextmanager
+def without_collector() -> Generator[None]:
+    """Keep Python's cycle collector from scanning a large graph again and again while it is being built."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def copy_graph(graph: Graph) -> Graph:

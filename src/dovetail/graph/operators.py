@@ -167,13 +167,14 @@ def _world(namespace: str, name: str, *, has_results: bool, writes: bool) -> str
 
 
 def _is_effectful(op: OpOverload) -> bool:
-    try:
-        from torch._higher_order_ops.effects import _get_effect  # pyright: ignore
-    except ImportError:
-        from torch._higher_order_ops.effects import has_effects as _has  # pyright: ignore
+    from torch._higher_order_ops import effects
 
-        return bool(_has(op, (), {}))
-    return _get_effect(op) is not None
+    # The look-up by operator alone came after the one that wants a whole call.
+    by_operator: Any = getattr(effects, "_get_effect", None)
+    if by_operator is not None:
+        return by_operator(op) is not None
+    by_call: Any = getattr(effects, "get_effect_key", None)
+    return by_call is not None and by_call(op, (), {}) is not None
 
 
 @functools.cache
@@ -228,12 +229,38 @@ _PURE_BUILTINS = frozenset(
     {
         *(
             getattr(builtins, n)
-            for n in "len int float bool abs max min sum slice tuple list range round".split()
-        ),  # noqa: SIM905
+            for n in [
+                "len",
+                "int",
+                "float",
+                "bool",
+                "abs",
+                "max",
+                "min",
+                "sum",
+                "slice",
+                "tuple",
+                "list",
+                "range",
+                "round",
+            ]
+        ),
         *(
             getattr(builtins, n)
-            for n in "isinstance type str dict zip complex divmod pow all any sorted".split()
-        ),  # noqa: SIM905
+            for n in [
+                "isinstance",
+                "type",
+                "str",
+                "dict",
+                "zip",
+                "complex",
+                "divmod",
+                "pow",
+                "all",
+                "any",
+                "sorted",
+            ]
+        ),
     }
 )
 _MODE_SWITCHES = frozenset(
@@ -309,7 +336,7 @@ def of_function(function: Any) -> Traits:
         return _python("print", world="a print")
     if name in _CHECKS and module.startswith("torch"):
         return _python(_named(function), world="an assertion")
-    if module.startswith("torch") and name.startswith("sym_") or name.startswith("_sym_"):
+    if (module.startswith("torch") and name.startswith("sym_")) or name.startswith("_sym_"):
         return _python(_named(function), plain=True)
     if getattr(F, name, None) is function and isinstance(function, types.FunctionType):
         return _functional(name, function)
@@ -344,8 +371,26 @@ def _packet(name: str) -> OpOverloadPacket | None:
 
 
 _PURE_METHODS = frozenset(
-    "size dim numel stride storage_offset element_size ndimension item tolist nelement is_contiguous get_device "
-    "is_floating_point is_complex data_ptr __len__ backward_hooks is_cuda".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "ndimension",
+        "item",
+        "tolist",
+        "nelement",
+        "is_contiguous",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "data_ptr",
+        "__len__",
+        "backward_hooks",
+        "is_cuda",
+    ]
 )
 
 

@@ -209,7 +209,7 @@ class _World:
         from torch._dynamo.source import ConstantSource
 
         if hint is None:
-            made = self.env.create_unbacked_symint()
+            made: Any = self.env.create_unbacked_symint()
         else:
             source = ConstantSource(f"__loaded_{name}")
             symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
@@ -275,8 +275,8 @@ class _Unpickler(pickle.Unpickler):
         what, *rest = pid
         makers: dict[str, Callable[..., Any]] = {
             "overload": _overload,
-            "packet": lambda name: _lookup(*name.split("::", 1)),
-            "higher_order": lambda name: _lookup("higher_order", name.split("::")[-1]),
+            "packet": _packet,
+            "higher_order": _higher_order,
             "tensor": self.world.tensor,
             "symbolic": self.world.symbolic,
             "none": lambda: None,
@@ -286,6 +286,14 @@ class _Unpickler(pickle.Unpickler):
 
 def _lookup(namespace: str, name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name)
+
+
+def _packet(qualified: str) -> Any:
+    return _lookup(*qualified.split("::", 1))
+
+
+def _higher_order(name: str) -> Any:
+    return _lookup("higher_order", name.split("::")[-1])
 
 
 def _overload(qualified: str) -> Any:

@@ -55,9 +55,7 @@ class Storages:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """The same number for tensors that share storage."""
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return id(tensor)
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) -> Storages:

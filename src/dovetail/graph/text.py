@@ -30,6 +30,7 @@ class _Writer:
     def __init__(self) -> None:
         self.symbols: dict[str, str] = {}
         self.labels: dict[int, str] = {}
+        self.numbers: dict[str, int] = {}
         self.calls: dict[int, int] = {}
         self.queue: list[tuple[str, GraphModule]] = []
 
@@ -89,11 +90,8 @@ class _Writer:
         key = id(body)
         self.calls[key] = self.calls.get(key, 0) + 1
         if key not in self.labels:
-            taken = set(self.labels.values())
-            label, number = target, 1
-            while label in taken:
-                number += 1
-                label = f"{target}__{number}"
+            number = self.numbers[target] = self.numbers.get(target, 0) + 1
+            label = target if number == 1 else f"{target}'{number}"
             self.labels[key] = label
             self.queue.append((label, body))
         return self.labels[key]
@@ -175,7 +173,7 @@ def _skeleton(lines: Sequence[str]) -> list[str]:
     out: list[str] = []
     for line in lines:
         stripped = line.strip()
-        if not stripped or stripped.endswith(":") and "%" not in stripped:
+        if not stripped or (stripped.endswith(":") and "%" not in stripped):
             names = {}
         left, equals, right = stripped.partition(" = ")
         plain = re.sub(r"%\w+", named, right if equals else stripped)

@@ -106,6 +106,7 @@ class Bodies:
         self._root = root
         self._taken = taken
         self.added: dict[str, Body] = {}
+        self._numbers: dict[str, int] = {}
         self._known: dict[Signature, tuple[Body, str]] = {}
         for name, module in root._modules.items():
             if isinstance(module, Body):
@@ -135,10 +136,12 @@ class Bodies:
         return found
 
     def _free_name(self, stem: str) -> str:
-        name, number = stem, 1
+        number = self._numbers.get(stem, 1)
+        name = stem if number == 1 else f"{stem}__{number}"
         while name in self._taken or hasattr(self._root, name):
             number += 1
             name = f"{stem}__{number}"
+        self._numbers[stem] = number + 1
         self._taken.add(name)
         return name
 
@@ -164,17 +167,14 @@ def _build(
     for name, value in borrowed.items():
         body.borrow(name, value)
     told = summary(body)
-    # FX's own dead-code elimination asks this of a module whose result nobody reads.
-    body._is_impure = bool(  # pyright: ignore[reportAttributeAccessIssue]
-        told.writes or told.state_written or told.random or told.world or told.barrier
-    )
+    body.mark_impure(told.acts)
     return body
 
 
 def _lend(borrowed: dict[str, Any], target: str, value: Any) -> str:
     stem = name = re.sub(r"\W", "_", target)
     number = 1
-    while name in borrowed and borrowed[name] is not value or hasattr(GraphModule, name):
+    while (name in borrowed and borrowed[name] is not value) or hasattr(GraphModule, name):
         number += 1
         name = f"{stem}__{number}"
     borrowed[name] = value

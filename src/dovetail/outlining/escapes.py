@@ -33,6 +33,10 @@ def settle(index: Index, draft: Draft) -> None:
         escaping = [u for u in users if u not in draft.members or u in outside]
         if not escaping or (makes_tuple(node) and all(is_projection(nodes[u]) for u in users)):
             continue
+        used_inside = any((u in draft.members and u not in outside) or u in draft.clones for u in users)
+        if not used_inside and draft.policies.get(i) not in ("leave", "refuse"):
+            draft.outputs.append(i)  # a result: nothing inside needs it, so there is nothing to decide
+            continue
         policy, reason = _decide(index, draft, i, escaping)
         if policy == "leave":
             left = _with_projections(index, i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
@@ -12,7 +13,7 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
 from dovetail.graph.index import Index
-from dovetail.graph.module import Body, Program, attribute, rebuild
+from dovetail.graph.module import Body, Program, attribute, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, results
 from dovetail.outlining.order import ascending, list_by_rank, read_ranks
 from dovetail.outlining.record import (
@@ -41,12 +42,13 @@ def inline(
     require_graph(gm)
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"depth {depth!r}: give None for every level, or 1 and more.")
-    index = Index(gm)
     choice = _Choice(name, kind, depth)
-    choice.require(index)
-    state = state_of(gm)
-    epoch, ranks = read_ranks(index, state)
-    return _Opener(index, choice, ranks, epoch).open(state)
+    with without_collector():
+        index = Index(gm)
+        choice.require(index)
+        state = state_of(gm)
+        epoch, ranks = read_ranks(index, state)
+        return _Opener(index, choice, ranks, epoch).open(state)
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
     if ascending(ranks):
         return nodes
     listed = [nodes[i] for i in list_by_rank(Index(new).before, ranks)]
-    for before, node in zip(listed, listed[1:], strict=False):
+    for before, node in pairwise(listed):
         before.append(node)
     return listed
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.graph.describe import describe
+from dovetail.graph.describe import describe, symbol_ranges
 from dovetail.graph.effects import target_name
 from dovetail.graph.module import Body, attribute
 from dovetail.outlining.bodies import Refs, literal, results
@@ -30,11 +30,15 @@ def key_of(body: GraphModule) -> str:
 
 
 def _lines(body: GraphModule) -> list[str]:
-    refs, symbols = Refs(), _Symbols()
+    refs = Refs()
+    symbols: dict[str, str] = {}
+    ranges: dict[str, str] = {}
     lines: list[str] = []
     for node in body.graph.nodes:
         if node.op == "placeholder":
-            lines.append(f"in {symbols.rename(describe(node.meta.get('val')))}")
+            value = node.meta.get("val")
+            lines.append(f"in {describe(value, symbols)}")
+            ranges.update(symbol_ranges(value))
         elif node.op == "output":
             lines.append(f"out {[refs[n] for n in results(body)]}")
         else:
@@ -43,7 +47,8 @@ def _lines(body: GraphModule) -> list[str]:
             identity = f" {call.headline}" if call is not None else ""
             lines.append(f"{node.op} {_target(body, node)}{identity} {args!r} {kwargs!r}")
         refs.add(node)
-    return [*lines, *symbols.ranges()]
+    lines.extend(f"{short} in {ranges.get(name)}" for name, short in symbols.items())
+    return lines
 
 
 def _target(body: GraphModule, node: Any) -> str:
@@ -63,28 +68,3 @@ def _target(body: GraphModule, node: Any) -> str:
 def _content(value: torch.Tensor) -> str:
     plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else None
     return hashlib.sha256(bytes(plain.tolist()) if plain is not None else b"").hexdigest()
-
-
-class _Symbols:
-    """Symbolic sizes renamed by appearance: torch's numbering depends on what else was traced."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-
-    def rename(self, description: Any) -> str:
-        return repr(self._walk(description))
-
-    def _walk(self, item: Any) -> Any:
-        if isinstance(item, tuple):
-            return tuple(self._walk(i) for i in cast("tuple[Any, ...]", item))
-        if isinstance(item, str) and any(c.isdigit() for c in item) and item[0] in "su(-0123456789":
-            import re
-
-            return re.sub(r"\b([su])\d+\b", self._rename, item)
-        return item
-
-    def _rename(self, found: Any) -> str:
-        return self._names.setdefault(found.group(0), f"{found.group(1)}@{len(self._names)}")
-
-    def ranges(self) -> list[str]:
-        return []

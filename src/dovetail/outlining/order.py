@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from torch.fx import Node
 
@@ -12,7 +13,7 @@ from dovetail.outlining.record import State, call_of
 
 
 def ascending(ranks: Sequence[float]) -> bool:
-    return all(a <= b for a, b in zip(ranks, ranks[1:], strict=False))
+    return all(a <= b for a, b in pairwise(ranks))
 
 
 def read_ranks(index: Index, state: State) -> tuple[int, list[int]]:

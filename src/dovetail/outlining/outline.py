@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import EmptyRegion, InvalidArgument
 from dovetail.graph.index import Index
-from dovetail.graph.module import copy_node, rebuild
+from dovetail.graph.module import copy_node, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, common_module_stack
 from dovetail.outlining.escapes import settle
 from dovetail.outlining.order import read_ranks
@@ -46,21 +46,22 @@ def outline(
     """
     require_graph(gm)
     requests = _requests(nodes, kind, version, attrs, escapes)
-    index = Index(gm)
-    made = drafts(index, requests)
-    for draft in made:
-        settle(index, draft)
-    state = state_of(gm)
-    epoch, ranks = read_ranks(index, state)
-    listing = place(index, made, ranks)
-    return _Builder(index, made, ranks, epoch, state).build(listing)
+    with without_collector():
+        index = Index(gm)
+        made = drafts(index, requests)
+        for draft in made:
+            settle(index, draft)
+        state = state_of(gm)
+        epoch, ranks = read_ranks(index, state)
+        listing = place(index, made, ranks)
+        return _Builder(index, made, ranks, epoch, state).build(listing)
 
 
 def _requests(nodes: Any, kind: str | None, version: int, attrs: Any, escapes: Any) -> list[Request]:
     if isinstance(nodes, Request):
         nodes = [nodes]
     if kind is not None:
-        listed = nodes if isinstance(nodes, (str, Node)) else list(nodes) if _iterable(nodes) else nodes
+        listed: Any = list(nodes) if _iterable(nodes) and not isinstance(nodes, str) else nodes
         if isinstance(listed, list) and any(isinstance(n, Request) for n in cast("list[Any]", listed)):
             raise InvalidArgument("a Request has its own kind: give either requests or nodes with `kind`.")
         return [Request(listed, kind, version, attrs, escapes)]
@@ -128,7 +129,7 @@ class _Builder:
         operands = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in own))
         outputs = [nodes[i] for i in draft.outputs]
         kind = draft.identity.kind
-        body, target = self.bodies.share(kind, operands, inside, outputs)
+        _, target = self.bodies.share(kind, operands, inside, outputs)
         name = self._name(kind.replace(".", "_"))
         call = self.graph.create_node("call_module", target, tuple(self.env[n] for n in operands), name=name)
         rank = min(self.ranks[i] for i in draft.members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 
 from dovetail.errors import CyclicRegion, EffectOrder, RegionError
 from dovetail.graph.index import Index
@@ -99,7 +100,7 @@ def _explain(index: Index, made: list[Draft], owner: dict[int, int], stuck: list
             if not path:
                 continue
             names = [index.nodes[i].name for i in path]
-            for a, b in zip(path, path[1:], strict=False):
+            for a, b in pairwise(path):
                 if a not in index.data[b] and a in effects.get(b, ()):
                     why = index.dependencies.why(a, b)
                     return EffectOrder(made[r].label, index.nodes[a].name, index.nodes[b].name, why, names)

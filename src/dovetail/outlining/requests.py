@@ -12,10 +12,10 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import EmptyRegion, InvalidArgument, OverlappingRegions, RegionError, UnknownNode
+from dovetail.graph.describe import makes_tuple
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
 from dovetail.graph.module import attribute
-from dovetail.graph.describe import makes_tuple
 from dovetail.outlining.record import Identity, make_identity
 
 POLICIES = ("auto", "output", "duplicate", "leave", "refuse")

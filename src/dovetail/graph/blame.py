@@ -1,0 +1,119 @@
+"""Which line of the user's own source an exception, an attribute or a graph node comes from."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import re
+import textwrap
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+_OURS = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of source: where it is and what it says."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.number).strip()
+        shown = f"{self.file}:{self.number} in {self.function}"
+        return f"{shown}\n    {code}" if code else shown
+
+
+def is_user_file(file: str) -> bool:
+    """Whether code in `file` is the user's: not torch, not dovetail, not generated."""
+    if file.startswith("<"):
+        return False
+    inside_library = file.startswith(_TORCH) or file.startswith(_OURS + "/graph/")
+    return not inside_library and not file.endswith(("/contextlib.py", "/functools.py"))
+
+
+def of_exception(error: BaseException) -> Line | None:
+    """The deepest line of user code that the exception, or what caused it, passed through."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    found: Line | None = None
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        found = _deepest(at.__traceback__) or found
+        at = at.__cause__ or at.__context__
+    return found
+
+
+def of_node(node: Node) -> Line | None:
+    """The deepest line of user code in the stack trace that the tracer left on a node."""
+    trace = node.meta.get("stack_trace") or node.stack_trace
+    frames = list(_FRAME.finditer(trace or ""))
+    for frame in reversed(frames):
+        if is_user_file(frame["file"]):
+            return Line(frame["file"], int(frame["line"]), frame["function"])
+    return None
+
+
+def of_attribute(module: nn.Module, name: str) -> Line | None:
+    """The first line of the module's class that changes attribute `name` outside `__init__`, or its forward."""
+    for cls in type(module).__mro__:
+        if cls is nn.Module:
+            break
+        try:
+            lines, start = inspect.getsourcelines(cls)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef) or function.name == "__init__":
+                continue
+            for inner in ast.walk(function):
+                if _touches(inner, name):
+                    file = inspect.getsourcefile(cls) or "?"
+                    return Line(file, start + getattr(inner, "lineno", 1) - 1, function.name)
+    code = getattr(type(module).forward, "__code__", None)
+    return None if code is None else Line(code.co_filename, code.co_firstlineno, "forward")
+
+
+def _touches(statement: ast.AST, name: str) -> bool:
+    if isinstance(statement, ast.Attribute) and statement.attr == name:
+        return isinstance(statement.ctx, (ast.Store, ast.Del))
+    if isinstance(statement, ast.Subscript) and isinstance(statement.ctx, (ast.Store, ast.Del)):
+        return isinstance(statement.value, ast.Attribute) and statement.value.attr == name
+    if not isinstance(statement, ast.Call):
+        return False
+    function = statement.func
+    if isinstance(function, ast.Attribute):  # self.name.append(...)
+        return isinstance(function.value, ast.Attribute) and function.value.attr == name
+    return (
+        isinstance(function, ast.Name)
+        and function.id == "setattr"
+        and any(isinstance(arg, ast.Constant) and arg.value == name for arg in statement.args)
+    )
+
+
+def of_caller() -> Line | None:
+    """The innermost line of user code on the current stack."""
+    for frame in reversed(traceback.extract_stack()):
+        if is_user_file(frame.filename):
+            return Line(frame.filename, frame.lineno or 0, frame.name)
+    return None
+
+
+def _deepest(trace: TracebackType | None) -> Line | None:
+    found: Line | None = None
+    for frame in traceback.extract_tb(trace):
+        if is_user_file(frame.filename):
+            found = Line(frame.filename, frame.lineno or 0, frame.name)
+    return found

@@ -1,0 +1,236 @@
+"""One form for what a person thinks of as one operation, on functional ATen graphs."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.graph.exporting import storage_of
+from dovetail.graph.module import Program, copy_node, rebuild
+from dovetail.graph.normalform import (
+    by_name,
+    explicit_sizes,
+    is_aten,
+    normalised,
+    op_name,
+    same_geometry,
+    value_of,
+    viewable,
+    written,
+)
+
+_RESHAPE = torch.ops.aten.reshape.default
+_VIEWS = frozenset(
+    "view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten "
+    "expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided".split()
+)
+_COPIES = frozenset({"cat", "clone", "_to_copy", "to", "lift_fresh_copy", "dropout", "contiguous"})
+_METADATA_ASSERTS = frozenset({"_assert_tensor_metadata"})
+_KEPT_WHEN_UNUSED = frozenset(
+    {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_print"}
+)
+_PYTHON_PURE = frozenset(
+    getattr(operator, name)
+    for name in "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_ not_".split()
+)
+
+
+@dataclass(frozen=True)
+class CanonicalReport:
+    """What canonicalising took away or respelled, counted by reason."""
+
+    counts: tuple[tuple[str, int], ...] = ()
+
+    def __getitem__(self, reason: str) -> int:
+        return dict(self.counts).get(reason, 0)
+
+    @property
+    def total(self) -> int:
+        return sum(count for _, count in self.counts)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in self.counts) or "nothing"
+
+
+def canonicalise(module: GraphModule) -> tuple[Program, CanonicalReport]:
+    """A copy of the graph in canonical form, and what that took.
+
+    Values, gradients, dtypes, strides and aliasing of the results stay exactly as they are. Whatever it has no
+    rule for, or has no `meta["val"]`, is left alone. Applying it twice changes nothing the second time.
+    """
+    counts: Counter[str] = Counter()
+    inner: dict[str, Program] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        child = module._modules.get(cast(str, node.target))
+        if isinstance(child, GraphModule) and node.target not in inner:
+            inner[cast(str, node.target)], report = canonicalise(child)
+            counts.update(dict(report.counts))
+    graph = _Rewriting(module.graph, counts).run()
+    _drop_dead(graph, counts)
+    meta = dict(cast("Mapping[str, Any]", module.meta))
+    return rebuild(module, graph, add=inner, meta=meta), CanonicalReport(tuple(sorted(counts.items())))
+
+
+class _Rewriting:
+    """One forward sweep that copies the graph and respells it on the way."""
+
+    def __init__(self, source: Graph, counts: Counter[str]) -> None:
+        self.source = source
+        self.counts = counts
+        self.graph = Graph(tracer_cls=source._tracer_cls)
+        self.made: dict[Node, Node] = {}
+        nodes = list(source.nodes)
+        self.written = {s for n in nodes if _mutates(n) for s in _storages_read(n)}
+        self.inputs = {s for n in nodes if n.op in ("placeholder", "get_attr") for s in _storages(n)}
+        returned = [a for n in nodes if n.op == "output" for a in n.all_input_nodes]
+        self.returned = set(returned)
+        self.outgoing = {s for n in returned for s in _storages(n)}
+
+    def run(self) -> Graph:
+        for node in self.source.nodes:
+            if is_aten(node.target) and op_name(node.target) in _METADATA_ASSERTS and not node.users:
+                self.counts["metadata asserts removed"] += 1
+            elif (same := self._same_as(node)) is not None:
+                self.made[node] = same
+            elif self._is_reshape(node):
+                self.made[node] = self._reshaped(node)
+            else:
+                self.made[node] = self._respelled(node)
+        self.graph.set_codegen(self.source._codegen)
+        return self.graph
+
+    def _same_as(self, node: Node) -> Node | None:
+        """The operand that an operator hands on unchanged, if nobody could tell the two apart."""
+        name = op_name(node.target)
+        if not is_aten(node.target) or (name not in _VIEWS and name not in _COPIES) or node in self.returned:
+            return None
+        operand = _only_operand(node)
+        if not isinstance(operand, Node):
+            return None
+        source = self.made[operand]
+        old, new = source.meta.get("val"), node.meta.get("val")
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor) or not same_geometry(old, new):
+            return None
+        if storage_of(old) == storage_of(new):
+            self.counts["views that change nothing removed"] += 1
+            return source
+        if name not in _COPIES or not self._may_share(storage_of(old), storage_of(new), node):
+            return None
+        self.counts["copies that change nothing removed"] += 1
+        return source
+
+    def _may_share(self, old: int, new: int, node: Node) -> bool:
+        """Whether a copy and its original may become one tensor: no write and no caller can tell."""
+        if name_of_dropout(node) and _is_random(node):
+            return False
+        if old in self.written or new in self.written:
+            return False
+        if new in self.outgoing:
+            if old in self.inputs or old in self.outgoing:
+                return False
+            self.outgoing.add(old)
+        return True
+
+    def _is_reshape(self, node: Node) -> bool:
+        if not is_aten(node.target) or op_name(node.target) not in ("view", "_unsafe_view"):
+            return False
+        return "size" in by_name(node) and isinstance(node.meta.get("val"), Tensor)
+
+    def _reshaped(self, node: Node) -> Node:
+        arguments = by_name(node)
+        operand, sizes = cast(Node, arguments["self"]), arguments["size"]
+        original = self._before_copy(operand, node)
+        if original is not None:
+            self.counts["copies for a reshape removed"] += 1
+        source = self.made[operand] if original is None else original
+        sizes = explicit_sizes(map_arg(sizes, self.made.__getitem__), node.meta["val"])
+        new = self.graph.create_node("call_function", _RESHAPE, (source, sizes), {}, "reshape")
+        new.meta = dict(node.meta)
+        self.counts["reshapes respelled"] += 1
+        return new
+
+    def _before_copy(self, operand: Node, node: Node) -> Node | None:
+        """What a reshape copied first because strides did not allow a view; `reshape` does so by itself."""
+        if operand.target is not torch.ops.aten.clone.default or len(operand.users) != 1:
+            return None
+        arguments = by_name(operand)
+        if arguments.get("memory_format") is not torch.contiguous_format:
+            return None
+        made = self.made[operand]
+        source = cast(Node, made.args[0]) if made.target is operand.target else None
+        value = value_of(source)
+        if source is None or not isinstance(value, Tensor) or storage_of(value) in self.written:
+            return None
+        return source if viewable(value, node.meta["val"].shape) is False else None
+
+    def _respelled(self, node: Node) -> Node:
+        new = copy_node(self.graph, node, self.made.__getitem__)
+        if isinstance(new.target, OpOverload):
+            args, kwargs = written(new.target, normalised(new, by_name(new)))
+            if (args, kwargs) != (new.args, new.kwargs):
+                new.args, new.kwargs = args, kwargs
+                self.counts["arguments respelled"] += 1
+        return new
+
+
+def _only_operand(node: Node) -> Any:
+    """What the operator passes on, if it does: its tensor operand, or the only one of a list."""
+    arguments = by_name(node)
+    if op_name(node.target) != "cat":
+        return arguments.get("self", arguments.get("input"))
+    tensors = normalised(node, arguments)["tensors"]
+    return tensors[0] if len(tensors) == 1 else None
+
+
+def name_of_dropout(node: Node) -> bool:
+    return op_name(node.target) == "dropout"
+
+
+def _is_random(node: Node) -> bool:
+    arguments = by_name(node)
+    return bool(arguments.get("train")) and arguments.get("p") != 0
+
+
+def _drop_dead(graph: Graph, counts: Counter[str]) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_pure(node):
+            graph.erase_node(node)
+            counts["unused operations removed"] += 1
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target in _PYTHON_PURE or getattr(target, "__module__", "") == "math"
+    if target.namespace not in ("aten", "prims") or target._schema.is_mutable or not target._schema.returns:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and op_name(target) not in _KEPT_WHEN_UNUSED
+
+
+def _mutates(node: Node) -> bool:
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.is_mutable
+    return node.op in ("call_method", "call_module")
+
+
+def _storages(node: Node) -> list[int]:
+    value = node.meta.get("val")
+    values = cast("list[Any]", list(value)) if isinstance(value, (list, tuple)) else [value]
+    return [storage_of(v) for v in values if isinstance(v, Tensor)]
+
+
+def _storages_read(node: Node) -> list[int]:
+    return [s for operand in node.all_input_nodes for s in _storages(operand)]

@@ -1,0 +1,148 @@
+"""Capture: from a model to a plain, functional graph that is called, trained and saved as the model is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from dovetail.errors import CaptureError, InvalidArgument
+from dovetail.graph import callables, exporting, specs, trees
+from dovetail.graph import skeleton as skeletons
+from dovetail.graph.calling import Convention, ModelCodeGen
+from dovetail.graph.canonical import canonicalise
+from dovetail.graph.expecting import expect, overlap
+from dovetail.graph.module import Program
+from dovetail.graph.unlift import Unlifted, unlift
+from dovetail.graph.values import fill_values
+
+
+def capture(
+    model: Callable[..., Any] | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+) -> GraphModule:
+    """A graph that computes what `model` does and is called as it is.
+
+    `model` is a module, any callable, an ExportedProgram, or an FX GraphModule, which is kept as it is and only
+    given `meta["val"]`. The graph uses the model's own parameters and buffers. What it cannot hold (control
+    flow that depends on data, Python side effects) raises CaptureError with the line of source.
+    """
+    args, kwargs = _checked(args, kwargs)
+    if isinstance(model, GraphModule):
+        return fill_values(model, args, kwargs)
+    if isinstance(model, ExportedProgram):
+        return _from_program(exporting.own(model))
+    if not callable(model):
+        raise InvalidArgument(f"capture takes a module, a callable or a graph, not a {type(model).__name__}.")
+    trees.prepare()
+    return _from_model(model, args, kwargs, dynamic_shapes, strict)
+
+
+def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(args, (tuple, list)):
+        raise InvalidArgument(
+            f"args must be a tuple of example inputs, not a {type(args).__name__}. Write (x,) for a single one."
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    return tuple(cast("tuple[Any, ...]", args)), dict(cast("Mapping[str, Any]", kwargs or {}))
+
+
+def _from_model(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    strict: bool,
+) -> Program:
+    module = model if isinstance(model, nn.Module) else callables.as_module(model)
+    signature = callables.signature_of(model)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"the example inputs do not fit the model's signature {signature}: {error}."
+        ) from error
+    exported, cache = exporting.export_model(module, args, kwargs, dynamic_shapes, strict)
+    decomposed = exporting.decompose(exported)
+    unlifted = unlift(decomposed, skeletons.mirror(module))
+    _refuse_shared_inputs(args, kwargs, unlifted, decomposed.program)
+    return _finished(unlifted, decomposed, signature, module.training, cache)
+
+
+def _from_program(program: ExportedProgram) -> Program:
+    decomposed = exporting.decompose(program)
+    unlifted = unlift(decomposed, skeletons.from_program(program, training=True))
+    return _finished(unlifted, decomposed, callables.signature_of_program(program), None, None)
+
+
+def _finished(
+    unlifted: Unlifted,
+    exported: exporting.Exported,
+    signature: inspect.Signature,
+    training: bool | None,
+    cache: int | str | None,
+) -> Program:
+    captured = unlifted.program
+    arrangement = specs.arrange(exported.in_spec, signature)
+    expectations = expect(
+        [node.meta.get("val") for node in unlifted.inputs],
+        arrangement.paths,
+        unlifted.mutated,
+        exported.program.range_constraints,
+        exporting.guards_of(exported.program),
+    )
+    convention = Convention(
+        arrangement.slots,
+        arrangement.spec,
+        arrangement.order,
+        exported.out_spec,
+        expectations,
+        training,
+        None if cache is None else _carried(arrangement.slots, exported.out_spec, cache),
+    )
+    captured.graph.set_codegen(ModelCodeGen(convention))
+    canonical, report = canonicalise(captured)
+    canonical.meta["dovetail.canonical"] = report
+    return cast(Program, canonical)
+
+
+def _carried(slots: tuple[specs.Slot, ...], out_spec: Any, cache: int | str) -> trees.Carried:
+    names = [slot.name for slot in slots]
+    slot = cache if isinstance(cache, int) else names.index(cache) if cache in names else None
+    found = trees.find_cache(out_spec)
+    if slot is None or found is None:
+        raise CaptureError(
+            "the model updates a cache that it was given in a way that cannot be followed. "
+            "Pass the cache as a parameter of its own, or capture with use_cache=False."
+        )
+    return trees.Carried(slot, *found)
+
+
+def _refuse_shared_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], unlifted: Unlifted, program: ExportedProgram
+) -> None:
+    if not unlifted.mutated:
+        return
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    for i in unlifted.mutated:
+        for j, other in enumerate(leaves):
+            if (
+                j != i
+                and isinstance(other, Tensor)
+                and isinstance(leaves[i], Tensor)
+                and overlap(leaves[i], other)
+            ):
+                raise CaptureError(
+                    f"example inputs '{unlifted.inputs[i].name}' and '{unlifted.inputs[j].name}' share memory, "
+                    f"and the model writes to the first. Pass a clone of one of them."
+                )

@@ -1,0 +1,316 @@
+"""What a captured graph expects of its inputs, checked cheaply at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+
+from dovetail.errors import CallMismatch
+
+_AGAIN = "Capture the model again with such inputs"
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """A tensor with these properties; a size that is text is an expression over symbols."""
+
+    path: str
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[int | str, ...]
+    mutated: bool
+
+    @cached_property
+    def static(self) -> torch.Size | None:
+        """The whole shape, where no size is symbolic."""
+        fixed = [size for size in self.sizes if isinstance(size, int)]
+        return torch.Size(fixed) if len(fixed) == len(self.sizes) else None
+
+
+@dataclass(frozen=True)
+class SymbolInput:
+    """A number that was left symbolic."""
+
+    path: str
+    expression: str
+
+
+@dataclass(frozen=True)
+class ConstantInput:
+    """A value that is baked into the graph."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class ObjectInput:
+    """Something opaque that is handed on as it is."""
+
+    path: str
+
+
+Input = TensorInput | SymbolInput | ConstantInput | ObjectInput
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """All that capture took for granted about the inputs.
+
+    `ranges` bounds each symbol, `solved` gives a symbol that no size states plainly as an expression of the
+    `size` it is hidden in, and `guards` are further conditions, as Python over the symbols.
+    """
+
+    inputs: tuple[Input, ...]
+    ranges: tuple[tuple[str, int | None, int | None], ...] = ()
+    solved: tuple[tuple[str, str, str], ...] = ()
+    guards: tuple[str, ...] = ()
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raise CallMismatch unless the values are such as the graph was captured for."""
+        if len(values) != len(self.inputs):
+            raise CallMismatch(f"the graph takes {len(self.inputs)} inputs and was given {len(values)}.")
+        symbolic = False
+        for expected, value in zip(self.inputs, values, strict=True):
+            if type(expected) is TensorInput:
+                symbolic |= _check_tensor(expected, value)
+            elif type(expected) is ConstantInput:
+                _check_constant(expected, value)
+            elif type(expected) is SymbolInput:
+                symbolic = True
+        if symbolic:
+            self._check_symbols(values)
+        if self._mutated:
+            self._check_distinct(values)
+
+    @cached_property
+    def _mutated(self) -> tuple[int, ...]:
+        return tuple(i for i, e in enumerate(self.inputs) if isinstance(e, TensorInput) and e.mutated)
+
+    @cached_property
+    def _compiled(self) -> Mapping[str, Any]:
+        texts = {size for e in self.inputs if isinstance(e, TensorInput) for size in e.sizes}
+        texts |= {e.expression for e in self.inputs if isinstance(e, SymbolInput)}
+        texts |= {inverse for _, _, inverse in self.solved} | set(self.guards)
+        return {t: compile(t, "<guard>", "eval") for t in texts if isinstance(t, str)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: getattr(self, k) for k in ("inputs", "ranges", "solved", "guards")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def _check_symbols(self, values: Sequence[Any]) -> None:
+        sizes = list(_stated_sizes(self.inputs, values))
+        bound: dict[str, Any] = {}
+        where: dict[str, str] = {}
+        for text, actual, place in sizes:
+            if text.isidentifier() and text not in bound:
+                bound[text], where[text] = actual, place
+        hidden = {text: (actual, place) for text, actual, place in sizes}
+        for name, text, inverse in self.solved:
+            if text in hidden:
+                actual, place = hidden[text]
+                bound[name] = eval(self._compiled[inverse], dict(_ARITHMETIC), {"size": actual})
+                where[name] = place
+        for name, low, high in self.ranges:
+            actual = bound.get(name)
+            if actual is None:
+                continue
+            if (low is not None and actual < low) or (high is not None and actual > high):
+                span = f"{'-∞' if low is None else low} to {'∞' if high is None else high}"
+                raise CallMismatch(
+                    f"{where[name]} is {actual}, outside the captured range {span}. "
+                    f"Capture the model again with a wider dynamic_shapes."
+                )
+        for text, actual, place in sizes:
+            wanted = eval(self._compiled[text], dict(_ARITHMETIC), bound)
+            if wanted != actual:
+                raise CallMismatch(
+                    f"{place} is {actual}, but must be {wanted} ({_named(text, where)}). {_AGAIN}."
+                )
+        for guard in self.guards:
+            if not eval(self._compiled[guard], dict(_ARITHMETIC), bound):
+                shown = ", ".join(f"{where[n]} = {bound[n]}" for n in bound if n in guard)
+                raise CallMismatch(
+                    f"the graph was captured for inputs with {_named(guard, where)}, which does not hold here "
+                    f"({shown}). {_AGAIN}."
+                )
+
+    def _check_distinct(self, values: Sequence[Any]) -> None:
+        for i in self._mutated:
+            for j, other in enumerate(values):
+                if j == i or not isinstance(other, Tensor) or (j < i and j in self._mutated):
+                    continue
+                if overlap(values[i], other):
+                    first, second = sorted((i, j))
+                    raise CallMismatch(
+                        f"'{self.inputs[first].path}' and '{self.inputs[second].path}' share memory, and the "
+                        f"model writes to '{self.inputs[i].path}'; they were distinct when it was captured. "
+                        f"Pass a clone of one of them."
+                    )
+
+
+_ARITHMETIC: dict[str, Any] = {
+    "__builtins__": {"max": max, "min": min, "abs": abs, "round": round, "int": int}
+}
+
+
+def _check_tensor(expected: TensorInput, value: Any) -> bool:
+    """Check what one tensor shows by itself; True if its sizes take part in symbols."""
+    if not isinstance(value, Tensor):
+        raise CallMismatch(
+            f"'{expected.path}' was captured as a tensor and is {_shown(value)} here. {_AGAIN}."
+        )
+    if value.dtype is not expected.dtype:
+        raise CallMismatch(
+            f"'{expected.path}' was captured as {expected.dtype} and is {value.dtype} here. "
+            f"Convert it, or capture the model again with that dtype."
+        )
+    if value.device != expected.device:
+        raise CallMismatch(
+            f"'{expected.path}' was captured on {expected.device} and is on {value.device} here; constants and "
+            f"devices are baked into the graph. Move it, or capture the model again there."
+        )
+    static = expected.static
+    if static is not None:
+        if value.shape == static:
+            return False
+        raise CallMismatch(
+            f"'{expected.path}' was captured with shape {tuple(static)} and has {tuple(value.shape)} here. "
+            f"{_AGAIN}, or with dynamic_shapes."
+        )
+    if value.dim() != len(expected.sizes):
+        raise CallMismatch(
+            f"'{expected.path}' was captured with {len(expected.sizes)} dimensions and has {value.dim()} here. {_AGAIN}."
+        )
+    for dim, size in enumerate(expected.sizes):
+        if isinstance(size, int) and value.shape[dim] != size:
+            raise CallMismatch(
+                f"'{expected.path}' was captured with size {size} in dimension {dim} and has {value.shape[dim]} "
+                f"here. {_AGAIN}, or make that dimension dynamic."
+            )
+    return True
+
+
+def _check_constant(expected: ConstantInput, value: Any) -> None:
+    wanted = expected.value
+    if value is wanted:
+        return
+    same_type = type(value) is type(wanted)
+    if same_type and (value == wanted or (value != value and wanted != wanted)):
+        return
+    raise CallMismatch(
+        f"'{expected.path}' was {wanted!r} when the graph was captured and is {_shown(value)} here; the value is baked "
+        f"into the graph. {_AGAIN}."
+    )
+
+
+def _shown(value: Any) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if plain else f"a {type(value).__name__}"
+
+
+def _stated_sizes(inputs: Sequence[Input], values: Sequence[Any]) -> list[tuple[str, Any, str]]:
+    found: list[tuple[str, Any, str]] = []
+    for expected, value in zip(inputs, values, strict=True):
+        if isinstance(expected, SymbolInput):
+            found.append((expected.expression, value, f"'{expected.path}'"))
+        elif isinstance(expected, TensorInput):
+            for dim, size in enumerate(expected.sizes):
+                if isinstance(size, str):
+                    found.append((size, value.shape[dim], f"size {dim} of '{expected.path}'"))
+    return found
+
+
+def _named(text: str, where: Mapping[str, str]) -> str:
+    for name in sorted(where, key=len, reverse=True):
+        text = text.replace(name, f"({where[name]})")
+    return text
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two strided tensors may share memory."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return a is b
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or a.numel() == 0 or b.numel() == 0:
+        return False
+    (start_a, end_a), (start_b, end_b) = _extent(a), _extent(b)
+    return start_a < end_b and start_b < end_a
+
+
+def _extent(value: Tensor) -> tuple[int, int]:
+    start = value.storage_offset() * value.element_size()
+    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    return start, start + span * value.element_size()
+
+
+def expect(
+    values: Sequence[Any],
+    paths: Sequence[str],
+    mutated: frozenset[int],
+    range_constraints: Mapping[Any, Any],
+    guards: Sequence[Any],
+) -> Expectations:
+    """The expectations that follow from the fake inputs of a graph and what its exporter assumed."""
+    inputs = tuple(
+        _input(v, path, i in mutated) for i, (v, path) in enumerate(zip(values, paths, strict=True))
+    )
+    expressions = [e for value in values for e in _expressions(value)]
+    plain = {e for e in expressions if isinstance(e, sympy.Symbol)}
+    known = set(plain)
+    solved: list[tuple[str, str, str]] = []
+    for expression in expressions:
+        hidden = [s for s in expression.free_symbols if s not in known]
+        if len(hidden) == 1:
+            size = sympy.Symbol("size", integer=True)
+            answers = sympy.solve(expression - size, hidden[0])
+            if len(answers) == 1 and answers[0].free_symbols == {size}:
+                solved.append((str(hidden[0]), _source(expression), f"int({_source(answers[0])})"))
+                known.add(hidden[0])
+    ranges = tuple(
+        (str(symbol), _bound(limits.lower), _bound(limits.upper))
+        for symbol, limits in range_constraints.items()
+        if symbol in known
+    )
+    kept = tuple(dict.fromkeys(_source(g) for g in guards if g.free_symbols and g.free_symbols <= known))
+    return Expectations(inputs, ranges, tuple(solved), kept)
+
+
+def _input(value: Any, path: str, mutated: bool) -> Input:
+    if isinstance(value, Tensor):
+        sizes = tuple(_size(s) for s in value.shape)
+        return TensorInput(path, value.dtype, value.device, sizes, mutated)
+    if isinstance(value, (SymInt, SymFloat, SymBool)):
+        return SymbolInput(path, _source(value.node.expr))
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device)):
+        return ConstantInput(path, value)
+    return ObjectInput(path)
+
+
+def _size(size: Any) -> int | str:
+    if isinstance(size, int):
+        return size
+    expression = cast(Any, size).node.expr
+    return int(expression) if expression.is_number else _source(expression)
+
+
+def _expressions(value: Any) -> list[Any]:
+    sizes = list(value.shape) if isinstance(value, Tensor) else [value]
+    return [s.node.expr for s in sizes if isinstance(s, (SymInt, SymFloat, SymBool))]
+
+
+def _source(expression: Any) -> str:
+    return PythonPrinter().doprint(expression)
+
+
+def _bound(limit: Any) -> int | None:
+    return None if limit in (int_oo, -int_oo, sympy.oo, -sympy.oo) else int(limit)

@@ -1,0 +1,334 @@
+"""From a model and example inputs to a functional ExportedProgram that still trains as the model does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
+from torch.fx import GraphModule, Node
+
+from torch.utils._pytree import TreeSpec
+
+from dovetail.errors import CaptureError
+from dovetail.graph import blame, gradmode, watching
+from dovetail.graph.specs import dict_of, leaf_spec, tuple_of
+
+_LEAF = leaf_spec()
+_log = logging.getLogger(__name__)
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A decomposed program, how the model is called, and which of its results are really its mutated inputs.
+
+    The program itself takes and returns flat tuples; `names`, `in_spec` and `out_spec` are the model's. `aliases` maps the position of a result to the name of the placeholder whose storage it shares.
+    """
+
+    program: ExportedProgram
+    aliases: Mapping[int, str]
+    names: tuple[str, ...]
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+
+
+def export_model(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
+) -> tuple[ExportedProgram, int | str | None]:
+    """Export `model` in training form; every failure becomes a CaptureError with the user's line.
+
+    Beside the program stands the argument, if any, that is a cache which the model updates and returns.
+    """
+    with rng_kept(), torch.enable_grad():
+        if not strict:
+            with watching.watched(model) as seen:
+                program = _export(model, args, kwargs, dynamic_shapes, strict=False)
+            seen.refuse()
+            return program, seen.cache
+        cache = _rehearse(model, args, kwargs, dynamic_shapes)
+        return _export(model, args, kwargs, dynamic_shapes, strict=True), cache
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
+) -> ExportedProgram:
+    with noise_kept() as noise:
+        try:
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
+        except Exception as error:
+            raise _translated(error, noise) from error
+
+
+def _rehearse(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> int | str | None:
+    """Refuse side effects, which the strict exporter drops without a word, by looking at a plain run first."""
+    with watching.watched(model) as seen:
+        try:
+            _export(model, args, kwargs, dynamic_shapes, strict=False)
+        except CaptureError as error:
+            _log.debug("the rehearsal for strict mode stopped early: %s", error)
+    seen.refuse()
+    return seen.cache
+
+
+def decompose(program: ExportedProgram) -> Exported:
+    """The functional form of an exported program, with the no-grad blocks of its forward kept.
+
+    Edits the program given; `own` makes one that may be edited.
+    """
+    with quiet(), rng_kept(), torch.enable_grad():
+        _keep_old_values(program)
+        aliases = _aliased_results(program)
+        if gradmode.flatten_no_grad(program.graph_module):
+            _rename_results(program)
+        in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+        if in_spec is None or out_spec is None:
+            raise CaptureError("the exported program does not say how it is called. Export it anew.")
+        flat = _called_flat(program)
+        names = _input_names(program)
+        with noise_kept() as noise:
+            try:
+                return Exported(flat.run_decompositions({}), aliases, names, in_spec, out_spec)
+            except Exception as error:
+                raise _translated(error, noise) from error
+
+
+def _input_names(program: ExportedProgram) -> tuple[str, ...]:
+    nodes = program.graph.find_nodes(op="placeholder")
+    specs = program.graph_signature.input_specs
+    return tuple(n.name for n, spec in zip(nodes, specs, strict=True) if spec.kind.name == "USER_INPUT")
+
+
+def own(program: ExportedProgram) -> ExportedProgram:
+    """A program with a graph of its own, and the same parameters, to be edited at will."""
+    return _remade(
+        program,
+        copy.deepcopy(program.graph_module),
+        copy.deepcopy(program.graph_signature),
+        program.module_call_graph,
+    )
+
+
+def _called_flat(program: ExportedProgram) -> ExportedProgram:
+    """The same program with flat inputs and results, so that no user's class is taken apart while decomposing."""
+    inputs = tuple_of([_LEAF] * len(program.graph_signature.user_inputs))
+    outputs = tuple_of([_LEAF] * len(program.graph_signature.user_outputs))
+    signature = ModuleCallSignature(
+        inputs=[], outputs=[], in_spec=tuple_of([inputs, dict_of([], [])]), out_spec=outputs
+    )
+    calls = [ModuleCallEntry(fqn="", signature=signature)]
+    return _remade(program, program.graph_module, program.graph_signature, calls)
+
+
+def _remade(
+    program: ExportedProgram,
+    module: GraphModule,
+    signature: ExportGraphSignature,
+    calls: list[ModuleCallEntry],
+) -> ExportedProgram:
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature,
+        state_dict=program.state_dict,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=calls,
+        example_inputs=None,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _keep_old_values(program: ExportedProgram) -> None:
+    """Return a copy of a buffer's old value where forward gave the buffer a new tensor and returns the old.
+
+    The exporter writes the new value into the buffer before it returns, which would change the old one too.
+    """
+    graph = program.graph
+    output = graph.output_node()
+    rebinds = [n for n in graph.nodes if _is_rebinding(n)]
+    if not rebinds:
+        return
+    targets = {storage_of(cast(Node, n.args[0]).meta["val"]) for n in rebinds}
+    results = list(cast("tuple[Any, ...]", output.args[0]))
+    for i, result in enumerate(results):
+        value = result.meta.get("val") if isinstance(result, Node) else None
+        if isinstance(value, Tensor) and storage_of(value) in targets:
+            with graph.inserting_before(rebinds[0]):
+                clone = graph.call_function(torch.ops.aten.clone.default, (result,))
+            clone.meta = dict(result.meta)
+            with value.fake_mode:
+                clone.meta["val"] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            results[i] = clone
+    output.args = (tuple(results),)
+    program.graph_module.recompile()
+    _rename_results(program)
+
+
+def _is_rebinding(node: Node) -> bool:
+    """Whether the exporter added this write because forward assigned a new tensor to a buffer."""
+    if node.target is not torch.ops.aten.copy_.default or "copy_" in str(node.meta.get("torch_fn")):
+        return False
+    target, source = (cast(Node, a).meta.get("val") for a in node.args[:2])
+    if not isinstance(target, Tensor) or not isinstance(source, Tensor):
+        return False
+    return cast(Node, node.args[0]).op == "placeholder" and storage_of(target) != storage_of(source)
+
+
+def _aliased_results(program: ExportedProgram) -> dict[int, str]:
+    """User results that share a placeholder's storage before functionalisation took in-place writes away."""
+    signature = program.graph_signature
+    owners: dict[int, str] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            owners.setdefault(storage_of(value), node.name)
+    found: dict[int, str] = {}
+    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
+    names = set(signature.user_outputs)
+    position = 0
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if spec.kind.name != "USER_OUTPUT":
+            continue
+        if isinstance(result, Node) and result.name in names and isinstance(result.meta.get("val"), Tensor):
+            owner = owners.get(storage_of(result.meta["val"]))
+            if owner is not None:
+                found[position] = owner
+        position += 1
+    return found
+
+
+def storage_of(value: Tensor) -> int:
+    """An identity of the storage behind a (fake) tensor."""
+    if value.layout is not torch.strided:
+        return id(value)
+    return value.untyped_storage()._cdata
+
+
+def _rename_results(program: ExportedProgram) -> None:
+    signature: ExportGraphSignature = program.graph_signature
+    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
+            spec.arg = dataclasses.replace(spec.arg, name=result.name)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings that torch gives about its own inside away from the user; the user's own pass."""
+    with warnings.catch_warnings():
+        for module in (r"torch(\..*)?$", r"copyreg$", r"transformers(\..*)?$"):
+            warnings.filterwarnings("ignore", module=module)
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
+        yield
+
+
+@contextlib.contextmanager
+def rng_kept() -> Iterator[None]:
+    """Leave the global random state as it was."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def noise_kept() -> Iterator[list[str]]:
+    """Collect what torch logs and prints on stderr; shown to the user only if all goes well."""
+    kept: list[str] = []
+    names = ["", *(name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch")]
+    handlers = [h for name in names for h in logging.getLogger(name).handlers]
+    held: list[tuple[logging.Handler, logging.LogRecord]] = []
+
+    class Hold(logging.Filter):
+        def __init__(self, handler: logging.Handler) -> None:
+            super().__init__()
+            self.handler = handler
+
+        def filter(self, record: logging.LogRecord) -> bool:
+            if not record.name.startswith("torch"):
+                return True
+            kept.append(record.getMessage())
+            held.append((self.handler, record))
+            return False
+
+    filters = [(handler, Hold(handler)) for handler in handlers]
+    real, buffer = sys.stderr, io.StringIO()
+    for handler, hold in filters:
+        handler.addFilter(hold)
+    failed = True
+    try:
+        with quiet(), contextlib.redirect_stderr(buffer):
+            yield kept
+        failed = False
+    finally:
+        for handler, hold in filters:
+            handler.removeFilter(hold)
+        if failed:
+            kept.append(buffer.getvalue())
+        else:
+            real.write(buffer.getvalue())
+            for handler, record in held:
+                if record.levelno >= logging.ERROR:
+                    handler.handle(record)
+
+
+def _translated(error: Exception, noise: list[str]) -> CaptureError:
+    if isinstance(error, CaptureError):
+        return error
+    kind = type(error).__name__
+    text = str(error)
+    line = blame.of_exception(error)
+    if kind in _DATA_DEPENDENT or "data-dependent" in text:
+        what = "the model branches on, or takes a size from, values that are known only when it runs"
+        advice = (
+            "Use torch.cond or torch.where for a choice, torch.while_loop for a loop, and torch._check to "
+            "promise a range of sizes."
+        )
+    elif "Constraints violated" in text or "dynamic_shapes" in text or "Dim." in text:
+        what = f"the model does not hold for all of the dynamic sizes asked for: {_first_lines(text, 12)}"
+        advice = "Narrow dynamic_shapes as suggested, or mark the dimension static."
+    else:
+        what = f"torch.export cannot trace this model: {kind}: {_first_lines(text, 6)}"
+        advice = "If the model runs eagerly on these inputs, rewrite the line above, or try strict=True."
+    for part in noise:
+        _log.debug("while failing, torch said: %s", part)
+    return CaptureError(watching.describe(what, line, advice))
+
+
+def _first_lines(text: str, most: int) -> str:
+    cut = text.split("\nThe error above occurred when calling")[0].strip()
+    return "\n    ".join(cut.splitlines()[:most])
+
+
+def graph_modules(module: GraphModule) -> list[GraphModule]:
+    """The graph and all graphs inside it."""
+    return [m for m in module.modules() if isinstance(m, GraphModule)]
+
+
+def guards_of(program: ExportedProgram) -> list[Any]:
+    """What the exporter assumed about symbolic sizes beyond their ranges, as sympy conditions."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None and mode.shape_env is not None:
+            return [guard.expr for guard in mode.shape_env.guards]
+    return []

@@ -1,0 +1,127 @@
+"""`torch.no_grad()` blocks of an exported graph, laid flat so that decomposition cannot lose them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.graph.module import copy_node
+
+_WRAP = "wrap_with_set_grad_enabled"
+
+
+def flatten_no_grad(module: GraphModule) -> int:
+    """Inline every gradient-mode block and detach what leaves a `no_grad` one; returns how many there were.
+
+    Edits `module` and the graphs inside it. Values that leave a block get other names.
+    """
+    count = 0
+    for owner in [module, *_inner_graphs(module)]:
+        blocks = [n for n in owner.graph.nodes if _is_block(n)]
+        for block in blocks:
+            _inline_block(owner, block)
+        if blocks:
+            owner.recompile()
+        count += len(blocks)
+    return count
+
+
+def _inner_graphs(module: GraphModule) -> list[GraphModule]:
+    return [m for m in module.modules() if isinstance(m, GraphModule) and m is not module]
+
+
+def _is_block(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == _WRAP
+
+
+def _inline_block(owner: GraphModule, block: Node) -> None:
+    enabled, body_node, *operands = cast(Any, block.args)
+    body = cast(GraphModule, owner.get_submodule(body_node.target))
+    graph = owner.graph
+    mutates = any(_is_mutating(n) for n in body.graph.nodes)
+    hold_back = not enabled
+    with graph.inserting_before(block):
+        if hold_back and mutates:
+            operands = [_detached(graph, n) if _holds_tensor(n) else n for n in operands]
+        results = _splice(owner, body, operands, block)
+        for user in list(block.users):
+            index = cast(int, user.args[1])
+            value = results[index]
+            if hold_back and not mutates and isinstance(value, Node) and _holds_tensor(value):
+                value = _detached(graph, value)
+            _take_over(user, value)
+    graph.erase_node(block)
+    if not body_node.users:
+        graph.erase_node(body_node)
+
+
+def _splice(owner: GraphModule, body: GraphModule, operands: list[Any], block: Node) -> list[Any]:
+    """Copy the nodes of `body` before `block`; returns what its output names."""
+    made: dict[Node, Any] = {}
+    free = iter(operands)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            made[node] = next(free)
+        elif node.op == "output":
+            results = map_arg(node.args[0], made.__getitem__)
+            return list(results) if isinstance(results, (list, tuple)) else [results]
+        else:
+            new = copy_node(owner.graph, node, made.__getitem__)
+            if node.op == "get_attr":
+                new.target = _moved(owner, body, cast(str, node.target))
+            if "nn_module_stack" not in new.meta and "nn_module_stack" in block.meta:
+                new.meta["nn_module_stack"] = block.meta["nn_module_stack"]
+            made[node] = new
+    return []
+
+
+def _moved(owner: GraphModule, body: GraphModule, target: str) -> str:
+    """Make the attribute of `body` one of `owner` too, under a free name."""
+    name = base = target.replace(".", "_")
+    count = 0
+    while hasattr(owner, name):
+        count += 1
+        name = f"{base}_{count}"
+    setattr(owner, name, operator.attrgetter(target)(body))
+    return name
+
+
+def _take_over(user: Node, value: Any) -> None:
+    """Let `value` stand for the getitem `user`."""
+
+    def swap(node: Node) -> Any:
+        return value if node is user else node
+
+    for other in list(user.users):
+        other.args = map_arg(other.args, swap)
+        other.kwargs = map_arg(other.kwargs, swap)
+    user.graph.erase_node(user)
+
+
+def _detached(graph: Graph, node: Node) -> Node:
+    new = graph.call_function(torch.ops.aten.detach.default, (node,))
+    new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
+    return new
+
+
+def _holds_tensor(value: object) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor)
+
+
+def _is_mutating(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def blocks_of(module: GraphModule, name: str) -> Iterator[Node]:
+    """Every call of the higher-order operator `name`, in the graph and in those inside it."""
+    for owner in [module, *_inner_graphs(module)]:
+        for node in owner.graph.nodes:
+            if node.op == "call_function" and getattr(node.target, "__name__", "") == name:
+                yield node

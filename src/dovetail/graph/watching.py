@@ -1,0 +1,275 @@
+"""What a model does beside computing, noticed while it is traced and undone afterwards."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.autograd.grad_mode import inference_mode
+from torch.overrides import TorchFunctionMode
+
+from dovetail.errors import CaptureError
+from dovetail.graph import blame, trees
+
+_OWN = frozenset({"_forward_hooks", "_forward_pre_hooks", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
+_CONTAINERS = (list, dict, set)
+_MISSING = object()
+_REAL = (Tensor, nn.Parameter)
+# Formulas of torch itself that tracing keeps, or that only save memory.
+_HARMLESS = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo", "torch.utils.checkpoint")
+
+
+@dataclass
+class Seen:
+    """What was noticed while tracing, in order: a description of each, with what to do.
+
+    `cache` is the argument, by name or position, that is a cache which forward updated and returned.
+    """
+
+    findings: list[str] = field(default_factory=list[str])
+    cache: str | int | None = None
+
+    def note(self, what: str, line: blame.Line | None, advice: str) -> None:
+        self.findings.append(describe(what, line, advice))
+
+    def refuse(self) -> None:
+        """Raise for the first thing noticed, if any."""
+        if self.findings:
+            raise CaptureError(self.findings[0])
+
+
+def describe(what: str, line: blame.Line | None, advice: str) -> str:
+    """One message: what went wrong, the user's line, and what to do."""
+    where = f"\n  at {line}" if line is not None else ""
+    return f"{what}{where}\n  {advice}"
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module) -> Iterator[Seen]:
+    """Notice effects that a graph cannot hold, and put every attribute of the model back at the end.
+
+    Only what Python itself runs is seen, on the calling thread: a tracer of bytecode shows nothing here.
+    """
+    seen = Seen()
+    before = _snapshot(model)
+
+    given: list[tuple[list[Any], Any]] = []
+    strangers = _Strangers(seen)
+
+    def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given[:] = [pytree.tree_flatten((args, kwargs))]
+        strangers.__enter__()
+
+    def at_end(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        strangers.__exit__(None, None, None)
+        _compare(before, seen)
+        if given:
+            _compare_arguments(given.pop(), args, kwargs, result, seen)
+
+    # Compared as soon as forward is done, for the exporter restores attributes itself, without a word.
+    hooks = [
+        model.register_forward_pre_hook(at_start, with_kwargs=True, prepend=True),
+        model.register_forward_hook(at_end, with_kwargs=True, always_call=True),
+    ]
+    with _intercepted(seen):
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+            _restore(before)
+
+
+class _Strangers(TorchFunctionMode):
+    """Notices real tensors that require gradients while the model's own are stood in for by fakes."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in (*args, *(kwargs or {}).values()):
+            parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)
+            if any(type(part) in _REAL and part.requires_grad for part in parts):
+                self.seen.note(
+                    "forward uses a tensor that requires gradients and that the model does not own",
+                    blame.of_caller(),
+                    "Make it an attribute of the module (in a ParameterList or ModuleList if it is in a list), "
+                    "or pass the module that owns it.",
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _compare_arguments(before: tuple[list[Any], Any], args: Any, kwargs: Any, result: Any, seen: Seen) -> None:
+    """Notice lists, dicts and caches among the arguments that forward itself changed."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    unchanged = len(leaves) == len(before[0]) and all(a is b for a, b in zip(leaves, before[0], strict=True))
+    if unchanged and spec == before[1]:
+        return
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    caches = [(where, value) for where, value in named if trees.is_cache(value)]
+    returned = [v for v in pytree.tree_leaves(result, is_leaf=trees.is_cache) if trees.is_cache(v)]
+    if len(caches) == 1 and len(returned) == 1 and returned[0] is caches[0][1]:
+        seen.cache = caches[0][0]
+        return
+    seen.note(
+        "forward changes a list, dict or other object that it was given, which a graph cannot do",
+        None,
+        "Return the new values instead.",
+    )
+
+
+_Snapshot = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
+
+
+def _snapshot(model: nn.Module) -> _Snapshot:
+    return [
+        (path, module, {k: v for k, v in module.__dict__.items() if k not in _OWN}, _contents(module))
+        for path, module in model.named_modules()
+    ]
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the plain containers among the attributes, which can change without being assigned."""
+    return {
+        k: v.copy()
+        for k, v in module.__dict__.items()
+        if k not in _OWN and isinstance(v, _CONTAINERS) and type(v) in _CONTAINERS
+    }
+
+
+def _compare(before: _Snapshot, seen: Seen) -> None:
+    for path, module, attributes, contents in before:
+        now = module.__dict__
+        for name in [k for k in now if k not in _OWN and k not in attributes]:
+            _note_attribute(seen, path, module, name, now[name])
+        for name, old in attributes.items():
+            new = now.get(name, _MISSING)
+            if new is not old and not _same(old, new):
+                _note_attribute(seen, path, module, name, new)
+            elif name in contents and not _same_items(old, contents[name]):
+                _note_attribute(seen, path, module, name, old)
+
+
+def _restore(before: _Snapshot) -> None:
+    for _, module, attributes, contents in before:
+        now = module.__dict__
+        for name in [k for k in now if k not in _OWN and k not in attributes]:
+            del now[name]
+        now.update(attributes)
+        for name, copy in contents.items():
+            if not _same_items(attributes[name], copy):
+                _refill(attributes[name], copy)
+
+
+def _same(old: object, new: object) -> bool:
+    if isinstance(old, Tensor) or isinstance(new, Tensor) or type(old) is not type(new):
+        return False
+    try:
+        return bool(old == new)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _same_items(old: Any, copy: Any) -> bool:
+    if len(old) != len(copy):
+        return False
+    if isinstance(old, set):
+        return old == copy
+    items = cast(Any, old.items() if isinstance(old, dict) else enumerate(old))
+    others = cast(Any, copy.items() if isinstance(copy, dict) else enumerate(copy))
+    return all(k1 == k2 and a is b for (k1, a), (k2, b) in zip(items, others, strict=True))
+
+
+def _refill(container: Any, copy: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(copy)
+    else:
+        container.update(copy)
+
+
+def _note_attribute(seen: Seen, path: str, module: nn.Module, name: str, value: object) -> None:
+    shown = f"self.{name}" + (f" of '{path}'" if path else "") + f" ({type(module).__name__})"
+    tensor = isinstance(value, Tensor)
+    seen.note(
+        f"forward sets {shown}, a Python side effect that a graph cannot hold",
+        blame.of_attribute(module, name),
+        f"Register it in __init__: self.register_buffer({name!r}, ...); buffer updates are captured."
+        if tensor
+        else f"Make it a buffer (self.register_buffer({name!r}, torch.tensor(...))), return it, or drop it.",
+    )
+
+
+@contextlib.contextmanager
+def _intercepted(seen: Seen) -> Iterator[None]:
+    """Stand in for the few calls whose effect tracing would drop without a word."""
+    here = threading.get_ident()
+    saved_print = builtins.print
+    saved_enter = inference_mode.__enter__
+    saved_hook = Tensor.register_hook
+    saved_apply = cast(Any, torch.autograd.Function.__dict__["apply"])
+    bound_apply = cast("Callable[..., Any]", saved_apply.__func__)
+
+    def printing(*args: Any, **kwargs: Any) -> None:
+        file = sys._getframe(1).f_code.co_filename
+        if threading.get_ident() != here or not blame.is_user_file(file):
+            saved_print(*args, **kwargs)
+            return
+        advice = "Print outside the model, or drop it."
+        seen.note("forward prints, which a graph cannot do", blame.of_caller(), advice)
+
+    def entering(self: inference_mode) -> None:
+        if threading.get_ident() == here and self.mode:
+            seen.note(
+                "forward enters torch.inference_mode(), which tracing drops, so gradients would differ",
+                blame.of_caller(),
+                "Use torch.no_grad() inside the model.",
+            )
+        saved_enter(self)
+
+    def hooking(self: Tensor, hook: Any) -> Any:
+        if threading.get_ident() == here:
+            seen.note(
+                "forward registers a hook on a gradient, which a graph cannot hold",
+                blame.of_caller(),
+                "Change the gradient with a custom operator (torch.library.custom_op with register_autograd).",
+            )
+        return saved_hook(self, hook)
+
+    def applying(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = threading.get_ident() == here and not cls.__module__.startswith(_HARMLESS)
+        if ours and _differentiable((*args, *kwargs.values())):
+            seen.note(
+                f"forward applies {cls.__name__}, whose own backward formula tracing drops",
+                blame.of_caller(),
+                "Make it a custom operator (torch.library.custom_op with register_autograd), or capture "
+                "with requires_grad_(False) if it is only run for inference.",
+            )
+        return bound_apply(cls, *args, **kwargs)
+
+    patches: list[tuple[Any, str, Any, Any]] = [
+        (builtins, "print", printing, saved_print),
+        (inference_mode, "__enter__", entering, saved_enter),
+        (Tensor, "register_hook", hooking, saved_hook),
+        (torch.autograd.Function, "apply", classmethod(applying), saved_apply),
+    ]
+    try:
+        for owner, name, new, _ in patches:
+            setattr(owner, name, new)
+        yield
+    finally:
+        for owner, name, _, old in patches:
+            setattr(owner, name, old)
+
+
+def _differentiable(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
