@@ -39,7 +39,7 @@ def is_user_file(file: str) -> bool:
     """Whether code in `file` is the user's: not torch, not dovetail, not generated."""
     if file.startswith("<"):
         return False
-    inside_library = file.startswith(_TORCH) or file.startswith(_OURS + "/graph/")
+    inside_library = file.startswith((_TORCH, _OURS + "/graph/"))
     return not inside_library and not file.endswith(("/contextlib.py", "/functools.py"))
 
 

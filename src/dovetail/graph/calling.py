@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -88,6 +89,24 @@ class Convention:
         )
         return _restore, state
 
+    def called(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Let arguments that do not fit the signature of `forward` raise CallMismatch."""
+
+        @functools.wraps(forward)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except TypeError as error:
+                raised_inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+                if raised_inside:
+                    raise
+                raise CallMismatch(f"{error}. The graph is called as {self._signature()}.") from None
+
+        return checked
+
+    def _signature(self) -> inspect.Signature:
+        return inspect.Signature([slot.parameter() for slot in self.slots])
+
     def bind(self, module: nn.Module, values: tuple[Any, ...]) -> Sequence[Any]:
         """The graph's inputs, from one value for each parameter of the model's signature."""
         tracing = torch.compiler.is_compiling()
@@ -123,19 +142,10 @@ class Convention:
         leaves = pytree.arg_tree_leaves(*args)
         if len(leaves) == len(self.order):
             return leaves
-        values = self._bound(args)
+        values = self.spread(args, {})
         given = tuple(values[i] for i in self._captured)
         flat = given if self._flat else self._flatten(given)
         return [flat[i] for i in self.order]
-
-    def _bound(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        signature = inspect.Signature([slot.parameter() for slot in self.slots])
-        try:
-            bound = signature.bind(*args)
-        except TypeError as error:
-            raise CallMismatch(f"{error}. The graph is called as {signature}.") from None
-        bound.apply_defaults()
-        return tuple(bound.arguments[slot.name] for slot in self.slots)
 
     def _flatten(self, given: tuple[Any, ...]) -> Sequence[Any]:
         leaves, spec = pytree.tree_flatten(given)
@@ -169,7 +179,7 @@ class Convention:
         names = [text.split(":")[0].split("=")[0].split("#")[0].strip() for text in free_vars]
         names = [name for name in names if name != "self"]
         typed = [text.split("#")[0].strip() for text in free_vars if ":" in text]
-        lines = [f"def {function}({self._parameters()}){annotation}:"]
+        lines = [f"@{NAME}.called", f"def {function}({self._parameters()}){annotation}:"]
         lines += [f"    {text}" for text in typed]
         values = self._values()
         if self.carried is not None:
@@ -194,7 +204,7 @@ class Convention:
 
     def spread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """One value per parameter, where the generated function cannot name its parameters."""
-        signature = inspect.Signature([slot.parameter() for slot in self.slots])
+        signature = self._signature()
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -291,4 +301,4 @@ class ModelCodeGen(CodeGen):
 def convention_of(module: torch.fx.GraphModule) -> Convention | None:
     """The convention a captured graph is called by, if it has one."""
     codegen = module.graph._codegen
-    return cast(Convention, codegen.convention) if isinstance(codegen, ModelCodeGen) else None
+    return codegen.convention if isinstance(codegen, ModelCodeGen) else None

@@ -29,19 +29,18 @@ from dovetail.graph.normalform import (
 )
 
 _RESHAPE = torch.ops.aten.reshape.default
-_VIEWS = frozenset(
-    "view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten "
-    "expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided".split()
-)
+_VIEW_NAMES = """
+    view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
+    expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided
+"""
+_VIEWS = frozenset(_VIEW_NAMES.split())
 _COPIES = frozenset({"cat", "clone", "_to_copy", "to", "lift_fresh_copy", "dropout", "contiguous"})
 _METADATA_ASSERTS = frozenset({"_assert_tensor_metadata"})
 _KEPT_WHEN_UNUSED = frozenset(
     {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_print"}
 )
-_PYTHON_PURE = frozenset(
-    getattr(operator, name)
-    for name in "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_ not_".split()
-)
+_ARITHMETIC = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_ not_"
+_PYTHON_PURE = frozenset(getattr(operator, name) for name in _ARITHMETIC.split())
 
 
 @dataclass(frozen=True)

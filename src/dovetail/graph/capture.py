@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -72,10 +72,16 @@ def _from_model(
         raise CaptureError(
             f"the example inputs do not fit the model's signature {signature}: {error}."
         ) from error
-    exported, cache = exporting.export_model(module, args, kwargs, dynamic_shapes, strict)
-    decomposed = exporting.decompose(exported)
+    skeletons.refuse_reserved(module)
+    try:
+        exported, cache = exporting.export_model(module, args, kwargs, dynamic_shapes, strict)
+        decomposed = exporting.decompose(exported)
+    except CaptureError as error:
+        _blame_shared_inputs(args, kwargs, error)
+        raise
     unlifted = unlift(decomposed, skeletons.mirror(module))
-    _refuse_shared_inputs(args, kwargs, unlifted, decomposed.program)
+    if unlifted.mutated:
+        _blame_shared_inputs(args, kwargs, None)
     return _finished(unlifted, decomposed, signature, module.training, cache)
 
 
@@ -113,7 +119,7 @@ def _finished(
     captured.graph.set_codegen(ModelCodeGen(convention))
     canonical, report = canonicalise(captured)
     canonical.meta["dovetail.canonical"] = report
-    return cast(Program, canonical)
+    return canonical
 
 
 def _carried(slots: tuple[specs.Slot, ...], out_spec: Any, cache: int | str) -> trees.Carried:
@@ -128,21 +134,13 @@ def _carried(slots: tuple[specs.Slot, ...], out_spec: Any, cache: int | str) -> 
     return trees.Carried(slot, *found)
 
 
-def _refuse_shared_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], unlifted: Unlifted, program: ExportedProgram
-) -> None:
-    if not unlifted.mutated:
-        return
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    for i in unlifted.mutated:
-        for j, other in enumerate(leaves):
-            if (
-                j != i
-                and isinstance(other, Tensor)
-                and isinstance(leaves[i], Tensor)
-                and overlap(leaves[i], other)
-            ):
+def _blame_shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], cause: CaptureError | None) -> None:
+    """Raise if two example inputs share memory, which breaks the tracing of a model that writes to them."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    for i, first in enumerate(leaves):
+        for second in leaves[i + 1 :]:
+            if overlap(first, second):
                 raise CaptureError(
-                    f"example inputs '{unlifted.inputs[i].name}' and '{unlifted.inputs[j].name}' share memory, "
-                    f"and the model writes to the first. Pass a clone of one of them."
-                )
+                    f"two example inputs share memory (shapes {tuple(first.shape)} and {tuple(second.shape)}), "
+                    f"and the model writes to its inputs. Pass a clone of one of them."
+                ) from cause

@@ -9,18 +9,20 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument, InvalidGraph
 from dovetail.graph.dependencies import dependencies
 from dovetail.graph.describe import same_kind, short
-from dovetail.graph.module import REGION, Program, attribute
+from dovetail.graph.module import CANONICAL, REGION, attribute
 
 
 def check(gm: GraphModule) -> None:
     """Raise InvalidGraph, naming the first node that breaks an invariant.
 
     Topological order, arguments that resolve, unique names, one output at the end, attributes that exist, bodies
-    that fit their calls in count, dtype and shape, effects that dead-code elimination would keep, and, on graphs
-    made by dovetail, `meta["val"]` on every node. Bodies are checked once each, nested ones included.
+    that fit their calls in count, dtype and shape, effects that dead-code elimination would keep, and, on captured
+    graphs, `meta["val"]` on every node. Bodies are checked once each, nested ones included.
     """
     if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
+    # A graph that was never captured need not have values.
+    captured = CANONICAL in gm.meta
     seen: set[int] = set()
     queue: list[tuple[str, GraphModule]] = [("", gm)]
     while queue:
@@ -28,17 +30,15 @@ def check(gm: GraphModule) -> None:
         if id(graph) in seen:
             continue
         seen.add(id(graph))
-        queue.extend(_check_one(path, graph))
+        queue.extend(_check_one(path, graph, captured))
 
 
-def _check_one(path: str, gm: GraphModule) -> list[tuple[str, GraphModule]]:
+def _check_one(path: str, gm: GraphModule, wants_values: bool) -> list[tuple[str, GraphModule]]:
     nodes: list[Node] = list(gm.graph.nodes)
     place = f" (in {path})" if path else ""
     found: list[tuple[str, GraphModule]] = []
     names: set[str] = set()
     placed: set[Node] = set()
-    # A graph that was never captured need not have values; one whose inputs have them has them throughout.
-    wants_values = isinstance(gm, Program) and "val" in nodes[0].meta
     for i, node in enumerate(nodes):
         if node.name in names:
             raise InvalidGraph(f"its name is used twice{place}", node.name)

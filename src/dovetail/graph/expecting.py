@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -119,7 +119,7 @@ class Expectations:
         for name, text, inverse in self.solved:
             if text in hidden:
                 actual, place = hidden[text]
-                bound[name] = eval(self._compiled[inverse], dict(_ARITHMETIC), {"size": actual})
+                bound[name] = eval(self._compiled[inverse], _ARITHMETIC, {"size": actual})
                 where[name] = place
         for name, low, high in self.ranges:
             actual = bound.get(name)
@@ -132,13 +132,13 @@ class Expectations:
                     f"Capture the model again with a wider dynamic_shapes."
                 )
         for text, actual, place in sizes:
-            wanted = eval(self._compiled[text], dict(_ARITHMETIC), bound)
+            wanted = eval(self._compiled[text], _ARITHMETIC, bound)
             if wanted != actual:
                 raise CallMismatch(
                     f"{place} is {actual}, but must be {wanted} ({_named(text, where)}). {_AGAIN}."
                 )
         for guard in self.guards:
-            if not eval(self._compiled[guard], dict(_ARITHMETIC), bound):
+            if not eval(self._compiled[guard], _ARITHMETIC, bound):
                 shown = ", ".join(f"{where[n]} = {bound[n]}" for n in bound if n in guard)
                 raise CallMismatch(
                     f"the graph was captured for inputs with {_named(guard, where)}, which does not hold here "
@@ -248,8 +248,9 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(value: Tensor) -> tuple[int, int]:
-    start = value.storage_offset() * value.element_size()
-    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    start = int(value.storage_offset()) * value.element_size()
+    steps = [int((size - 1) * stride) for size, stride in zip(value.shape, value.stride(), strict=True)]
+    span = sum(steps) + 1
     return start, start + span * value.element_size()
 
 
@@ -299,7 +300,7 @@ def _input(value: Any, path: str, mutated: bool) -> Input:
 def _size(size: Any) -> int | str:
     if isinstance(size, int):
         return size
-    expression = cast(Any, size).node.expr
+    expression = size.node.expr
     return int(expression) if expression.is_number else _source(expression)
 
 

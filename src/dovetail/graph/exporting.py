@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import io
 import logging
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -17,11 +13,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 from torch.fx import GraphModule, Node
-
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CaptureError
 from dovetail.graph import blame, gradmode, watching
+from dovetail.graph.quieting import noise_kept, quiet, rng_kept
 from dovetail.graph.specs import dict_of, leaf_spec, tuple_of
 
 _LEAF = leaf_spec()
@@ -169,10 +165,7 @@ def _keep_old_values(program: ExportedProgram) -> None:
             with graph.inserting_before(rebinds[0]):
                 clone = graph.call_function(torch.ops.aten.clone.default, (result,))
             clone.meta = dict(result.meta)
-            with value.fake_mode:
-                clone.meta["val"] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
+            clone.meta["val"] = fresh_like(value)
             results[i] = clone
     output.args = (tuple(results),)
     program.graph_module.recompile()
@@ -212,6 +205,12 @@ def _aliased_results(program: ExportedProgram) -> dict[int, str]:
     return found
 
 
+def fresh_like(value: Any) -> Any:
+    """A fake tensor of the same form on a storage of its own."""
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def storage_of(value: Tensor) -> int:
     """An identity of the storage behind a (fake) tensor."""
     if value.layout is not torch.strided:
@@ -225,70 +224,6 @@ def _rename_results(program: ExportedProgram) -> None:
     for spec, result in zip(signature.output_specs, results, strict=True):
         if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
             spec.arg = dataclasses.replace(spec.arg, name=result.name)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep warnings that torch gives about its own inside away from the user; the user's own pass."""
-    with warnings.catch_warnings():
-        for module in (r"torch(\..*)?$", r"copyreg$", r"transformers(\..*)?$"):
-            warnings.filterwarnings("ignore", module=module)
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
-        yield
-
-
-@contextlib.contextmanager
-def rng_kept() -> Iterator[None]:
-    """Leave the global random state as it was."""
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-
-
-@contextlib.contextmanager
-def noise_kept() -> Iterator[list[str]]:
-    """Collect what torch logs and prints on stderr; shown to the user only if all goes well."""
-    kept: list[str] = []
-    names = ["", *(name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch")]
-    handlers = [h for name in names for h in logging.getLogger(name).handlers]
-    held: list[tuple[logging.Handler, logging.LogRecord]] = []
-
-    class Hold(logging.Filter):
-        def __init__(self, handler: logging.Handler) -> None:
-            super().__init__()
-            self.handler = handler
-
-        def filter(self, record: logging.LogRecord) -> bool:
-            if not record.name.startswith("torch"):
-                return True
-            kept.append(record.getMessage())
-            held.append((self.handler, record))
-            return False
-
-    filters = [(handler, Hold(handler)) for handler in handlers]
-    real, buffer = sys.stderr, io.StringIO()
-    for handler, hold in filters:
-        handler.addFilter(hold)
-    failed = True
-    try:
-        with quiet(), contextlib.redirect_stderr(buffer):
-            yield kept
-        failed = False
-    finally:
-        for handler, hold in filters:
-            handler.removeFilter(hold)
-        if failed:
-            kept.append(buffer.getvalue())
-        else:
-            real.write(buffer.getvalue())
-            for handler, record in held:
-                if record.levelno >= logging.ERROR:
-                    handler.handle(record)
 
 
 def _translated(error: Exception, noise: list[str]) -> CaptureError:
@@ -317,11 +252,6 @@ def _translated(error: Exception, noise: list[str]) -> CaptureError:
 def _first_lines(text: str, most: int) -> str:
     cut = text.split("\nThe error above occurred when calling")[0].strip()
     return "\n    ".join(cut.splitlines()[:most])
-
-
-def graph_modules(module: GraphModule) -> list[GraphModule]:
-    """The graph and all graphs inside it."""
-    return [m for m in module.modules() if isinstance(m, GraphModule)]
 
 
 def guards_of(program: ExportedProgram) -> list[Any]:

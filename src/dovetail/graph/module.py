@@ -18,6 +18,9 @@ from dovetail.graph import pickling
 REGION = "dovetail.region"
 """The `node.meta` key of a region's call; its value has a `headline`. Written by `outlining.record` alone."""
 
+CANONICAL = "dovetail.canonical"
+"""The `gm.meta` key of what `capture` brought to one form; only captured graphs have it."""
+
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
 _DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"})
 

@@ -228,21 +228,22 @@ class _World:
         def real(value: Any) -> Any:
             return self.symbolic(value) if isinstance(value, _Symbolic) else value
 
-        sizes = [real(s) for s in shape]
+        sizes, start = [real(s) for s in shape], real(offset)
+        strides = None if stride is None else [real(s) for s in stride]
         with torch.no_grad():
-            if stride is None:
+            if strides is None:
                 meta = torch.empty(sizes, dtype=dtype, device="meta")
-            elif any(isinstance(s, torch.SymInt) for s in [*sizes, *map(real, stride), real(offset)]):
-                meta = torch.empty_strided(sizes, [real(s) for s in stride], dtype=dtype, device="meta")
+            elif any(isinstance(s, torch.SymInt) for s in [*sizes, *strides, start]):
+                meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
             else:
-                needed = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, stride, strict=True))
+                needed = start + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
                 nbytes = 0 if 0 in sizes else needed * dtype.itemsize
                 storage = self.storages.get(storage_id)
                 if storage is None:
                     storage = self.storages[storage_id] = torch.UntypedStorage(nbytes, device="meta")
                 elif storage.nbytes() < nbytes:
                     storage.resize_(nbytes)
-                meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, sizes, stride)
+                meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
             fake = FakeTensor(self.mode, meta, torch.device(device))
             made: Any = torch.nn.Parameter(fake, requires_grad) if is_parameter else fake
         if requires_grad and not is_parameter:

@@ -19,7 +19,6 @@ def mirror(model: nn.Module) -> nn.Module:
 
     The parameters and buffers are the very same objects. A module that hangs in two places does so here too.
     """
-    _refuse_reserved(model)
     made: dict[int, nn.Module] = {}
     root = _bare(model, made)
     for module in list(model.modules()):
@@ -42,7 +41,8 @@ def _bare(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     return made[id(module)]
 
 
-def _refuse_reserved(model: nn.Module) -> None:
+def refuse_reserved(model: nn.Module) -> None:
+    """Raise if a name at the top of the model is one that a GraphModule needs for itself."""
     for name in (*model._parameters, *model._buffers, *model._modules):
         if name in _RESERVED:
             raise CaptureError(
@@ -65,7 +65,7 @@ def from_program(program: ExportedProgram, training: bool) -> nn.Module:
             owner.register_parameter(name, value)
         else:
             owner.register_buffer(name, value, persistent=path not in volatile)
-    _refuse_reserved(root)
+    refuse_reserved(root)
     return root
 
 

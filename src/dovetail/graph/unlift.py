@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import CaptureError
 from dovetail.graph import blame, skeleton
-from dovetail.graph.exporting import Exported, storage_of
+from dovetail.graph.exporting import Exported, fresh_like, storage_of
 from dovetail.graph.module import Program, copy_node, rebuild
 
 _COPY = torch.ops.aten.copy_.default
@@ -24,13 +24,14 @@ _CLONE = torch.ops.aten.clone.default
 _WITHOUT_VALUE = frozenset({"_assert_scalar", "_assert_async", "sym_constrain_range", "copy_"})
 
 # Operators whose derivative does not need the operand itself: no copy of it must be kept for a backward pass.
-_FORGETS_OPERANDS = frozenset(
-    "add sub rsub neg clone copy alias detach view reshape _unsafe_view expand permute transpose t slice select "
-    "squeeze unsqueeze flatten unflatten cat stack index_copy index_put slice_scatter select_scatter "
-    "diagonal_scatter scatter scatter_add index_add as_strided _to_copy to sum mean lerp zeros_like ones_like "
-    "full_like empty_like eq ne lt le gt ge fill zero constant_pad_nd roll flip split chunk unbind "
-    "sym_size bitwise_and bitwise_or logical_and logical_or logical_not where".split()
-)
+_NAMES = """
+    add sub rsub neg clone copy alias detach view reshape _unsafe_view expand permute transpose t slice select
+    squeeze unsqueeze flatten unflatten cat stack index_copy index_put slice_scatter select_scatter
+    diagonal_scatter scatter scatter_add index_add as_strided _to_copy to sum mean lerp zeros_like ones_like
+    full_like empty_like eq ne lt le gt ge fill zero constant_pad_nd roll flip split chunk unbind
+    sym_size bitwise_and bitwise_or logical_and logical_or logical_not where
+"""
+_FORGETS_OPERANDS = frozenset(_NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class _Unlifting:
             if kind == "USER_OUTPUT":
                 returned.append(result)
             elif kind in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
-                writes.append((owners[spec.target], result))
+                writes.append((owners[cast(str, spec.target)], result))
             elif kind == "USER_INPUT_MUTATION":
                 writes.append((by_name[cast(str, spec.target)], result))
             else:
@@ -196,10 +197,7 @@ class _Unlifting:
 
     def _cloned(self, node: Node) -> Node:
         new = self.graph.create_node("call_function", _CLONE, (node,), {"memory_format": None}, "clone")
-        value = node.meta["val"]
-        with value.fake_mode:
-            fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        new.meta = {**node.meta, "val": fresh}
+        new.meta = {**node.meta, "val": fresh_like(node.meta["val"])}
         return new
 
     def _protect_operands(self, target: Node) -> None:

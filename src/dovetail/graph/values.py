@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dovetail.errors import CaptureError
 from dovetail.graph import blame
-from dovetail.graph.exporting import noise_kept, rng_kept
 from dovetail.graph.module import Program, copy_graph, rebuild
+from dovetail.graph.quieting import noise_kept, rng_kept
 
 _NUMBERS = (bool, int, float, complex, str, type(None), SymInt, SymFloat, SymBool)
 
@@ -93,7 +93,7 @@ def _lined_up(
 
 
 def _mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
-    return next((cast(FakeTensorMode, v.fake_mode) for v in values if isinstance(v, FakeTensor)), None)
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
 class _Fakes:
@@ -143,17 +143,17 @@ class _Filling(Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         child = self.fetch_attr(target)
         if isinstance(child, GraphModule):
-            flat = list(child.graph.process_inputs(*args)) if not kwargs else _lined_up(
-                cast(Program, child), child.graph.find_nodes(op="placeholder"), args, kwargs
+            flat = (
+                list(child.graph.process_inputs(*args))
+                if not kwargs
+                else _lined_up(cast(Program, child), child.graph.find_nodes(op="placeholder"), args, kwargs)
             )
             result = _Filling(child, self.fakes).run(*flat, enable_io_processing=False)
             return child.graph.process_outputs(result)
         return _called_on_fakes(child, self.fakes, args, kwargs)
 
 
-def _called_on_fakes(
-    child: nn.Module, fakes: _Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _called_on_fakes(child: nn.Module, fakes: _Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a plain module with its parameters and buffers replaced, for this once, by fakes."""
     state = {name: fakes.of(p) for name, p in child.named_parameters(remove_duplicate=False)}
     state |= {name: fakes.of(b) for name, b in child.named_buffers(remove_duplicate=False)}

@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,17 @@ from torch.overrides import TorchFunctionMode
 from dovetail.errors import CaptureError
 from dovetail.graph import blame, trees
 
-_OWN = frozenset({"_forward_hooks", "_forward_pre_hooks", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
+_OWN = frozenset(
+    {
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "training",
+    }
+)
 _CONTAINERS = (list, dict, set)
 _MISSING = object()
 _REAL = (Tensor, nn.Parameter)
@@ -53,7 +63,7 @@ def describe(what: str, line: blame.Line | None, advice: str) -> str:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[Seen]:
+def watched(model: nn.Module) -> Generator[Seen]:
     """Notice effects that a graph cannot hold, and put every attribute of the model back at the end.
 
     Only what Python itself runs is seen, on the calling thread: a tracer of bytecode shows nothing here.
@@ -108,7 +118,9 @@ class _Strangers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _compare_arguments(before: tuple[list[Any], Any], args: Any, kwargs: Any, result: Any, seen: Seen) -> None:
+def _compare_arguments(
+    before: tuple[list[Any], Any], args: Any, kwargs: Any, result: Any, seen: Seen
+) -> None:
     """Notice lists, dicts and caches among the arguments that forward itself changed."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     unchanged = len(leaves) == len(before[0]) and all(a is b for a, b in zip(leaves, before[0], strict=True))
@@ -210,13 +222,13 @@ def _note_attribute(seen: Seen, path: str, module: nn.Module, name: str, value: 
 
 
 @contextlib.contextmanager
-def _intercepted(seen: Seen) -> Iterator[None]:
+def _intercepted(seen: Seen) -> Generator[None]:
     """Stand in for the few calls whose effect tracing would drop without a word."""
     here = threading.get_ident()
     saved_print = builtins.print
     saved_enter = inference_mode.__enter__
     saved_hook = Tensor.register_hook
-    saved_apply = cast(Any, torch.autograd.Function.__dict__["apply"])
+    saved_apply = torch.autograd.Function.__dict__["apply"]
     bound_apply = cast("Callable[..., Any]", saved_apply.__func__)
 
     def printing(*args: Any, **kwargs: Any) -> None:

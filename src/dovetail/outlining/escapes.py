@@ -26,6 +26,8 @@ def settle(index: Index, draft: Draft) -> None:
         node = nodes[i]
         if i in draft.clones:
             outside.add(i)
+            if not any(at[u] in draft.members or at[u] in draft.clones for u in node.users):
+                draft.clones.discard(i)
             continue
         if i in outside:
             continue

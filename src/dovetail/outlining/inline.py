@@ -15,7 +15,7 @@ from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
 from dovetail.graph.index import Index
 from dovetail.graph.module import Body, Program, attribute, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, results
-from dovetail.outlining.order import ascending, list_by_rank, read_ranks
+from dovetail.outlining.order import ascending, list_by_rank, priority, read_ranks
 from dovetail.outlining.record import (
     Call,
     Member,
@@ -280,7 +280,7 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
     """List the nodes of a sheet by rank, as far as dependencies allow; returns the listing."""
     nodes: list[Node] = list(new.graph.nodes)
     ranks = [_rank(node, sheet) for node in nodes]
-    if ascending(ranks):
+    if ascending([rank for node, rank in zip(nodes, ranks, strict=True) if rank >= 0 or node.op == "placeholder"]):
         return nodes
     listed = [nodes[i] for i in list_by_rank(Index(new).before, ranks)]
     for before, node in pairwise(listed):
@@ -290,7 +290,7 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
 
 def _rank(node: Node, sheet: _Sheet) -> float:
     if node in sheet.facts:
-        return sheet.facts[node].rank
+        return priority(node, sheet.facts[node].rank)
     return -1 if node.op == "placeholder" else float("inf")
 
 

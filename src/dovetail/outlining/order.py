@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -26,9 +27,20 @@ def read_ranks(index: Index, state: State) -> tuple[int, list[int]]:
         known = [table.get(node.name) for node in index.nodes]
         if None not in known:
             ranks: list[int] = known  # pyright: ignore[reportAssignmentType]
-            if ascending(ranks) or list_by_rank(index.before, ranks) == list(range(len(ranks))):
+            if ascending(ranks) or _is_listed_by_rank(index, ranks):
                 return state.epoch, ranks
     return state.epoch + 1, _fresh(index.nodes)
+
+
+def _is_listed_by_rank(index: Index, ranks: list[int]) -> bool:
+    wanted = [priority(node, rank) for node, rank in zip(index.nodes, ranks, strict=True)]
+    return list_by_rank(index.before, wanted) == list(range(len(ranks)))
+
+
+def priority(node: Node, rank: float) -> float:
+    """What to list a node by: its rank, but a region's results come right after its call."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return -1 if isinstance(source, Node) and call_of(source.meta) is not None else rank
 
 
 def _fresh(nodes: list[Node]) -> list[int]:

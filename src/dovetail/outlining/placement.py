@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from dovetail.errors import CyclicRegion, EffectOrder, RegionError
 from dovetail.graph.index import Index
-from dovetail.outlining.order import ascending, list_by_rank
+from dovetail.outlining.order import ascending, list_by_rank, priority
 from dovetail.outlining.requests import Draft
 
 
@@ -37,7 +37,7 @@ def _windows(index: Index, made: list[Draft], ranks: list[int]) -> list[tuple[in
     if not ascending(ranks):
         return [(0, len(index) - 1)]
     merged: list[tuple[int, int]] = []
-    for low, high in sorted((min(d.members), max(d.members)) for d in made):
+    for low, high in sorted((min(d.members), max(d.members | d.clones)) for d in made):
         if merged and low <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:
@@ -75,8 +75,10 @@ def _sort_window(
             needs = [j for i in draft.inside for j in data[i] if j not in draft.clones]
             needs += [j for i in draft.members for j in effects.get(i, ())]
         before[u] = {v for j in needs if (v := of(j)) is not None and v != u}
-    key_ranks = [ranks[k] if k >= 0 else min(ranks[i] for i in made[-1 - k].members) for k in units]
-    order = list_by_rank(before, key_ranks)
+    unit_ranks = [
+        priority(index.nodes[k], ranks[k]) if k >= 0 else min(ranks[i] for i in made[-1 - k].members) for k in units
+    ]
+    order = list_by_rank(before, unit_ranks)
     if len(order) < len(units):
         listed = set(order)
         stuck = [k for u, k in enumerate(units) if u not in listed]
