@@ -52,14 +52,17 @@ def of_exception(error: BaseException) -> Line | None:
         seen.add(id(at))
         found = _deepest(at.__traceback__) or found
         at = at.__cause__ or at.__context__
-    return found
+    # A tracer of bytecode never runs the user's frame; it only tells of it in words.
+    return found or _last_user_frame(str(error))
 
 
 def of_node(node: Node) -> Line | None:
     """The deepest line of user code in the stack trace that the tracer left on a node."""
-    trace = node.meta.get("stack_trace") or node.stack_trace
-    frames = list(_FRAME.finditer(trace or ""))
-    for frame in reversed(frames):
+    return _last_user_frame(node.meta.get("stack_trace") or node.stack_trace or "")
+
+
+def _last_user_frame(text: str) -> Line | None:
+    for frame in reversed(list(_FRAME.finditer(text))):
         if is_user_file(frame["file"]):
             return Line(frame["file"], int(frame["line"]), frame["function"])
     return None

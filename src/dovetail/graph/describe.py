@@ -33,7 +33,7 @@ def makes_tuple(node: Node) -> bool:
     target: Any = node.target
     if isinstance(target, OpOverload):
         returns = target._schema.returns
-        return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
+        return len(returns) > 1 or (len(returns) == 1 and str(returns[0].type).startswith("List["))
     return isinstance(target, HigherOrderOperator) or "dovetail.region" in node.meta
 
 

@@ -52,6 +52,14 @@ class Program(GraphModule):
         self.generate()
         return super().__str__()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        # Moving to another dtype or device replaces buffers. Bodies are shared with other graphs: never edited.
+        for name, child in self._modules.items():
+            if isinstance(child, Body) and not isinstance(self, Body):
+                self._modules[name] = child.refreshed(self)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -110,12 +118,27 @@ def _with_graph(cls: type[Program], root: nn.Module, graph: Graph) -> Any:
 class Body(Program):
     """What a region calls. It owns no state: operands, and objects borrowed from the graph around it."""
 
-    def borrow(self, name: str, value: object) -> None:
-        """Hold an object of the outer graph without registering it, so that `state_dict` stays as it was."""
+    def borrow(self, name: str, value: object, target: str) -> None:
+        """Hold what the outermost graph has at `target`, unregistered, so that `state_dict` stays as it was."""
         if isinstance(value, Program):
             self.add_module(name, value)
         else:
             self.__dict__[name] = value
+            self.__dict__.setdefault("_borrowed", {})[name] = target
+
+    def refreshed(self, owner: nn.Module) -> Body:
+        """This body with what it borrows taken from `owner` as it is now; itself if nothing has changed."""
+        borrowed: dict[str, str] = self.__dict__.get("_borrowed", {})
+        stale = {
+            n: v for n, target in borrowed.items() if (v := attribute(owner, target)) is not self.__dict__[n]
+        }
+        inner = {n: m.refreshed(owner) for n, m in self._modules.items() if isinstance(m, Body)}
+        if not stale and all(self._modules[n] is m for n, m in inner.items()):
+            return self
+        new: Body = _with_graph(Body, self, copy_graph(self.graph))
+        new.__dict__.update(stale)
+        new._modules.update(inner)
+        return new
 
     def mark_impure(self, impure: bool) -> None:
         """Tell FX's dead-code elimination whether a call must stay when nobody reads its results."""

@@ -240,7 +240,8 @@ class _Unlifting:
         at = self.made[target]
         for old in path:
             base = cast(Node, _viewed(old))
-            new = copy_node(self.graph, old, lambda n, base=base, at=at: at if n is base else self.made[n])
+            operands = {n: self.made[n] for n in old.all_input_nodes if n is not base} | {base: at}
+            new = copy_node(self.graph, old, operands.__getitem__)
             arguments: Any = map_arg((new.args, new.kwargs), lambda n: n.meta.get("val"))
             with at.meta["val"].fake_mode:
                 new.meta["val"] = cast(Any, new.target)(*arguments[0], **arguments[1])

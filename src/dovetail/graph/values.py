@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,12 +12,15 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.errors import CaptureError
 from dovetail.graph import blame
 from dovetail.graph.module import Program, copy_graph, rebuild
 from dovetail.graph.quieting import noise_kept, rng_kept
 
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.linear})
 _NUMBERS = (bool, int, float, complex, str, type(None), SymInt, SymFloat, SymBool)
 
 
@@ -35,7 +37,7 @@ def fill_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str,
         return program
     mode = _mode_of(flat) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes = _Fakes(mode)
-    with noise_kept(), rng_kept(), mode:
+    with noise_kept(), rng_kept(), mode, _OneDtype():
         given = [fakes.of(value) for value in flat]
         _Filling(program, fakes).run(*given, enable_io_processing=False)
     return program
@@ -113,6 +115,18 @@ class _Fakes:
         return self.made[id(value)]
 
 
+class _OneDtype(TorchDispatchMode):
+    """Refuses products of different dtypes, which fake tensors let pass and real ones do not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _PRODUCTS:
+            dtypes = {a.dtype for a in args if isinstance(a, Tensor)}
+            if len(dtypes) > 1:
+                shown = " and ".join(sorted(map(str, dtypes)))
+                raise TypeError(f"{func} needs one dtype for all its operands, and got {shown}")
+        return func(*args, **(kwargs or {}))
+
+
 class _Filling(Interpreter):
     """Runs a graph on fake tensors and writes each result into `meta["val"]`."""
 
@@ -177,11 +191,3 @@ def _recorded(result: Any) -> Any:
     if isinstance(result, dict):
         return {k: _recorded(v) for k, v in cast("dict[Any, Any]", result).items()}
     return None
-
-
-def attribute_of(module: nn.Module, target: str) -> Any:
-    """What a `get_attr` node names."""
-    return operator.attrgetter(target)(module)
-
-
-Filler = Callable[[GraphModule, tuple[Any, ...], Mapping[str, Any]], Program]

@@ -154,30 +154,29 @@ def _build(
     for node in operands:
         operand = env[node] = graph.create_node("placeholder", node.name, name=node.name)
         operand.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
-    borrowed: dict[str, Any] = {}
+    borrowed: dict[str, tuple[Any, str]] = {}
     for node in inside:
         target = None
         if node.op == "get_attr" or node.op == "call_module":
-            value = attribute(root, cast("str", node.target))
-            target = _lend(borrowed, cast("str", node.target), value)
+            target = _lend(borrowed, cast("str", node.target), attribute(root, cast("str", node.target)))
         env[node] = copy_node(graph, node, env.__getitem__, target)
     graph.output(tuple(env[n] for n in outputs)).meta["val"] = None
     body = make_body(graph, re.sub(r"\W", "_", kind))
     body.training = root.training
-    for name, value in borrowed.items():
-        body.borrow(name, value)
+    for name, (value, target) in borrowed.items():
+        body.borrow(name, value, target)
     told = summary(body)
     body.mark_impure(told.acts)
     return body
 
 
-def _lend(borrowed: dict[str, Any], target: str, value: Any) -> str:
+def _lend(borrowed: dict[str, tuple[Any, str]], target: str, value: Any) -> str:
     stem = name = re.sub(r"\W", "_", target)
     number = 1
-    while (name in borrowed and borrowed[name] is not value) or hasattr(GraphModule, name):
+    while (name in borrowed and borrowed[name][0] is not value) or hasattr(GraphModule, name):
         number += 1
         name = f"{stem}__{number}"
-    borrowed[name] = value
+    borrowed[name] = (value, target)
     return name
 
 

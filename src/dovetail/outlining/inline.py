@@ -280,7 +280,9 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
     """List the nodes of a sheet by rank, as far as dependencies allow; returns the listing."""
     nodes: list[Node] = list(new.graph.nodes)
     ranks = [_rank(node, sheet) for node in nodes]
-    if ascending([rank for node, rank in zip(nodes, ranks, strict=True) if rank >= 0 or node.op == "placeholder"]):
+    if ascending(
+        [rank for node, rank in zip(nodes, ranks, strict=True) if rank >= 0 or node.op == "placeholder"]
+    ):
         return nodes
     listed = [nodes[i] for i in list_by_rank(Index(new).before, ranks)]
     for before, node in pairwise(listed):

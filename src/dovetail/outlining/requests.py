@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +19,9 @@ from dovetail.graph.index import Index
 from dovetail.graph.module import attribute
 from dovetail.outlining.record import Identity, make_identity
 
+_TRACED_CONSTANT = re.compile(
+    r"_?(tensor_constant|lifted_tensor_?|lifted_tensor_constant|param_constant_?)\d+"
+)
 POLICIES = ("auto", "output", "duplicate", "leave", "refuse")
 
 
@@ -162,12 +166,17 @@ def is_projection(node: Node) -> bool:
 
 
 def _is_constant(root: nn.Module, node: Node) -> bool:
-    """Whether a get_attr names neither a parameter nor a buffer: those are operands always."""
+    """Whether a get_attr names neither a parameter nor a buffer: those are operands always.
+
+    torch's GraphModule registers a tracer's constants as buffers; the names tracers give them tell.
+    """
     path, _, name = cast("str", node.target).rpartition(".")
     owner = attribute(root, path) if path else root
     if not isinstance(owner, nn.Module):
         return True
-    return name not in owner._parameters and name not in owner._buffers
+    if name in owner._buffers:
+        return _TRACED_CONSTANT.fullmatch(name) is not None
+    return name not in owner._parameters
 
 
 def _share_constants(index: Index, made: list[Draft]) -> None:
