@@ -15,6 +15,7 @@ from dovetail.errors import (
     UnknownNode,
     UnknownRegion,
 )
+from dovetail.graph.capture import capture
 from dovetail.graph.check import check
 from dovetail.graph.effects import declare
 from dovetail.graph.text import diff, text
@@ -43,6 +44,7 @@ __all__ = [
     "Request",
     "UnknownNode",
     "UnknownRegion",
+    "capture",
     "check",
     "declare",
     "diff",

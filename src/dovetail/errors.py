@@ -34,23 +34,31 @@ class RegionError(DovetailError):
 
 
 class UnknownNode(RegionError):
+    """A node or name that was given is not one of this graph, or is no operation; `nodes` are the names."""
+
     def __init__(self, what: str, nodes: Iterable[str], advice: str = "") -> None:
         self.nodes = tuple(nodes)
         super().__init__(f"{what}: {_listed(self.nodes)}.{' ' + advice if advice else ''}")
 
 
 class UnknownRegion(RegionError):
+    """A graph has no region of the name or kind that was asked for."""
+
     def __init__(self, what: str, known: Sequence[str]) -> None:
         has = f"It has {_listed(known)}." if known else "It has no regions."
         super().__init__(f"{what}. {has}")
 
 
 class EmptyRegion(RegionError):
+    """A region would have no operation left to compute."""
+
     def __init__(self, region: str, why: str) -> None:
         super().__init__(f"region '{region}' has nothing to compute: {why}. List at least one operation.")
 
 
 class OverlappingRegions(RegionError):
+    """Two requests claim the same operations; `nodes` are their names."""
+
     def __init__(self, first: str, second: str, nodes: Iterable[str]) -> None:
         self.nodes = tuple(nodes)
         super().__init__(
@@ -60,6 +68,8 @@ class OverlappingRegions(RegionError):
 
 
 class CyclicRegion(RegionError):
+    """A region's inputs would depend on its outputs; `path` leads out of it and back in."""
+
     def __init__(self, region: str, path: Sequence[str]) -> None:
         self.path = tuple(path)
         inner = self.path[1:-1]
@@ -72,6 +82,8 @@ class CyclicRegion(RegionError):
 
 
 class EscapingValue(RegionError):
+    """A value that is also used outside may not leave the region; `users` are the nodes that want it."""
+
     def __init__(self, region: str, value: str, users: Iterable[str]) -> None:
         self.value, self.users = value, tuple(users)
         super().__init__(
@@ -81,6 +93,8 @@ class EscapingValue(RegionError):
 
 
 class EffectOrder(RegionError):
+    """A region would move the effect `second` before `first`; `path` is what forces it to."""
+
     def __init__(self, region: str, first: str, second: str, why: str, path: Sequence[str]) -> None:
         self.first, self.second, self.path = first, second, tuple(path)
         super().__init__(

@@ -37,7 +37,7 @@ def blocks(count: int = 3):
     gm = capture(Blocks(count), (torch.randn(2, 4),))
     linears = [n for n in gm.graph.nodes if n.target is aten.linear.default]
     requests = [
-        Request([n, *n.users, *list(n.users)[0].users], "block", attrs={"layer": i})
+        Request([n, *n.users, *next(iter(n.users)).users], "block", attrs={"layer": i})
         for i, n in enumerate(linears)
     ]
     return gm, requests

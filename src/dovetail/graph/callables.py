@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ from torch.export import ExportedProgram
 from dovetail.graph import specs
 
 
-def signature_of(model: Callable[..., Any]) -> inspect.Signature:
-    """The signature a model is called by; anything goes where it cannot be told."""
+def signature_of(model: Callable[..., Any], positional: int, keywords: Sequence[str]) -> inspect.Signature:
+    """The signature a model is called by; where it has none to show, that of the example call."""
     try:
         return inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     except (TypeError, ValueError):
-        return specs.generic_signature()
+        names = [f"arg{i}" for i in range(positional)]
+        first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        rest = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords]
+        return inspect.Signature([*first, *rest])
 
 
 def signature_of_program(program: ExportedProgram) -> inspect.Signature:
@@ -43,7 +46,7 @@ def signature_of_program(program: ExportedProgram) -> inspect.Signature:
 class _Calling(nn.Module):
     """A module whose forward is a function, and whose children are what that function closes over."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], signature: inspect.Signature) -> None:
         super().__init__()
         self.__dict__["_function"] = function
 
@@ -51,7 +54,7 @@ class _Calling(nn.Module):
             return self.call(*args, **kwargs)
 
         # The exporter names inputs, and finds their dynamic sizes, by the signature of forward.
-        forward.__dict__["__signature__"] = signature_of(function)
+        forward.__dict__["__signature__"] = signature
         self.__dict__["forward"] = forward
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,8 +64,8 @@ class _Calling(nn.Module):
 class _Method(_Calling):
     """A method of a module as a forward of its own, on the very parameters of that module."""
 
-    def __init__(self, owner: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__(function)
+    def __init__(self, owner: nn.Module, function: Callable[..., Any], signature: inspect.Signature) -> None:
+        super().__init__(function, signature)
         self.training = owner.training
         self._parameters = owner._parameters
         self._buffers = owner._buffers
@@ -73,9 +76,9 @@ class _Method(_Calling):
 class _Closure(_Calling):
     """A function with the tensors it closes over as parameters and buffers of this module."""
 
-    def __init__(self, function: types.FunctionType, names: dict[str, str]) -> None:
-        super().__init__(function)
-        self.__dict__["_names"] = names
+    def __init__(self, function: types.FunctionType, signature: inspect.Signature) -> None:
+        super().__init__(function, signature)
+        self.__dict__["_names"] = {}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         function = cast(types.FunctionType, self.__dict__["_function"])
@@ -83,7 +86,7 @@ class _Closure(_Calling):
         return _rebound(function, current)(*args, **kwargs)
 
 
-def as_module(function: Callable[..., Any]) -> nn.Module:
+def as_module(function: Callable[..., Any], signature: inspect.Signature) -> nn.Module:
     """A module that calls `function` and owns the modules and parameters it reaches.
 
     Looked for: a bound method's module, closure cells, globals named in the code, attributes of a callable
@@ -94,14 +97,14 @@ def as_module(function: Callable[..., Any]) -> nn.Module:
         bare = bare.func
     owner = getattr(bare, "__self__", None)
     if isinstance(owner, nn.Module) and not isinstance(function, functools.partial):
-        return _Method(owner, function)
+        return _Method(owner, function, signature)
     reached = _reached(function)
     modules = {k: v for k, v in reached.items() if isinstance(v, nn.Module)}
     weights = {k: v for k, v in reached.items() if isinstance(v, Tensor) and v.requires_grad}
     if isinstance(function, types.FunctionType) and weights:
-        module: _Calling = _Closure(function, {})
+        module: _Calling = _Closure(function, signature)
     else:
-        module = _Calling(function)
+        module = _Calling(function, signature)
     for name, child in modules.items():
         module.add_module(_free(module, name), child)
     for name, weight in weights.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dovetail.graph.exporting import storage_of
 from dovetail.graph.module import Program, copy_node, rebuild
 from dovetail.graph.normalform import (
     by_name,
@@ -25,20 +24,19 @@ from dovetail.graph.normalform import (
     same_geometry,
     value_of,
     viewable,
+    viewed_operand,
     written,
 )
 
 _RESHAPE = torch.ops.aten.reshape.default
 _VIEW_NAMES = """
     view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
-    expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided
+    expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
 """
 _VIEWS = frozenset(_VIEW_NAMES.split())
-_COPIES = frozenset({"cat", "clone", "_to_copy", "to", "lift_fresh_copy", "dropout", "contiguous"})
+_COPIES = frozenset({"cat", "clone", "_to_copy", "lift_fresh_copy"})
 _METADATA_ASSERTS = frozenset({"_assert_tensor_metadata"})
-_KEPT_WHEN_UNUSED = frozenset(
-    {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_print"}
-)
+_KEPT_WHEN_UNUSED = ("assert", "constrain", "print")
 _ARITHMETIC = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_ not_"
 _PYTHON_PURE = frozenset(getattr(operator, name) for name in _ARITHMETIC.split())
 
@@ -88,11 +86,15 @@ class _Rewriting:
         self.graph = Graph(tracer_cls=source._tracer_cls)
         self.made: dict[Node, Node] = {}
         nodes = list(source.nodes)
-        self.written = {s for n in nodes if _mutates(n) for s in _storages_read(n)}
-        self.inputs = {s for n in nodes if n.op in ("placeholder", "get_attr") for s in _storages(n)}
-        returned = [a for n in nodes if n.op == "output" for a in n.all_input_nodes]
-        self.returned = set(returned)
-        self.outgoing = {s for n in returned for s in _storages(n)}
+        self.roots = _roots(nodes)
+        writes = [n for n in nodes if _mutates(n)]
+        # Elsewhere a write in between could tell a copy from its original.
+        self.functional = all(_is_trailing_write(n) for n in writes)
+        self.written = {self.roots[a] for n in writes for a in n.all_input_nodes[:1]}
+        self.inputs = {n for n in nodes if n.op in ("placeholder", "get_attr")}
+        self.returned = {a for n in nodes if n.op == "output" for a in n.all_input_nodes}
+        self.outgoing = {self.roots[n] for n in self.returned}
+        self.shared: dict[Node, Node] = {}
 
     def run(self) -> Graph:
         for node in self.source.nodes:
@@ -110,33 +112,36 @@ class _Rewriting:
     def _same_as(self, node: Node) -> Node | None:
         """The operand that an operator hands on unchanged, if nobody could tell the two apart."""
         name = op_name(node.target)
-        if not is_aten(node.target) or (name not in _VIEWS and name not in _COPIES) or node in self.returned:
+        if not is_aten(node.target) or node in self.returned:
             return None
-        operand = _only_operand(node)
+        copies = name in _COPIES or bool(by_name(node).get("copy"))
+        operand = _only_operand(node) if copies or name in _VIEWS else None
         if not isinstance(operand, Node):
             return None
         source = self.made[operand]
         old, new = source.meta.get("val"), node.meta.get("val")
         if not isinstance(old, Tensor) or not isinstance(new, Tensor) or not same_geometry(old, new):
             return None
-        if storage_of(old) == storage_of(new):
+        if not copies:
+            if _draws(node):
+                return None
             self.counts["views that change nothing removed"] += 1
             return source
-        if name not in _COPIES or not self._may_share(storage_of(old), storage_of(new), node):
+        if not self._may_share(self.roots[operand], self.roots[node]):
             return None
         self.counts["copies that change nothing removed"] += 1
         return source
 
-    def _may_share(self, old: int, new: int, node: Node) -> bool:
+    def _may_share(self, old: Node, new: Node) -> bool:
         """Whether a copy and its original may become one tensor: no write and no caller can tell."""
-        if name_of_dropout(node) and _is_random(node):
-            return False
-        if old in self.written or new in self.written:
+        old = self.shared.get(old, old)
+        if not self.functional or old in self.written or new in self.written:
             return False
         if new in self.outgoing:
             if old in self.inputs or old in self.outgoing:
                 return False
             self.outgoing.add(old)
+        self.shared[new] = old
         return True
 
     def _is_reshape(self, node: Node) -> bool:
@@ -159,17 +164,27 @@ class _Rewriting:
 
     def _before_copy(self, operand: Node, node: Node) -> Node | None:
         """What a reshape copied first because strides did not allow a view; `reshape` does so by itself."""
-        if operand.target is not torch.ops.aten.clone.default or len(operand.users) != 1:
+        if (
+            operand.target is not torch.ops.aten.clone.default
+            or len(operand.users) != 1
+            or not self.functional
+        ):
             return None
         arguments = by_name(operand)
         if arguments.get("memory_format") is not torch.contiguous_format:
             return None
-        made = self.made[operand]
-        source = cast(Node, made.args[0]) if made.target is operand.target else None
-        value = value_of(source)
-        if source is None or not isinstance(value, Tensor) or storage_of(value) in self.written:
+        original = arguments["self"]
+        value = value_of(original)
+        if self.made[operand].target is not operand.target or not isinstance(value, Tensor):
             return None
+        if self._origin(original) in self.written:
+            return None
+        source = self.made[original]
         return source if viewable(value, node.meta["val"].shape) is False else None
+
+    def _origin(self, node: Node) -> Node:
+        root = self.roots[node]
+        return self.shared.get(root, root)
 
     def _respelled(self, node: Node) -> Node:
         new = copy_node(self.graph, node, self.made.__getitem__)
@@ -190,13 +205,30 @@ def _only_operand(node: Node) -> Any:
     return tensors[0] if len(tensors) == 1 else None
 
 
-def name_of_dropout(node: Node) -> bool:
-    return op_name(node.target) == "dropout"
-
-
-def _is_random(node: Node) -> bool:
+def _draws(node: Node) -> bool:
+    """Whether a dropout is one that drops."""
     arguments = by_name(node)
-    return bool(arguments.get("train")) and arguments.get("p") != 0
+    return op_name(node.target) == "dropout" and bool(arguments.get("train")) and arguments.get("p") != 0
+
+
+def _roots(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """For each node the one whose memory its result may lie in: itself, unless it is a view of another."""
+    roots: dict[Node, Node] = {}
+    for node in nodes:
+        base = viewed_operand(node)
+        if base is None and is_aten(node.target) and op_name(node.target) in _VIEWS:
+            base = _only_operand(node)
+        if base is None and node.target is operator.getitem:
+            base = node.args[0] if isinstance(node.args[0], Node) else None
+        roots[node] = roots[base] if isinstance(base, Node) else node
+    return roots
+
+
+def _is_trailing_write(node: Node) -> bool:
+    """Whether a write only stores a result in an input or an attribute, as captured graphs do at their end."""
+    if node.target is not torch.ops.aten.copy_.default or not isinstance(node.args[0], Node):
+        return False
+    return node.args[0].op in ("placeholder", "get_attr") and not node.users
 
 
 def _drop_dead(graph: Graph, counts: Counter[str]) -> None:
@@ -216,20 +248,11 @@ def _is_pure(node: Node) -> bool:
         return target in _PYTHON_PURE or getattr(target, "__module__", "") == "math"
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable or not target._schema.returns:
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and op_name(target) not in _KEPT_WHEN_UNUSED
+    checks = any(part in op_name(target) for part in _KEPT_WHEN_UNUSED)
+    return torch.Tag.nondeterministic_seeded not in target.tags and not checks
 
 
 def _mutates(node: Node) -> bool:
     if isinstance(node.target, OpOverload):
         return node.target._schema.is_mutable
     return node.op in ("call_method", "call_module")
-
-
-def _storages(node: Node) -> list[int]:
-    value = node.meta.get("val")
-    values = cast("list[Any]", list(value)) if isinstance(value, (list, tuple)) else [value]
-    return [storage_of(v) for v in values if isinstance(v, Tensor)]
-
-
-def _storages_read(node: Node) -> list[int]:
-    return [s for operand in node.all_input_nodes for s in _storages(operand)]

@@ -17,7 +17,7 @@ from dovetail.graph import skeleton as skeletons
 from dovetail.graph.calling import Convention, ModelCodeGen
 from dovetail.graph.canonical import canonicalise
 from dovetail.graph.expecting import expect, overlap
-from dovetail.graph.module import Program
+from dovetail.graph.module import CANONICAL, Program
 from dovetail.graph.unlift import Unlifted, unlift
 from dovetail.graph.values import fill_values
 
@@ -64,8 +64,8 @@ def _from_model(
     dynamic_shapes: Any,
     strict: bool,
 ) -> Program:
-    module = model if isinstance(model, nn.Module) else callables.as_module(model)
-    signature = callables.signature_of(model)
+    signature = callables.signature_of(model, len(args), list(kwargs))
+    module = model if isinstance(model, nn.Module) else callables.as_module(model, signature)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -118,7 +118,7 @@ def _finished(
     )
     captured.graph.set_codegen(ModelCodeGen(convention))
     canonical, report = canonicalise(captured)
-    canonical.meta["dovetail.canonical"] = report
+    canonical.meta[CANONICAL] = report
     return canonical
 
 

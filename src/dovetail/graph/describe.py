@@ -9,6 +9,8 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
+from dovetail.graph.module import REGION
+
 _SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -34,7 +36,7 @@ def makes_tuple(node: Node) -> bool:
     if isinstance(target, OpOverload):
         returns = target._schema.returns
         return len(returns) > 1 or (len(returns) == 1 and str(returns[0].type).startswith("List["))
-    return isinstance(target, HigherOrderOperator) or "dovetail.region" in node.meta
+    return isinstance(target, HigherOrderOperator) or REGION in node.meta
 
 
 Description = tuple[Any, ...]
@@ -131,7 +133,8 @@ def short(value: Any, symbols: dict[str, str] | None = None) -> str:
         device = "" if value.device.type == "cpu" else f" {value.device}"
         return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]{device}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(short(v, symbols) or '?' for v in cast('Sequence[Any]', value))})"
+        parts = [short(v, symbols) or "?" for v in cast("Sequence[Any]", value)]
+        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _named(value, symbols)
     if isinstance(value, (bool, int, float)):

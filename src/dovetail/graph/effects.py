@@ -12,9 +12,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument
-from dovetail.graph import operators
 from dovetail.graph.module import Body, attribute, copy_graph, rebuild
 from dovetail.graph.operators import Traits
+from dovetail.graph.spellings import traits as traits_of
 from dovetail.graph.storages import storages
 
 DECLARED = "dovetail.effects"
@@ -60,7 +60,7 @@ def effects(node: Node, root: nn.Module) -> Effects:
             )
     if node.op == "call_module":
         return _of_module_call(node, root)
-    traits = operators.traits(node)
+    traits = traits_of(node)
     if traits.plain:
         return PURE
     if traits.higher_order:
@@ -261,7 +261,7 @@ def _of_higher_order(node: Node, root: nn.Module) -> Effects:
     """The union of what the sub-graphs do; operands are not told apart, so one write is a write to each."""
     inputs = [n for n in node.all_input_nodes if n.op != "get_attr" or not is_subgraph(root, n)]
     graphs = [attribute(root, cast("str", n.target)) for n in node.all_input_nodes if is_subgraph(root, n)]
-    name = operators.traits(node).name
+    name = traits_of(node).name
     if not graphs:
         pure = name.startswith("auto_functionalized") or name.endswith("_functional")
         if pure:

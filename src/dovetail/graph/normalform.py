@@ -43,6 +43,20 @@ def by_name(node: Node) -> Arguments:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+def viewed_operand(node: Node) -> Node | None:
+    """The operand that a view operator's result is a view of."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    schema = node.target._schema
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or schema.is_mutable:
+        return None
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            return value if isinstance(value, Node) else None
+    return None
+
+
 def normalised(node: Node, given: Arguments) -> Arguments:
     """The same arguments in one spelling. Values never change, only how they are written."""
     target = node.target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -139,47 +140,57 @@ def _object(value: Any) -> str:
 
 
 def diff(a: GraphModule, b: GraphModule, *, context: int = 3) -> str:
-    """What changed between two graphs, as a unified diff of their texts; empty if they read the same.
+    """What changed between two graphs, line by line; empty if they compute the same in the same order.
 
-    Values are lined up by what computes them, not by name: a renamed node is no difference by itself.
+    Lines are paired by what they compute, not by name: a renamed value is no difference by itself, and where names
+    differ the newer ones are shown.
     """
     left, right = text(a).splitlines(), text(b).splitlines()
-    if left == right:
-        return ""
-    matcher = difflib.SequenceMatcher(None, _skeleton(left), _skeleton(right), autojunk=False)
-    lines: list[str] = []
-    for group in matcher.get_grouped_opcodes(context):
-        first, last = group[0], group[-1]
-        lines.append(f"@@ -{first[1] + 1},{last[2] - first[1]} +{first[3] + 1},{last[4] - first[3]} @@")
-        for tag, i1, i2, j1, j2 in group:
-            if tag == "equal":
-                for old, new in zip(left[i1:i2], right[j1:j2], strict=True):
-                    lines.extend([f"  {old}"] if old == new else [f"~ {old}", f"→ {new}"])
+    renamed: dict[str, str] = {}
+    rows: list[tuple[str, str]] = []
+    matcher = difflib.SequenceMatcher(None, list(map(_shape, left)), list(map(_shape, right)), autojunk=False)
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        if tag != "equal":
+            rows += [("-", line) for line in left[i1:i2]] + [("+", line) for line in right[j1:j2]]
+            continue
+        for old, new in zip(left[i1:i2], right[j1:j2], strict=True):
+            if _is_head(new):
+                renamed.clear()
+            if _rename(old.partition(" = ")[2], renamed) == new.partition(" = ")[2]:
+                rows.append((" ", new))
             else:
-                lines.extend(f"- {line}" for line in left[i1:i2])
-                lines.extend(f"+ {line}" for line in right[j1:j2])
+                rows += [("-", old), ("+", new)]
+            names = _NAME.match(old.strip()), _NAME.match(new.strip())
+            if names[0] and names[1]:
+                renamed[names[0].group()] = names[1].group()
+    return _with_context(rows, context)
+
+
+_NAME = re.compile(r"%\w+")
+
+
+def _shape(line: str) -> str:
+    """A line without names: the operation, its literals and its type."""
+    return _NAME.sub("%", line)
+
+
+def _rename(line: str, renamed: dict[str, str]) -> str:
+    return _NAME.sub(lambda found: renamed.get(found.group(), found.group()), line)
+
+
+def _is_head(line: str) -> bool:
+    return line.endswith(":") and not line.startswith(" ")
+
+
+def _with_context(rows: list[tuple[str, str]], context: int) -> str:
+    """The changed rows with a few unchanged ones around them, and a mark where some are left out."""
+    changed = [i for i, (mark, _) in enumerate(rows) if mark != " "]
+    shown = {j for i in changed for j in range(max(0, i - context), min(len(rows), i + context + 1))}
+    lines: list[str] = []
+    last = -1
+    for i in sorted(shown):
+        if i != last + 1:
+            lines.append("...")
+        lines.append(f"{rows[i][0]} {rows[i][1]}".rstrip())
+        last = i
     return "\n".join(lines) + ("\n" if lines else "")
-
-
-def _skeleton(lines: Sequence[str]) -> list[str]:
-    """Lines with every value named by what computes it, so that alignment does not depend on names."""
-    import re
-
-    names: dict[str, str] = {}
-
-    def named(found: re.Match[str]) -> str:
-        return names.get(found.group(0), found.group(0))
-
-    out: list[str] = []
-    for line in lines:
-        stripped = line.strip()
-        if not stripped or (stripped.endswith(":") and "%" not in stripped):
-            names = {}
-        left, equals, right = stripped.partition(" = ")
-        plain = re.sub(r"%\w+", named, right if equals else stripped)
-        out.append(plain)
-        if equals:
-            name = re.match(r"%\w+", left)
-            if name:
-                names[name.group(0)] = f"<{hash(plain) & 0xFFFFFFFF:08x}>"
-    return out

@@ -18,6 +18,7 @@ from dovetail.errors import CaptureError
 from dovetail.graph import blame, skeleton
 from dovetail.graph.exporting import Exported, fresh_like, storage_of
 from dovetail.graph.module import Program, copy_node, rebuild
+from dovetail.graph.normalform import op_name, viewed_operand
 
 _COPY = torch.ops.aten.copy_.default
 _CLONE = torch.ops.aten.clone.default
@@ -211,7 +212,7 @@ class _Unlifting:
             clone = self._cloned(owner)
         clone.meta.update({k: first.meta[k] for k in ("stack_trace", "nn_module_stack") if k in first.meta})
         for reader in readers:
-            if not _forgets(reader) or _viewed(reader) is owner:
+            if not _forgets(reader) or viewed_operand(reader) is owner:
                 reader.replace_input_with(owner, clone)
 
     def _path_to_write(
@@ -226,7 +227,7 @@ class _Unlifting:
         at = result
         while at not in wanted:
             path.append(at)
-            base = _viewed(at)
+            base = viewed_operand(at)
             if base is None:
                 return None
             at = base
@@ -239,7 +240,7 @@ class _Unlifting:
     def _replayed(self, target: Node, path: Sequence[Node]) -> Node:
         at = self.made[target]
         for old in path:
-            base = cast(Node, _viewed(old))
+            base = cast(Node, viewed_operand(old))
             operands = {n: self.made[n] for n in old.all_input_nodes if n is not base} | {base: at}
             new = copy_node(self.graph, old, operands.__getitem__)
             arguments: Any = map_arg((new.args, new.kwargs), lambda n: n.meta.get("val"))
@@ -256,7 +257,7 @@ def _may_be_kept(owner: Node) -> bool:
         for user in at.users:
             if not _forgets(user):
                 return True
-            if _viewed(user) is at:
+            if viewed_operand(user) is at:
                 queue.append(user)
     return False
 
@@ -264,31 +265,17 @@ def _may_be_kept(owner: Node) -> bool:
 def _forgets(user: Node) -> bool:
     if user.op != "call_function" or not isinstance(user.target, OpOverload):
         return user.op == "output"
-    name = user.target._schema.name.split("::")[1]
+    name = op_name(user.target)
     value = user.meta.get("val")
     exact = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
     return exact or name in _FORGETS_OPERANDS
-
-
-def _viewed(node: Node) -> Node | None:
-    """The operand that a view operator's result is a view of."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return None
-    schema = node.target._schema
-    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or schema.is_mutable:
-        return None
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            return value if isinstance(value, Node) else None
-    return None
 
 
 def _drop_values(graph: Graph) -> None:
     """Give every node a `val`: None where an operator returns nothing of use."""
     for node in graph.nodes:
         target = node.target
-        if isinstance(target, OpOverload) and target._schema.name.split("::")[1] in _WITHOUT_VALUE:
+        if op_name(target) in _WITHOUT_VALUE:
             node.meta["val"] = None
         else:
             node.meta.setdefault("val", None)

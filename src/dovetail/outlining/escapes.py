@@ -7,10 +7,10 @@ from typing import Any, cast
 from torch.fx import Node
 
 from dovetail.errors import EmptyRegion, EscapingValue
-from dovetail.graph import operators
 from dovetail.graph.describe import makes_tuple, nbytes
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
+from dovetail.graph.spellings import traits
 from dovetail.outlining.requests import Draft, is_projection
 
 
@@ -120,7 +120,7 @@ def _weigh(index: Index, draft: Draft, position: int) -> tuple[str, str]:
     told = index.dependencies.effects.get(position)
     if told is not None and told.aliases and not told.doubtful_aliases:
         return "output", "it is a view: a clone would not share its memory"
-    if not (operators.traits(node).pointwise if node.op != "call_module" else False):
+    if not (traits(node).pointwise if node.op != "call_module" else False):
         return "output", "more than reading and writing to redo"
     if any(_may_view(index, u) for u in node.users):
         return "output", "a view of it is taken: a clone would not share its memory"

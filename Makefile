@@ -1,0 +1,52 @@
+# Every target sets up .venv first where it needs it; nothing else has to be installed by hand.
+
+PYTHON ?= python3
+N      ?= 50000
+
+BIN    := .venv/bin
+READY  := .venv/.ready
+# Two -q: pip's warnings are about pip itself; errors are still shown.
+PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+# One worker per core, eight at most: each imports torch and builds its own models.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint fuzz bench-outline clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## capture a model, outline regions, show that nothing changed
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)  ## every test but the long ones
+	$(PYTEST) -m "not long"
+
+test-all: $(READY)  ## every test
+	$(PYTEST)
+
+lint: $(READY)  ## format, rules and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+fuzz: $(READY)  ## outline and inline N=50000 random programs
+	$(BIN)/python -m tests.fuzz --n $(N)
+
+bench-outline: $(READY)  ## outlining and inlining against copying the same graph
+	$(BIN)/python -m benchmarks.outline
+
+clean:  ## remove .venv and everything generated
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone: once the pinned build is there, nothing later can pull in another one.
+# The build of the package itself uses the pinned setuptools rather than the newest one.
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv with pinned versions; this takes a few minutes the first time."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dovetail needs Python 3.11 or newer; set PYTHON=...")'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation -e '.[test,lint]'
+	@touch $@

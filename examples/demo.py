@@ -1,0 +1,155 @@
+"""Capture a small Llama, outline its norms and MLPs, run both graphs, and take everything back.
+
+Run it with `make demo`. It exits with 1 if anything disagrees.
+"""
+
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+import dovetail
+from dovetail import Request, zoo
+from dovetail.zoo.common import RMSNorm
+from dovetail.zoo.llama import SwiGLU
+
+SHOWN = ("layers.0.mlp_norm", "layers.0.mlp")
+
+T = TypeVar("T")
+
+
+def main() -> int:
+    entry = zoo.get("llama")
+    model = entry.build().eval()
+    inputs = entry.example_inputs()
+
+    say("1. capture: the zoo's tiny Llama as a graph")
+    before, seconds = timed(lambda: dovetail.capture(model, inputs.args, inputs.kwargs))
+    original = dovetail.text(before)
+    print(f"   {len(before.graph.nodes)} nodes in {seconds:.1f} s. Its first MLP, with the norm before it:\n")
+    print(excerpt(original, [node.name for path in SHOWN for node in operations(before, path)]))
+
+    say("2. outline: every RMSNorm and every SwiGLU a region, in one sweep")
+    requests = list(wanted(before, model))
+    after, seconds = timed(lambda: dovetail.outline(before, requests))
+    found = dovetail.regions(after)
+    print(f"   {summary(found)} in {1000 * seconds:.0f} ms, {len(after.graph.nodes)} nodes left.")
+    print("   Weights are operands, so equal computations share one body:\n")
+    print(table(found))
+    print("\n   The same place of the graph now, and each distinct body once:\n")
+    print(excerpt(dovetail.text(after), shown_calls(found)))
+
+    say("3. nothing changed")
+    with torch.no_grad():
+        expected = model(*inputs.args, **inputs.kwargs)
+        once = before(*inputs.args, **inputs.kwargs)
+        outlined = after(*inputs.args, **inputs.kwargs)
+    dovetail.check(after)
+    restored = dovetail.inline(after)
+    return verdict(
+        {
+            "the captured graph computes what the model does, bit for bit": torch.equal(once, expected),
+            "the graph with regions computes the same, bit for bit": torch.equal(outlined, expected),
+            "inlining gives back the text of the original graph": dovetail.text(restored) == original,
+            "the graph that was outlined is as it was": dovetail.text(before) == original,
+        }
+    )
+
+
+def operations(gm: GraphModule, path: str) -> list[Node]:
+    """The operations that were called by the module at `path`, or by a module inside it."""
+    return [
+        node
+        for node in gm.graph.nodes
+        if any(at == path for at, _ in node.meta.get("nn_module_stack", {}).values())
+    ]
+
+
+def wanted(gm: GraphModule, model: nn.Module) -> Iterator[Request]:
+    for path, module in model.named_modules():
+        if isinstance(module, RMSNorm):
+            yield Request(operations(gm, path), kind="rms_norm", attrs={"eps": module.eps})
+        elif isinstance(module, SwiGLU):
+            yield Request(operations(gm, path), kind="swiglu")
+
+
+def summary(found: list[dovetail.Region]) -> str:
+    counts = Counter(region.kind for region in found)
+    return ", ".join(f"{count} regions of kind {kind}" for kind, count in counts.items())
+
+
+def table(found: list[dovetail.Region]) -> str:
+    """One line per region: its name, its operations, where it came from, and its body."""
+    rows = [("region", "operations", "module", "body")]
+    for region in found:
+        path = list(region.node.meta["nn_module_stack"].values())[-1][0]
+        rows.append((region.name, str(len(region.nodes)), path, region.key[:8]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def shown_calls(found: list[dovetail.Region]) -> list[str]:
+    """The calls that stand for the operations shown before, with their results."""
+    modules = [(region, list(region.node.meta["nn_module_stack"].values())[-1][0]) for region in found]
+    chosen = [region for region, path in modules if path in SHOWN]
+    return [node.name for region in chosen for node in (region.node, *region.outputs)]
+
+
+def excerpt(text: str, names: Iterable[str]) -> str:
+    """A graph's text with only the lines of some nodes; bodies stay whole."""
+    keep = set(names)
+    graph, *bodies = text.rstrip("\n").split("\n\n")
+    lines: list[str] = []
+    cut = 0
+    for line in graph.splitlines():
+        name = re.match(r"  %(\w+)", line)
+        if line.startswith(" ") and (name is None or name[1] not in keep):
+            cut += 1
+            continue
+        lines += elided(cut)
+        cut = 0
+        lines.append(f"  {line}")
+    lines += elided(cut)
+    return fitted("\n\n".join(["\n".join(lines), *(indented(body) for body in bodies)]))
+
+
+def elided(count: int) -> list[str]:
+    return [f"    ... {count} line{'s' if count > 1 else ''}"] if count else []
+
+
+def indented(block: str) -> str:
+    return "\n".join(f"  {line}" for line in block.splitlines())
+
+
+def fitted(block: str) -> str:
+    """Lines cut to the width of the terminal, so that the columns stay readable."""
+    width = max(shutil.get_terminal_size((160, 24)).columns, 60)
+    return "\n".join(line if len(line) <= width else f"{line[: width - 3]}..." for line in block.splitlines())
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - start
+
+
+def say(heading: str) -> None:
+    print(f"\n{heading}")
+
+
+def verdict(claims: dict[str, bool]) -> int:
+    for claim, holds in claims.items():
+        print(f"   {'ok     ' if holds else 'DIFFERS'}  {claim}")
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

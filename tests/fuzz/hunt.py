@@ -1,0 +1,103 @@
+"""One program at a time: draw it, verify it, and if it fails make it small enough to read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from torch.fx import GraphModule
+
+from .generate import FLAVOURS, draw_program
+from .plan import draw_case
+from .program import Case, NotAProgram
+from .properties import Violated, verify
+from .script import script
+from .shrink import shrink
+
+
+@dataclass
+class Found:
+    """A failure, made small."""
+
+    case: Case
+    which: str
+    words: str
+    times: int = 1
+
+    @property
+    def signature(self) -> str:
+        """What failures of one cause have in common: the property, and the words without names and numbers."""
+        return signature(self.which, self.words)
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"\W+", "_", self.which).strip("_")[:60]
+
+    @property
+    def script(self) -> str:
+        return script(self.case, self.which, self.words)
+
+
+def signature(which: str, words: str) -> str:
+    if "(" not in which:
+        return which  # two texts or two tensors: the words are the program, not the cause
+    plain = re.sub(r"'[^']*'|\d+|\bv\w*\b", "_", words.splitlines()[0] if words else "")
+    plain = re.sub(r" \(in .*\)", "", plain)
+    return f"{which} {plain[:80]}".strip()
+
+
+def draw(rng: Random, flavour: str) -> tuple[Case, GraphModule]:
+    return draw_case(rng, draw_program(rng, FLAVOURS[flavour]))
+
+
+def hunt(
+    make: Callable[[], tuple[Case, GraphModule]],
+    counts: Counter[str],
+    *,
+    known: Mapping[str, Found] | None = None,
+    seconds: float = 20.0,
+) -> Found | None:
+    """Draw and verify one case. What comes back is shrunk, unless its like is `known` already."""
+    try:
+        case, original = make()
+    except NotAProgram:
+        counts["not a program"] += 1
+        return None
+    try:
+        outcome = verify(case, original)
+    except NotAProgram:
+        counts["not a program"] += 1
+    except Violated as violated:
+        counts["violated"] += 1
+        seen = (known or {}).get(signature(violated.which, violated.words))
+        if seen is not None:
+            seen.times += 1
+            return seen
+        return _shrunk(case, violated, seconds)
+    else:
+        counts["stages"] += outcome.stages
+        counts["refused"] += len(outcome.refused)
+        counts["with regions"] += bool(outcome.regions)
+    return None
+
+
+def _shrunk(case: Case, violated: Violated, seconds: float) -> Found:
+    last = violated
+
+    def fails(candidate: Case) -> bool:
+        nonlocal last
+        try:
+            verify(candidate)
+        except Violated as again:
+            if signature(again.which, again.words) == signature(violated.which, violated.words):
+                last = again
+                return True
+        except Exception:  # not a program any more
+            return False
+        return False
+
+    small = shrink(case, fails, seconds=seconds)
+    return Found(small, last.which, last.words)

@@ -1,0 +1,201 @@
+"""Running a graph and noting everything that can be seen of it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.fx import GraphModule
+
+from . import ops
+from .program import seed
+
+
+@dataclass
+class Seen:
+    """One run, in terms that compare: bits of tensors, not their identity."""
+
+    error: str = ""
+    structure: str = ""
+    outputs: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    random: bytes = b""
+    log: list[tuple[object, ...]] = field(default_factory=list)
+    grad_mode: bool = True
+    aliasing: list[Any] = field(default_factory=list)
+    gradients: Any = None
+
+
+class Snapshot:
+    """The numbers a module owns, to be put back before each run."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for path, module in root.named_modules():
+            plain = {k: v for k, v in module.__dict__.items() if isinstance(v, torch.Tensor)}
+            for name, tensor in {**module._parameters, **module._buffers, **plain}.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    self.tensors[f"{path}.{name}" if path else name] = tensor
+        self._saved = [
+            (t, t.detach().clone(), t.size(), t.stride(), t.storage_offset()) for t in self.tensors.values()
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, saved, size, stride, offset in self._saved:
+                if not tensor.is_leaf:
+                    tensor.detach_()  # a write of something with a gradient gave it a history
+                if tensor.size() != size or tensor.stride() != stride:
+                    tensor.as_strided_(size, stride, offset)
+                tensor.copy_(saved)
+
+
+def observe(
+    gm: GraphModule, state: Snapshot, inputs: Sequence[Any], *, runs: int = 1, gradients: bool = False
+) -> list[Seen]:
+    """Run from the saved state with a fixed seed, several times in a row; state is left restored."""
+    state.restore()
+    seed(3)
+    seen: list[Seen] = []
+    try:
+        for _ in range(runs):
+            seen.append(_run(gm, state, inputs, gradients))
+            if seen[-1].error:
+                break
+    finally:
+        state.restore()
+    return seen
+
+
+def _run(gm: GraphModule, state: Snapshot, inputs: Sequence[Any], gradients: bool) -> Seen:
+    ops.LOG.clear()
+    given = [_fresh(x) for x in inputs]
+    try:
+        result = gm(*given)
+    except Exception as error:
+        return Seen(error=f"{type(error).__name__}: {error}")
+    finally:
+        grad_mode = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+    leaves, spec = pytree.tree_flatten(result)
+    everything = [*leaves, *given, *state.tensors.values()]
+    return Seen(
+        structure=str(spec),
+        outputs=[_note(x) for x in leaves],
+        inputs=[_note(x) for x in given],
+        state={name: _note(t) for name, t in state.tensors.items()},
+        random=torch.get_rng_state().numpy().tobytes(),
+        log=list(ops.LOG),
+        grad_mode=grad_mode,
+        aliasing=_aliasing(everything),
+        gradients=_gradients(leaves, [*given, *state.tensors.values()]) if gradients else None,
+    )
+
+
+def _fresh(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _note(value: Any) -> Any:
+    """A tensor as bytes with everything else that shows; anything else as it is written."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    plain = value.detach().contiguous()
+    return (
+        value.dtype,
+        tuple(value.shape),
+        value.stride(),
+        value.requires_grad,
+        isinstance(value, nn.Parameter),
+        plain.numpy().tobytes(),
+    )
+
+
+def _aliasing(values: Sequence[Any]) -> list[Any]:
+    """Which of the values are one object or share memory, numbered by first appearance."""
+    storages: dict[int, int] = {}
+    objects: dict[int, int] = {}
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata
+            storage = storages.setdefault(key, len(storages))
+            found.append((storage, objects.setdefault(id(value), len(objects)), value.storage_offset()))
+    return found
+
+
+def _gradients(leaves: Sequence[Any], sources: Sequence[Any]) -> Any:
+    """Gradients of the sum of all outputs, or why there are none."""
+    results = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    wanted = [x for x in sources if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
+    if not results or not wanted:
+        return "nothing to differentiate"
+    try:
+        total = sum((x.sum() for x in results), start=torch.zeros(()))
+        return [
+            None if g is None else g.detach().clone()
+            for g in torch.autograd.grad(total, wanted, allow_unused=True)
+        ]
+    except RuntimeError as error:
+        return f"no gradient: {type(error).__name__}"
+
+
+def difference(want: Sequence[Seen], got: Sequence[Seen]) -> tuple[str, str]:
+    """The first thing that two observations do not share, as the name of a property and words; empty if none."""
+    for run, (a, b) in enumerate(zip(want, got, strict=True)):
+        for name in (
+            "error",
+            "structure",
+            "outputs",
+            "inputs",
+            "state",
+            "random",
+            "log",
+            "grad_mode",
+            "aliasing",
+        ):
+            one, other = getattr(a, name), getattr(b, name)
+            if one != other:
+                return name, f"run {run}: {_first(one, other)}"
+        if not _close(a.gradients, b.gradients):
+            return "gradients", f"run {run}: {a.gradients} became {b.gradients}"
+    return "", ""
+
+
+def _first(one: Any, other: Any) -> str:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return next(f"{k}: {_first(v, other[k])}" for k, v in one.items() if v != other[k])
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return next(
+            f"[{i}] {_first(a, b)}" for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b
+        )
+    return f"{_shown(one)} became {_shown(other)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes {hash(value) & 0xFFFF:04x}>"
+    if isinstance(value, tuple) and value and isinstance(value[-1], bytes):
+        dtype, shape, *rest, data = value
+        numbers = torch.frombuffer(bytearray(data), dtype=dtype).tolist() if data else []
+        return f"{numbers} {dtype} {shape} {rest}"
+    return repr(value)
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, str) and a.startswith("no gradient"):
+        return True  # the original cannot be differentiated either
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_close, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+    return type(a) is type(b) and (a == b or not isinstance(a, str))

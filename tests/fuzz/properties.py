@@ -1,0 +1,335 @@
+"""What must hold of every program and every request, one small function for each property."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+import dovetail
+
+from .observe import Seen, Snapshot, difference, observe
+from .plan import outline
+from .program import Case, NotAProgram, Stage, build, make_inputs
+
+
+class Violated(AssertionError):
+    """A property does not hold. `which` names it, so that equal causes can be told from others."""
+
+    def __init__(self, which: str, words: str) -> None:
+        super().__init__(f"{which}: {words}")
+        self.which, self.words = which, words
+
+
+@dataclass
+class Outcome:
+    """What became of a case, for the statistics of a run."""
+
+    stages: int = 0
+    refused: list[str] = field(default_factory=list)
+    regions: int = 0
+
+
+def verify(case: Case, original: GraphModule | None = None) -> Outcome:
+    """Raise Violated for the first property that does not hold of a case; `original` is its program, if built."""
+    trial = Trial(case, original or build(case.program))
+    trial.carry_out()
+    trial.compare()
+    return trial.outcome
+
+
+class Trial:
+    def __init__(self, case: Case, original: GraphModule) -> None:
+        self.case = case
+        self.rng = Random(case.salt)
+        self.outcome = Outcome()
+        self.original = original
+        self.result: GraphModule = self.original
+        self.inputs = make_inputs(case.program)
+        self.state = Snapshot(self.original)
+        self.wanted = observe(
+            self.original, self.state, self.inputs, runs=2, gradients=_has_gradients(case, self.state)
+        )
+        if self.wanted[-1].error:
+            raise NotAProgram(self.wanted[-1].error)
+        self.text = dovetail.text(self.original)
+        self.facts = facts(self.original)
+
+    def carry_out(self) -> None:
+        """Outline stage by stage; whatever comes of it, the input graph stays as it is."""
+        for stage in self.case.stages:
+            self.outcome.stages += 1
+            before = identity(self.result)
+            made: GraphModule | None = None
+            try:
+                made = outline(self.result, stage)
+            except dovetail.DovetailError as error:
+                self.outcome.refused.append(type(error).__name__)
+                _expect_reason(self.result, stage, error)
+            except Exception as error:
+                raise Violated(f"crash in outline ({type(error).__name__})", str(error)) from error
+            _same("input graph changed by outline", before, identity(self.result))
+            if made is not None:
+                _expect_regions(self.result, made, stage)
+                self.result = made
+
+    def compare(self) -> None:
+        """Everything that must be the same of the result, if there is one."""
+        if self.result is self.original:
+            return
+        self.outcome.regions = len(dovetail.regions(self.result))
+        _same("state_dict", list(self.original.state_dict()), list(self.result.state_dict()))
+        self.behaves("values", self.result, runs=2, gradients=True)
+        self.restores("inline", self.result)
+        self.survives_elimination()
+        _try("check", lambda: dovetail.check(self.result))
+        if self.case.thorough:
+            self.survives_copies()
+            self.inlines_in_part()
+            self.behaves_at_other_sizes()
+        if _is_pure(self.original):
+            relisted(self.original, self.case)
+
+    # Properties of a graph that should be the original in other clothes
+
+    def behaves(self, what: str, gm: GraphModule, *, runs: int = 1, gradients: bool = False) -> None:
+        found = self.observed(gm, runs=runs, gradients=gradients)
+        which, words = difference(_without_gradients(self.wanted[:runs], keep=gradients), found)
+        if which:
+            raise Violated(f"{what}: {which}", words)
+
+    def observed(
+        self, gm: GraphModule, *, runs: int = 1, gradients: bool = False, state: Snapshot | None = None
+    ) -> list[Seen]:
+        gradients = gradients and self.wanted[0].gradients is not None
+        return observe(gm, state or self.state, self.inputs, runs=runs, gradients=gradients)
+
+    def restores(self, what: str, gm: GraphModule, text: str | None = None) -> None:
+        back = _try(what, lambda: dovetail.inline(gm))
+        _same(f"{what}: text", self.text, dovetail.text(back))
+        _same(f"{what}: nodes and meta", self.facts, facts(back))
+        _try(f"{what}: check", lambda: dovetail.check(back))
+        _same(f"{what}: modules", list(self.original._modules), list(back._modules))
+
+    def survives_elimination(self) -> None:
+        """FX's own dead-code elimination does no more harm to the result than to the original."""
+        found = self.observed(_eliminated(self.result))
+        which, words = difference(_without_gradients(self.wanted[:1]), found)
+        if (
+            which
+            and not difference(
+                _without_gradients(self.wanted[:1]), self.observed(_eliminated(self.original))
+            )[0]
+        ):
+            raise Violated(f"dead-code elimination: {which}", words)
+
+    def survives_copies(self) -> None:
+        shown = dovetail.text(self.result)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            copies = {
+                "deepcopy": _try("deepcopy", lambda: copy.deepcopy(self.result)),
+                "pickle": _try("pickle", lambda: pickle.loads(pickle.dumps(self.result))),
+            }
+        for what, gm in copies.items():
+            _same(f"{what}: text", shown, dovetail.text(gm))
+            state = Snapshot(gm)
+            which, words = difference(_without_gradients(self.wanted[:1]), self.observed(gm, state=state))
+            if which:
+                raise Violated(f"{what}: {which}", words)
+            _try(f"{what}: check", lambda gm=gm: dovetail.check(gm))
+            _same(f"{what}: inline", self.text, dovetail.text(_try(what, lambda gm=gm: dovetail.inline(gm))))
+
+    def inlines_in_part(self) -> None:
+        """Some regions opened first, by name, kind or depth; the rest after that."""
+        known = dovetail.regions(self.result, nested=True)
+        one = known[self.rng.randrange(len(known))]
+        ways: dict[str, dict[str, Any]] = {
+            "inline by name": {"name": one.name},
+            "inline by kind": {"kind": one.kind},
+            "inline depth=1": {"depth": 1},
+        }
+        for what, arguments in ways.items():
+            partial = _try(what, lambda arguments=arguments: dovetail.inline(self.result, **arguments))
+            _try(f"{what}: check", lambda partial=partial: dovetail.check(partial))
+            self.behaves(what, partial)
+            self.restores(what, partial)
+
+    def behaves_at_other_sizes(self) -> None:
+        if self.case.program.values != "symbolic":
+            return
+        inputs = make_inputs(self.case.program, batch=1)
+        wanted = observe(self.original, self.state, inputs)
+        if wanted[0].error:
+            return  # written for one size only
+        which, words = difference(wanted, observe(self.result, self.state, inputs))
+        if which:
+            raise Violated(f"another batch: {which}", words)
+
+
+def _expect_reason(gm: GraphModule, stage: Stage, error: dovetail.DovetailError) -> None:
+    """A stretch of the listing as it stands can always be one region: nothing lies between its operations."""
+    if len(stage) != 1 or stage[0].escapes not in ("auto", "output"):
+        return
+    if isinstance(error, dovetail.EmptyRegion):
+        return  # a lone constant is cloned, and then nothing is left to call
+    nodes = list(gm.graph.nodes)
+    at = {node.name: i for i, node in enumerate(nodes)}
+    places = sorted({at.get(name, -1) for name in stage[0].nodes})
+    if places != list(range(places[0], places[-1] + 1)):
+        return
+    chosen = [nodes[i] for i in places]
+    if any(n.op in ("placeholder", "get_attr", "output") or _splits_a_tuple(n, chosen) for n in chosen):
+        return
+    raise Violated(f"refused without need ({type(error).__name__})", str(error))
+
+
+def _splits_a_tuple(node: Node, chosen: list[Node]) -> bool:
+    """Whether a node and its getitems are on both sides: taking them along may well be refused."""
+    if node.target.__class__.__name__ == "builtin_function_or_method" and node.args:
+        source = node.args[0]
+        return isinstance(source, Node) and source not in chosen
+    parts = [u for u in node.users if getattr(u.target, "__name__", "") == "getitem"]
+    return any(p not in chosen for p in parts)
+
+
+def _expect_regions(before: GraphModule, after: GraphModule, stage: Stage) -> None:
+    """The new regions are there, of the kinds asked for, under names of their own."""
+    old = {r.name for r in dovetail.regions(before)}
+    new = [r for r in dovetail.regions(after) if r.name not in old]
+    _same("kinds of regions", sorted(a.kind for a in stage), sorted(r.kind for r in new))
+    names = [r.name for r in dovetail.regions(after, nested=True)]
+    _same("names of regions are unique", len(names), len(set(names)))
+    wanted = sorted((a.kind, a.version) for a in stage)
+    _same("versions of regions", wanted, sorted((r.kind, r.version) for r in new))
+
+
+def relisted(original: GraphModule, case: Case) -> None:
+    """The same graph in another topological order gives regions of the same members."""
+    rng = Random(case.salt)
+    stage = case.stages[0]
+    other = _in_another_order(original, rng)
+    _same("relisting", _members(original, stage), _members(other, stage))
+
+
+def _members(gm: GraphModule, stage: Stage) -> Any:
+    try:
+        made = outline(gm, stage)
+    except dovetail.DovetailError as error:
+        return type(error).__name__
+    except Exception as error:
+        raise Violated(f"crash in outline ({type(error).__name__})", str(error)) from error
+    return sorted((r.kind, sorted(r.nodes), sorted(r.escapes.items())) for r in dovetail.regions(made))
+
+
+def _in_another_order(gm: GraphModule, rng: Random) -> GraphModule:
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    left = [n for n in gm.graph.nodes if n.op != "output"]
+    while left:
+        inputs = left[0].op == "placeholder"  # these keep their order: it is how the graph is called
+        ready = [n for n in left if all(i in env for i in n.all_input_nodes)]
+        node = left[0] if inputs else ready[rng.randrange(len(ready))]
+        env[node] = graph.node_copy(node, env.__getitem__)
+        left.remove(node)
+    graph.node_copy(gm.graph.output_node(), env.__getitem__)
+    return GraphModule(gm, graph)
+
+
+def _is_pure(gm: GraphModule) -> bool:
+    from dovetail.graph.dependencies import dependencies
+
+    found = dependencies(gm, list(gm.graph.nodes))
+    return not found.before and all(e.pure for e in found.effects.values())
+
+
+def _has_gradients(case: Case, state: Snapshot) -> bool:
+    return case.program.grads or any(t.requires_grad for t in state.tensors.values())
+
+
+def _without_gradients(seen: list[Seen], *, keep: bool = False) -> list[Seen]:
+    if keep:
+        return seen
+    return [Seen(**{**vars(s), "gradients": None}) for s in seen]
+
+
+def _eliminated(gm: GraphModule) -> GraphModule:
+    if type(gm).__copy__ is GraphModule.__copy__:
+        graph = Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        new = GraphModule(gm, graph)
+    else:
+        new = copy.copy(gm)
+    new.graph.eliminate_dead_code()
+    new.recompile()
+    return new
+
+
+def facts(gm: GraphModule) -> list[Any]:
+    """Each node with everything on it. Meta values are compared by equality, which tensors answer by identity."""
+    return [
+        (
+            n.name,
+            n.op,
+            str(n.target),
+            str(n.args),
+            str(n.kwargs),
+            n.type,
+            {k: _Value(v) for k, v in n.meta.items()},
+        )
+        for n in gm.graph.nodes
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Value:
+    """A meta value that is equal to itself and to what Python calls equal, and to nothing that raises."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value):
+            return False
+        if self.value is other.value:
+            return True
+        try:
+            return bool(self.value == other.value)
+        except Exception:  # a tensor has no one truth value
+            return False
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def identity(gm: GraphModule) -> list[Any]:
+    """A graph as an object: the very nodes, what is on them, and what the module owns."""
+    nodes = list(gm.graph.nodes)
+    return [
+        dovetail.text(gm),
+        nodes,
+        [list(n.users) for n in nodes],
+        [[(k, id(v)) for k, v in n.meta.items()] for n in nodes],
+        list(gm.meta.items()),
+        [(k, id(v)) for k, v in gm._modules.items()],
+        [(k, id(v)) for k, v in (*gm._parameters.items(), *gm._buffers.items())],
+    ]
+
+
+def _same(which: str, want: Any, got: Any) -> None:
+    if want != got:
+        if isinstance(want, list) and isinstance(got, list):
+            pairs = [(a, b) for a, b in zip(want, got, strict=False) if a != b]
+            want, got = pairs[0] if pairs else (len(want), len(got))
+        raise Violated(which, f"{want}\nbecame\n{got}")
+
+
+def _try(what: str, step: Any) -> Any:
+    try:
+        return step()
+    except Exception as error:
+        raise Violated(f"{what} ({type(error).__name__})", str(error)) from error

@@ -1,0 +1,135 @@
+"""Making a failing case smaller, greedily, as long as the same property still fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from .program import Asked, Case, Program, Ref, Stage, Step, refs, substitute
+
+Fails = Callable[[Case], bool]
+
+
+def shrink(case: Case, fails: Fails, *, seconds: float = 20.0) -> Case:
+    """The smallest case found for which `fails` still says yes; `case` itself must fail."""
+    until = time.monotonic() + seconds
+    smaller = True
+    while smaller and time.monotonic() < until:
+        smaller = False
+        for candidate in _candidates(case):
+            if time.monotonic() > until:
+                break
+            if fails(candidate):
+                case, smaller = candidate, True
+                break
+    return case
+
+
+def _candidates(case: Case) -> Iterator[Case]:
+    """Simpler cases, the boldest first."""
+    for stages in _simpler_stages(case.stages):
+        yield replace(case, stages=stages)
+    for program in _simpler_programs(case.program):
+        yield replace(case, program=program)
+    for i in reversed(range(len(case.program.steps))):
+        yield from _without_step(case, i)
+    if case.thorough:
+        yield replace(case, thorough=False)
+    if case.salt:
+        yield replace(case, salt=0)
+
+
+def _simpler_stages(stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
+    for i, stage in enumerate(stages):
+        yield stages[:i] + stages[i + 1 :]
+        for j, asked in enumerate(stage):
+            if len(stage) > 1:
+                yield (*stages[:i], stage[:j] + stage[j + 1 :], *stages[i + 1 :])
+            for simpler in _simpler_requests(asked):
+                yield (*stages[:i], (*stage[:j], simpler, *stage[j + 1 :]), *stages[i + 1 :])
+
+
+def _simpler_requests(asked: Asked) -> Iterator[Asked]:
+    for k in range(len(asked.nodes)):
+        if len(asked.nodes) > 1:
+            yield replace(asked, nodes=asked.nodes[:k] + asked.nodes[k + 1 :])
+    if asked.escapes != "auto":
+        yield replace(asked, escapes="auto")
+    if isinstance(asked.escapes, dict):
+        for name in asked.escapes:
+            yield replace(asked, escapes={k: v for k, v in asked.escapes.items() if k != name})
+    for field, plain in (("attrs", None), ("version", 1), ("by_node", False), ("kind", "fused")):
+        if getattr(asked, field) != plain:
+            yield replace(asked, **{field: plain})
+
+
+def _simpler_programs(program: Program) -> Iterator[Program]:
+    if program.traced:
+        yield replace(program, traced="")
+    if program.values == "symbolic":
+        yield replace(program, values="all")
+    if program.values != "none":
+        yield replace(program, values="none")
+    if program.marks:
+        yield replace(program, marks=False)
+    if program.grads:
+        yield replace(program, grads=False)
+    used = {name for step in program.steps for name in step.reads} | {r.name for r in refs(program.output)}
+    for i, (name, _) in enumerate(program.inputs):
+        if name not in used:
+            yield replace(program, inputs=program.inputs[:i] + program.inputs[i + 1 :])
+    for i, owned in enumerate(program.owned):
+        named = any(
+            s.op in ("get_attr", "call_module") and s.target.split(".")[0] == owned.name
+            for s in program.steps
+        )
+        if not named:
+            yield replace(program, owned=program.owned[:i] + program.owned[i + 1 :])
+    leaves = list(dict.fromkeys(refs(program.output)))
+    if len(leaves) > 1 or program.output != leaves[0]:
+        for leaf in leaves:
+            yield replace(program, output=leaf)
+        yield replace(program, output=tuple(leaves))
+        for leaf in leaves:
+            yield replace(program, output=tuple(x for x in leaves if x != leaf))
+
+
+def _without_step(case: Case, i: int) -> Iterator[Case]:
+    """Without one step: its readers read something it read instead, or an input, or go as well."""
+    step = case.program.steps[i]
+    used = [s for s in case.program.steps if step.name in s.reads]
+    if not used and step.name not in {r.name for r in refs(case.program.output)}:
+        yield _dropped(case, {step.name}, {})
+        return
+    stand_ins = list(dict.fromkeys([*step.reads, case.program.inputs[0][0]]))
+    for name in stand_ins:
+        yield _dropped(case, {step.name}, {step.name: name})
+    gone = {step.name}
+    for other in case.program.steps[i + 1 :]:
+        if gone.intersection(other.reads):
+            gone.add(other.name)
+    yield _dropped(case, gone, dict.fromkeys(gone, case.program.inputs[0][0]))
+
+
+def _dropped(case: Case, gone: set[str], instead: dict[str, str]) -> Case:
+    def to(ref: Ref) -> Ref:
+        return Ref(instead.get(ref.name, ref.name))
+
+    program = case.program
+    steps = tuple(
+        Step(s.name, s.op, s.target, substitute(s.args, to), substitute(s.kwargs, to))
+        for s in program.steps
+        if s.name not in gone
+    )
+    stages = tuple(tuple(_without_names(asked, gone) for asked in stage) for stage in case.stages)
+    kept = tuple(k for stage in stages if (k := tuple(a for a in stage if a.nodes)))
+    output = substitute(program.output, to)
+    return replace(case, program=replace(program, steps=steps, output=output), stages=kept)
+
+
+def _without_names(asked: Asked, gone: set[str]) -> Asked:
+    escapes = asked.escapes
+    if isinstance(escapes, dict):
+        escapes = {k: v for k, v in escapes.items() if k not in gone}
+    return replace(asked, nodes=tuple(n for n in asked.nodes if n not in gone), escapes=escapes)

@@ -1,0 +1,136 @@
+"""The source keeps its shape: imports point one way, files stay small, names do not collide."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import dovetail
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "dovetail"
+MOST_LINES = 400
+
+# A part may import from itself and from those before it.
+ORDER = (
+    "errors",
+    "graph",
+    "outlining",
+    "rules",
+    "fusion",
+    "passes",
+    "lowering",
+    "tuning",
+    "scheduling",
+    "interop",
+    "reporting",
+    "zoo",
+    "cli",
+)
+# The zoo is plain torch, so that it can be read, copied and run without the rest.
+STANDS_ALONE = "zoo"
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path): path for path in FILES}
+
+
+def imported(path: Path, statement: ast.AST) -> Iterator[str]:
+    """The modules of dovetail that a statement imports."""
+    found: list[str] = []
+    if isinstance(statement, ast.Import):
+        found = [alias.name for alias in statement.names]
+    elif isinstance(statement, ast.ImportFrom):
+        package = module_name(path).split(".")
+        if path.name != "__init__.py":
+            package.pop()
+        above = package[: len(package) - statement.level + 1] if statement.level else []
+        base = ".".join([*above, *(statement.module or "").split(".")]).strip(".")
+        inside = [f"{base}.{alias.name}" for alias in statement.names]
+        found = [name if name in NAMES else base for name in inside]
+    yield from (name for name in dict.fromkeys(found) if name.split(".")[0] == "dovetail")
+
+
+def part(name: str) -> str:
+    """The entry of ORDER a module belongs to; empty for the package's own __init__."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def may_import(importer: str, imports: str) -> bool:
+    if not importer:
+        return imports != STANDS_ALONE
+    if importer == STANDS_ALONE or not imports:
+        return importer == imports
+    return ORDER.index(imports) <= ORDER.index(importer)
+
+
+def test_every_part_has_a_place_in_the_order() -> None:
+    assert {part(name) for name in NAMES} <= {"", *ORDER}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    own = part(module_name(path))
+    wrong = [
+        f"{path.relative_to(ROOT)}:{statement.lineno} imports {name}"
+        for statement in ast.walk(ast.parse(path.read_text()))
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        for name in imported(path, statement)
+        if not may_import(own, part(name))
+    ]
+    assert not wrong
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    edges = {
+        name: {n for statement in ast.parse(path.read_text()).body for n in imported(path, statement)}
+        for name, path in NAMES.items()
+        if name != "dovetail"
+    }
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_private_names_stay_in_their_module(path: Path) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{statement.lineno} takes {alias.name}"
+        for statement in ast.walk(ast.parse(path.read_text()))
+        if isinstance(statement, ast.ImportFrom) and any(imported(path, statement))
+        for alias in statement.names
+        if alias.name.startswith("_")
+    ]
+    assert not wrong
+
+
+def test_files_fit_in_the_head() -> None:
+    files = [*FILES, *(ROOT / "tests").rglob("*.py")]
+    counts = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert not {name: lines for name, lines in counts.items() if lines > MOST_LINES}
+
+
+def test_no_module_has_the_name_of_something_public() -> None:
+    # Importing such a module would replace the function as an attribute of the package.
+    assert not {path.stem for path in SOURCE.iterdir()} & set(dovetail.__all__)
+
+
+def test_meta_keys_are_spelled_in_one_module_and_documented() -> None:
+    spelled: dict[str, set[str]] = {}
+    for name, path in NAMES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"dovetail\.[a-z_]+", str(node.value)):
+                spelled.setdefault(str(node.value), set()).add(name)
+    assert not {key: where for key, where in spelled.items() if len(where) > 1}
+    documents = (ROOT / "docs" / "internals.md").read_text()
+    assert not [key for key in spelled if f"`{key}`" not in documents]

@@ -1,0 +1,155 @@
+"""The public surface: exactly what is meant, documented, typed, and cheap to import."""
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, get_type_hints
+
+import pytest
+
+import dovetail
+
+# Growing this list is a decision: what is here is documented, tested and kept.
+PUBLIC = [
+    "CallMismatch",
+    "CaptureError",
+    "CyclicRegion",
+    "DovetailError",
+    "EffectOrder",
+    "EmptyRegion",
+    "Escape",
+    "EscapingValue",
+    "InvalidArgument",
+    "InvalidGraph",
+    "OverlappingRegions",
+    "Region",
+    "RegionError",
+    "Request",
+    "UnknownNode",
+    "UnknownRegion",
+    "capture",
+    "check",
+    "declare",
+    "diff",
+    "inline",
+    "outline",
+    "regions",
+    "text",
+]
+
+# The arguments that may be given by position; all others are keyword-only.
+POSITIONAL = {
+    "capture": ["model", "args", "kwargs"],
+    "check": ["gm"],
+    "declare": ["gm", "what"],
+    "diff": ["a", "b"],
+    "inline": ["gm", "name"],
+    "outline": ["gm", "nodes"],
+    "regions": ["gm"],
+    "text": ["gm"],
+    "Region.reproducer": ["self", "path"],
+}
+
+# A base install has none of these, or they cost more than everything else together.
+HEAVY = ["torch._inductor", "torch._dynamo", "torch.onnx", "triton", "transformers", "matplotlib", "pandas"]
+
+
+def classes() -> Iterator[tuple[str, type]]:
+    for name in dovetail.__all__:
+        value = getattr(dovetail, name)
+        if inspect.isclass(value):
+            yield name, value
+
+
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Public functions, and the methods and constructors that public classes write out themselves."""
+    for name in dovetail.__all__:
+        value = getattr(dovetail, name)
+        if not inspect.isclass(value):
+            yield name, value
+    for name, cls in classes():
+        for member, value in vars(cls).items():
+            function = value.fget if isinstance(value, property) else value
+            wanted = member == "__init__" or not member.startswith("_")
+            if wanted and inspect.isfunction(function) and function.__module__.startswith("dovetail"):
+                yield f"{name}.{member}", function
+
+
+FUNCTIONS = [pytest.param(name, function, id=name) for name, function in functions()]
+CLASSES = [pytest.param(name, cls, id=name) for name, cls in classes()]
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert sorted(dovetail.__all__) == sorted(PUBLIC)
+    assert len(set(dovetail.__all__)) == len(dovetail.__all__)
+    assert set(dovetail.__all__) <= set(dir(dovetail))
+
+
+def test_every_error_has_the_one_root() -> None:
+    errors = [cls for _, cls in classes() if issubclass(cls, BaseException)]
+    assert errors
+    assert all(issubclass(cls, dovetail.DovetailError) for cls in errors)
+
+
+@pytest.mark.parametrize(("name", "cls"), CLASSES)
+def test_classes_are_documented_and_typed(name: str, cls: type) -> None:
+    # Not inspect.getdoc: that takes the base class's word for it. A dataclass without one lists its fields.
+    doc = cls.__doc__ or ""
+    assert doc.strip(), f"{name} has no docstring"
+    assert not doc.startswith(f"{cls.__name__}("), f"{name} has only a generated docstring"
+    get_type_hints(cls)
+
+
+@pytest.mark.parametrize(("name", "function"), FUNCTIONS)
+def test_functions_are_documented_and_fully_annotated(name: str, function: Callable[..., Any]) -> None:
+    if not name.endswith("__init__"):
+        assert (function.__doc__ or "").strip(), f"{name} has no docstring"
+    hints = get_type_hints(function)
+    parameters = [p for p in inspect.signature(function).parameters if p != "self"]
+    assert not [p for p in [*parameters, "return"] if p not in hints]
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_only_the_first_arguments_are_positional(name: str) -> None:
+    function: Any = dovetail
+    for atom in name.split("."):
+        function = getattr(function, atom)
+    given = inspect.signature(function).parameters.values()
+    assert [p.name for p in given if p.kind is not p.KEYWORD_ONLY] == POSITIONAL[name]
+
+
+def test_every_public_function_says_what_is_positional() -> None:
+    stated = {name for name, _ in functions() if not name.endswith("__init__")}
+    properties = {name for name in stated if _is_property(name)}
+    assert stated - properties == set(POSITIONAL)
+
+
+def _is_property(name: str) -> bool:
+    owner, _, member = name.rpartition(".")
+    return bool(owner) and isinstance(vars(getattr(dovetail, owner)).get(member), property)
+
+
+IMPORT = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+middle = time.perf_counter()
+before = set(sys.modules)
+import dovetail
+end = time.perf_counter()
+print(json.dumps({"torch": middle - start, "ours": end - middle, "new": sorted(set(sys.modules) - before)}))
+"""
+
+
+def test_importing_costs_little_beyond_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=True
+    )
+    told = json.loads(done.stdout)
+    heavy = [m for m in told["new"] if any(m == h or m.startswith(f"{h}.") for h in HEAVY)]
+    assert not heavy
+    assert "dovetail.zoo" not in told["new"]
+    # A third of torch's own time is usual; twice that leaves room for a busy machine.
+    assert told["ours"] < max(0.7 * told["torch"], 1.0)
