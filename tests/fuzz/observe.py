@@ -149,24 +149,20 @@ def _gradients(leaves: Sequence[Any], sources: Sequence[Any]) -> Any:
         return f"no gradient: {type(error).__name__}"
 
 
-def difference(want: Sequence[Seen], got: Sequence[Seen]) -> tuple[str, str]:
+SEEN = ("error", "structure", "outputs", "inputs", "state", "random", "log", "grad_mode")
+
+
+def difference(
+    want: Sequence[Seen], got: Sequence[Seen], *, gradients: bool = False, aliasing: bool = True
+) -> tuple[str, str]:
     """The first thing that two observations do not share, as the name of a property and words; empty if none."""
+    names = (*SEEN, "aliasing") if aliasing else SEEN
     for run, (a, b) in enumerate(zip(want, got, strict=True)):
-        for name in (
-            "error",
-            "structure",
-            "outputs",
-            "inputs",
-            "state",
-            "random",
-            "log",
-            "grad_mode",
-            "aliasing",
-        ):
+        for name in names:
             one, other = getattr(a, name), getattr(b, name)
             if one != other:
                 return name, f"run {run}: {_first(one, other)}"
-        if not _close(a.gradients, b.gradients):
+        if gradients and not _close(a.gradients, b.gradients):
             return "gradients", f"run {run}: {a.gradients} became {b.gradients}"
     return "", ""
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import dovetail
 
-from .observe import Seen, Snapshot, difference, observe
+from .observe import Snapshot, difference, observe
 from .plan import outline
 from .program import Case, NotAProgram, Stage, build, make_inputs
 
@@ -52,6 +52,8 @@ class Trial:
         self.result: GraphModule = self.original
         self.inputs = make_inputs(case.program)
         self.state = Snapshot(self.original)
+        # A view of a clone does not share memory with the original: where clones are asked for, that shows.
+        self.aliasing = not _asks_for_clones(case)
         self.wanted = observe(
             self.original, self.state, self.inputs, runs=2, gradients=_has_gradients(case, self.state)
         )
@@ -98,16 +100,17 @@ class Trial:
     # Properties of a graph that should be the original in other clothes
 
     def behaves(self, what: str, gm: GraphModule, *, runs: int = 1, gradients: bool = False) -> None:
-        found = self.observed(gm, runs=runs, gradients=gradients)
-        which, words = difference(_without_gradients(self.wanted[:runs], keep=gradients), found)
+        which, words = self.difference(gm, runs=runs, gradients=gradients)
         if which:
             raise Violated(f"{what}: {which}", words)
 
-    def observed(
-        self, gm: GraphModule, *, runs: int = 1, gradients: bool = False, state: Snapshot | None = None
-    ) -> list[Seen]:
+    def difference(
+        self, gm: GraphModule, state: Snapshot | None = None, *, runs: int = 1, gradients: bool = False
+    ) -> tuple[str, str]:
+        """What can be seen of running a graph that could not be seen of the original, or the other way round."""
         gradients = gradients and self.wanted[0].gradients is not None
-        return observe(gm, state or self.state, self.inputs, runs=runs, gradients=gradients)
+        found = observe(gm, state or self.state, self.inputs, runs=runs, gradients=gradients)
+        return difference(self.wanted[:runs], found, gradients=gradients, aliasing=self.aliasing)
 
     def restores(self, what: str, gm: GraphModule, text: str | None = None) -> None:
         back = _try(what, lambda: dovetail.inline(gm))
@@ -118,14 +121,8 @@ class Trial:
 
     def survives_elimination(self) -> None:
         """FX's own dead-code elimination does no more harm to the result than to the original."""
-        found = self.observed(_eliminated(self.result))
-        which, words = difference(_without_gradients(self.wanted[:1]), found)
-        if (
-            which
-            and not difference(
-                _without_gradients(self.wanted[:1]), self.observed(_eliminated(self.original))
-            )[0]
-        ):
+        which, words = self.difference(_eliminated(self.result))
+        if which and not self.difference(_eliminated(self.original))[0]:
             raise Violated(f"dead-code elimination: {which}", words)
 
     def survives_copies(self) -> None:
@@ -138,8 +135,7 @@ class Trial:
             }
         for what, gm in copies.items():
             _same(f"{what}: text", shown, dovetail.text(gm))
-            state = Snapshot(gm)
-            which, words = difference(_without_gradients(self.wanted[:1]), self.observed(gm, state=state))
+            which, words = self.difference(gm, Snapshot(gm))
             if which:
                 raise Violated(f"{what}: {which}", words)
             _try(f"{what}: check", lambda gm=gm: dovetail.check(gm))
@@ -167,7 +163,8 @@ class Trial:
         wanted = observe(self.original, self.state, inputs)
         if wanted[0].error:
             return  # written for one size only
-        which, words = difference(wanted, observe(self.result, self.state, inputs))
+        found = observe(self.result, self.state, inputs)
+        which, words = difference(wanted, found, aliasing=self.aliasing)
         if which:
             raise Violated(f"another batch: {which}", words)
 
@@ -248,14 +245,13 @@ def _is_pure(gm: GraphModule) -> bool:
     return not found.before and all(e.pure for e in found.effects.values())
 
 
+def _asks_for_clones(case: Case) -> bool:
+    asked = [a.escapes for stage in case.stages for a in stage]
+    return any("duplicate" in (e.values() if isinstance(e, dict) else (e,)) for e in asked)
+
+
 def _has_gradients(case: Case, state: Snapshot) -> bool:
     return case.program.grads or any(t.requires_grad for t in state.tensors.values())
-
-
-def _without_gradients(seen: list[Seen], *, keep: bool = False) -> list[Seen]:
-    if keep:
-        return seen
-    return [Seen(**{**vars(s), "gradients": None}) for s in seen]
 
 
 def _eliminated(gm: GraphModule) -> GraphModule:

@@ -14,26 +14,68 @@ Fails = Callable[[Case], bool]
 def shrink(case: Case, fails: Fails, *, seconds: float = 20.0) -> Case:
     """The smallest case found for which `fails` still says yes; `case` itself must fail."""
     until = time.monotonic() + seconds
-    smaller = True
-    while smaller and time.monotonic() < until:
-        smaller = False
-        for candidate in _candidates(case):
-            if time.monotonic() > until:
-                break
-            if fails(candidate):
-                case, smaller = candidate, True
-                break
+    before = None
+    while case != before and time.monotonic() < until:
+        before = case
+        for simpler in (
+            _without_some_steps,
+            _with_simpler_stages,
+            _with_simpler_program,
+            _without_each_step,
+            _plainer,
+        ):
+            case = _descend(case, simpler, fails, until)
     return case
 
 
-def _candidates(case: Case) -> Iterator[Case]:
-    """Simpler cases, the boldest first."""
+def _descend(case: Case, simpler: Callable[[Case], Iterator[Case]], fails: Fails, until: float) -> Case:
+    """Take what simplifications work, going on from where the last one worked instead of from the start."""
+    at = 0
+    candidates = list(simpler(case))
+    while at < len(candidates) and time.monotonic() < until:
+        if fails(candidates[at]):
+            case = candidates[at]
+            candidates = list(simpler(case))
+        else:
+            at += 1
+    return case
+
+
+def _without_some_steps(case: Case) -> Iterator[Case]:
+    """Without a stretch of steps, long stretches first."""
+    steps = case.program.steps
+    size = len(steps) // 2
+    while size > 1:
+        for i in range(0, len(steps), size):
+            gone = _with_readers(case, {step.name for step in steps[i : i + size]})
+            yield _dropped(case, gone, dict.fromkeys(gone, case.program.inputs[0][0]))
+        size //= 2
+
+
+def _with_readers(case: Case, gone: set[str]) -> set[str]:
+    found = set(gone)
+    for step in case.program.steps:
+        if found.intersection(step.reads):
+            found.add(step.name)
+    return found
+
+
+def _with_simpler_stages(case: Case) -> Iterator[Case]:
     for stages in _simpler_stages(case.stages):
         yield replace(case, stages=stages)
+
+
+def _with_simpler_program(case: Case) -> Iterator[Case]:
     for program in _simpler_programs(case.program):
         yield replace(case, program=program)
+
+
+def _without_each_step(case: Case) -> Iterator[Case]:
     for i in reversed(range(len(case.program.steps))):
         yield from _without_step(case, i)
+
+
+def _plainer(case: Case) -> Iterator[Case]:
     if case.thorough:
         yield replace(case, thorough=False)
     if case.salt:
@@ -105,10 +147,7 @@ def _without_step(case: Case, i: int) -> Iterator[Case]:
     stand_ins = list(dict.fromkeys([*step.reads, case.program.inputs[0][0]]))
     for name in stand_ins:
         yield _dropped(case, {step.name}, {step.name: name})
-    gone = {step.name}
-    for other in case.program.steps[i + 1 :]:
-        if gone.intersection(other.reads):
-            gone.add(other.name)
+    gone = _with_readers(case, {step.name})
     yield _dropped(case, gone, dict.fromkeys(gone, case.program.inputs[0][0]))
 
 

@@ -1,0 +1,140 @@
+"""Thousands of random programs, the same ones each time, and proof that a broken outliner would be caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from dovetail.graph import index
+from dovetail.graph.dependencies import Dependencies
+from dovetail.outlining import escapes, outline
+
+from .hunt import Found, draw, hunt
+
+PROGRAMS = {
+    "pure": 350,
+    "memory": 450,
+    "world": 400,
+    "modules": 350,
+    "sizes": 250,
+    "everything": 350,
+    "traced": 50,
+}
+
+
+@pytest.mark.parametrize("flavour", PROGRAMS)
+def test_random_programs(flavour: str) -> None:
+    counts: Counter[str] = Counter()
+
+    # Without Hypothesis's own shrinking: a program is made smaller by its steps, which `hunt` knows.
+    @settings(
+        max_examples=PROGRAMS[flavour],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=False))
+    def every_program(rng: Random) -> None:
+        counts["programs"] += 1
+        failure = hunt(lambda: draw(rng, flavour), counts)
+        if failure is not None:
+            pytest.fail(f"{failure.which}: {failure.words}\n\n{failure.script}", pytrace=False)
+
+    every_program()
+    assert counts["programs"] >= PROGRAMS[flavour]
+    # A run in which little was outlined would prove little.
+    assert counts["with regions"] > counts["programs"] // 3
+
+
+def test_there_are_two_thousand_programs() -> None:
+    assert sum(PROGRAMS.values()) >= 2000
+
+
+# The properties must be able to fail: each of these mistakes is one that an outliner could make.
+
+
+def _no_effect_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest: Callable[..., Dependencies] = index.dependencies
+
+    def blind(*args: Any) -> Dependencies:
+        return replace(honest(*args), before={})
+
+    monkeypatch.setattr(index, "dependencies", blind)
+
+
+def _clones_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(escapes, "_why_not_clone", lambda *_: "")
+
+
+def _loses_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = outline._Builder._member
+
+    def forgetful(self: Any, *args: Any) -> Any:
+        return member(self, *args)._replace(meta={})
+
+    monkeypatch.setattr(outline._Builder, "_member", forgetful)
+
+
+def _returns_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = escapes.settle
+
+    def stingy(at: Any, draft: Any) -> None:
+        settle(at, draft)
+        del draft.outputs[1:]
+
+    monkeypatch.setattr(outline, "settle", stingy)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "flavour"),
+    [
+        (_no_effect_edges, "memory"),
+        (_no_effect_edges, "world"),
+        (_clones_anything, "world"),
+        (_loses_meta, "pure"),
+        (_returns_too_little, "pure"),
+    ],
+)
+def test_a_broken_outliner_is_caught(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None], flavour: str
+) -> None:
+    mistake(monkeypatch)
+    assert _first_failure(flavour, programs=150) is not None
+
+
+def test_a_failure_is_a_script_that_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    _clones_anything(monkeypatch)
+    failure = _first_failure("world", programs=150)
+    assert failure is not None
+    assert len(failure.case.program.steps) <= 8
+    # With the mistake undone the script runs, and finds nothing different.
+    monkeypatch.undo()
+    path = tmp_path / "reproducer.py"
+    path.write_text(failure.script)
+    told = _run(path)
+    assert "DIFFERENT" not in told
+    assert told.count("same") >= 5
+
+
+def _first_failure(flavour: str, programs: int) -> Found | None:
+    found = (hunt(lambda i=i: draw(Random(i), flavour), Counter()) for i in range(programs))
+    return next((failure for failure in found if failure is not None), None)
+
+
+def _run(path: Any) -> str:
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout
