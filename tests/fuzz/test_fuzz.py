@@ -95,25 +95,30 @@ def _returns_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "flavour"),
+    ("mistake", "flavour", "caught_by"),
     [
-        (_no_effect_edges, "memory"),
-        (_no_effect_edges, "world"),
-        (_clones_anything, "world"),
-        (_loses_meta, "pure"),
-        (_returns_too_little, "pure"),
+        (_no_effect_edges, "memory", "values"),
+        (_no_effect_edges, "world", "values"),
+        (_clones_anything, "world", "values"),
+        (_loses_meta, "pure", "inline"),
+        (_returns_too_little, "pure", "crash"),
     ],
 )
 def test_a_broken_outliner_is_caught(
-    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None], flavour: str
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    flavour: str,
+    caught_by: str,
 ) -> None:
     mistake(monkeypatch)
-    assert _first_failure(flavour, programs=150) is not None
+    failure = _first_failure(flavour, programs=150, seconds=0)
+    assert failure is not None
+    assert failure.which.startswith(caught_by)
 
 
 def test_a_failure_is_a_script_that_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     _clones_anything(monkeypatch)
-    failure = _first_failure("world", programs=150)
+    failure = _first_failure("world", programs=150, seconds=10)
     assert failure is not None
     assert len(failure.case.program.steps) <= 8
     # With the mistake undone the script runs, and finds nothing different.
@@ -125,8 +130,8 @@ def test_a_failure_is_a_script_that_shows_it(monkeypatch: pytest.MonkeyPatch, tm
     assert told.count("same") >= 5
 
 
-def _first_failure(flavour: str, programs: int) -> Found | None:
-    found = (hunt(lambda i=i: draw(Random(i), flavour), Counter()) for i in range(programs))
+def _first_failure(flavour: str, programs: int, seconds: float) -> Found | None:
+    found = (hunt(lambda i=i: draw(Random(i), flavour), Counter(), seconds=seconds) for i in range(programs))
     return next((failure for failure in found if failure is not None), None)
 
 

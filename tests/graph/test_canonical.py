@@ -207,9 +207,9 @@ def test_symbolic_sizes_stay_and_no_guard_is_added() -> None:
     auto = torch.export.Dim.AUTO
 
     def forward(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).reshape(x.shape[0], -1).view(-1, 12)[:, 2:] + 0 * x[1:, 0, :1].sum()
+        return x.transpose(1, 2).reshape(x.shape[0], -1)[1:, 2:]
 
-    graph = capture(forward, (X,), dynamic_shapes={"x": {0: auto}})
+    graph = capture(forward, (torch.randn(4, 3, 5),), dynamic_shapes={"x": {0: auto}})
     shape_env = next(iter(graph.graph.nodes)).meta["val"].fake_mode.shape_env
     before = (len(shape_env.guards), dict(shape_env.var_to_range))
     again, report = canonicalise(graph)
@@ -220,8 +220,8 @@ def test_symbolic_sizes_stay_and_no_guard_is_added() -> None:
     assert not any(n.target in (aten.view.default, aten.clone.default) for n in again.graph.nodes)
     ends = [n.args[3] for n in again.graph.nodes if n.target is aten.slice.Tensor]
     assert TO_THE_END in ends
-    for size in (2, 5):
-        x = torch.randn(size, 3, 4)
+    for size in (3, 7):
+        x = torch.randn(size, 3, 5)
         assert torch.equal(again(x), forward(x))
 
 

@@ -177,6 +177,14 @@ def dropout(m: Any, x: Tensor) -> Any:
     return F.dropout(m.linear(x), 0.3, m.training) + torch.rand(4) + torch.bernoulli(torch.full((4,), 0.5))
 
 
+def unused_draws(m: Any, x: Tensor) -> Any:
+    torch.rand(3) * 2
+    F.dropout(x, 0.5, True)
+    torch.native_dropout(x, 0.5, True)
+    torch.empty(4).uniform_()
+    return m.linear(x) + torch.rand(4)
+
+
 def write_input(m: Any, x: Tensor) -> Any:
     y = x.view(-1)
     before = y * 2
@@ -267,7 +275,7 @@ def mapped(m: Any, x: Tensor) -> Any:
 
 FORWARDS = [
     no_grad_block, no_grad_then_grad_inside, no_grad_in_place, no_grad_new_buffer, no_grad_function, autocast,
-    batch_norm, dropout, write_input, write_what_backward_needs, counter, new_buffer, old_buffer, views,
+    batch_norm, dropout, unused_draws, write_input, write_what_backward_needs, counter, new_buffer, old_buffer, views,
     plain_values, constants, in_place_inside, detached, own_parameter, data_sized, choice, loop, scanned, mapped,
 ]  # fmt: skip
 

@@ -117,7 +117,8 @@ def test_duplicate_is_the_producer_alone_never_its_chain():
         (lambda x, y: (a := x @ y, a.neg()), "output", "more than reading and writing"),
         (lambda x, y: (a := x.sum(), a.neg()), "output", ""),
         (lambda x, y: (a := (x * 2).exp(), a.neg()), "output", "would need 'mul' there"),
-        (lambda x, y: (a := x.t(), a.neg()), "output", "view"),
+        (lambda x, y: (a := x.t(), a.neg()), "duplicate", "view"),
+        (lambda x, y: (a := x * 2, a.t()), "output", "a view of it is taken"),
     ],
 )
 def test_auto_weighs_redoing_against_storing(make, policy, why):

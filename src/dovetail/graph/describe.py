@@ -136,7 +136,8 @@ def short(value: Any, symbols: dict[str, str] | None = None) -> str:
         parts = [short(v, symbols) or "?" for v in cast("Sequence[Any]", value)]
         return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _named(value, symbols)
+        # A symbol that was settled while tracing is a plain number.
+        return _named(value, symbols) if value.node.expr.free_symbols else type(value).__name__.lower()[3:]
     if isinstance(value, (bool, int, float)):
         return type(value).__name__
     return ""

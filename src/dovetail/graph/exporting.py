@@ -5,14 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import operator
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
-from torch.fx import GraphModule, Node
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CaptureError
@@ -92,7 +100,8 @@ def decompose(program: ExportedProgram) -> Exported:
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
             raise CaptureError("the exported program does not say how it is called. Export it anew.")
-        flat = _called_flat(program)
+        kept = _kept_draws(program.graph)
+        flat = _called_flat(program, kept)
         names = _input_names(program)
         with noise_kept() as noise:
             try:
@@ -117,15 +126,53 @@ def own(program: ExportedProgram) -> ExportedProgram:
     )
 
 
-def _called_flat(program: ExportedProgram) -> ExportedProgram:
-    """The same program with flat inputs and results, so that no user's class is taken apart while decomposing."""
-    inputs = tuple_of([_LEAF] * len(program.graph_signature.user_inputs))
-    outputs = tuple_of([_LEAF] * len(program.graph_signature.user_outputs))
-    signature = ModuleCallSignature(
+def _kept_draws(graph: Graph) -> list[Node]:
+    """Random numbers that nobody uses; decomposing would drop them and so shift all that are drawn later."""
+    alive: set[Node] = {graph.output_node()}
+    draws: list[Node] = []
+    for node in reversed(list(graph.nodes)):
+        target = node.target
+        if node not in alive and isinstance(target, OpOverload):
+            if torch.Tag.nondeterministic_seeded in target.tags:
+                draws.append(node)
+            elif not target._schema.is_mutable:
+                continue
+        elif node not in alive:
+            continue
+        alive.update(node.all_input_nodes)
+    return [_as_tensor(graph, node) for node in reversed(draws)]
+
+
+def _as_tensor(graph: Graph, draw: Node) -> Node:
+    value = draw.meta.get("val")
+    if not isinstance(value, (list, tuple)):
+        return draw
+    with graph.inserting_after(draw):
+        first = graph.call_function(operator.getitem, (draw, 0))
+    first.meta = {**draw.meta, "val": value[0]}
+    return first
+
+
+def _called_flat(program: ExportedProgram, also: list[Node]) -> ExportedProgram:
+    """The same program with flat inputs and results, so that no user's class is taken apart while decomposing.
+
+    The nodes in `also` are returned too, after all others.
+    """
+    signature = program.graph_signature
+    if also:
+        output = program.graph.output_node()
+        output.args = ((*cast("tuple[Any, ...]", output.args[0]), *also),)
+        extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in also]
+        signature = ExportGraphSignature(
+            input_specs=signature.input_specs, output_specs=[*signature.output_specs, *extra]
+        )
+        program.graph_module.recompile()
+    inputs = tuple_of([_LEAF] * len(signature.user_inputs))
+    outputs = tuple_of([_LEAF] * len(signature.user_outputs))
+    call = ModuleCallSignature(
         inputs=[], outputs=[], in_spec=tuple_of([inputs, dict_of([], [])]), out_spec=outputs
     )
-    calls = [ModuleCallEntry(fqn="", signature=signature)]
-    return _remade(program, program.graph_module, program.graph_signature, calls)
+    return _remade(program, program.graph_module, signature, [ModuleCallEntry(fqn="", signature=call)])
 
 
 def _remade(

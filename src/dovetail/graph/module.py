@@ -25,6 +25,16 @@ CANONICAL = "dovetail.canonical"
 _DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"})
 
 
+class _GeneratedForward:
+    """Stands for `forward` while there is none: looking it up makes it, so no tracer ever sees the making."""
+
+    def __get__(self, program: Program | None, owner: type) -> Any:
+        if program is None:
+            return self
+        program.generate()
+        return program.forward
+
+
 class Program(GraphModule):
     """A GraphModule that generates its Python code on first use and survives copy and pickle whole.
 
@@ -32,16 +42,25 @@ class Program(GraphModule):
     `pickle`; a plain GraphModule is traced anew there and loses them.
     """
 
+    forward: Any = _GeneratedForward()
+
     def recompile(self) -> PythonCode:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Mark the generated code as stale; it is made when first called or read."""
-        type(self).forward = _generate_then_call
+        """Mark the generated code as stale; it is made when `forward` or `code` is first asked for."""
+        if "forward" in vars(type(self)):
+            del type(self).forward
         return None  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
-    def generate(self) -> PythonCode | None:
-        """Generate the code now if it is stale."""
-        if type(self).forward is _generate_then_call:
-            return super().recompile()
-        return None
+    def generate(self) -> None:
+        """Generate the code now, and that of the bodies it calls, where it is stale."""
+        if "forward" not in vars(type(self)):
+            super().recompile()
+        for child in self._modules.values():
+            if isinstance(child, Program):
+                child.generate()
+
+    def _recompile_submodules(self) -> list[tuple[str, PythonCode]]:
+        # Bodies are shared with other graphs and know themselves whether they are stale.
+        return []
 
     @property
     def code(self) -> str:
@@ -81,11 +100,6 @@ class Program(GraphModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-def _generate_then_call(self: Program, *args: Any, **kwargs: Any) -> Any:
-    self.generate()
-    return self(*args, **kwargs)
 
 
 def _base_class(cls: type) -> type[Program]:

@@ -157,6 +157,13 @@ def _say_placement_once(node: Node, target: OpOverload, arguments: Arguments) ->
                 arguments[key] = getattr(result, key)
 
 
+def _transpose(node: Node, arguments: Arguments) -> None:
+    """Swapping is symmetric: the lower dim first."""
+    first, second = arguments.get("dim0"), arguments.get("dim1")
+    if type(first) is int and type(second) is int and 0 <= second < first:
+        arguments["dim0"], arguments["dim1"] = second, first
+
+
 def _slice(node: Node, arguments: Arguments) -> None:
     size = _size_along(arguments)
     start, end = arguments.get("start"), arguments.get("end")
@@ -183,8 +190,7 @@ def _size_along(arguments: Arguments) -> int | None:
     value, dim = value_of(arguments.get("self")), arguments.get("dim")
     if not isinstance(value, Tensor) or type(dim) is not int or not 0 <= dim < value.dim():
         return None
-    size = value.shape[dim]
-    return size if type(size) is int else None
+    return as_number(value.shape[dim])
 
 
 def _reshape(node: Node, arguments: Arguments) -> None:
@@ -196,9 +202,10 @@ def explicit_sizes(sizes: Any, result: Any) -> list[Any]:
     """Sizes with -1 resolved where the result's size is a number; symbolic ones stay as they were."""
     if not isinstance(result, Tensor) or result.dim() != len(sizes):
         return list(sizes)
+    numbers = [as_number(size) for size in result.shape]
     return [
-        actual if type(size) is int and type(actual) is int else size
-        for size, actual in zip(sizes, result.shape, strict=True)
+        number if type(size) is int and number is not None else size
+        for size, number in zip(sizes, numbers, strict=True)
     ]
 
 
@@ -220,6 +227,7 @@ def _is_nothing(value: Any, result: Any) -> bool:
 _SPECIAL: dict[str, Callable[[Node, Arguments], None]] = {
     "slice": _slice,
     "slice_scatter": _slice,
+    "transpose": _transpose,
     "cat": _cat,
     "select": _select,
     "select_scatter": _select,
@@ -249,6 +257,14 @@ def same_number(a: Any, b: Any) -> bool:
     if symbolic_a and symbolic_b:
         return bool(a.node.expr == b.node.expr)
     return not symbolic_a and not symbolic_b and a == b
+
+
+def as_number(size: Any) -> int | None:
+    """A size as an int, if it is one or a symbol that turned out to be one."""
+    if isinstance(size, SymInt):
+        expression = size.node.expr
+        return int(expression) if expression.is_number else None
+    return int(size)
 
 
 def as_hint(size: Any) -> int | None:

@@ -66,6 +66,8 @@ def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) ->
     for i, node in enumerate(nodes):
         position[node] = i
     for i, node in enumerate(nodes):
+        if node.op == "output":
+            continue
         keys = _storage_keys(node.meta.get("val"))
         if node.op == "get_attr":
             value = attribute(root, cast("str", node.target))

@@ -58,6 +58,7 @@ class _Unlifting:
         self.source: ExportedProgram = exported.program
         self.aliases: Mapping[int, str] = exported.aliases
         self.names = exported.names
+        self.count = exported.out_spec.num_leaves
         self.root = root
         self.graph = Graph()
         self.made: dict[Node, Node] = {}
@@ -96,7 +97,8 @@ class _Unlifting:
                 writes.append((by_name[cast(str, spec.target)], result))
             else:
                 raise CaptureError(f"the exported program returns a {kind}, which no graph of ours can hold.")
-        final = self._finish(writes, returned)
+        # What stands after the model's own results was only returned to keep it.
+        final = self._finish(writes, returned[: self.count])
         last = self.graph.output(tuple(final))
         last.meta = {**output.meta, "val": None}
         _drop_values(self.graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch.fx import Node
 
 from dovetail.errors import EmptyRegion, EscapingValue
@@ -44,6 +45,9 @@ def settle(index: Index, draft: Draft) -> None:
             left = _with_projections(index, i)
             draft.members -= left
             outside |= left
+            draft.outputs = [o for o in draft.outputs if o not in left]
+            for other in left:
+                draft.escapes.pop(other, None)
         elif policy == "duplicate":
             draft.members.discard(i)
             draft.clones.add(i)
@@ -118,14 +122,17 @@ def _weigh(index: Index, draft: Draft, position: int) -> tuple[str, str]:
         if i in draft.members and all(index.position[u] in draft.members for u in n.users):
             return "output", f"redoing it outside would need '{n.name}' there"
     told = index.dependencies.effects.get(position)
-    if told is not None and told.aliases and not told.doubtful_aliases:
-        return "output", "it is a view: a clone would not share its memory"
+    value = node.meta.get("val")
+    if isinstance(value, (int, torch.SymInt)):
+        return "duplicate", "a size costs nothing to read again"
+    if told is not None and told.aliases and not told.looks:
+        return "duplicate", "a view costs nothing to take again"
     if not (traits(node).pointwise if node.op != "call_module" else False):
         return "output", "more than reading and writing to redo"
     if any(_may_view(index, u) for u in node.users):
         return "output", "a view of it is taken: a clone would not share its memory"
     reads = _bytes(inputs)
-    stores = nbytes(node.meta.get("val"))
+    stores = nbytes(value)
     if reads is None or stores is None:
         return "output", "sizes are not known"
     if reads <= 2 * stores:

@@ -21,7 +21,7 @@ from dovetail.outlining.record import (
     Member,
     State,
     call_of,
-    is_clone,
+    clone_of,
     mark_clone,
     state_of,
     walk,
@@ -142,7 +142,7 @@ class _Opener:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
         sheet = _Sheet(graph)
         facts = [
-            Member(node.name, node.meta, rank, None, is_clone(node))
+            Member(clone_of(node) or node.name, node.meta, rank, None, clone_of(node) is not None)
             for node, rank in zip(self.index.nodes, self.ranks, strict=True)
         ]
         self._read(_Frame(self.gm, self.index.nodes, facts, {}, "", 0, self.epoch), sheet)
@@ -158,8 +158,8 @@ class _Opener:
         _restore_order(new, sheet)
         ranks = {node.name: fact.rank for node, fact in sheet.facts.items()} if left else None
         for node, fact in sheet.facts.items():
-            if fact.clone or is_clone(node):
-                mark_clone(node, fact.clone and bool(left))
+            if fact.clone or clone_of(node):
+                mark_clone(node, fact.name if fact.clone and left else None)
         new.meta = with_state(self.gm.meta, State(state.counters, ranks, self.epoch))
         return new
 

@@ -98,14 +98,14 @@ def write_call(node: Node, call: Call) -> None:
     node.meta[REGION] = call
 
 
-def is_clone(node: Node) -> bool:
-    """Whether a node was given back by a region that had a clone, while another region still holds the original."""
-    return bool(node.meta.get(_CLONE))
+def clone_of(node: Node) -> str | None:
+    """The name of the original, if a node was given back by a region while another one still holds the original."""
+    return node.meta.get(_CLONE)
 
 
-def mark_clone(node: Node, mark: bool) -> None:
-    if mark:
-        node.meta[_CLONE] = True
+def mark_clone(node: Node, original: str | None) -> None:
+    if original is not None:
+        node.meta[_CLONE] = original
     else:
         node.meta.pop(_CLONE, None)
 

@@ -17,7 +17,7 @@ from dovetail.outlining.record import Call, Escape, call_of
 from dovetail.outlining.requests import is_projection, require_graph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """One call of a region: what it is, what it computes, and which operations it was made of.
 
