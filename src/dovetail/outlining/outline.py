@@ -61,11 +61,11 @@ def _requests(nodes: Any, kind: str | None, version: int, attrs: Any, escapes: A
     if isinstance(nodes, Request):
         nodes = [nodes]
     if kind is not None:
-        listed: Any = list(nodes) if _iterable(nodes) and not isinstance(nodes, str) else nodes
+        listed: Any = list(nodes) if isinstance(nodes, Iterable) and not isinstance(nodes, str) else nodes
         if isinstance(listed, list) and any(isinstance(n, Request) for n in cast("list[Any]", listed)):
             raise InvalidArgument("a Request has its own kind: give either requests or nodes with `kind`.")
         return [Request(listed, kind, version, attrs, escapes)]
-    if not _iterable(nodes):
+    if not isinstance(nodes, Iterable):
         raise InvalidArgument(f"outline takes nodes with a `kind` or requests, not {type(nodes).__name__}.")
     listed = list(nodes)
     if not listed:
@@ -75,10 +75,6 @@ def _requests(nodes: Any, kind: str | None, version: int, attrs: Any, escapes: A
     if (version, attrs, escapes) != (1, None, "auto"):
         raise InvalidArgument("version, attrs and escapes belong into each Request.")
     return listed
-
-
-def _iterable(value: object) -> bool:
-    return isinstance(value, Iterable)
 
 
 class _Builder:

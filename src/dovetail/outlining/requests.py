@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import EmptyRegion, InvalidArgument, OverlappingRegions, RegionError, UnknownNode
+from dovetail.errors import EmptyRegion, InvalidArgument, OverlappingRegions, UnknownNode
 from dovetail.graph.describe import makes_tuple
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
@@ -147,7 +148,7 @@ def _complete(index: Index, listed: set[int]) -> set[int]:
         node = nodes[i]
         if makes_tuple(node):
             members.update(at[user] for user in node.users if is_projection(user))
-        if isinstance(node.target, _HIGHER_ORDER):
+        if isinstance(node.target, HigherOrderOperator):
             members.update(at[n] for n in node.all_input_nodes if is_subgraph(root, n))
     # A part of a tuple stays with what makes the tuple: tuples do not cross a region's border.
     return {
@@ -222,13 +223,3 @@ def require_graph(gm: object) -> GraphModule:
             f"expected a torch.fx.GraphModule, got {type(gm).__name__}; `capture` makes one."
         )
     return gm
-
-
-def _higher_order() -> type:
-    from torch._ops import HigherOrderOperator
-
-    return HigherOrderOperator
-
-
-_HIGHER_ORDER = _higher_order()
-__all__ = ["Draft", "POLICIES", "RegionError", "Request", "drafts", "is_projection", "require_graph"]
