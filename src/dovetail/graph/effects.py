@@ -29,6 +29,7 @@ class Effects:
     aliases: tuple[Node, ...] = ()
     state_read: tuple[torch.Tensor, ...] = ()
     state_written: tuple[torch.Tensor, ...] = ()
+    state_shared: tuple[torch.Tensor, ...] = ()  # state that the result may share memory with
     looks: bool = True
     random: bool = False
     world: str = ""
@@ -150,8 +151,10 @@ class BodySummary:
     """What calling a sub-graph does, in terms of its placeholders."""
 
     writes: frozenset[int]
+    returns: frozenset[int]  # placeholders that a result may share memory with
     state_read: tuple[torch.Tensor, ...]
     state_written: tuple[torch.Tensor, ...]
+    state_shared: tuple[torch.Tensor, ...]
     random: bool
     world: str
     barrier: bool
@@ -170,26 +173,25 @@ def summary(body: GraphModule) -> BodySummary:
         return _SUMMARIES[body]
     nodes = list(body.graph.nodes)
     each = [effects(node, body) for node in nodes]
-    written_nodes = {w for e in each for w in e.writes}
     placeholders = [n for n in nodes if n.op == "placeholder"]
-    written: frozenset[int] = frozenset()
+    classes = storages(body, nodes, each)
+    touched = {classes.of(w) for e in each for w in e.writes}
+    returned = {classes.of(n) for n in body.graph.output_node().all_input_nodes}
     state_written = [t for e in each for t in e.state_written]
-    if written_nodes:
-        classes = storages(body, nodes, each)
-        touched = {classes.of(w) for w in written_nodes}
-        written = frozenset(i for i, p in enumerate(placeholders) if classes.of(p) in touched)
-        for node in nodes:
-            if node.op == "get_attr" and classes.of(node) in touched:
-                state_written.extend(_attribute_tensors(body, cast("str", node.target)))
     state_read = [t for e in each for t in e.state_read]
     for node in nodes:
         if node.op == "get_attr":
-            state_read.extend(_attribute_tensors(body, cast("str", node.target)))
+            named = _attribute_tensors(body, cast("str", node.target))
+            state_read.extend(named)
+            if classes.of(node) in touched:
+                state_written.extend(named)
     worlds = [e.world for e in each if e.world]
     found = BodySummary(
-        writes=written,
+        writes=frozenset(i for i, p in enumerate(placeholders) if classes.of(p) in touched),
+        returns=frozenset(i for i, p in enumerate(placeholders) if classes.of(p) in returned),
         state_read=tuple(state_read),
         state_written=tuple(state_written),
+        state_shared=tuple(t for t in state_read if classes.of_state(t) in returned),
         random=any(e.random for e in each),
         world=worlds[0] if worlds else "",
         barrier=any(e.barrier for e in each),
@@ -210,15 +212,18 @@ def _of_module_call(node: Node, root: nn.Module) -> Effects:
         found = summary(module)
         operands = list(node.args)
         written = [n for i in found.writes if i < len(operands) for n in _tensor_nodes(operands[i])]
+        returned = [n for i in found.returns if i < len(operands) for n in _tensor_nodes(operands[i])]
+        if node.kwargs:
+            written, returned = list(node.all_input_nodes) if found.writes else [], list(node.all_input_nodes)
         return Effects(
             writes=tuple(dict.fromkeys(written)),
-            aliases=tuple(node.all_input_nodes),
+            aliases=tuple(dict.fromkeys(returned)),
             state_read=found.state_read,
             state_written=found.state_written,
+            state_shared=found.state_shared,
             random=found.random,
             world=found.world,
             barrier=found.barrier,
-            doubtful_aliases=True,
         )
     if isinstance(module, nn.Module):
         return _of_leaf(node, module)
@@ -234,7 +239,7 @@ def _of_leaf(node: Node, module: nn.Module) -> Effects:
     for part in module.modules():
         known = type(part).__module__.startswith("torch.nn.modules.") or isinstance(part, GraphModule)
         if not known:
-            return Effects(inputs, inputs, read, read, random=True, world="an unknown module")
+            return Effects(inputs, inputs, read, read, read, random=True, world="an unknown module")
         if isinstance(part, (nn.modules.dropout._DropoutNd, nn.RReLU)):
             random |= part.training
         dropout = getattr(part, "dropout", 0)
@@ -279,6 +284,7 @@ def _of_higher_order(node: Node, root: nn.Module) -> Effects:
         aliases=tuple(inputs),
         state_read=tuple(t for s in found for t in s.state_read),
         state_written=tuple(t for s in found for t in s.state_written),
+        state_shared=tuple(t for s in found for t in s.state_shared),
         random=any(s.random for s in found),
         world=next((s.world for s in found if s.world), "a token of order" if name == "with_effects" else ""),
         barrier=any(s.barrier for s in found),

@@ -19,6 +19,8 @@ class Sharing(Protocol):
     def aliases(self) -> tuple[Node, ...]: ...
     @property
     def doubtful_aliases(self) -> bool: ...
+    @property
+    def state_shared(self) -> tuple[torch.Tensor, ...]: ...
 
 
 class Storages:
@@ -77,6 +79,8 @@ def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) ->
         if not (told.doubtful_aliases and _ruled_out(node, told, keys)):
             for other in told.aliases:
                 classes.join(i, position[other])
+        for tensor in told.state_shared:
+            classes.join(i, classes.of_state(tensor))
         for key in keys:
             classes.join(i, seen.setdefault(key, i))
     return classes

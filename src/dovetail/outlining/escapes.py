@@ -12,7 +12,7 @@ from dovetail.graph.describe import makes_tuple, nbytes
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
 from dovetail.graph.spellings import traits
-from dovetail.outlining.requests import Draft, is_projection
+from dovetail.outlining.requests import Draft, is_projection, is_viewed
 
 
 def settle(index: Index, draft: Draft) -> None:
@@ -115,22 +115,21 @@ def _weigh(index: Index, draft: Draft, position: int) -> tuple[str, str]:
     """The default: constants and what is cheaper to redo than to store are cloned, the rest is returned."""
     node = index.nodes[position]
     inputs = node.all_input_nodes
+    if is_viewed(index, position) and not _is_view(index, position):
+        return "output", "a view of it is taken: a clone would not share its memory"
     if not inputs:
         return "duplicate", "a constant"
     for n in inputs:
         i = index.position[n]
         if i in draft.members and all(index.position[u] in draft.members for u in n.users):
             return "output", f"redoing it outside would need '{n.name}' there"
-    told = index.dependencies.effects.get(position)
     value = node.meta.get("val")
     if isinstance(value, (int, torch.SymInt)):
         return "duplicate", "a size costs nothing to read again"
-    if told is not None and told.aliases and not told.looks:
+    if _is_view(index, position):
         return "duplicate", "a view costs nothing to take again"
     if not (traits(node).pointwise if node.op != "call_module" else False):
         return "output", "more than reading and writing to redo"
-    if any(_may_view(index, u) for u in node.users):
-        return "output", "a view of it is taken: a clone would not share its memory"
     reads = _bytes(inputs)
     stores = nbytes(value)
     if reads is None or stores is None:
@@ -143,9 +142,9 @@ def _weigh(index: Index, draft: Draft, position: int) -> tuple[str, str]:
     return "output", f"reading {reads} bytes to redo it costs more than {2 * stores} to store and reload"
 
 
-def _may_view(index: Index, user: Node) -> bool:
-    told = index.dependencies.effects.get(index.position[user])
-    return told is not None and bool(told.aliases) and not told.doubtful_aliases
+def _is_view(index: Index, position: int) -> bool:
+    told = index.dependencies.effects.get(position)
+    return told is not None and bool(told.aliases) and not told.looks
 
 
 def _bytes(nodes: list[Node]) -> int | None:

@@ -226,6 +226,7 @@ class _Opener:
             new.meta = dict(old.meta)
             inputs.append(new)
         inner = self._inside(frame, node, call, inputs, f"{path}/", frame.opened)
+        inner.parent = None  # what stands outside the body cannot be written into it
         self._read(inner, sheet)
         outputs = [inner.env[n] for n in results(body)]
         sheet.graph.output(tuple(outputs))

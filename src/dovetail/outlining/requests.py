@@ -209,12 +209,14 @@ def _shareable(index: Index, position: int, *claims: Draft) -> bool:
         return True
     told = index.dependencies.effects.get(position)
     pure = told is None or told.pure
-    return (
-        pure
-        and not node.all_input_nodes
-        and position not in index.dependencies.written
-        and not makes_tuple(node)
-    )
+    fixed = not node.all_input_nodes and position not in index.dependencies.written
+    return pure and fixed and not makes_tuple(node) and not is_viewed(index, position)
+
+
+def is_viewed(index: Index, position: int) -> bool:
+    """Whether a view of a value is taken: a clone of the value would not share memory with it."""
+    told = [index.dependencies.effects.get(index.position[user]) for user in index.nodes[position].users]
+    return any(e is not None and e.aliases and not e.doubtful_aliases for e in told)
 
 
 def require_graph(gm: object) -> GraphModule:
