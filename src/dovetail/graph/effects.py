@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -126,7 +127,7 @@ def _of_call(node: Node, traits: Traits) -> Effects:
     if traits.opaque:
         writes = aliases = tuple(node.all_input_nodes)
     elif traits.aliases is None:
-        aliases, doubtful = tuple(node.all_input_nodes), node.op == "call_function"
+        aliases, doubtful = tuple(node.all_input_nodes), node.target is not operator.getitem
     elif traits.aliases:
         named = [n for name in traits.aliases for n in _tensor_nodes(traits.argument(node, name))]
         aliases = tuple(dict.fromkeys(named))
@@ -137,13 +138,19 @@ def _of_call(node: Node, traits: Traits) -> Effects:
     return Effects(
         writes=writes,
         aliases=aliases,
-        looks=traits.looks,
+        looks=traits.looks and not (node.target is operator.getitem and _is_basic(node.args[1])),
         random=traits.opaque or (traits.random and traits.holds(traits.random_if, node)),
         world=traits.world,
         barrier=traits.barrier,
         reshapes_in_place=traits.reshapes_in_place,
         doubtful_aliases=doubtful,
     )
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether indexing by this takes a part of a tuple or a view of a tensor, and so reads no data."""
+    items = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or type(i) is int or isinstance(i, slice) for i in items)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,8 +115,11 @@ def of_overload(op: OpOverload) -> Traits:
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     writes = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
+    # An argument that becomes part of a list of views, as split's does, is annotated with what comes after.
     aliases: tuple[str, ...] | None = tuple(
-        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.before_set & returned
+        a.name
+        for a in schema.arguments
+        if a.alias_info is not None and (a.alias_info.before_set & returned or "*" in a.alias_info.after_set)
     )
     writes_if = None
     if namespace == "aten" and name in _UPDATES_STATISTICS:

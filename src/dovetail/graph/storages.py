@@ -76,7 +76,7 @@ def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) ->
             if isinstance(value, torch.Tensor):
                 classes.join(i, classes.of_state(value))
         told = each[i]
-        if not (told.doubtful_aliases and _ruled_out(node, told, keys)):
+        if may_share(node, told):
             for other in told.aliases:
                 classes.join(i, position[other])
         for tensor in told.state_shared:
@@ -92,6 +92,13 @@ def _storage_keys(value: Any) -> list[int]:
     if isinstance(value, (tuple, list)):
         return [storage_key(v) for v in cast("Sequence[Any]", value) if isinstance(v, torch.Tensor)]
     return []
+
+
+def may_share(node: Node, told: Sharing) -> bool:
+    """Whether the result may share memory with what `told` names, as far as schemas and values tell."""
+    if not told.aliases:
+        return False
+    return not (told.doubtful_aliases and _ruled_out(node, told, _storage_keys(node.meta.get("val"))))
 
 
 def _ruled_out(node: Node, told: Sharing, keys: list[int]) -> bool:

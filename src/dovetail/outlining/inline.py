@@ -156,7 +156,7 @@ class _Opener:
         for name in unused & self.bodies.added.keys():
             new._modules.pop(name)
         _restore_order(new, sheet)
-        ranks = {node.name: fact.rank for node, fact in sheet.facts.items()} if left else None
+        ranks = {node.name: sheet.facts[node].rank for node in graph.nodes} if left else None
         for node, fact in sheet.facts.items():
             if fact.clone or clone_of(node):
                 mark_clone(node, fact.name if fact.clone and left else None)

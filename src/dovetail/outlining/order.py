@@ -18,23 +18,14 @@ def ascending(ranks: Sequence[float]) -> bool:
 
 
 def read_ranks(index: Index, state: State) -> tuple[int, list[int]]:
-    """The epoch and the rank of each position, such that listing by rank gives the graph as it is listed now.
+    """The epoch and the rank of each position.
 
-    A graph that was edited by others since is ranked anew, in a new epoch.
+    A graph that was edited by others since the last step is ranked anew, by its listing, in a new epoch.
     """
     table = state.ranks
-    if table is not None:
-        known = [table.get(node.name) for node in index.nodes]
-        if None not in known:
-            ranks: list[int] = known  # pyright: ignore[reportAssignmentType]
-            if ascending(ranks) or _is_listed_by_rank(index, ranks):
-                return state.epoch, ranks
+    if table is not None and list(table) == [node.name for node in index.nodes]:
+        return state.epoch, list(table.values())
     return state.epoch + 1, _fresh(index.nodes)
-
-
-def _is_listed_by_rank(index: Index, ranks: list[int]) -> bool:
-    wanted = [priority(node, rank) for node, rank in zip(index.nodes, ranks, strict=True)]
-    return list_by_rank(index.before, wanted) == list(range(len(ranks)))
 
 
 def priority(node: Node, rank: float) -> float:

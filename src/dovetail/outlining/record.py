@@ -112,7 +112,10 @@ def mark_clone(node: Node, original: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a graph remembers of outlining: the next number per kind, and each node's place in the original order."""
+    """What a graph remembers of outlining: the next number per kind, and each node's place in the original order.
+
+    `ranks` is in the order of the listing, so that an edit by others can be told.
+    """
 
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
     ranks: Mapping[str, int] | None = None

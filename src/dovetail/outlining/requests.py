@@ -18,6 +18,7 @@ from dovetail.graph.describe import makes_tuple
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
 from dovetail.graph.module import attribute
+from dovetail.graph.storages import may_share
 from dovetail.outlining.record import Identity, make_identity
 
 _TRACED_CONSTANT = re.compile(
@@ -215,8 +216,11 @@ def _shareable(index: Index, position: int, *claims: Draft) -> bool:
 
 def is_viewed(index: Index, position: int) -> bool:
     """Whether a view of a value is taken: a clone of the value would not share memory with it."""
-    told = [index.dependencies.effects.get(index.position[user]) for user in index.nodes[position].users]
-    return any(e is not None and e.aliases and not e.doubtful_aliases for e in told)
+    found = index.dependencies.effects
+    users = index.nodes[position].users
+    return any(
+        may_share(user, told) for user in users if (told := found.get(index.position[user])) is not None
+    )
 
 
 def require_graph(gm: object) -> GraphModule:
