@@ -27,9 +27,15 @@ def form(graph: torch.fx.GraphModule) -> list[Any]:
     position = {node: f"%{i}" for i, node in enumerate(graph.graph.nodes)}
 
     def shown(value: Any) -> Any:
-        return torch.fx.node.map_aggregate(value, lambda v: position[v] if isinstance(v, torch.fx.Node) else v)
+        return torch.fx.node.map_aggregate(
+            value, lambda v: position[v] if isinstance(v, torch.fx.Node) else v
+        )
 
-    return [(n.op, str(n.target), shown(n.args), shown(n.kwargs)) for n in graph.graph.nodes if n.op != "placeholder"]
+    return [
+        (n.op, str(n.target), shown(n.args), shown(n.kwargs))
+        for n in graph.graph.nodes
+        if n.op != "placeholder"
+    ]
 
 
 def captured(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
@@ -44,7 +50,11 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     ),
     "sum": (lambda x: x.sum(-1), lambda x: torch.sum(x, dim=(2,), keepdim=False)),
     "mean": (lambda x: x.mean((-1, -2)), lambda x: x.mean(dim=[2, 1], keepdim=False, dtype=torch.float32)),
-    "transpose": (lambda x: x.transpose(-1, -2) + 1, lambda x: x.transpose(2, 1) + 1, lambda x: x.swapaxes(2, 1) + 1),
+    "transpose": (
+        lambda x: x.transpose(-1, -2) + 1,
+        lambda x: x.transpose(2, 1) + 1,
+        lambda x: x.swapaxes(2, 1) + 1,
+    ),
     "view": (lambda x: x.view(6, -1) + 1, lambda x: x.reshape(6, 4) + 1, lambda x: x.flatten(0, 1) + 1),
     "reshape after transpose": (
         lambda x: x.transpose(1, 2).reshape(2, 12) + 1,
@@ -54,7 +64,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     "slice": (
         lambda x: x[:, 1:] + 1,
         lambda x: x[:, 1:3] + 1,
-        lambda x: x[:, -2:sys.maxsize] + 1,
+        lambda x: x[:, -2 : sys.maxsize] + 1,
         lambda x: x.narrow(1, 1, 2) + 1,
     ),
     "select": (lambda x: x[-1] + 1, lambda x: x[1] + 1, lambda x: x.select(0, -1) + 1),
@@ -73,7 +83,9 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     ),
     "zeros like": (
         lambda x: x + torch.zeros_like(x),
-        lambda x: x + torch.zeros_like(x, dtype=torch.float32, device="cpu", memory_format=torch.preserve_format),
+        lambda x: (
+            x + torch.zeros_like(x, dtype=torch.float32, device="cpu", memory_format=torch.preserve_format)
+        ),
     ),
     "layer norm": (
         lambda x: F.layer_norm(x, (4,)),

@@ -153,7 +153,9 @@ def test_a_graph_is_kept_and_given_values(make: Any) -> None:
     torch.manual_seed(0)
     mine = graph(X)
     torch.manual_seed(0)
-    assert torch.equal(mine[0] if isinstance(mine, tuple) else mine, _first(make()(X)) if make is not traced else mine)
+    assert torch.equal(
+        mine[0] if isinstance(mine, tuple) else mine, _first(make()(X)) if make is not traced else mine
+    )
 
 
 def _first(result: Any) -> Any:
@@ -203,7 +205,7 @@ def test_wrong_example_inputs_name_the_users_line() -> None:
     module = traced()
     linear = next(n for n in module.graph.nodes if n.name == "linear")
     linear.meta["stack_trace"] = f'  File "{__file__}", line 3, in forward\n    y = linear(x)\n'
-    with pytest.raises(CaptureError, match="test_capture_kinds.py:3 in forward"):
+    with pytest.raises(CaptureError, match=r"test_capture_kinds\.py:3 in forward"):
         capture(module, (X[:, :2],))
 
 

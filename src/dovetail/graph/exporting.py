@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, cast
 
 import torch
+import torch.fx.node as fx_node
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
@@ -24,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CaptureError
-from dovetail.graph import blame, gradmode, watching
+from dovetail.graph import batchnorm, blame, gradmode, watching
 from dovetail.graph.quieting import noise_kept, quiet, rng_kept
 from dovetail.graph.specs import dict_of, leaf_spec, tuple_of
 
@@ -103,11 +105,28 @@ def decompose(program: ExportedProgram) -> Exported:
         kept = _kept_draws(program.graph)
         flat = _called_flat(program, kept)
         names = _input_names(program)
-        with noise_kept() as noise:
+        with noise_kept() as noise, _effects_kept(program.graph):
             try:
-                return Exported(flat.run_decompositions({}), aliases, names, in_spec, out_spec)
+                decomposed = flat.run_decompositions({})
             except Exception as error:
                 raise _translated(error, noise) from error
+        batchnorm.choose_kernel_as_eager(decomposed.graph)
+        return Exported(decomposed, aliases, names, in_spec, out_spec)
+
+
+@contextlib.contextmanager
+def _effects_kept(graph: Graph) -> Generator[None]:
+    """Keep operators that return nothing: whatever they are called for is not to be seen in the graph."""
+    known = fx_node._side_effectful_functions
+    silent = {
+        n.target for n in graph.nodes if isinstance(n.target, OpOverload) and not n.target._schema.returns
+    }
+    added = silent - known
+    known.update(added)
+    try:
+        yield
+    finally:
+        known.difference_update(added)
 
 
 def _input_names(program: ExportedProgram) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -117,11 +116,3 @@ def _holds_tensor(value: object) -> bool:
 
 def _is_mutating(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
-def blocks_of(module: GraphModule, name: str) -> Iterator[Node]:
-    """Every call of the higher-order operator `name`, in the graph and in those inside it."""
-    for owner in [module, *_inner_graphs(module)]:
-        for node in owner.graph.nodes:
-            if node.op == "call_function" and getattr(node.target, "__name__", "") == name:
-                yield node

@@ -31,6 +31,7 @@ _OWN = frozenset(
     }
 )
 _CONTAINERS = (list, dict, set)
+_BOOKS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _MISSING = object()
 _REAL = (Tensor, nn.Parameter)
 # Formulas of torch itself that tracing keeps, or that only save memory.
@@ -160,10 +161,14 @@ def _contents(module: nn.Module) -> dict[str, Any]:
 
 def _compare(before: _Snapshot, seen: Seen) -> None:
     for path, module, attributes, contents in before:
+        if type(module).__module__.startswith("torch."):
+            continue  # torch's own layers keep books on their weights, which the exporter swaps
         now = module.__dict__
         for name in [k for k in now if k not in _OWN and k not in attributes]:
             _note_attribute(seen, path, module, name, now[name])
         for name, old in attributes.items():
+            if name in _BOOKS:
+                continue
             new = now.get(name, _MISSING)
             if new is not old and not _same(old, new):
                 _note_attribute(seen, path, module, name, new)
