@@ -13,9 +13,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from dovetail.errors import CallMismatch
-from dovetail.graph.calling import convention_of
 from dovetail.graph.capture import capture
-from dovetail.graph.quieting import quiet
+from dovetail.graph.capturing.calling import convention_of
+from dovetail.graph.capturing.quieting import quiet
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
 

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dovetail.errors import CaptureError
 from dovetail.graph.capture import capture
+from dovetail.graph.capturing.quieting import quiet
 from dovetail.graph.module import Program
-from dovetail.graph.quieting import quiet
 
 X = torch.randn(3, 4)
 LAYER = nn.Linear(4, 4)

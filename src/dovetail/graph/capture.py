@@ -12,13 +12,13 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, InvalidArgument
-from dovetail.graph import callables, exporting, specs, trees
-from dovetail.graph import skeleton as skeletons
-from dovetail.graph.calling import Convention, ModelCodeGen
 from dovetail.graph.canonical import canonicalise
-from dovetail.graph.expecting import expect, overlap
+from dovetail.graph.capturing import callables, exporting, specs, trees
+from dovetail.graph.capturing import skeleton as skeletons
+from dovetail.graph.capturing.calling import Convention, ModelCodeGen
+from dovetail.graph.capturing.expecting import expect, overlap
+from dovetail.graph.capturing.unlift import Unlifted, unlift
 from dovetail.graph.module import CANONICAL, Program
-from dovetail.graph.unlift import Unlifted, unlift
 from dovetail.graph.values import fill_values
 
 

@@ -128,13 +128,11 @@ def _of_call(node: Node, traits: Traits) -> Effects:
         writes = aliases = tuple(node.all_input_nodes)
     elif traits.aliases is None:
         aliases, doubtful = tuple(node.all_input_nodes), node.target is not operator.getitem
-    elif traits.aliases:
+    else:
         named = [n for name in traits.aliases for n in _tensor_nodes(traits.argument(node, name))]
         aliases = tuple(dict.fromkeys(named))
-    elif traits.composite:
-        aliases, doubtful = tuple(node.all_input_nodes), True
-    else:
-        aliases = ()
+        if not aliases and traits.composite:
+            aliases, doubtful = tuple(node.all_input_nodes), True
     return Effects(
         writes=writes,
         aliases=aliases,

@@ -97,7 +97,7 @@ _UPDATES_STATISTICS = frozenset(
         "_batch_norm_impl_index",
     }
 )
-_UNDECLARED_VIEWS = frozenset({"_unsafe_view"})
+_UNDECLARED_VIEWS = frozenset({"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"})
 _UNTAGGED_RANDOM = frozenset({"_no_grad_normal_", "_no_grad_uniform_"})
 
 
@@ -187,7 +187,7 @@ def of_packet(packet: OpOverloadPacket) -> Traits:
     each = [t for t in each if "out" not in t.writes] or each
     first = each[0]
     parameters = max((t.parameters for t in each), key=len)
-    aliases: set[str] = set()
+    aliases = {"out"}
     for t in each:
         aliases.update(t.aliases or ())
     traits = {

@@ -127,7 +127,9 @@ def of_function(function: Any) -> Traits:
     if function is operator.getitem or function is getattr:
         return _python(_named(function), aliases=None, looks=function is operator.getitem)
     if function is operator.setitem or function is operator.delitem:
-        return _python(_named(function), parameters=("self", "index", "value"), writes=("self",))
+        return _python(
+            _named(function), parameters=("self", "index", "value"), writes=("self",), aliases=("self",)
+        )
     if module in ("_operator", "operator"):
         if name in _IN_PLACE_OPERATORS:
             return _python(

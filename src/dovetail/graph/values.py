@@ -15,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.errors import CaptureError
-from dovetail.graph import blame
+from dovetail.graph.capturing import blame
+from dovetail.graph.capturing.quieting import noise_kept, rng_kept
 from dovetail.graph.module import Program, copy_graph, rebuild
-from dovetail.graph.quieting import noise_kept, rng_kept
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.linear})

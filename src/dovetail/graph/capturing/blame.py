@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-_OURS = str(Path(__file__).resolve().parents[1])
+_OURS = str(Path(__file__).resolve().parents[2])
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 

@@ -17,9 +17,9 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CallMismatch
-from dovetail.graph.expecting import Expectations
-from dovetail.graph.specs import Slot, children, describe_spec, pack, unpack
-from dovetail.graph.trees import Carried, hand_back, split_at
+from dovetail.graph.capturing.expecting import Expectations
+from dovetail.graph.capturing.specs import Slot, children, describe_spec, pack, unpack
+from dovetail.graph.capturing.trees import Carried, hand_back, split_at
 
 NAME = "_dovetail_call"
 GIVEN = "_dovetail_given"

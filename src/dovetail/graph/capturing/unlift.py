@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import CaptureError
-from dovetail.graph import blame, skeleton
-from dovetail.graph.exporting import Exported, fresh_like, storage_of
+from dovetail.graph.capturing import blame, skeleton
+from dovetail.graph.capturing.exporting import Exported, fresh_like, storage_of
 from dovetail.graph.module import Program, copy_node, rebuild
 from dovetail.graph.normalform import op_name, viewed_operand
 

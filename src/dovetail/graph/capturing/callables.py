@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from dovetail.graph import specs
+from dovetail.graph.capturing import specs
 
 
 def signature_of(model: Callable[..., Any], positional: int, keywords: Sequence[str]) -> inspect.Signature:

@@ -17,7 +17,7 @@ from torch.autograd.grad_mode import inference_mode
 from torch.overrides import TorchFunctionMode
 
 from dovetail.errors import CaptureError
-from dovetail.graph import blame, trees
+from dovetail.graph.capturing import blame, trees
 
 _OWN = frozenset(
     {

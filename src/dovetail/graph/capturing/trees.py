@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-from dovetail.graph.specs import children, context_of
+from dovetail.graph.capturing.specs import children, context_of
 
 
 def prepare() -> None:

@@ -26,9 +26,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CaptureError
-from dovetail.graph import batchnorm, blame, gradmode, watching
-from dovetail.graph.quieting import noise_kept, quiet, rng_kept
-from dovetail.graph.specs import dict_of, leaf_spec, tuple_of
+from dovetail.graph.capturing import batchnorm, blame, gradmode, watching
+from dovetail.graph.capturing.quieting import noise_kept, quiet, rng_kept
+from dovetail.graph.capturing.specs import dict_of, leaf_spec, tuple_of
 
 _LEAF = leaf_spec()
 _log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The steps from a model to a graph; `dovetail.graph.capture` puts them in order."""
