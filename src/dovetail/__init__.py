@@ -17,7 +17,7 @@ from dovetail.errors import (
 )
 from dovetail.graph.capture import capture
 from dovetail.graph.check import check
-from dovetail.graph.effects import declare
+from dovetail.graph.declaring import declare
 from dovetail.graph.text import diff, text
 from dovetail.outlining.inline import inline
 from dovetail.outlining.outline import outline

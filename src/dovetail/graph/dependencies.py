@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from dovetail.graph.effects import DECLARED, PURE, Effects, effects
+from dovetail.graph.effects import PURE, Effects, Reader
 from dovetail.graph.storages import storages
 
 
@@ -26,7 +26,7 @@ class Dependencies:
     before: dict[int, list[int]]
     effects: dict[int, Effects]
     written: set[int] = field(default_factory=set[int])
-    shared: dict[int, int] = field(default_factory=dict[int, int])
+    switches_modes: bool = False
 
     def why(self, first: int, second: int) -> str:
         """Why the effect edge between two positions is there."""
@@ -62,12 +62,12 @@ def dependencies(root: nn.Module, nodes: list[Node], position: dict[Node, int] |
     _chain(edges, [i for i, e in found.items() if e.random])
     _chain(edges, [i for i, e in found.items() if e.world])
     written: set[int] = set()
-    shared: dict[int, int] = {}
     if any(e.writes or e.state_written for e in found.values()):
-        written, shared = _order_memory(root, nodes, position, found, edges)
-    if any(e.barrier for e in found.values()):
+        written = _order_memory(root, nodes, found, edges)
+    switches_modes = any(e.barrier for e in found.values())
+    if switches_modes:
         _order_barriers(nodes, found, edges)
-    return Dependencies(nodes, position, edges, found, written, shared)
+    return Dependencies(nodes, position, edges, found, written, switches_modes)
 
 
 class _Cheap:
@@ -76,15 +76,15 @@ class _Cheap:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._plain: dict[Any, bool] = {}
-        self._declared = bool(getattr(root, "meta", {}).get(DECLARED))
+        self._reader = Reader(root)
 
     def __call__(self, node: Node) -> Effects:
-        if node.op != "call_function" or self._declared:
-            return effects(node, self._root)
+        if node.op != "call_function" or self._reader.declared:
+            return self._reader.effects(node, self._root)
         plain = self._plain.get(node.target)
         if plain:
             return PURE
-        told = effects(node, self._root)
+        told = self._reader.effects(node, self._root)
         if plain is None:
             self._plain[node.target] = told is PURE
         return told
@@ -98,10 +98,9 @@ def _chain(edges: dict[int, list[int]], positions: list[int]) -> None:
 def _order_memory(
     root: nn.Module,
     nodes: list[Node],
-    position: dict[Node, int],
     found: dict[int, Effects],
     edges: dict[int, list[int]],
-) -> tuple[set[int], dict[int, int]]:
+) -> set[int]:
     """Reads and writes of one memory keep their order. Returns the positions whose memory is written."""
     classes = storages(root, nodes, [found.get(i, PURE) for i in range(len(nodes))])
     written = {classes.of(w) for e in found.values() for w in e.writes}
@@ -126,8 +125,7 @@ def _order_memory(
             if before:
                 edges.setdefault(i, []).extend(b for b in before if b != i)
             last_write[c] = i
-    shared = {i: classes.of(node) for i, node in enumerate(nodes)}
-    return {i for i, c in shared.items() if c in written}, shared
+    return {i for i, node in enumerate(nodes) if classes.of(node) in written}
 
 
 def _order_barriers(nodes: list[Node], found: dict[int, Effects], edges: dict[int, list[int]]) -> None:

@@ -149,10 +149,18 @@ class Body(Program):
         inner = {n: m.refreshed(owner) for n, m in self._modules.items() if isinstance(m, Body)}
         if not stale and all(self._modules[n] is m for n, m in inner.items()):
             return self
-        new: Body = _with_graph(Body, self, copy_graph(self.graph))
+        new = self.copied()
         new.__dict__.update(stale)
         new._modules.update(inner)
         return new
+
+    def copied(self) -> Body:
+        """Another body with the same graph and the same borrowed objects, to be changed before it is used."""
+        return _with_graph(Body, self, copy_graph(self.graph))
+
+    @property
+    def is_marked_impure(self) -> bool:
+        return bool(self.__dict__.get("_is_impure"))
 
     def mark_impure(self, impure: bool) -> None:
         """Tell FX's dead-code elimination whether a call must stay when nobody reads its results."""

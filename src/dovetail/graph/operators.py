@@ -126,9 +126,16 @@ def of_overload(op: OpOverload) -> Traits:
         writes, writes_if = ("running_mean", "running_var"), Flag(("training", "use_input_stats"))
     if name in _UNDECLARED_VIEWS:
         aliases = ("self",)
+    if name == "set_" and "source" in parameters:
+        aliases = ("self", "source")
+    if namespace in _COLLECTIVES and name == "wait_tensor":
+        # Before it the memory is not there to be read: what reads it stays behind.
+        writes = aliases = parameters[:1]
     tags = set(op.tags)
     composite = op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    composite = composite or getattr(torch.Tag, "maybe_aliasing_or_mutating", None) in tags
+    if getattr(torch.Tag, "maybe_aliasing_or_mutating", None) in tags and not aliases:
+        # Tagged since its result may be its very input; values made by a decomposition may say otherwise.
+        aliases = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
     random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED_RANDOM
     random_if = Flag(tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters))
     world = _world(namespace, name, has_results=bool(schema.returns), writes=bool(writes))

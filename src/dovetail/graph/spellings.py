@@ -6,9 +6,7 @@ Tensor method, `F.dropout`. All of them resolve to `Traits`, so that analyses ne
 
 from __future__ import annotations
 
-import builtins
 import functools
-import math
 import operator
 import types
 from typing import Any
@@ -35,43 +33,10 @@ _IN_PLACE_OPERATORS = frozenset(
         "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()  # noqa: SIM905
     )
 )
-_PURE_BUILTINS = frozenset(
-    {
-        *(
-            getattr(builtins, n)
-            for n in [
-                "len",
-                "int",
-                "float",
-                "bool",
-                "abs",
-                "max",
-                "min",
-                "sum",
-                "slice",
-                "tuple",
-                "list",
-                "range",
-                "round",
-            ]
-        ),
-        *(
-            getattr(builtins, n)
-            for n in [
-                "isinstance",
-                "type",
-                "str",
-                "dict",
-                "zip",
-                "complex",
-                "divmod",
-                "pow",
-                "all",
-                "any",
-                "sorted",
-            ]
-        ),
-    }
+_NUMBER_BUILTINS = frozenset({len, int, float, bool, slice, range, isinstance, type, str, complex})
+# What these return may be one of the tensors they were given, or hold it.
+_GATHERING_BUILTINS = frozenset(
+    {tuple, list, dict, zip, sorted, max, min, sum, abs, round, divmod, pow, all, any}
 )
 _MODE_SWITCHES = frozenset(
     {
@@ -139,9 +104,13 @@ def of_function(function: Any) -> Traits:
                 aliases=("self",),
                 pointwise=True,
             )
+        if name == "pos":
+            return _python(_named(function), parameters=("self",), aliases=("self",))
         return _python(_named(function), pointwise=name != "matmul", plain=True)
-    if module == "math" or function in (math.sqrt, math.ceil) or function in _PURE_BUILTINS:
+    if module == "math" or function in _NUMBER_BUILTINS:
         return _python(_named(function), plain=True)
+    if function in _GATHERING_BUILTINS:
+        return _python(_named(function), aliases=None)
     if name in _MODE_SWITCHES and module.startswith("torch"):
         return _python(_named(function), barrier=True, world="a switch of modes")
     if function is print:
@@ -182,7 +151,7 @@ def _packet(name: str) -> OpOverloadPacket | None:
     return found if isinstance(found, OpOverloadPacket) else None
 
 
-_PURE_METHODS = frozenset(
+_NUMBER_METHODS = frozenset(
     [
         "size",
         "dim",
@@ -200,8 +169,49 @@ _PURE_METHODS = frozenset(
         "is_complex",
         "data_ptr",
         "__len__",
-        "backward_hooks",
+        "__bool__",
+        "__int__",
+        "__float__",
         "is_cuda",
+        "is_signed",
+    ]
+)
+# Methods that Tensor has beside its operators and that do nothing but return a value, perhaps the tensor itself.
+_VALUE_METHODS = frozenset(
+    [
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "short",
+        "char",
+        "byte",
+        "bool",
+        "cpu",
+        "cuda",
+        "type",
+        "to",
+        "split",
+        "unique",
+        "unique_consecutive",
+        "unflatten",
+        "norm",
+        "stft",
+        "istft",
+        "lu",
+        "new_tensor",
+        "new",
+        "expand_as",
+        "view_as",
+        "reshape_as",
+        "type_as",
+        "numpy",
+        "refine_names",
+        "align_to",
+        "rename",
+        "contiguous",
     ]
 )
 
@@ -209,7 +219,7 @@ _PURE_METHODS = frozenset(
 @functools.cache
 def of_method(name: str) -> Traits:
     """What a Tensor method of this name does; one that torch does not have may do anything."""
-    if name in _PURE_METHODS:
+    if name in _NUMBER_METHODS:
         return _python(name, plain=True)
     packet = _packet(name)
     if packet is not None:
@@ -218,12 +228,13 @@ def of_method(name: str) -> Traits:
         return of_function(operator.setitem)
     if name == "__getitem__":
         return of_function(operator.getitem)
-    if hasattr(torch.Tensor, name):
-        in_place = name.endswith("_") and not name.endswith("__")
-        in_place = in_place or (
-            name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "pow")
-        )
-        return _python(name, parameters=("self",), writes=("self",) if in_place else (), aliases=None)
+    operator_name = name.removeprefix("__").removesuffix("__")
+    if name.startswith("__i") and operator_name in _IN_PLACE_OPERATORS:
+        return _python(name, parameters=("self",), writes=("self",), aliases=("self",))
+    if name in _VALUE_METHODS or (
+        name.startswith("__") and hasattr(operator, operator_name.removeprefix("r"))
+    ):
+        return _python(name, aliases=None)
     return unknown(name)
 
 
@@ -246,3 +257,25 @@ def _higher_order(target: HigherOrderOperator) -> Traits:
     if target.name() == "print":
         return Traits(name="print", world="a print")
     return Traits(name=target.name(), higher_order=True, aliases=None)
+
+
+def target_name(node: Node) -> str:
+    """The name of what a node calls, the same in every process: `aten.add.Tensor`, `torch.relu`, `.view`."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return f".{target}" if node.op == "call_method" else target
+    return qualified_name(target)
+
+
+def qualified_name(target: Any) -> str:
+    """The name of an operator or function, the same in every process."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    module = getattr(target, "__module__", None) or getattr(
+        getattr(target, "__self__", None), "__module__", "torch"
+    )
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__
+    name = name.removeprefix("_VariableFunctionsClass.").removeprefix("_VariableFunctions.")
+    return f"{'operator' if module == '_operator' else module}.{name}"

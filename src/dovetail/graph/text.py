@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument
 from dovetail.graph.describe import short
-from dovetail.graph.effects import target_name
 from dovetail.graph.module import REGION, attribute
+from dovetail.graph.spellings import target_name
 
 
 def text(gm: GraphModule) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.graph.describe import describe
-from dovetail.graph.effects import summary
+from dovetail.graph.effects import declared_in, summary
 from dovetail.graph.module import Body, attribute, copy_node, make_body
 from dovetail.outlining.record import call_of
 
@@ -165,7 +165,7 @@ def _build(
     body.training = root.training
     for name, (value, target) in borrowed.items():
         body.borrow(name, value, target)
-    told = summary(body)
+    told = summary(body, declared_in(root))
     body.mark_impure(told.acts)
     return body
 

@@ -106,7 +106,7 @@ def _why_not_clone(index: Index, position: int) -> str:
         return "its memory is written in this graph"
     if any(index.position[n] in dependencies.written for n in node.all_input_nodes):
         return "it reads memory that is written in this graph"
-    if any(e.barrier for e in dependencies.effects.values()):
+    if dependencies.switches_modes:
         return "modes are switched in this graph"
     return ""
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.graph.describe import describe, symbol_ranges
-from dovetail.graph.effects import target_name
 from dovetail.graph.module import Body, attribute
+from dovetail.graph.spellings import target_name
 from dovetail.outlining.bodies import Refs, literal, results
 from dovetail.outlining.record import call_of
 

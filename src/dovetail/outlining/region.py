@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidGraph
-from dovetail.graph.effects import summary
+from dovetail.graph.effects import declared_in, summary
 from dovetail.graph.module import attribute
 from dovetail.outlining.key import key_of
 from dovetail.outlining.record import Call, Escape, call_of
@@ -55,48 +56,52 @@ class Region:
 def regions(gm: GraphModule, *, kind: str | None = None, nested: bool = False) -> list[Region]:
     """The regions a graph calls, in execution order; with `nested`, those inside them right after each."""
     require_graph(gm)
-    found: list[Region] = []
+    collector = _Collector(declared_in(gm), nested)
     for node in gm.graph.nodes:
         call = call_of(node.meta)
         if call is not None:
-            _collect(gm, node, call, node.name, nested, found)
-    return [r for r in found if kind is None or r.kind == kind]
+            collector.collect(gm, node, call, node.name)
+    return [r for r in collector.found if kind is None or r.kind == kind]
 
 
-def _collect(
-    owner: GraphModule, node: Node, call: Call, name: str, nested: bool, found: list[Region]
-) -> None:
-    body = attribute(owner, cast("str", node.target))
-    if not isinstance(body, GraphModule):
-        raise InvalidGraph(f"the region calls '{node.target}', which is not a graph", node.name)
-    found.append(_snapshot(node, call, body, name))
-    if not nested:
-        return
-    inside = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
-    for inner_node, member in zip(inside, call.members, strict=True):
-        inner = call_of(member.meta)
-        if inner is not None:
-            _collect(body, inner_node, inner, f"{name}/{member.name}", nested, found)
+class _Collector:
+    def __init__(self, declared: Mapping[str, str], nested: bool) -> None:
+        self.declared, self.nested = declared, nested
+        self.found: list[Region] = []
 
+    def collect(self, owner: GraphModule, node: Node, call: Call, name: str) -> None:
+        body = attribute(owner, cast("str", node.target))
+        if not isinstance(body, GraphModule):
+            raise InvalidGraph(f"the region calls '{node.target}', which is not a graph", node.name)
+        self.found.append(self._snapshot(node, call, body, name))
+        if not self.nested:
+            return
+        inside = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
+        if len(inside) != len(call.members):
+            raise InvalidGraph("the body does not fit its call: one of them was edited since", node.name)
+        for inner_node, member in zip(inside, call.members, strict=True):
+            inner = call_of(member.meta)
+            if inner is not None:
+                self.collect(body, inner_node, inner, f"{name}/{member.name}")
 
-def _snapshot(node: Node, call: Call, body: GraphModule, name: str) -> Region:
-    results = [u for u in node.users if is_projection(u)]
-    return Region(
-        name=name,
-        kind=call.identity.kind,
-        version=call.identity.version,
-        attrs=json.loads(call.identity.attrs),
-        body=body,
-        node=node,
-        inputs=tuple(cast("Node", a) for a in node.args),
-        outputs=tuple(sorted(results, key=lambda n: cast("int", n.args[1]))),
-        nodes=_originals(call),
-        escapes=dict(call.escapes),
-        effects=_effects(body),
-        rule=call.rule,
-        round=call.round,
-        backend=call.backend,
-    )
+    def _snapshot(self, node: Node, call: Call, body: GraphModule, name: str) -> Region:
+        results = [u for u in node.users if is_projection(u)]
+        return Region(
+            name=name,
+            kind=call.identity.kind,
+            version=call.identity.version,
+            attrs=json.loads(call.identity.attrs),
+            body=body,
+            node=node,
+            inputs=tuple(cast("Node", a) for a in node.args),
+            outputs=tuple(sorted(results, key=lambda n: cast("int", n.args[1]))),
+            nodes=_originals(call),
+            escapes=dict(call.escapes),
+            effects=_effects(body, self.declared),
+            rule=call.rule,
+            round=call.round,
+            backend=call.backend,
+        )
 
 
 def _originals(call: Call) -> tuple[str, ...]:
@@ -113,8 +118,8 @@ def _originals(call: Call) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _effects(body: GraphModule) -> tuple[str, ...]:
-    told = summary(body)
+def _effects(body: GraphModule, declared: Mapping[str, str]) -> tuple[str, ...]:
+    told = summary(body, declared)
     words = ["writes"] if told.writes or told.state_written else []
     if told.random:
         words.append("random")
