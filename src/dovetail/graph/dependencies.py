@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import Node
 
 from dovetail.graph.effects import PURE, Effects, Reader
+from dovetail.graph.spellings import traits
 from dovetail.graph.storages import storages
 
 
@@ -79,15 +80,13 @@ class _Cheap:
         self._reader = Reader(root)
 
     def __call__(self, node: Node) -> Effects:
-        if node.op != "call_function" or self._reader.declared:
-            return self._reader.effects(node, self._root)
-        plain = self._plain.get(node.target)
-        if plain:
-            return PURE
-        told = self._reader.effects(node, self._root)
-        if plain is None:
-            self._plain[node.target] = told is PURE
-        return told
+        if node.op == "call_function" and not self._reader.declared:
+            plain = self._plain.get(node.target)
+            if plain is None:
+                plain = self._plain[node.target] = traits(node).plain
+            if plain:
+                return PURE
+        return self._reader.effects(node, self._root)
 
 
 def _chain(edges: dict[int, list[int]], positions: list[int]) -> None:

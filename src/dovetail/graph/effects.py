@@ -183,8 +183,10 @@ class Reader:
         if node.op == "call_module":
             return self._of_module_call(node, root)
         traits = traits_of(node)
-        if traits.plain:
+        if traits.plain or (traits.gathers and not any(isinstance(a, (list, tuple)) for a in node.args)):
             return PURE
+        if traits.gathers:
+            return Effects(aliases=tuple(node.all_input_nodes))
         if traits.higher_order:
             return self._of_higher_order(node, root)
         return _of_call(node, traits)

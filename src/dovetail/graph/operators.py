@@ -38,6 +38,7 @@ class Traits:
     opaque: bool = False  # may do anything: writes its arguments, draws, acts on the world
     higher_order: bool = False
     pointwise: bool = False
+    gathers: bool = False  # given lists, returns one that holds the same tensors
     composite: bool = (
         False  # made of other operators: without a schema alias its result may still be an argument
     )

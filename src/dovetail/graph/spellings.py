@@ -106,6 +106,8 @@ def of_function(function: Any) -> Traits:
             )
         if name == "pos":
             return _python(_named(function), parameters=("self",), aliases=("self",))
+        if name in ("add", "mul", "concat"):
+            return _python(_named(function), pointwise=True, gathers=True)
         return _python(_named(function), pointwise=name != "matmul", plain=True)
     if module == "math" or function in _NUMBER_BUILTINS:
         return _python(_named(function), plain=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from dovetail.graph.module import attribute
+from dovetail.graph.module import CANONICAL, attribute
 
 
 class Sharing(Protocol):
@@ -63,6 +63,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) -> Storages:
     """Which nodes may share memory: by operator schemas, by the fake values' storages, by the real attributes."""
     classes = Storages(len(nodes))
+    trusted = values_tell(root, nodes, each)
     position = classes.position
     seen: dict[int, int] = {}
     for i, node in enumerate(nodes):
@@ -76,7 +77,7 @@ def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) ->
             if isinstance(value, torch.Tensor):
                 classes.join(i, classes.of_state(value))
         told = each[i]
-        if may_share(node, told):
+        if told.aliases and not (trusted and rules_out(node, told)):
             for other in told.aliases:
                 classes.join(i, position[other])
         for tensor in told.state_shared:
@@ -94,15 +95,31 @@ def _storage_keys(value: Any) -> list[int]:
     return []
 
 
-def may_share(node: Node, told: Sharing) -> bool:
-    """Whether the result may share memory with what `told` names, as far as schemas and values tell."""
-    if not told.aliases:
-        return False
-    return not (told.doubtful_aliases and _ruled_out(node, told, _storage_keys(node.meta.get("val"))))
+def values_tell(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) -> bool:
+    """Whether the values of a graph share storage where the program does, so that not sharing means something.
+
+    Captured graphs' values do. Elsewhere the views that schemas declare give evidence: some tracers make every value
+    anew.
+    """
+    if CANONICAL in getattr(root, "meta", {}):
+        return True
+    evidence = False
+    for node, told in zip(nodes, each, strict=True):
+        if told.aliases and not told.doubtful_aliases:
+            keys = _storage_keys(node.meta.get("val"))
+            theirs = {k for n in told.aliases for k in _storage_keys(n.meta.get("val"))}
+            if keys and theirs:
+                if not theirs.intersection(keys):
+                    return False
+                evidence = True
+    return evidence
 
 
-def _ruled_out(node: Node, told: Sharing, keys: list[int]) -> bool:
+def rules_out(node: Node, told: Sharing) -> bool:
     """Whether the values show that a result is memory of its own, where no schema claims otherwise."""
+    if not told.doubtful_aliases:
+        return False
+    keys = _storage_keys(node.meta.get("val"))
     if not keys:
         # A size, a number, or nothing at all shares no memory; a missing value proves nothing.
         return isinstance(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -136,7 +137,10 @@ def show(value: Any, symbols: dict[str, str] | None = None) -> str:
 
 def _object(value: Any) -> str:
     name = getattr(value, "__qualname__", None)
-    return name if name is not None else type(value).__name__
+    if name is not None:
+        return name
+    written = repr(value)
+    return type(value).__name__ if " at 0x" in written else written
 
 
 def diff(a: GraphModule, b: GraphModule, *, context: int = 3) -> str:
@@ -145,25 +149,81 @@ def diff(a: GraphModule, b: GraphModule, *, context: int = 3) -> str:
     Lines are paired by what they compute, not by name: a renamed value is no difference by itself, and where names
     differ the newer ones are shown.
     """
+    if not isinstance(context, int) or context < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"context {context!r}: give the number of unchanged lines to show, 0 or more.")
     left, right = text(a).splitlines(), text(b).splitlines()
     renamed: dict[str, str] = {}
     rows: list[tuple[str, str]] = []
-    matcher = difflib.SequenceMatcher(None, list(map(_shape, left)), list(map(_shape, right)), autojunk=False)
-    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        if tag != "equal":
+    for i1, i2, j1, j2 in _pairing(left, right):
+        if i2 - i1 != 1 or j2 - j1 != 1 or _shape(left[i1]) != _shape(right[j1]):
             rows += [("-", line) for line in left[i1:i2]] + [("+", line) for line in right[j1:j2]]
             continue
-        for old, new in zip(left[i1:i2], right[j1:j2], strict=True):
-            if _is_head(new):
-                renamed.clear()
-            if _rename(old.partition(" = ")[2], renamed) == new.partition(" = ")[2]:
-                rows.append((" ", new))
-            else:
-                rows += [("-", old), ("+", new)]
-            names = _NAME.match(old.strip()), _NAME.match(new.strip())
-            if names[0] and names[1]:
-                renamed[names[0].group()] = names[1].group()
+        old, new = left[i1], right[j1]
+        if _is_head(new):
+            renamed.clear()
+        same = _rename(_computation(old), renamed) == _computation(new)
+        rows += [(" ", new)] if same else [("-", old), ("+", new)]
+        names = _NAME.match(old.strip()), _NAME.match(new.strip())
+        if names[0] and names[1]:
+            renamed[names[0].group()] = names[1].group()
     return _with_context(rows, context)
+
+
+def _pairing(left: list[str], right: list[str]) -> Iterator[tuple[int, int, int, int]]:
+    """Stretches of both texts that stand for each other: single lines of one shape, or what was replaced.
+
+    Lines that occur once on either side are lined up first; only the short stretches between are searched line by
+    line, which takes time that grows with the square of their length.
+    """
+    shapes = list(map(_shape, left)), list(map(_shape, right))
+    once = [_positions_of_unique(lines) for lines in (left, right)]
+    anchors = [(i, once[1][line]) for line, i in once[0].items() if line in once[1]]
+    i = j = 0
+    for to_i, to_j in [*_increasing(anchors), (len(left), len(right))]:
+        long = max(to_i - i, to_j - j) > 2000
+        matcher = difflib.SequenceMatcher(None, shapes[0][i:to_i], shapes[1][j:to_j], autojunk=False)
+        codes = [("replace", 0, to_i - i, 0, to_j - j)] if long else matcher.get_opcodes()
+        for tag, i1, i2, j1, j2 in codes:
+            if tag == "equal":
+                yield from ((i + i1 + k, i + i1 + k + 1, j + j1 + k, j + j1 + k + 1) for k in range(i2 - i1))
+            else:
+                yield i + i1, i + i2, j + j1, j + j2
+        if to_i < len(left):
+            yield to_i, to_i + 1, to_j, to_j + 1
+        i, j = to_i + 1, to_j + 1
+
+
+def _positions_of_unique(lines: list[str]) -> dict[str, int]:
+    seen: dict[str, int] = {}
+    for i, line in enumerate(lines):
+        seen[line] = -1 if line in seen else i
+    return {line: i for line, i in seen.items() if i >= 0}
+
+
+def _increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """A longest choice of pairs in which both sides increase; the first sides already do."""
+    tails: list[int] = []
+    at: list[int] = []
+    before: list[int] = [-1] * len(pairs)
+    for k, (_, j) in enumerate(pairs):
+        place = bisect.bisect_left(tails, j)
+        before[k] = at[place - 1] if place else -1
+        if place == len(tails):
+            tails.append(j)
+            at.append(k)
+        else:
+            tails[place], at[place] = j, k
+    chain: list[tuple[int, int]] = []
+    k = at[-1] if at else -1
+    while k >= 0:
+        chain.append(pairs[k])
+        k = before[k]
+    return chain[::-1]
+
+
+def _computation(line: str) -> str:
+    """What a line computes: without the name it gives to it."""
+    return line.partition(" = ")[2] or line
 
 
 _NAME = re.compile(r"%\w+")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.graph.describe import describe
 from dovetail.graph.effects import declared_in, summary
-from dovetail.graph.module import Body, attribute, copy_node, make_body
+from dovetail.graph.module import CANONICAL, Body, attribute, copy_node, make_body
 from dovetail.outlining.record import call_of
 
 Signature = tuple[Any, ...]
@@ -136,6 +137,8 @@ class Bodies:
         return found
 
     def _free_name(self, stem: str) -> str:
+        if keyword.iskeyword(stem):
+            stem = f"{stem}_"
         number = self._numbers.get(stem, 1)
         name = stem if number == 1 else f"{stem}__{number}"
         while name in self._taken or hasattr(self._root, name):
@@ -163,6 +166,8 @@ def _build(
     graph.output(tuple(env[n] for n in outputs)).meta["val"] = None
     body = make_body(graph, re.sub(r"\W", "_", kind))
     body.training = root.training
+    if CANONICAL in getattr(root, "meta", {}):
+        body.meta[CANONICAL] = None
     for name, (value, target) in borrowed.items():
         body.borrow(name, value, target)
     told = summary(body, declared_in(root))

@@ -142,7 +142,7 @@ class _Opener:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
         sheet = _Sheet(graph)
         facts = [
-            Member(clone_of(node) or node.name, node.meta, rank, None, clone_of(node) is not None)
+            Member(clone_of(node) or node.name, node.meta, rank, None, clone_of(node) is not None, node.type)
             for node, rank in zip(self.index.nodes, self.ranks, strict=True)
         ]
         self._read(_Frame(self.gm, self.index.nodes, facts, {}, "", 0, self.epoch), sheet)
@@ -249,7 +249,7 @@ class _Opener:
                 sheet.facts[known] = fact._replace(clone=fact.clone and member.clone)
                 frame.env[node] = known
                 return
-        new = sheet.graph.create_node(node.op, target, args, kwargs, member.name, node.type)
+        new = sheet.graph.create_node(node.op, target, args, kwargs, member.name, member.type)
         new.meta = dict(member.meta)
         frame.env[node] = new
         sheet.facts[new] = member._replace(meta=new.meta)

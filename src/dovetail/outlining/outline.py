@@ -107,16 +107,18 @@ class _Builder:
 
     def _unused_constants(self) -> set[int]:
         """Constants that every user now has a clone of: no one reads the original any more."""
-        clones: dict[int, list[Draft]] = {}
+        readers: dict[int, int] = {}
         for draft in self.made:
             for i in draft.clones:
-                clones.setdefault(i, []).append(draft)
-        at = self.index.position
-        return {
-            i
-            for i, holders in clones.items()
-            if all(any(at[u] in d.members for d in holders) for u in self.index.nodes[i].users)
-        }
+                readers[i] = readers.get(i, 0) + self._count_readers(i, draft)
+        return {i for i, count in readers.items() if count == len(self.index.nodes[i].users)}
+
+    def _count_readers(self, position: int, draft: Draft) -> int:
+        """How many users of a node are in a region, by way of whichever of the two is smaller."""
+        node, at = self.index.nodes[position], self.index.position
+        if len(node.users) <= len(draft.members):
+            return sum(at[user] in draft.members for user in node.users)
+        return sum(node in self.index.nodes[i].all_input_nodes for i in draft.members)
 
     def _call(self, draft: Draft) -> None:
         nodes = self.index.nodes
@@ -153,7 +155,9 @@ class _Builder:
     def _member(self, position: int, draft: Draft) -> Member:
         node = self.index.nodes[position]
         target = cast("str", node.target) if node.op in ("get_attr", "call_module") else None
-        return Member(node.name, dict(node.meta), self.ranks[position], target, position in draft.clones)
+        return Member(
+            node.name, dict(node.meta), self.ranks[position], target, position in draft.clones, node.type
+        )
 
     @staticmethod
     def _describe(call: Node, record: Call, inside: list[Node], outputs: list[Node]) -> None:

@@ -34,6 +34,7 @@ class Member(NamedTuple):
     rank: int
     target: str | None  # where the graph around has what a get_attr or call_module names
     clone: bool
+    type: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +142,17 @@ def make_identity(kind: object, version: object, attrs: object) -> Identity:
         raise InvalidArgument(f"version {version!r} of '{kind}' is not an int.")
     if attrs is not None and not isinstance(attrs, Mapping):
         raise InvalidArgument(f"attrs of '{kind}' are a {type(attrs).__name__}; give a mapping from str.")
-    plain = _plain(cast("Mapping[Any, Any]", attrs or {}), f"attrs of '{kind}'")
-    return Identity(kind, version, json.dumps(plain, sort_keys=True, ensure_ascii=False))
+    try:
+        plain = _plain(cast("Mapping[Any, Any]", attrs or {}), f"attrs of '{kind}'")
+    except RecursionError:
+        raise InvalidArgument(f"attrs of '{kind}' contain themselves, or nest too deep for JSON.") from None
+    return Identity(kind, version, json.dumps(plain, sort_keys=True))
 
 
 def _plain(value: Any, where: str) -> Any:
     """The value with tuples as lists, refused if JSON cannot hold it exactly."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        raise InvalidArgument(f"{where}: an int of {value.bit_length()} bits is too large.")
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

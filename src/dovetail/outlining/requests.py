@@ -18,7 +18,7 @@ from dovetail.graph.describe import makes_tuple
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
 from dovetail.graph.module import attribute
-from dovetail.graph.storages import may_share
+from dovetail.graph.storages import rules_out
 from dovetail.outlining.record import Identity, make_identity
 
 _TRACED_CONSTANT = re.compile(
@@ -204,6 +204,8 @@ def _share_constants(index: Index, made: list[Draft]) -> None:
 
 def _shareable(index: Index, position: int, *claims: Draft) -> bool:
     node = index.nodes[position]
+    if is_subgraph(index.gm, node):
+        return True
     if any(draft.policy(position) in ("refuse", "output", "leave") for draft in claims):
         return False
     if node.op == "get_attr":
@@ -217,10 +219,11 @@ def _shareable(index: Index, position: int, *claims: Draft) -> bool:
 def is_viewed(index: Index, position: int) -> bool:
     """Whether a view of a value is taken: a clone of the value would not share memory with it."""
     found = index.dependencies.effects
-    users = index.nodes[position].users
-    return any(
-        may_share(user, told) for user in users if (told := found.get(index.position[user])) is not None
-    )
+    for user in index.nodes[position].users:
+        told = found.get(index.position[user])
+        if told is not None and told.aliases and not rules_out(user, told):
+            return True
+    return False
 
 
 def require_graph(gm: object) -> GraphModule:
