@@ -28,6 +28,7 @@ class Builder:
         self.owned: list[Owned] = []
         self.steps: list[Step] = []
         self.values: dict[str, Any] = {}
+        self.watched: list[Ref] = []  # values that tell of an order, more often returned
         self._odd = list(ODD_NAMES)
 
     # Choices

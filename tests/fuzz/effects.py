@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+
 from .builder import Builder
 from .program import Ref
-from .vocabulary import A
+from .vocabulary import UNARY, A, several, unary, view
 
 STATE = (
-    ("buffer", "torch.linspace(-1, 1, 6).reshape(2, 3)"),
+    ("buffer", "torch.linspace(-1, 1, 6).reshape(2, 3).clone()"),
     ("buffer", "torch.zeros(())"),
     ("transient", "torch.linspace(0, 1, 3)"),
-    ("parameter", "torch.linspace(-1, 1, 6).reshape(3, 2)"),
+    ("parameter", "torch.linspace(-1, 1, 6).reshape(3, 2).clone()"),
     ("parameter", "torch.linspace(1, 2, 3)"),
-    ("parameter", "torch.linspace(-2, 2, 6).reshape(2, 3)"),
+    ("parameter", "torch.linspace(-2, 2, 6).reshape(2, 3).clone()"),
     ("constant", "torch.full((2, 3), 0.75)"),
     ("constant", "torch.linspace(0, 2, 3)"),
 )
@@ -70,11 +72,15 @@ def module(b: Builder) -> None:
 
 def _written(b: Builder) -> Ref | None:
     """Something to write: often a view, a buffer or an input, so that others see it."""
-    return b.tensor(lambda v: not (v.requires_grad and v.is_leaf))
+    return b.tensor(_writable)
 
 
-def write(b: Builder) -> None:
-    x = _written(b)
+def _writable(value: torch.Tensor) -> bool:
+    return value.dtype is torch.float32 and not (value.requires_grad and value.is_leaf)
+
+
+def write(b: Builder, into: Ref | None = None) -> None:
+    x = into or _written(b)
     if x is None:
         return
     y = b.like(x)
@@ -134,6 +140,23 @@ def write(b: Builder) -> None:
         b.method(b.choice(("relu_", "neg_", "abs_", "__iadd__")), x, *([1.0] if b.chance(3) else []))
     else:
         b.call("F.threshold", x, 0.1, 0.2, True)
+
+
+def clash(b: Builder) -> None:
+    """A view, a look at what it is a view of, a write through the view, and another look."""
+    x = _written(b)
+    if x is None:
+        return
+    before = len(b.steps)
+    view(b) if b.rng.randrange(3) else several(b)
+    made = [Ref(step.name) for step in b.steps[before:] if x.name in step.reads or b.steps[-1] is step]
+    views = [v for v in made if isinstance(b.of(v), torch.Tensor) and _writable(b.of(v))]
+    looked = b.call(b.choice(UNARY), x)
+    if b.chance(3):
+        unary(b)
+    write(b, b.choice(views) if views else x)
+    again = b.call(b.choice(UNARY), x)
+    b.watched += [ref for ref in (looked, again) if ref is not None]
 
 
 def reshape_in_place(b: Builder) -> None:

@@ -32,7 +32,8 @@ PURE: dict[Category, int] = {
 }
 MEMORY: dict[Category, int] = {
     vocabulary.view: 22,
-    effects.write: 30,
+    effects.write: 26,
+    effects.clash: 14,
     effects.state: 12,
     effects.reshape_in_place: 2,
 }
@@ -47,7 +48,8 @@ WORLD: dict[Category, int] = {
 MODULES: dict[Category, int] = {effects.module: 24, effects.state: 14, effects.write: 5, effects.draw: 3}
 SIZES: dict[Category, int] = {vocabulary.size: 14, vocabulary.use_size: 10, effects.write: 5}
 EVERYTHING: dict[Category, int] = {
-    effects.write: 14,
+    effects.write: 12,
+    effects.clash: 4,
     effects.draw: 8,
     effects.world: 5,
     effects.state: 8,
@@ -69,6 +71,8 @@ class Flavour:
     values: tuple[str, ...] = ("none", "all")
     grads: int = 3  # one in so many has inputs that require gradients
     traced: tuple[str, ...] = ("",)
+    stages: tuple[int, ...] = (1, 1, 2, 3, 4)
+    thorough: int = 3  # one in so many is also copied, pickled and inlined in part
     share: int = 5  # how many of a mixed run are of this flavour, in proportion
 
     def draw(self, rng: Random) -> Category:
@@ -95,7 +99,18 @@ FLAVOURS = {
         Flavour("sizes", _with(PURE, SIZES), values=("none", "symbolic", "symbolic"), grads=6),
         Flavour("everything", _with(PURE, EVERYTHING), values=("none", "all", "all", "some", "symbolic")),
         Flavour(
-            "traced", _with(PURE, MEMORY, {effects.draw: 6}), traced=("real", "fake", "symbolic"), grads=8
+            "nested",
+            _with(PURE, {vocabulary.constant: 12, effects.state: 8, effects.draw: 4}),
+            stages=(3, 4, 5, 6),
+            thorough=1,
+            share=3,
+        ),
+        Flavour(
+            "traced",
+            _with(PURE, MEMORY, {effects.draw: 6}),
+            traced=("real", "real", "fake", "symbolic"),
+            grads=8,
+            share=1,
         ),
     )
 }
@@ -138,7 +153,7 @@ def _draw_output(b: Builder) -> Any:
     names = [step.name for step in b.steps if step.op != "get_attr"] or [name for name, _ in b.inputs]
     taken = [Ref(names[-1])]
     for _ in range(b.rng.randrange(4)):
-        taken.append(Ref(b.choice(names)))
+        taken.append(b.choice(b.watched) if b.watched and b.rng.randrange(2) else Ref(b.choice(names)))
     way = b.rng.randrange(8)
     if way == 0:
         return taken[0]

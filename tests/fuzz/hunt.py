@@ -10,10 +10,10 @@ from random import Random
 
 from torch.fx import GraphModule
 
-from .generate import FLAVOURS, draw_program
+from .generate import FLAVOURS
 from .plan import draw_case
 from .program import Case, NotAProgram
-from .properties import Violated, verify
+from .properties import Outcome, Violated, verify
 from .script import script
 from .shrink import shrink
 
@@ -42,7 +42,7 @@ class Found:
 
 
 def signature(which: str, words: str) -> str:
-    if "(" not in which:
+    if "(" not in which or which.startswith("effects"):
         return which  # two texts or two tensors: the words are the program, not the cause
     plain = re.sub(r"'[^']*'|\d+|\bv\w*\b", "_", words.splitlines()[0] if words else "")
     plain = re.sub(r" \(in .*\)", "", plain)
@@ -50,7 +50,7 @@ def signature(which: str, words: str) -> str:
 
 
 def draw(rng: Random, flavour: str) -> tuple[Case, GraphModule]:
-    return draw_case(rng, draw_program(rng, FLAVOURS[flavour]))
+    return draw_case(rng, FLAVOURS[flavour])
 
 
 def hunt(
@@ -67,7 +67,7 @@ def hunt(
         counts["not a program"] += 1
         return None
     try:
-        outcome = verify(case, original)
+        outcome = _verified(case, original)
     except NotAProgram:
         counts["not a program"] += 1
     except Violated as violated:
@@ -84,13 +84,22 @@ def hunt(
     return None
 
 
+def _verified(case: Case, original: GraphModule | None = None) -> Outcome:
+    try:
+        return verify(case, original)
+    except (Violated, NotAProgram):
+        raise
+    except Exception as error:
+        raise Violated(f"crash in the properties ({type(error).__name__})", str(error)) from error
+
+
 def _shrunk(case: Case, violated: Violated, seconds: float) -> Found:
     last = violated
 
     def fails(candidate: Case) -> bool:
         nonlocal last
         try:
-            verify(candidate)
+            _verified(candidate)
         except Violated as again:
             if signature(again.which, again.words) == signature(violated.which, violated.words):
                 last = again

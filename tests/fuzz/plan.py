@@ -9,37 +9,41 @@ from torch.fx import GraphModule, Node
 
 import dovetail
 
-from .program import Asked, Case, Program, Stage, build
+from .generate import Flavour, draw_program
+from .program import Asked, Case, Opened, Stage, build
 
-POLICIES = ("auto", "output", "duplicate", "leave", "refuse")
+POLICIES = ("auto", "output", "duplicate", "duplicate", "leave", "refuse")
 KINDS = ("fused", "fused", "pair", "npu.pool", "a_b")
 ATTRS: tuple[dict[str, Any] | None, ...] = (None, None, {"eps": 1e-5}, {"axes": (0, 1), "name": "ä"})
 
 
-def draw_case(rng: Random, program: Program) -> tuple[Case, GraphModule]:
-    """A program with one to three stages, and the graph it was built as.
+def draw_case(rng: Random, flavour: Flavour) -> tuple[Case, GraphModule]:
+    """A program with what is done to it stage by stage, and the graph it was built as.
 
     What comes in a stage depends on the graph that the last one left.
     """
+    program = draw_program(rng, flavour)
     gm = original = build(program)
     stages: list[Stage] = []
-    for _ in range((1, 1, 2, 3)[rng.randrange(4)]):
-        stage = _draw_stage(rng, gm)
+    for _ in range(flavour.stages[rng.randrange(len(flavour.stages))]):
+        stage = _draw_opening(rng, gm) if stages and rng.randrange(4) == 3 else _draw_stage(rng, gm)
         if not stage:
             break
         stages.append(stage)
         try:
-            gm = outline(gm, stage)
+            gm = carry_out(gm, stage)
         except dovetail.DovetailError:
             continue
         except Exception:  # the properties will meet it again and report it
             break
-    case = Case(program, tuple(stages), thorough=rng.randrange(4) == 3, salt=rng.randrange(1 << 16))
-    return case, original
+    thorough = rng.randrange(flavour.thorough) == flavour.thorough - 1
+    return Case(program, tuple(stages), thorough, salt=rng.randrange(1 << 16)), original
 
 
-def outline(gm: GraphModule, stage: Stage) -> GraphModule:
-    """Carry out one stage: the plain form for one request, the list form for several."""
+def carry_out(gm: GraphModule, stage: Stage) -> GraphModule:
+    """Outline or inline: the plain form for one request, the list form for several."""
+    if isinstance(stage, Opened):
+        return dovetail.inline(gm, **{stage.how: stage.what})
     by_name = {node.name: node for node in gm.graph.nodes}
 
     def listed(asked: Asked) -> list[Node | str]:
@@ -53,6 +57,14 @@ def outline(gm: GraphModule, stage: Stage) -> GraphModule:
     return dovetail.outline(
         gm, [dovetail.Request(listed(a), a.kind, a.version, a.attrs, a.escapes) for a in stage]
     )
+
+
+def _draw_opening(rng: Random, gm: GraphModule) -> Stage:
+    known = dovetail.regions(gm, nested=True)
+    if not known:
+        return ()
+    one = known[rng.randrange(len(known))]
+    return (Opened("name", one.name), Opened("kind", one.kind), Opened("depth", 1))[rng.randrange(3)]
 
 
 def _draw_stage(rng: Random, gm: GraphModule) -> Stage:
@@ -73,23 +85,36 @@ def _draw_stage(rng: Random, gm: GraphModule) -> Stage:
 
 
 def _draw_nodes(rng: Random, nodes: list[Node]) -> list[Node]:
-    """A window of the listing, a connected set, a window with holes, or any set."""
-    way = rng.randrange(8)
+    """A window of the listing, a connected set, a window with holes, any set, or around something of interest."""
+    way = rng.randrange(11)
     size = 1 + rng.randrange(min(8, len(nodes)))
     at = rng.randrange(len(nodes))
     if way <= 2:
         return nodes[at : at + size]
     if way <= 5:
-        return _grow(rng, nodes, nodes[at], size)
+        return _grow(rng, nodes, [nodes[at]], size)
     if way == 6:
         window = nodes[at : at + 2 * size]
         return [n for n in window if rng.randrange(3)] or window[:1]
-    return [nodes[rng.randrange(len(nodes))] for _ in range(size)]
+    if way == 7:
+        return [nodes[rng.randrange(len(nodes))] for _ in range(size)]
+    if way == 8:
+        calls = [n for n in nodes if "dovetail.region" in n.meta] or nodes
+        return _grow(rng, nodes, [calls[rng.randrange(len(calls))]], size)
+    return _grow(rng, nodes, _shared(rng, nodes), rng.randrange(4))
 
 
-def _grow(rng: Random, nodes: list[Node], seed: Node, size: int) -> list[Node]:
+def _shared(rng: Random, nodes: list[Node]) -> list[Node]:
+    """A value with several users, and one of these: it is needed both inside and outside."""
     allowed = set(nodes)
-    chosen = [seed]
+    pairs = [(n, u) for n in nodes if len(n.users) > 1 for u in n.users if u in allowed]
+    return list(pairs[rng.randrange(len(pairs))]) if pairs else nodes[:1]
+
+
+def _grow(rng: Random, nodes: list[Node], seeds: list[Node], size: int) -> list[Node]:
+    """Neighbours of what is chosen, one after the other."""
+    allowed = set(nodes)
+    chosen = list(seeds)
     for _ in range(size):
         at = chosen[rng.randrange(len(chosen))]
         around = [n for n in (*at.all_input_nodes, *at.users) if n in allowed and n not in chosen]
@@ -108,9 +133,11 @@ def _draw_request(rng: Random, chosen: list[Node], gm: GraphModule) -> Asked:
     escapes: str | dict[str, str] = "auto"
     way = rng.randrange(6)
     if way == 5:
-        escapes = {n: POLICIES[rng.randrange(5)] for n in dict.fromkeys(names) if rng.randrange(2)}
+        escapes = {
+            n: POLICIES[rng.randrange(len(POLICIES))] for n in dict.fromkeys(names) if rng.randrange(2)
+        }
     elif way >= 2:
-        escapes = POLICIES[rng.randrange(5)]
+        escapes = POLICIES[rng.randrange(len(POLICIES))]
     return Asked(
         tuple(names),
         kind=KINDS[rng.randrange(len(KINDS))],

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from . import ops
@@ -79,12 +80,20 @@ class Asked:
     by_node: bool = False  # given as Node objects instead of names
 
 
-Stage = tuple[Asked, ...]
+@dataclass(frozen=True)
+class Opened:
+    """Regions to be inlined before going on: `how` is "name", "kind" or "depth"."""
+
+    how: str
+    what: str | int
+
+
+Stage = tuple[Asked, ...] | Opened
 
 
 @dataclass(frozen=True)
 class Case:
-    """A program and what is done to it: each stage outlines the result of the one before."""
+    """A program and what is done to it: each stage takes the result of the one before."""
 
     program: Program
     stages: tuple[Stage, ...] = ()
@@ -222,7 +231,11 @@ def _traced(program: Program, gm: GraphModule) -> GraphModule:
 
     enabled, stream = torch.is_grad_enabled(), torch.get_rng_state()
     try:
-        return make_fx(gm, tracing_mode=program.traced, _allow_non_fake_inputs=True)(*make_inputs(program))
+        made = make_fx(gm, tracing_mode=program.traced, _allow_non_fake_inputs=True)(*make_inputs(program))
+        held = (*vars(made).values(), *made.buffers(), *made.parameters())
+        if any(isinstance(value, FakeTensor) for value in held):
+            raise NotAProgram("a constant without numbers was traced in")
+        return made
     finally:
         torch.set_grad_enabled(enabled)
         torch.set_rng_state(stream)

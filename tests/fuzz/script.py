@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from . import ops
-from .program import Case, Program, Stage, Step
+from .program import Case, Opened, Program, Stage, Step
 
 _TAIL = '''
 def run(gm):
@@ -171,13 +171,20 @@ def _after(program: Program) -> list[str]:
 def _outlined(stages: tuple[Stage, ...]) -> list[str]:
     lines = ["def outlined(gm):"]
     for stage in stages:
-        each = [_arguments(asked.nodes, vars(asked)) for asked in stage]
-        call = each[0] if len(each) == 1 else "[" + ", ".join(f"dovetail.Request({a})" for a in each) + "]"
-        if any(asked.by_node for asked in stage):
+        if not isinstance(stage, Opened) and any(asked.by_node for asked in stage):
             lines.append("    # found with nodes instead of their names")
-        lines += ["    try:", f"        gm = dovetail.outline(gm, {call})"]
+        lines += ["    try:", f"        gm = {_call(stage)}"]
         lines += ["    except dovetail.DovetailError as error:", "        print(type(error).__name__, error)"]
     return [*lines, "    return gm", "", "", ""]
+
+
+def _call(stage: Stage) -> str:
+    if isinstance(stage, Opened):
+        return f"dovetail.inline(gm, {stage.how}={stage.what!r})"
+    each = [_arguments(asked.nodes, vars(asked)) for asked in stage]
+    if len(each) == 1:
+        return f"dovetail.outline(gm, {each[0]})"
+    return f"dovetail.outline(gm, [{', '.join(f'dovetail.Request({a})' for a in each)}])"
 
 
 def _arguments(nodes: tuple[str, ...], facts: dict[str, Any]) -> str:

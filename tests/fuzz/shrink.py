@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from .program import Asked, Case, Program, Ref, Stage, Step, refs, substitute
+from .program import Asked, Case, Opened, Program, Ref, Stage, Step, refs, substitute
 
 Fails = Callable[[Case], bool]
 
@@ -85,6 +85,8 @@ def _plainer(case: Case) -> Iterator[Case]:
 def _simpler_stages(stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
     for i, stage in enumerate(stages):
         yield stages[:i] + stages[i + 1 :]
+        if isinstance(stage, Opened):
+            continue
         for j, asked in enumerate(stage):
             if len(stage) > 1:
                 yield (*stages[:i], stage[:j] + stage[j + 1 :], *stages[i + 1 :])
@@ -119,7 +121,7 @@ def _simpler_programs(program: Program) -> Iterator[Program]:
         yield replace(program, grads=False)
     used = {name for step in program.steps for name in step.reads} | {r.name for r in refs(program.output)}
     for i, (name, _) in enumerate(program.inputs):
-        if name not in used:
+        if name not in used and len(program.inputs) > 1:  # one is always there to stand in for a value
             yield replace(program, inputs=program.inputs[:i] + program.inputs[i + 1 :])
     for i, owned in enumerate(program.owned):
         named = any(
@@ -161,10 +163,15 @@ def _dropped(case: Case, gone: set[str], instead: dict[str, str]) -> Case:
         for s in program.steps
         if s.name not in gone
     )
-    stages = tuple(tuple(_without_names(asked, gone) for asked in stage) for stage in case.stages)
-    kept = tuple(k for stage in stages if (k := tuple(a for a in stage if a.nodes)))
+    kept = tuple(k for stage in case.stages if (k := _stage_without(stage, gone)))
     output = substitute(program.output, to)
     return replace(case, program=replace(program, steps=steps, output=output), stages=kept)
+
+
+def _stage_without(stage: Stage, gone: set[str]) -> Stage:
+    if isinstance(stage, Opened):
+        return stage
+    return tuple(kept for asked in stage if (kept := _without_names(asked, gone)).nodes)
 
 
 def _without_names(asked: Asked, gone: set[str]) -> Asked:

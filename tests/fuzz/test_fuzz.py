@@ -25,6 +25,7 @@ PROGRAMS = {
     "modules": 350,
     "sizes": 250,
     "everything": 350,
+    "nested": 200,
     "traced": 50,
 }
 
@@ -111,14 +112,14 @@ def test_a_broken_outliner_is_caught(
     caught_by: str,
 ) -> None:
     mistake(monkeypatch)
-    failure = _first_failure(flavour, programs=150, seconds=0)
+    failure = _first_failure(flavour, programs=400, seconds=0)
     assert failure is not None
     assert failure.which.startswith(caught_by)
 
 
 def test_a_failure_is_a_script_that_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     _clones_anything(monkeypatch)
-    failure = _first_failure("world", programs=150, seconds=10)
+    failure = _first_failure("world", programs=400, seconds=10)
     assert failure is not None
     assert len(failure.case.program.steps) <= 8
     # With the mistake undone the script runs, and finds nothing different.

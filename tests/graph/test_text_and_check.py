@@ -51,6 +51,29 @@ def test_diff_shows_what_moved_and_is_empty_for_equals():
     assert any(line.startswith("- ") and "aten.linear" in line for line in lines)
 
 
+def test_diff_sees_what_is_returned():
+    one, other = trace(lambda x: (x.exp(), x.neg())), trace(lambda x: (x.exp(), x.neg()))
+    output = other.graph.output_node()
+    output.args = (output.args[0][::-1],)
+    assert "return (%neg, %exp)" in dovetail.diff(one, other)
+    with pytest.raises(InvalidArgument):
+        dovetail.diff(one, other, context=-1)
+
+
+def test_diff_of_long_graphs_takes_no_square_of_their_length():
+    def chain(n, factor):
+        def draw(g):
+            at = g.placeholder("x")
+            for i in range(n):
+                at = g.call_function(torch.ops.aten.mul.Tensor, (at, factor if i == n // 2 else 2.0))
+            return at
+
+        return drawn(draw)
+
+    lines = dovetail.diff(chain(20_000, 2.0), chain(20_000, 3.0)).splitlines()
+    assert [line[0] for line in lines if line[0] in "+-"] == ["-", "+"]
+
+
 def test_diff_lines_up_renamed_values():
     one, two = trace(lambda x: (x.exp() + 1).neg()), trace(lambda zz: (zz.exp() + 2).neg())
     lines = dovetail.diff(one, two).splitlines()
@@ -78,15 +101,64 @@ def test_check_finds_a_use_before_the_value():
 
 def test_check_finds_a_name_used_twice():
     gm = trace(lambda x: x.exp().neg())
+    object.__setattr__(node(gm, "neg"), "name", "exp")
+    assert [n.name for n in gm.graph.nodes].count("exp") == 2
+    with pytest.raises(InvalidGraph, match="twice"):
+        dovetail.check(gm)
 
-    def rename(g):
-        node(g, "neg")._name = "exp"
 
-    rename(gm)
-    names = [n.name for n in gm.graph.nodes]
-    if names.count("exp") == 2:
-        with pytest.raises(InvalidGraph, match="twice"):
-            dovetail.check(gm)
+def test_check_finds_effects_out_of_order():
+    def draw(g):
+        x = g.placeholder("x")
+        g.call_function(torch.ops.aten.add_.Tensor, (x, 1.0), name="first")
+        g.call_function(torch.ops.aten.mul_.Tensor, (x, 2.0), name="second")
+        return g.call_function(torch.ops.aten.exp.default, (x,), name="e")
+
+    new = dovetail.outline(drawn(draw), ["e"], kind="k")
+    dovetail.check(new)
+    error = broken(new, lambda g: node(g, "second").append(node(g, "first")))
+    assert error.node == "first"
+    assert "second" in str(error)
+
+
+def test_check_finds_a_result_of_another_type_and_an_edited_body():
+    _, new = twice()
+
+    def retype(g):
+        result = dovetail.regions(g)[0].outputs[0]
+        result.meta["val"] = result.meta["val"].to(torch.float64)
+
+    assert "the body returns" in str(broken(new, retype))
+    _, new = twice()
+
+    def insert(g):
+        graph = dovetail.regions(g)[0].body.graph
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(torch.neg, (next(iter(graph.nodes)),)).meta["val"] = None
+
+    assert "operations" in str(broken(new, insert))
+
+
+def test_a_buffer_that_is_none_is_no_mistake():
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("maybe", None)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, x, self.maybe)
+
+    gm = trace(None, M())
+    graph = gm.graph
+    if not any(n.op == "get_attr" for n in graph.nodes):
+        call = next(n for n in graph.nodes if n.op == "call_function")
+        with graph.inserting_before(call):
+            empty = graph.create_node("get_attr", "maybe")
+        call.args = (*call.args[:2], empty)
+        gm.register_buffer("maybe", None)
+        gm.recompile()
+    dovetail.check(gm)
+    assert torch.equal(gm(torch.eye(2)), torch.eye(2))
 
 
 def test_check_finds_missing_attributes_and_values():
@@ -137,7 +209,7 @@ def test_check_finds_effects_that_would_be_dropped():
 def test_check_wants_the_output_last():
     gm = trace(lambda x: x.exp())
     gm.graph.create_node("call_function", operator.neg, (node(gm, "exp"),))
-    with pytest.raises(InvalidGraph, match="last"):
+    with pytest.raises(InvalidGraph, match="no output at its end"):
         dovetail.check(gm)
 
 

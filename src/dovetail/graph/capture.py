@@ -18,7 +18,8 @@ from dovetail.graph.capturing import skeleton as skeletons
 from dovetail.graph.capturing.calling import Convention, ModelCodeGen
 from dovetail.graph.capturing.expecting import expect, overlap
 from dovetail.graph.capturing.unlift import Unlifted, unlift
-from dovetail.graph.module import CANONICAL, Program
+from dovetail.graph.keys import CANONICAL
+from dovetail.graph.module import Program
 from dovetail.graph.values import fill_values
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, InvalidGraph
 from dovetail.graph.dependencies import dependencies
 from dovetail.graph.describe import same_kind, short
-from dovetail.graph.module import CANONICAL, REGION, attribute
+from dovetail.graph.keys import CANONICAL, OUTLINING, REGION
+from dovetail.graph.module import attribute
 
 
 def check(gm: GraphModule) -> None:
@@ -35,6 +37,8 @@ def check(gm: GraphModule) -> None:
 
 def _check_one(path: str, gm: GraphModule, wants_values: bool) -> list[tuple[str, GraphModule]]:
     nodes: list[Node] = list(gm.graph.nodes)
+    if not nodes or nodes[-1].op != "output":
+        raise InvalidGraph(f"the graph {path or 'itself'} has no output at its end")
     place = f" (in {path})" if path else ""
     found: list[tuple[str, GraphModule]] = []
     names: set[str] = set()
@@ -51,7 +55,7 @@ def _check_one(path: str, gm: GraphModule, wants_values: bool) -> list[tuple[str
             raise InvalidGraph(f"it has no meta['val']{place}", node.name)
         if node.op in ("get_attr", "call_module"):
             value = attribute(gm, cast("str", node.target))
-            if value is None:
+            if value is None and not _is_empty_buffer(gm, cast("str", node.target)):
                 raise InvalidGraph(f"nothing is at '{node.target}'{place}", node.name)
             if isinstance(value, GraphModule):
                 found.append((f"{path}/{node.target}" if path else str(node.target), value))
@@ -99,16 +103,49 @@ def _check_call(node: Node, body: GraphModule, place: str) -> None:
         raise InvalidGraph(
             f"it is said to return {short(have)}, its body returns {short(want)}{place}", node.name
         )
+    members = getattr(node.meta[REGION], "members", None)
+    inside = len(body.graph.nodes) - len(inputs) - 1
+    if members is not None and len(members) != inside:
+        raise InvalidGraph(
+            f"its record tells of {len(members)} operations, its body has {inside}{place}", node.name
+        )
     for user in node.users:
         position = user.args[1] if len(user.args) == 2 else None
-        if isinstance(position, int) and not 0 <= position < len(results):
+        if not isinstance(position, int):
+            continue
+        if not 0 <= position < len(results):
             raise InvalidGraph(
                 f"it takes result {position} of {len(results)} from '{node.name}'{place}", user.name
             )
+        if not same_kind(user.meta.get("val"), want[position]):
+            said = f"it is said to be {short(user.meta.get('val'))}"
+            raise InvalidGraph(f"{said}, the body returns {short(want[position])}{place}", user.name)
+
+
+def _is_empty_buffer(gm: GraphModule, target: str) -> bool:
+    """Whether a target names a parameter or buffer that is None, as modules may register them."""
+    path, _, name = target.rpartition(".")
+    owner = attribute(gm, path) if path else gm
+    return isinstance(owner, nn.Module) and (name in owner._buffers or name in owner._parameters)
 
 
 def _check_effects(gm: GraphModule, nodes: list[Node], place: str) -> None:
-    for i, told in dependencies(gm, nodes).effects.items():
+    found = dependencies(gm, nodes)
+    for i, told in found.effects.items():
         node = nodes[i]
         if REGION in node.meta and not told.pure and not node.users and not node.is_impure():
             raise InvalidGraph(f"dead-code elimination would drop its effects{place}", node.name)
+    ranks = getattr(gm.meta.get(OUTLINING), "ranks", None)
+    if ranks is None:
+        return
+    # Where the original order is known, effects that depend on each other must still be in it.
+    for i, earlier in found.before.items():
+        for j in earlier:
+            first, second = ranks.get(nodes[j].name), ranks.get(nodes[i].name)
+            if first is None or second is None or REGION in nodes[i].meta or REGION in nodes[j].meta:
+                continue
+            if first > second:
+                why = found.why(j, i)
+                raise InvalidGraph(
+                    f"its effect comes after that of '{nodes[j].name}' now ({why}){place}", nodes[i].name
+                )

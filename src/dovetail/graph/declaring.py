@@ -9,9 +9,10 @@ import torch
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
-from dovetail.graph.effects import DECLARED, Reader, declared_in
+from dovetail.graph.effects import Reader, declared_in
+from dovetail.graph.keys import DECLARED
 from dovetail.graph.module import Body, copy_graph, rebuild
-from dovetail.graph.spellings import qualified_name
+from dovetail.graph.spellings import qualified_name, target_name
 
 
 def declare(gm: GraphModule, what: Mapping[Any, str]) -> GraphModule:
@@ -26,16 +27,26 @@ def declare(gm: GraphModule, what: Mapping[Any, str]) -> GraphModule:
     if not isinstance(what, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"declare takes a mapping from target to word, not a {type(what).__name__}.")
     known = dict(declared_in(gm))
+    called = _called_names(gm)
     for target, word in what.items():
         if word not in ("ordered", "pure"):
             raise InvalidArgument(f"{word!r} for {target}: a call is declared 'ordered' or 'pure'.")
-        known.update(dict.fromkeys(_names(target), word))
+        names = _names(target)
+        if not called.intersection(names):
+            raise InvalidArgument(f"no node of the graph calls {names[0]}; `dovetail.text` shows the names.")
+        known.update(dict.fromkeys(names, word))
     new = rebuild(gm, copy_graph(gm.graph), meta={**gm.meta, DECLARED: known})
     reader = Reader(new)
     for name, child in list(new._modules.items()):
         if isinstance(child, Body):
             new._modules[name] = _remarked(child, reader)
     return new
+
+
+def _called_names(gm: GraphModule) -> set[str]:
+    """What the nodes of a graph call, and those of the graphs it calls."""
+    graphs = [m for m in gm.modules() if isinstance(m, GraphModule)]
+    return {target_name(node) for graph in graphs for node in graph.graph.nodes}
 
 
 def _names(target: Any) -> list[str]:

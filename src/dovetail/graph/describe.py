@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch.fx import Node
 
-from dovetail.graph.module import REGION
+from dovetail.graph.keys import REGION
+from dovetail.graph.spellings import traits
 
 _SHORT = {
     torch.float32: "f32",
@@ -32,11 +33,9 @@ def makes_tuple(node: Node) -> bool:
     value = node.meta.get("val")
     if value is not None:
         return isinstance(value, (tuple, list))
-    target: Any = node.target
-    if isinstance(target, OpOverload):
-        returns = target._schema.returns
-        return len(returns) > 1 or (len(returns) == 1 and str(returns[0].type).startswith("List["))
-    return isinstance(target, HigherOrderOperator) or REGION in node.meta
+    if REGION in node.meta or isinstance(node.target, HigherOrderOperator):
+        return True
+    return node.op in ("call_function", "call_method") and traits(node).several
 
 
 Description = tuple[Any, ...]

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from dovetail.graph.keys import DECLARED
 from dovetail.graph.module import Body, attribute
 from dovetail.graph.operators import Traits
 from dovetail.graph.spellings import target_name
 from dovetail.graph.spellings import traits as traits_of
 from dovetail.graph.storages import storages
-
-DECLARED = "dovetail.effects"
-"""The `gm.meta` key of what users declared; written by `declaring` alone."""
 
 
 @dataclass(frozen=True, slots=True)

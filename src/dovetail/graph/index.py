@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
+from dovetail.errors import InvalidGraph
 from dovetail.graph.dependencies import Dependencies, dependencies
 
 
@@ -21,6 +22,15 @@ class Index:
         self.gm = gm
         self.nodes: list[Node] = list(gm.graph.nodes)
         self.position: dict[Node, int] = {node: i for i, node in enumerate(self.nodes)}
+
+    def require_order(self) -> None:
+        """Raise InvalidGraph if a node reads one that comes later, or one of another graph."""
+        at = self.position
+        for i, node in enumerate(self.nodes):
+            for used in node.all_input_nodes:
+                if at.get(used, i) >= i:
+                    where = "comes later or belongs to another graph"
+                    raise InvalidGraph(f"it reads '{used.name}', which {where}", node.name)
 
     def __len__(self) -> int:
         return len(self.nodes)

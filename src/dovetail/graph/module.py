@@ -15,12 +15,6 @@ from torch.fx.node import map_arg
 
 from dovetail.graph import pickling
 
-REGION = "dovetail.region"
-"""The `node.meta` key of a region's call; its value has a `headline`. Written by `outlining.record` alone."""
-
-CANONICAL = "dovetail.canonical"
-"""The `gm.meta` key of what `capture` brought to one form; only captured graphs have it."""
-
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
 _DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"})
 
@@ -50,10 +44,18 @@ class Program(GraphModule):
             del type(self).forward
         return None  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Bodies hold modules and constants of this graph by reference; any of them may have been replaced since.
+        if self.__dict__.get("_lends"):
+            self.refresh_bodies()
+        return super().__call__(*args, **kwargs)
+
     def generate(self) -> None:
         """Generate the code now, and that of the bodies it calls, where it is stale."""
         if "forward" not in vars(type(self)):
             super().recompile()
+            bodies = [m for m in self._modules.values() if isinstance(m, Body)]
+            self.__dict__["_lends"] = not isinstance(self, Body) and any(b.borrows for b in bodies)
         for child in self._modules.values():
             if isinstance(child, Program):
                 child.generate()
@@ -73,14 +75,19 @@ class Program(GraphModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        # Moving to another dtype or device replaces buffers. Bodies are shared with other graphs: never edited.
-        for name, child in self._modules.items():
-            if isinstance(child, Body) and not isinstance(self, Body):
-                self._modules[name] = child.refreshed(self)
+        if not isinstance(self, Body):
+            self.refresh_bodies()
         return self
+
+    def refresh_bodies(self) -> None:
+        """Give bodies what this graph owns now. Bodies are shared with other graphs, so they are never edited."""
+        for name, child in list(self._modules.items()):
+            if isinstance(child, Body):
+                self._modules[name] = child.refreshed(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
+        type(new).__name__ = type(self).__name__
         memo[id(self)] = new
         state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
         new.__dict__.update(copy.deepcopy(state, memo))
@@ -93,6 +100,8 @@ class Program(GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
+        # torch pickles a plain GraphModule as code to be traced again; sub-graphs must come back as they were.
+        state["_modules"] = {n: _as_program(m) for n, m in self._modules.items()}
         return (_restore, (_base_class(type(self)), type(self).__name__, pickling.dump(self.graph)), state)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -109,6 +118,12 @@ def _base_class(cls: type) -> type[Program]:
 
 def _restore(cls: type[Program], class_name: str, table: bytes) -> Program:
     return _empty(cls, class_name, pickling.load(table))
+
+
+def _as_program(module: nn.Module | None) -> nn.Module | None:
+    if isinstance(module, GraphModule) and not isinstance(module, Program):
+        return _with_graph(Program, module, copy_graph(module.graph))
+    return module
 
 
 def _empty(cls: type[Program], class_name: str, graph: Graph) -> Any:
@@ -140,12 +155,17 @@ class Body(Program):
             self.__dict__[name] = value
             self.__dict__.setdefault("_borrowed", {})[name] = target
 
+    @property
+    def borrows(self) -> bool:
+        """Whether it, or a body nested in it, holds something of the graph around it."""
+        inner = (m for m in self._modules.values() if isinstance(m, Body))
+        return bool(self.__dict__.get("_borrowed")) or any(m.borrows for m in inner)
+
     def refreshed(self, owner: nn.Module) -> Body:
         """This body with what it borrows taken from `owner` as it is now; itself if nothing has changed."""
         borrowed: dict[str, str] = self.__dict__.get("_borrowed", {})
-        stale = {
-            n: v for n, target in borrowed.items() if (v := attribute(owner, target)) is not self.__dict__[n]
-        }
+        now = {n: attribute(owner, target) for n, target in borrowed.items()}
+        stale = {n: v for n, v in now.items() if v is not None and v is not self.__dict__[n]}
         inner = {n: m.refreshed(owner) for n, m in self._modules.items() if isinstance(m, Body)}
         if not stale and all(self._modules[n] is m for n, m in inner.items()):
             return self
@@ -234,3 +254,19 @@ def attribute(root: nn.Module, target: str) -> Any:
         if value is None:
             return None
     return value
+
+
+def install(program: Program, target: str, value: object) -> None:
+    """Put an object where a dotted target names it; modules on the way are copied, for others may share them."""
+    at: nn.Module = program
+    *path, name = target.split(".")
+    for atom in path:
+        known = at._modules.get(atom)
+        child = nn.Module()
+        if known is not None:
+            child.__dict__.update(
+                {k: copy.copy(v) if isinstance(v, dict) else v for k, v in known.__dict__.items()}
+            )
+        at._modules[atom] = child
+        at = child
+    setattr(at, name, value)

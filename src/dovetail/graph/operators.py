@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Traits:
     opaque: bool = False  # may do anything: writes its arguments, draws, acts on the world
     higher_order: bool = False
     pointwise: bool = False
+    several: bool = False  # returns a tuple or list
     gathers: bool = False  # given lists, returns one that holds the same tensors
     composite: bool = (
         False  # made of other operators: without a schema alias its result may still be an argument
@@ -107,8 +108,17 @@ def unknown(name: str) -> Traits:
     return Traits(name=name, world="an unknown Python call", opaque=True, aliases=None)
 
 
-@functools.cache
 def of_overload(op: OpOverload) -> Traits:
+    """What an operator may do, by its schema, its tags and what it is registered as."""
+    told = _of_schema(op)
+    # Registered at any time, unlike the schema, so asked each time.
+    if not told.world and op.namespace not in ("aten", "prim", "prims") and _is_effectful(op):
+        return replace(told, world="registered as effectful", plain=False)
+    return told
+
+
+@functools.cache
+def _of_schema(op: OpOverload) -> Traits:
     schema = op._schema
     namespace, _, rest = op.name().partition("::")
     name = rest.partition(".")[0]
@@ -141,8 +151,6 @@ def of_overload(op: OpOverload) -> Traits:
     random_if = Flag(tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters))
     world = _world(namespace, name, has_results=bool(schema.returns), writes=bool(writes))
     makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
-    if not world and namespace not in ("aten", "prim", "prims") and _is_effectful(op):
-        world = "registered as effectful"
     return Traits(
         name=str(op),
         parameters=parameters,
@@ -156,6 +164,7 @@ def of_overload(op: OpOverload) -> Traits:
         random_if=random_if if random_if.names else None,
         world=world,
         pointwise=torch.Tag.pointwise in tags,
+        several=len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns),
         composite=composite and makes_tensors,
         plain=not (writes or random or world or aliases or (composite and makes_tensors)),
     )
@@ -212,6 +221,7 @@ def of_packet(packet: OpOverloadPacket) -> Traits:
         random_if=first.random_if,
         world=first.world,
         pointwise=all(t.pointwise for t in each),
+        several=all(t.several for t in each),
         plain=False,
         **traits,
     )

@@ -21,6 +21,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils._sympy.numbers import int_oo
 
+from dovetail.errors import InvalidArgument
+from dovetail.graph.keys import REGION
+
 
 @dataclass(frozen=True)
 class _Ref:
@@ -43,6 +46,10 @@ def dump(graph: Graph) -> bytes:
     table = (rows, graph._codegen, graph._tracer_cls if _importable(graph._tracer_cls) else None)
     try:
         return _dumps(table)
+    except RecursionError:
+        raise InvalidArgument(
+            "regions are nested too deep to be pickled; inline some levels first."
+        ) from None
     except Exception:  # one bad meta entry must not cost the rest: find it and leave it out
         return _dumps((_without_unpicklable(rows), *table[1:]))
 
@@ -90,16 +97,30 @@ def _without_unpicklable(rows: list[Any]) -> list[Any]:
     for *head, meta in rows:
         good: dict[str, Any] = {}
         for key, value in meta.items():
-            try:
-                _dumps(value)
+            if key == REGION:
+                good[key] = value.keeping(_can_be_pickled)
+            elif why := _why_not(value):
+                dropped[key] = why
+            else:
                 good[key] = value
-            except Exception as error:
-                dropped[key] = f"{type(error).__name__}: {error}"
         kept.append((*head, good))
     if dropped:
         listed = "; ".join(f"{key} ({why})" for key, why in dropped.items())
         warnings.warn(f"node meta that cannot be pickled was left out: {listed}", stacklevel=4)
     return kept
+
+
+def _why_not(value: Any) -> str:
+    """Why a value cannot be pickled, empty if it can."""
+    try:
+        _dumps(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _can_be_pickled(value: Any) -> bool:
+    return not _why_not(value)
 
 
 # Translating what pickle cannot take. Each function below is named in the bytes, so it stays importable.

@@ -84,9 +84,16 @@ _FUNCTIONAL: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
 def of_function(function: Any) -> Traits:
     """What a Python callable does; one we know nothing of may do anything."""
+    module = getattr(function, "__module__", None) or ""
+    # A cache of everything ever asked about would keep users' functions alive.
+    known = module.partition(".")[0] in ("torch", "operator", "_operator", "math", "builtins", "")
+    return _of_known_function(function) if known else unknown(_named(function))
+
+
+@functools.cache
+def _of_known_function(function: Any) -> Traits:
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None) or ""
     if function is operator.getitem or function is getattr:
@@ -223,6 +230,9 @@ def of_method(name: str) -> Traits:
     """What a Tensor method of this name does; one that torch does not have may do anything."""
     if name in _NUMBER_METHODS:
         return _python(name, plain=True)
+    if name == "backward":
+        # It writes gradients of tensors that no argument names.
+        return _python(name, world="a backward pass", barrier=True, opaque=True, aliases=None)
     packet = _packet(name)
     if packet is not None:
         return of_packet(packet)

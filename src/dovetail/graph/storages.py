@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from dovetail.graph.module import CANONICAL, attribute
+from dovetail.graph.keys import CANONICAL
+from dovetail.graph.module import attribute
 
 
 class Sharing(Protocol):

@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument
 from dovetail.graph.describe import short
-from dovetail.graph.module import REGION, attribute
+from dovetail.graph.keys import REGION
+from dovetail.graph.module import attribute
 from dovetail.graph.spellings import target_name
 
 

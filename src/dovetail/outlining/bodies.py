@@ -11,9 +11,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from dovetail.errors import InvalidGraph
 from dovetail.graph.describe import describe
 from dovetail.graph.effects import declared_in, summary
-from dovetail.graph.module import CANONICAL, Body, attribute, copy_node, make_body
+from dovetail.graph.keys import CANONICAL
+from dovetail.graph.module import Body, attribute, copy_node, make_body
 from dovetail.outlining.record import call_of
 
 Signature = tuple[Any, ...]
@@ -161,7 +163,10 @@ def _build(
     for node in inside:
         target = None
         if node.op == "get_attr" or node.op == "call_module":
-            target = _lend(borrowed, cast("str", node.target), attribute(root, cast("str", node.target)))
+            value = attribute(root, cast("str", node.target))
+            if value is None and node.op == "call_module":
+                raise InvalidGraph(f"nothing is at '{node.target}'", node.name)
+            target = _lend(borrowed, cast("str", node.target), value)
         env[node] = copy_node(graph, node, env.__getitem__, target)
     graph.output(tuple(env[n] for n in outputs)).meta["val"] = None
     body = make_body(graph, re.sub(r"\W", "_", kind))

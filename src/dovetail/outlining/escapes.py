@@ -12,7 +12,7 @@ from dovetail.graph.describe import makes_tuple, nbytes
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
 from dovetail.graph.spellings import traits
-from dovetail.outlining.requests import Draft, is_projection, is_viewed
+from dovetail.outlining.requests import Draft, is_projection, is_viewed, readers_inside
 
 
 def settle(index: Index, draft: Draft) -> None:
@@ -27,7 +27,7 @@ def settle(index: Index, draft: Draft) -> None:
         node = nodes[i]
         if i in draft.clones:
             outside.add(i)
-            if not any(at[u] in draft.members or at[u] in draft.clones for u in node.users):
+            if not readers_inside(index, i, draft.members | draft.clones):
                 draft.clones.discard(i)
             continue
         if i in outside:

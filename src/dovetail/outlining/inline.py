@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
 from dovetail.graph.index import Index
-from dovetail.graph.module import Body, Program, attribute, rebuild, without_collector
+from dovetail.graph.module import Body, Program, attribute, install, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, results
 from dovetail.outlining.order import ascending, list_by_rank, priority, read_ranks
 from dovetail.outlining.record import (
@@ -40,11 +40,15 @@ def inline(
     well; `depth=1` opens one level. The input graph is untouched.
     """
     require_graph(gm)
+    for given, what in ((name, "name"), (kind, "kind")):
+        if given is not None and not isinstance(given, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"inline takes a region's {what} as a str, not a {type(given).__name__}.")
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"depth {depth!r}: give None for every level, or 1 and more.")
     choice = _Choice(name, kind, depth)
     with without_collector():
         index = Index(gm)
+        index.require_order()
         choice.require(index)
         state = state_of(gm)
         epoch, ranks = read_ranks(index, state)
@@ -137,6 +141,7 @@ class _Opener:
         self.index, self.choice, self.ranks, self.epoch = index, choice, ranks, epoch
         self.gm = index.gm
         self.bodies = Bodies(index.gm, {node.name for node in index.nodes})
+        self.held: dict[str, Any] = {}
 
     def open(self, state: State) -> GraphModule:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
@@ -155,6 +160,10 @@ class _Opener:
         new = rebuild(self.gm, graph, add=self.bodies.added, drop=unused)
         for name in unused & self.bodies.added.keys():
             new._modules.pop(name)
+        for target, value in self.held.items():
+            # Another tool may have dropped what only bodies still use.
+            if value is not None and attribute(new, target) is None:
+                install(new, target, value)
         _restore_order(new, sheet)
         ranks = {node.name: sheet.facts[node].rank for node in graph.nodes} if left else None
         for node, fact in sheet.facts.items():
@@ -195,7 +204,7 @@ class _Opener:
         self, frame: _Frame, node: Node, member: Member, call: Call, path: str, sheet: _Sheet
     ) -> tuple[Any, ...]:
         """Write the operations of a call onto the sheet and return what its results are there."""
-        arguments = [frame.env[cast("Node", a)] for a in node.args]
+        arguments = [frame.env[a] if isinstance(a, Node) else a for a in node.args]
         inner = self._inside(frame, node, call, arguments, f"{path}/", frame.opened + 1)
         if call.epoch != frame.epoch:
             inner.members = _in_a_row(call.members, member.rank)
@@ -251,6 +260,8 @@ class _Opener:
                 return
         new = sheet.graph.create_node(node.op, target, args, kwargs, member.name, member.type)
         new.meta = dict(member.meta)
+        if member.target is not None:
+            self.held.setdefault(member.target, attribute(frame.owner, cast("str", node.target)))
         frame.env[node] = new
         sheet.facts[new] = member._replace(meta=new.meta)
         sheet.by_name[member.name] = new

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from dovetail.graph.describe import describe, symbol_ranges
 from dovetail.graph.module import Body, attribute
-from dovetail.graph.spellings import target_name
+from dovetail.graph.spellings import qualified_name, target_name
 from dovetail.outlining.bodies import Refs, literal, results
 from dovetail.outlining.record import call_of
 
@@ -45,10 +47,19 @@ def _lines(body: GraphModule) -> list[str]:
             args, kwargs = literal(node.args, refs), literal(node.kwargs, refs)
             call = call_of(node.meta)
             identity = f" {call.headline}" if call is not None else ""
-            lines.append(f"{node.op} {_target(body, node)}{identity} {args!r} {kwargs!r}")
+            lines.append(f"{node.op} {_target(body, node)}{identity} {_written(args)} {_written(kwargs)}")
         refs.add(node)
     lines.extend(f"{short} in {ranges.get(name)}" for name, short in symbols.items())
     return lines
+
+
+def _written(value: Any) -> str:
+    """A literal as text that does not depend on where things lie in memory."""
+    if isinstance(value, tuple):
+        return f"({', '.join(_written(v) for v in cast('tuple[Any, ...]', value))})"
+    if callable(value) and not isinstance(value, (torch.dtype, type)):
+        return qualified_name(value)
+    return repr(value)
 
 
 def _target(body: GraphModule, node: Any) -> str:
@@ -60,11 +71,15 @@ def _target(body: GraphModule, node: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{describe(value)} {_content(value)}"
     if isinstance(value, nn.Module):
-        state = [(name, describe(t)) for name, t in value.state_dict().items()]
+        state = [(name, describe(t), _content(t)) for name, t in value.state_dict().items()]
         return f"{type(value).__module__}.{type(value).__qualname__} {value.extra_repr()} {value.training} {state}"
     return repr(value)
 
 
 def _content(value: torch.Tensor) -> str:
-    plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else None
-    return hashlib.sha256(bytes(plain.tolist()) if plain is not None else b"").hexdigest()
+    """A hash of the bytes of a tensor; empty where there are none to be read."""
+    if value.layout is not torch.strided or value.device.type == "meta" or isinstance(value, FakeTensor):
+        return ""
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
+    return hashlib.sha256(data).hexdigest()

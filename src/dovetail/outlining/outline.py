@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.errors import EmptyRegion, InvalidArgument
+from dovetail.errors import EmptyRegion, InvalidArgument, InvalidGraph, RegionError
 from dovetail.graph.index import Index
 from dovetail.graph.module import copy_node, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, common_module_stack
@@ -26,7 +26,10 @@ from dovetail.outlining.record import (
     with_state,
     write_call,
 )
-from dovetail.outlining.requests import Draft, Request, drafts, require_graph
+from dovetail.outlining.requests import Draft, Request, drafts, readers_inside, require_graph
+
+# Python calls a body from within the body around it: far deeper, its own stack would end first.
+_DEEPEST = 64
 
 
 def outline(
@@ -48,6 +51,7 @@ def outline(
     requests = _requests(nodes, kind, version, attrs, escapes)
     with without_collector():
         index = Index(gm)
+        index.require_order()
         made = drafts(index, requests)
         for draft in made:
             settle(index, draft)
@@ -110,15 +114,8 @@ class _Builder:
         readers: dict[int, int] = {}
         for draft in self.made:
             for i in draft.clones:
-                readers[i] = readers.get(i, 0) + self._count_readers(i, draft)
+                readers[i] = readers.get(i, 0) + readers_inside(self.index, i, draft.members)
         return {i for i, count in readers.items() if count == len(self.index.nodes[i].users)}
-
-    def _count_readers(self, position: int, draft: Draft) -> int:
-        """How many users of a node are in a region, by way of whichever of the two is smaller."""
-        node, at = self.index.nodes[position], self.index.position
-        if len(node.users) <= len(draft.members):
-            return sum(at[user] in draft.members for user in node.users)
-        return sum(node in self.index.nodes[i].all_input_nodes for i in draft.members)
 
     def _call(self, draft: Draft) -> None:
         nodes = self.index.nodes
@@ -131,9 +128,16 @@ class _Builder:
         name = self._name(kind.replace(".", "_"))
         call = self.graph.create_node("call_module", target, tuple(self.env[n] for n in operands), name=name)
         rank = min(self.ranks[i] for i in draft.members)
+        members = tuple(self._member(i, draft) for i in draft.inside)
+        depth = 1 + max((c.depth for m in members if (c := call_of(m.meta)) is not None), default=0)
+        if depth > _DEEPEST:
+            raise RegionError(
+                f"region '{draft.label}' would nest {depth} deep; {_DEEPEST} is the most. Inline some."
+            )
         record = Call(
             identity=draft.identity,
-            members=tuple(self._member(i, draft) for i in draft.inside),
+            members=members,
+            depth=depth,
             rank=rank,
             epoch=self.epoch,
             escapes=tuple((nodes[i].name, Escape(*draft.escapes[i])) for i in sorted(draft.escapes)),
@@ -146,8 +150,8 @@ class _Builder:
             result = self.graph.create_node("call_function", operator.getitem, (call, k), name=node.name)
             result.meta = dict(node.meta)
             if call_of(result.meta) is not None:
-                raise InvalidArgument(
-                    f"the tuple that region '{node.name}' returns cannot itself be a result."
+                raise InvalidGraph(
+                    "its results are used as one; take them apart with getitem first", node.name
                 )
             self.env[node] = result
             self.new_ranks[result.name] = rank

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument
-from dovetail.graph.module import REGION
+from dovetail.graph.keys import CLONE, OUTLINING, REGION
 
-_STATE = "dovetail.outlining"
-_CLONE = "dovetail.clone"
 _KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -67,6 +65,18 @@ class Call:
     rule: str | None = None
     round: int | None = None
     backend: str | None = None
+    depth: int = 1
+
+    def keeping(self, wanted: Callable[[Any], bool]) -> Call:
+        """This record with only those meta entries of its members that are wanted, at every depth."""
+        members: list[Member] = []
+        for member in self.members:
+            inner = call_of(member.meta)
+            meta = {k: v for k, v in member.meta.items() if k != REGION and wanted(v)}
+            if inner is not None:
+                meta[REGION] = inner.keeping(wanted)
+            members.append(member._replace(meta=meta))
+        return replace(self, members=tuple(members))
 
     @property
     def headline(self) -> str:
@@ -101,14 +111,14 @@ def write_call(node: Node, call: Call) -> None:
 
 def clone_of(node: Node) -> str | None:
     """The name of the original, if a node was given back by a region while another one still holds the original."""
-    return node.meta.get(_CLONE)
+    return node.meta.get(CLONE)
 
 
 def mark_clone(node: Node, original: str | None) -> None:
     if original is not None:
-        node.meta[_CLONE] = original
+        node.meta[CLONE] = original
     else:
-        node.meta.pop(_CLONE, None)
+        node.meta.pop(CLONE, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +134,12 @@ class State:
 
 
 def state_of(gm: GraphModule) -> State:
-    found = gm.meta.get(_STATE)
+    found = gm.meta.get(OUTLINING)
     return found if isinstance(found, State) else State()
 
 
 def with_state(meta: Mapping[str, Any], state: State) -> dict[str, Any]:
-    return {**meta, _STATE: state}
+    return {**meta, OUTLINING: state}
 
 
 def make_identity(kind: object, version: object, attrs: object) -> Identity:

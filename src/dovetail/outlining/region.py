@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidGraph
+from dovetail.errors import InvalidArgument, InvalidGraph
 from dovetail.graph.effects import declared_in, summary
 from dovetail.graph.module import attribute
 from dovetail.outlining.key import key_of
@@ -48,6 +48,8 @@ class Region:
 
     def reproducer(self, path: str | Path, *, seed: int = 0) -> Path:
         """Write the region alone, with made-up inputs of its shapes, as a script that runs by itself."""
+        if not isinstance(path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
         from dovetail.outlining.reproducer import write
 
         return write(self, Path(path), seed=seed)

@@ -39,6 +39,14 @@ class Request:
     rule: str | None = None
     round: int | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.nodes, (str, Node)) and hasattr(self.nodes, "__iter__"):
+            object.__setattr__(self, "nodes", tuple(self.nodes))
+        if self.rule is not None and not isinstance(self.rule, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"rule {self.rule!r} is not a name.")
+        if self.round is not None and not isinstance(self.round, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"round {self.round!r} is not an int.")
+
 
 @dataclass
 class Draft:
@@ -184,36 +192,46 @@ def _is_constant(root: nn.Module, node: Node) -> bool:
 def _share_constants(index: Index, made: list[Draft]) -> None:
     """Each operation is in one region; constants that several list are cloned into each."""
     owner: dict[int, Draft] = {}
-    contested: set[int] = set()
+    contested: dict[int, bool] = {}
     for draft in made:
-        clash: dict[int, Draft] = {i: owner[i] for i in draft.members if i in owner}
-        hard = [i for i, other in clash.items() if not _shareable(index, i, draft, other)]
+        clash = [i for i in draft.members if i in owner]
+        hard = [i for i in clash if not _may_be_shared(index, i, (draft, owner[i]), contested)]
         if hard:
             other = owner[min(hard)]
             names = [index.nodes[i].name for i in sorted(hard) if owner[i] is other]
             raise OverlappingRegions(other.label, draft.label, names)
-        contested.update(clash)
         for i in draft.members:
             owner.setdefault(i, draft)
     for draft in made:
-        for i in draft.members & contested:
+        for i in draft.members & contested.keys():
             draft.members.discard(i)
             draft.clones.add(i)
             draft.escapes[i] = ("duplicate", "a constant of several regions")
 
 
-def _shareable(index: Index, position: int, *claims: Draft) -> bool:
+def _may_be_shared(index: Index, position: int, claims: Iterable[Draft], known: dict[int, bool]) -> bool:
+    """Whether an operation can be in several regions: a constant, which each may have a clone of.
+
+    What was found for a position is kept in `known`: one constant may be in thousands of requests.
+    """
     node = index.nodes[position]
-    if is_subgraph(index.gm, node):
-        return True
-    if any(draft.policy(position) in ("refuse", "output", "leave") for draft in claims):
-        return False
-    if node.op == "get_attr":
-        return True
-    told = index.dependencies.effects.get(position)
-    pure = told is None or told.pure
-    fixed = not node.all_input_nodes and position not in index.dependencies.written
-    return pure and fixed and not makes_tuple(node) and not is_viewed(index, position)
+    if position not in known:
+        told = index.dependencies.effects.get(position)
+        fixed = (
+            not node.all_input_nodes and position not in index.dependencies.written and not makes_tuple(node)
+        )
+        pure = (told is None or told.pure) and fixed and not is_viewed(index, position)
+        known[position] = node.op == "get_attr" or pure
+    asked = any(draft.policy(position) in ("refuse", "output", "leave") for draft in claims)
+    return known[position] and (not asked or is_subgraph(index.gm, node))
+
+
+def readers_inside(index: Index, position: int, members: set[int]) -> int:
+    """How many of the operations that read a value are members, by way of whichever of the two is fewer."""
+    node, at = index.nodes[position], index.position
+    if len(node.users) <= len(members):
+        return sum(at[user] in members for user in node.users)
+    return sum(node in index.nodes[i].all_input_nodes for i in members)
 
 
 def is_viewed(index: Index, position: int) -> bool:

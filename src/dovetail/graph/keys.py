@@ -1,0 +1,16 @@
+"""The names under which dovetail keeps facts in `node.meta` and `gm.meta`, each with its one writer."""
+
+REGION = "dovetail.region"
+"""The `node.meta` key of a region's call; its value has a `headline`. Written by `outlining.record` alone."""
+
+OUTLINING = "dovetail.outlining"
+"""The `gm.meta` key of names and ranks; its value has `ranks`. Written by `outlining.record` alone."""
+
+CANONICAL = "dovetail.canonical"
+"""The `gm.meta` key of what `capture` brought to one form; only captured graphs have it."""
+
+DECLARED = "dovetail.effects"
+"""The `gm.meta` key of what users declared of targets. Written by `graph.declaring` alone."""
+
+CLONE = "dovetail.clone"
+"""The `node.meta` key of a clone given back before its original. Written by `outlining.record` alone."""
