@@ -35,9 +35,14 @@ class Sketch:
         # A literal of its own makes every body another one.
         literal = float(self.count) if self.distinct else 2.0
         if len(inputs) == 1:
-            node = self.graph.call_function(aten.mul.Tensor, (inputs[0], literal))
-        else:
-            node = self.graph.call_function(aten.add.Tensor, inputs)
+            return self._described(self.graph.call_function(aten.mul.Tensor, (inputs[0], literal)))
+        return self._described(self.graph.call_function(aten.add.Tensor, inputs))
+
+    def call(self, target: Any, *args: Any) -> Node:
+        self.count += 1
+        return self._described(self.graph.call_function(target, args))
+
+    def _described(self, node: Node) -> Node:
         path = f"layers.{self.count % 97}.mlp"
         node.meta = {
             "val": self.value,
@@ -129,6 +134,21 @@ def long_skip(n: int, *, distinct: bool) -> tuple[GraphModule, Quads]:
     return s.finish(s.op(at, first))
 
 
+def views_and_effects(n: int, *, distinct: bool) -> tuple[GraphModule, Quads]:
+    """Blocks with a view, a random draw and a write, whose regions also return a value from their middle."""
+    s = Sketch(distinct=distinct)
+    at = s.input("x")
+    while s.count < n:
+        start = at
+        at = s.quad(_gaps(s, at, 3))
+        at = s.op(_gaps(s, at, 2), s.quads[-1][1])
+        view = s.call(aten.view.default, at, [8, 16])
+        drawn = s.call(aten.bernoulli.p, view, 0.5)
+        s.call(aten.add_.Tensor, drawn, 1.0)
+        at = s.op(drawn, start)
+    return s.finish(at)
+
+
 def _pairs(nodes: list[Node]) -> Iterator[list[Node]]:
     for i in range(0, len(nodes), 2):
         yield nodes[i : i + 2]
@@ -140,4 +160,5 @@ SHAPES: dict[str, Callable[..., tuple[GraphModule, Any]]] = {
     "branches": branches,
     "nested skips": nested_skips,
     "one long skip": long_skip,
+    "views, effects": views_and_effects,
 }

@@ -129,6 +129,12 @@ def _is_empty_buffer(gm: GraphModule, target: str) -> bool:
     return isinstance(owner, nn.Module) and (name in owner._buffers or name in owner._parameters)
 
 
+def _touches_region(node: Node) -> bool:
+    """Whether a node is, or reads, a region's call or result: those stand for several places of the original."""
+    near = [node, *node.all_input_nodes]
+    return any(REGION in m.meta for n in near for m in (n, *n.all_input_nodes))
+
+
 def _check_effects(gm: GraphModule, nodes: list[Node], place: str) -> None:
     found = dependencies(gm, nodes)
     for i, told in found.effects.items():
@@ -142,7 +148,7 @@ def _check_effects(gm: GraphModule, nodes: list[Node], place: str) -> None:
     for i, earlier in found.before.items():
         for j in earlier:
             first, second = ranks.get(nodes[j].name), ranks.get(nodes[i].name)
-            if first is None or second is None or REGION in nodes[i].meta or REGION in nodes[j].meta:
+            if first is None or second is None or _touches_region(nodes[i]) or _touches_region(nodes[j]):
                 continue
             if first > second:
                 why = found.why(j, i)

@@ -101,7 +101,9 @@ class Program(GraphModule):
     def __reduce__(self) -> tuple[Any, ...]:
         state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
         # torch pickles a plain GraphModule as code to be traced again; sub-graphs must come back as they were.
-        state["_modules"] = {n: _as_program(m) for n, m in self._modules.items()}
+        state["_modules"] = {
+            n: as_program(m) if isinstance(m, GraphModule) else m for n, m in self._modules.items()
+        }
         return (_restore, (_base_class(type(self)), type(self).__name__, pickling.dump(self.graph)), state)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -120,10 +122,9 @@ def _restore(cls: type[Program], class_name: str, table: bytes) -> Program:
     return _empty(cls, class_name, pickling.load(table))
 
 
-def _as_program(module: nn.Module | None) -> nn.Module | None:
-    if isinstance(module, GraphModule) and not isinstance(module, Program):
-        return _with_graph(Program, module, copy_graph(module.graph))
-    return module
+def as_program(module: GraphModule) -> Program:
+    """The module itself, or a program that runs its graph and owns the very same objects."""
+    return module if isinstance(module, Program) else _with_graph(Program, module, copy_graph(module.graph))
 
 
 def _empty(cls: type[Program], class_name: str, graph: Graph) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,6 +243,16 @@ class _World:
             )
         return made
 
+    def _symbolic_tensor(
+        self, storage_id: int, sizes: Sequence[Any], strides: Sequence[Any], start: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        storage = self.storages.get(storage_id)
+        if storage is None:
+            made = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+            self.storages[storage_id] = made.untyped_storage()
+            return made
+        return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
+
     def tensor(self, row: tuple[Any, ...]) -> FakeTensor:
         storage_id, shape, stride, offset, dtype, device, requires_grad, is_parameter = row
 
@@ -255,7 +265,7 @@ class _World:
             if strides is None:
                 meta = torch.empty(sizes, dtype=dtype, device="meta")
             elif any(isinstance(s, torch.SymInt) for s in [*sizes, *strides, start]):
-                meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+                meta = self._symbolic_tensor(storage_id, sizes, strides, start, dtype)
             else:
                 needed = start + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
                 nbytes = 0 if 0 in sizes else needed * dtype.itemsize

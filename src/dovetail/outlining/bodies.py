@@ -15,7 +15,16 @@ from dovetail.errors import InvalidGraph
 from dovetail.graph.describe import describe
 from dovetail.graph.effects import declared_in, summary
 from dovetail.graph.keys import CANONICAL
-from dovetail.graph.module import Body, attribute, copy_node, make_body
+from dovetail.graph.module import (
+    Body,
+    Program,
+    as_program,
+    attribute,
+    copy_node,
+    install,
+    make_body,
+    rebuild,
+)
 from dovetail.outlining.record import call_of
 
 Signature = tuple[Any, ...]
@@ -109,6 +118,7 @@ class Bodies:
         self._root = root
         self._taken = taken
         self.added: dict[str, Body] = {}
+        self.converted: dict[str, Program] = {}
         self._numbers: dict[str, int] = {}
         self._known: dict[Signature, tuple[Body, str]] = {}
         for name, module in root._modules.items():
@@ -131,12 +141,26 @@ class Bodies:
         key = signature(owner, operands, inside, outputs)
         found = self._known.get(key)
         if found is None:
-            body = _build(owner, kind, operands, inside, outputs)
+            body = _build(self._lent(owner, inside), kind, operands, inside, outputs)
             _SIGNATURES[body] = key
             name = self._free_name(kind.replace(".", "_"))
             self.added[name] = body
             found = self._known[key] = (body, name)
         return found
+
+    def _lent(self, owner: GraphModule, inside: Sequence[Node]) -> GraphModule:
+        """The owner, with sub-graphs that a body borrows as programs, so that both hold one object in every copy."""
+        for node in inside:
+            if node.op in ("get_attr", "call_module"):
+                value = attribute(owner, cast("str", node.target))
+                if isinstance(value, GraphModule) and not isinstance(value, Program):
+                    self.converted[cast("str", node.target)] = as_program(value)
+        if not self.converted:
+            return owner
+        lender = rebuild(owner, Graph())  # what it owns is what counts, not what it runs
+        for target, program in self.converted.items():
+            install(lender, target, program)
+        return lender
 
     def _free_name(self, stem: str) -> str:
         if keyword.iskeyword(stem):

@@ -54,6 +54,10 @@ def settle(index: Index, draft: Draft) -> None:
             outside.add(i)
         else:
             draft.outputs.append(i)
+        if is_projection(node) and policy == "leave":
+            i = at[
+                cast("Node", node.args[0])
+            ]  # its parts are left with it, whichever of them was asked about
         if not is_subgraph(index.gm, node):
             draft.escapes[i] = (policy, reason)
     draft.outputs.reverse()

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import EmptyRegion, InvalidArgument, InvalidGraph, RegionError
 from dovetail.graph.index import Index
-from dovetail.graph.module import copy_node, rebuild, without_collector
+from dovetail.graph.module import copy_node, install, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, common_module_stack
 from dovetail.outlining.escapes import settle
 from dovetail.outlining.order import read_ranks
@@ -107,7 +107,10 @@ class _Builder:
         gm = self.index.gm
         graph.set_codegen(gm.graph._codegen)
         meta = with_state(gm.meta, State(self.counters, new_ranks, self.epoch))
-        return rebuild(gm, graph, add=self.bodies.added, meta=meta)
+        new = rebuild(gm, graph, add=self.bodies.added, meta=meta)
+        for target, program in self.bodies.converted.items():
+            install(new, target, program)
+        return new
 
     def _unused_constants(self) -> set[int]:
         """Constants that every user now has a clone of: no one reads the original any more."""
