@@ -267,3 +267,104 @@ def test_what_is_written_by_out_is_the_result() -> None:
     with pytest.raises(dovetail.EffectOrder, match="look"):
         dovetail.outline(gm, ["total", "wipe"], kind="fused")
     _same_program(gm, dovetail.outline(gm, ["look", "wipe"], kind="fused"))
+
+
+@pytest.mark.parametrize("escapes", ["leave", {"part_0": "refuse", "part_1": "leave"}])
+def test_what_becomes_of_a_tuple_does_not_depend_on_the_listing(escapes: Any) -> None:
+    def told(order: tuple[int, int]) -> Any:
+        graph = Graph()
+        parts = _call(graph, "parts", torch.ops.aten.split.Tensor, graph.placeholder("x"), 1)
+        part = {i: _call(graph, f"part_{i}", operator.getitem, parts, i) for i in order}
+        product = _call(graph, "product", torch.ops.aten.mul.Tensor, part[0], part[1])
+        graph.output((part[0], product, _call(graph, "other", torch.ops.aten.neg.default, part[1])))
+        gm = GraphModule(nn.Module(), graph)
+        try:
+            out = dovetail.outline(gm, ["parts", "product"], kind="fused", escapes=escapes)
+        except dovetail.DovetailError as error:
+            return type(error)
+        return dovetail.regions(out)[0].escapes
+
+    assert told((0, 1)) == told((1, 0))
+
+
+def test_a_decision_does_not_depend_on_where_something_left_out_is_listed() -> None:
+    def told(*order: str) -> Any:
+        graph = Graph()
+        shared = _call(graph, "shared", torch.tanh, graph.placeholder("x"))
+        made: dict[str, Node] = {}
+        for name in order:
+            made[name] = _call(graph, name, torch.add, shared, made["total"] if name == "inner" else shared)
+        graph.output((made["left"], made["total"]))
+        gm = GraphModule(nn.Module(), graph)
+        out = dovetail.outline(gm, ["shared", *order], kind="fused", escapes={"left": "leave"})
+        return dovetail.regions(out)[0].escapes
+
+    assert told("left", "total", "inner") == told("total", "inner", "left")
+
+
+def test_results_of_one_region_are_not_one_memory() -> None:
+    def f(x, y):
+        first = torch.abs(y)
+        second = torch.sum(first)
+        flag = torch.ge(second, 0.0)
+        later = torch.sigmoid(second)
+        return flag, later, first.zero_()
+
+    gm = _traced(f)
+    out = dovetail.outline(gm, ["zero_", "ge"], kind="fused")
+    out = dovetail.outline(out, ["sum_1", "abs_1"], kind="pool")
+    _same_program(gm, out)
+    for kind in ("fused", "pool"):
+        _same_program(gm, dovetail.inline(out, kind=kind))
+
+
+def _counting() -> GraphModule:
+    """A graph with a buffer of its own."""
+    return symbolic_trace(nn.Sequential(nn.BatchNorm1d(3)))
+
+
+def _calls_twice(child: GraphModule) -> GraphModule:
+    root = nn.Module()
+    root.child = child
+    graph = Graph()
+    first = graph.create_node("call_module", "child", (graph.placeholder("x"),), name="first")
+    graph.placeholder("y")
+    graph.output(graph.create_node("call_module", "child", (first,), name="second"))
+    return GraphModule(root, graph)
+
+
+def test_a_graph_called_inside_and_outside_stays_one_in_every_copy() -> None:
+    out = dovetail.outline(_calls_twice(_counting()), ["first"], kind="fused")
+    for again in (pickle.loads(pickle.dumps(out)), copy.deepcopy(out)):
+        assert dovetail.text(again) == dovetail.text(out)
+        again(*_inputs())
+        assert int(again.state_dict()["child.0.num_batches_tracked"]) == 2
+
+
+def test_a_borrowed_graph_adds_nothing_to_the_state_dict() -> None:
+    gm = _calls_twice(_counting())
+    out = dovetail.outline(gm, ["first"], kind="fused")
+    assert list(out.state_dict()) == list(gm.state_dict())
+
+
+def test_the_order_comes_back_from_regions_opened_one_by_one() -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    _call(graph, "read", torch.nn.functional.silu, x)
+    written = _call(graph, "written", torch.relu_, y)
+    _call(graph, "copied", torch.ops.aten.exp.out, written, out=x)
+    _call(
+        graph, "joined", torch.nn.functional.linear, written, x
+    )  # for all that is known it may share with both
+    graph.output(x)
+    gm = GraphModule(nn.Module(), graph)
+
+    out = dovetail.outline(gm, [Request(["copied"], kind="pool"), Request(["joined"], kind="fused")])
+    out = dovetail.outline(out, ["pool_0", "read"], kind="fused")
+    _same_program(gm, out)
+    for part in (
+        dovetail.inline(out, kind="fused"),
+        dovetail.inline(out, kind="pool"),
+        dovetail.inline(out, depth=1),
+    ):
+        _same_program(gm, part)

@@ -107,6 +107,7 @@ def _finished(
         unlifted.mutated,
         exported.program.range_constraints,
         exporting.guards_of(exported.program),
+        frozenset(i for i, node in enumerate(unlifted.inputs) if not node.users),
     )
     convention = Convention(
         arrangement.slots,

@@ -66,13 +66,15 @@ class Expectations:
     """All that capture took for granted about the inputs.
 
     `ranges` bounds each symbol, `solved` gives a symbol that no size states plainly as an expression of the
-    `size` it is hidden in, and `guards` are further conditions, as Python over the symbols.
+    `size` it is hidden in, and `guards` are further conditions, as Python over the symbols. `twins` are inputs that
+    were one tensor: the exporter reads only one of them, and a model may do otherwise for two.
     """
 
     inputs: tuple[Input, ...]
     ranges: tuple[tuple[str, int | None, int | None], ...] = ()
     solved: tuple[tuple[str, str, str], ...] = ()
     guards: tuple[str, ...] = ()
+    twins: tuple[tuple[int, int], ...] = ()
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise CallMismatch unless the values are such as the graph was captured for."""
@@ -90,6 +92,12 @@ class Expectations:
             self._check_symbols(values)
         if self._mutated:
             self._check_distinct(values)
+        for i, j in self.twins:
+            if values[i] is not values[j]:
+                raise CallMismatch(
+                    f"'{self.inputs[i].path}' and '{self.inputs[j].path}' were one and the same tensor when the graph "
+                    f"was captured, and are two here. Capture the model again with two tensors."
+                )
 
     @cached_property
     def _mutated(self) -> tuple[int, ...]:
@@ -103,7 +111,7 @@ class Expectations:
         return {t: compile(t, "<guard>", "eval") for t in texts if isinstance(t, str)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: getattr(self, k) for k in ("inputs", "ranges", "solved", "guards")}
+        return {k: getattr(self, k) for k in ("inputs", "ranges", "solved", "guards", "twins")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -260,6 +268,7 @@ def expect(
     mutated: frozenset[int],
     range_constraints: Mapping[Any, Any],
     guards: Sequence[Any],
+    unused: frozenset[int] = frozenset(),
 ) -> Expectations:
     """The expectations that follow from the fake inputs of a graph and what its exporter assumed."""
     inputs = tuple(
@@ -283,7 +292,24 @@ def expect(
         if symbol in known
     )
     kept = tuple(dict.fromkeys(_source(g) for g in guards if g.free_symbols and g.free_symbols <= known))
-    return Expectations(inputs, ranges, tuple(solved), kept)
+    return Expectations(inputs, ranges, tuple(solved), kept, _twins(values, unused))
+
+
+def _twins(values: Sequence[Any], unused: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """Pairs of inputs for which one tensor was given: the same memory, and nothing reads the first."""
+    found: list[tuple[int, int]] = []
+    read = [j for j, value in enumerate(values) if isinstance(value, Tensor) and j not in unused]
+    for i in sorted(unused):
+        if isinstance(values[i], Tensor):
+            found.extend((i, j) for j in read if _same_place(values[i], values[j]))
+    return tuple(found)
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided or a.dim() != b.dim():
+        return False
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.dtype == b.dtype
+    return same and str(a.shape) == str(b.shape) and str(a.stride()) == str(b.stride())
 
 
 def _input(value: Any, path: str, mutated: bool) -> Input:

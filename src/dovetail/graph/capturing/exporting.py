@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 import torch.fx.node as fx_node
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
@@ -57,7 +56,6 @@ def export_model(
 
     Beside the program stands the argument, if any, that is a cache which the model updates and returns.
     """
-    args, kwargs = _told_apart(args, kwargs)
     with rng_kept(), torch.enable_grad():
         if not strict:
             with watching.watched(model) as seen:
@@ -66,22 +64,6 @@ def export_model(
             return program, seen.cache
         cache = _rehearse(model, args, kwargs, dynamic_shapes)
         return _export(model, args, kwargs, dynamic_shapes, strict=True), cache
-
-
-def _told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The examples with a tensor that was given twice cloned: torch.export would take both inputs for one."""
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if len({id(leaf) for leaf in leaves}) == len(leaves):
-        return args, kwargs
-    seen: set[int] = set()
-
-    def apart(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or id(leaf) not in seen:
-            seen.add(id(leaf))
-            return leaf
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-    return pytree.tree_map(apart, (args, kwargs))
 
 
 def _export(
