@@ -8,8 +8,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, InvalidGraph
-from dovetail.graph.dependencies import dependencies
+from dovetail.graph.dependencies import Dependencies, dependencies
 from dovetail.graph.describe import same_kind, short
+from dovetail.graph.effects import PURE
 from dovetail.graph.keys import CANONICAL, OUTLINING, REGION
 from dovetail.graph.module import attribute
 
@@ -129,10 +130,13 @@ def _is_empty_buffer(gm: GraphModule, target: str) -> bool:
     return isinstance(owner, nn.Module) and (name in owner._buffers or name in owner._parameters)
 
 
-def _touches_region(node: Node) -> bool:
-    """Whether a node is, or reads, a region's call or result: those stand for several places of the original."""
-    near = [node, *node.all_input_nodes]
-    return any(REGION in m.meta for n in near for m in (n, *n.all_input_nodes))
+def _certainly_ordered(found: Dependencies, first: int, second: int) -> bool:
+    """Whether two effects depend on each other for sure, not only as far as a coarse view of memory can tell."""
+    a, b = found.effects.get(first, PURE), found.effects.get(second, PURE)
+    if (a.random and b.random) or (a.world and b.world):
+        return True
+    wrote_first = set(a.writes).intersection(found.nodes[second].all_input_nodes)
+    return bool(wrote_first or set(b.writes).intersection(found.nodes[first].all_input_nodes))
 
 
 def _check_effects(gm: GraphModule, nodes: list[Node], place: str) -> None:
@@ -148,9 +152,9 @@ def _check_effects(gm: GraphModule, nodes: list[Node], place: str) -> None:
     for i, earlier in found.before.items():
         for j in earlier:
             first, second = ranks.get(nodes[j].name), ranks.get(nodes[i].name)
-            if first is None or second is None or _touches_region(nodes[i]) or _touches_region(nodes[j]):
+            if first is None or second is None or REGION in nodes[i].meta or REGION in nodes[j].meta:
                 continue
-            if first > second:
+            if first > second and _certainly_ordered(found, j, i):
                 why = found.why(j, i)
                 raise InvalidGraph(
                     f"its effect comes after that of '{nodes[j].name}' now ({why}){place}", nodes[i].name

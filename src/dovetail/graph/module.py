@@ -150,7 +150,7 @@ class Body(Program):
 
     def borrow(self, name: str, value: object, target: str) -> None:
         """Hold what the outermost graph has at `target`, unregistered, so that `state_dict` stays as it was."""
-        if isinstance(value, Program):
+        if isinstance(value, Body):
             self.add_module(name, value)
         else:
             self.__dict__[name] = value

@@ -22,7 +22,7 @@ def settle(index: Index, draft: Draft) -> None:
     that was cloned or left out still stands outside and reads its operands there.
     """
     nodes, at = index.nodes, index.position
-    outside: set[int] = set()
+    outside = _leave_out(index, draft)
     for i in sorted(draft.members | draft.clones, reverse=True):
         node = nodes[i]
         if i in draft.clones:
@@ -63,6 +63,24 @@ def settle(index: Index, draft: Draft) -> None:
     draft.outputs.reverse()
     if not any(nodes[i].op != "get_attr" for i in draft.members):
         raise EmptyRegion(draft.label, "every operation was left outside")
+
+
+def _leave_out(index: Index, draft: Draft) -> set[int]:
+    """Drop what is to be left outside before anything is weighed, so that no decision depends on the listing."""
+    nodes, at = index.nodes, index.position
+    outside: set[int] = set()
+    for i in sorted(draft.members, reverse=True):
+        if i in outside or draft.policy(i) != "leave" or is_subgraph(index.gm, nodes[i]):
+            continue
+        users = [at[u] for u in nodes[i].users]
+        escapes = any(u not in draft.members for u in users)
+        if escapes and (i in draft.policies or any(u in draft.members for u in users)):
+            left = _with_projections(index, i)
+            draft.members -= left
+            outside |= left
+            named = at[cast("Node", nodes[i].args[0])] if is_projection(nodes[i]) else i
+            draft.escapes[named] = ("leave", "as asked")
+    return outside
 
 
 def _with_projections(index: Index, position: int) -> set[int]:

@@ -296,10 +296,31 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
         [rank for node, rank in zip(nodes, ranks, strict=True) if rank >= 0 or node.op == "placeholder"]
     ):
         return nodes
-    listed = [nodes[i] for i in list_by_rank(Index(new).before, ranks)]
-    for before, node in pairwise(listed):
-        before.append(node)
+    index = Index(new)
+    before = [[*reads] for reads in index.data]
+    for i, earlier in index.dependencies.before.items():
+        for j in earlier:
+            first, second = _as_first_listed(nodes, sheet, j, i)
+            before[second].append(first)
+    order = list_by_rank(before, ranks)
+    if len(order) < len(nodes):
+        return nodes  # as it is it holds together, if not in the first order
+    listed = [nodes[i] for i in order]
+    for before_it, node in pairwise(listed):
+        before_it.append(node)
     return listed
+
+
+def _as_first_listed(nodes: list[Node], sheet: _Sheet, first: int, second: int) -> tuple[int, int]:
+    """The two ends of an effect edge in the order of their ranks, unless one is a call, which has several.
+
+    Regions may have moved two operations past each other that only a coarse view of memory holds to be related.
+    """
+    ends = [sheet.facts.get(nodes[i]) for i in (first, second)]
+    if any(fact is None or call_of(fact.meta) is not None for fact in ends) or _takes_part(nodes[first]):
+        return first, second
+    ranks = [cast("Member", fact).rank for fact in ends]
+    return (first, second) if ranks[0] <= ranks[1] else (second, first)
 
 
 def _rank(node: Node, sheet: _Sheet) -> float:
