@@ -33,8 +33,8 @@ lint: $(READY)  ## format, rules and types
 fuzz: $(READY)  ## outline and inline N=50000 random programs
 	$(BIN)/python -m tests.fuzz --n $(N)
 
-bench-outline: $(READY)  ## outlining and inlining against copying the same graph
-	$(BIN)/python -m benchmarks.outline
+bench-outline: $(READY)  ## outlining and inlining against copying the same graph; writes benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.outline --write benchmarks/RESULTS.md
 
 clean:  ## remove .venv and everything generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info
