@@ -150,6 +150,7 @@ def _of_schema(op: OpOverload) -> Traits:
     random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED_RANDOM
     random_if = Flag(tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters))
     world = _world(namespace, name, has_results=bool(schema.returns), writes=bool(writes))
+    several = len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns)
     makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
     return Traits(
         name=str(op),
@@ -158,13 +159,14 @@ def _of_schema(op: OpOverload) -> Traits:
         writes=writes,
         writes_if=writes_if,
         aliases=aliases if makes_tensors else (),
-        looks=not aliases or composite or bool(writes),
+        # Autograd lets nobody use views that come in a list after a write to their base: they stay where they are.
+        looks=not aliases or composite or bool(writes) or several,
         reshapes_in_place=torch.Tag.inplace_view in tags,
         random=random,
         random_if=random_if if random_if.names else None,
         world=world,
         pointwise=torch.Tag.pointwise in tags,
-        several=len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns),
+        several=several,
         composite=composite and makes_tensors,
         plain=not (writes or random or world or aliases or (composite and makes_tensors)),
     )

@@ -202,6 +202,9 @@ def _bound(value: Any) -> int | None:
     return int(value) if value is not None and value not in (int_oo, -int_oo) and value.is_number else None
 
 
+_ENDLESS = 2**50
+
+
 @dataclass
 class _World:
     """What fake tensors and symbols of one loaded graph live in."""
@@ -246,12 +249,13 @@ class _World:
     def _symbolic_tensor(
         self, storage_id: int, sizes: Sequence[Any], strides: Sequence[Any], start: Any, dtype: torch.dtype
     ) -> torch.Tensor:
-        storage = self.storages.get(storage_id)
-        if storage is None:
-            made = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
-            self.storages[storage_id] = made.untyped_storage()
-            return made
-        return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
+        # Larger than any size can be, so that any view fits.
+        storage = self.storages.setdefault(storage_id, torch.UntypedStorage(_ENDLESS, device="meta"))
+        if storage.nbytes() < _ENDLESS:
+            storage.resize_(_ENDLESS)
+        # What torch asks of the symbols on the way (does it fit, is it contiguous) must not settle their values.
+        with self.env.suppress_guards():
+            return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
 
     def tensor(self, row: tuple[Any, ...]) -> FakeTensor:
         storage_id, shape, stride, offset, dtype, device, requires_grad, is_parameter = row
