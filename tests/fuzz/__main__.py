@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import warnings
@@ -13,9 +14,12 @@ from random import Random
 from .generate import FLAVOURS
 from .hunt import Found, draw, hunt
 
+TOO_LONG = 120  # seconds for one program, shrinking included: whatever hangs is a finding too
+
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGALRM, _give_up)
     warnings.simplefilter("error")
     counts: Counter[str] = Counter()
     found: dict[str, Found] = {}
@@ -24,6 +28,7 @@ def main() -> int:
     names = [f.name for i in range(max(f.share for f in wanted)) for f in wanted if i < f.share]
     for i in range(options.n):
         name = names[i % len(names)]
+        signal.setitimer(signal.ITIMER_REAL, TOO_LONG)
         failure = hunt(lambda i=i, name=name: draw(Random(f"{options.seed}/{i}"), name), counts, known=found)
         if failure is not None and failure.signature not in found:
             found[failure.signature] = failure
@@ -40,6 +45,10 @@ def main() -> int:
     for signature, failure in found.items():
         print(f"{failure.times}x {signature}")
     return 1 if found else 0
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError(f"not done after {TOO_LONG} seconds")
 
 
 def _options() -> argparse.Namespace:
