@@ -29,6 +29,14 @@ class InvalidGraph(DovetailError):
         self.node = node
 
 
+class RuleError(DovetailError, ValueError):
+    """A rule cannot be made or used; `rule` is its name."""
+
+    def __init__(self, rule: str, what: str) -> None:
+        super().__init__(f"rule '{rule}': {what}.")
+        self.rule = rule
+
+
 class RegionError(DovetailError):
     """A region cannot be made, found or taken back; nothing was changed."""
 

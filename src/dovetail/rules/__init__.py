@@ -1,0 +1,1 @@
+"""Rules that propose what belongs together."""

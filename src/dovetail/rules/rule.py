@@ -1,0 +1,148 @@
+"""What a rule is: something that looks at a graph and proposes, and never edits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch.fx import Node
+
+from dovetail.errors import InvalidArgument, RuleError
+from dovetail.rules.scene import Scene
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A refusal with its reason, and the node or value that it is about."""
+
+    reason: str
+    at: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument("a Decline needs a reason in words.")
+
+    @property
+    def place(self) -> str | None:
+        """The name of the node it is about."""
+        node = getattr(self.at, "node", self.at)
+        return node.name if isinstance(node, Node) else node if isinstance(node, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Operations that a rule would make one region of, as positions in the scene it was proposed for.
+
+    A `divisible` one is as good in parts: where another candidate wins some of its operations, what is left of it
+    is weighed again. `escapes` is a policy, or one per position.
+    """
+
+    rule: str
+    kind: str
+    members: tuple[int, ...]
+    attrs: Mapping[str, Any] | None = None
+    version: int = 1
+    escapes: str | Mapping[int, str] = "auto"
+    priority: int = 0
+    divisible: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Operations that a rule looked at and will not take, and why.
+
+    A near-miss of a pattern says how far it got: `matched` of `wanted` operations.
+    """
+
+    rule: str
+    members: tuple[int, ...]
+    reason: str
+    at: int | None = None
+    matched: int = 0
+    wanted: int = 0
+
+
+Proposal = Candidate | Refusal
+
+
+class Rule(ABC):
+    """Looks at a graph and proposes what belongs together.
+
+    `name` tells rules of one set apart. Among overlapping candidates those of higher `priority` win, whatever
+    they save. A rule leaves regions of its own kind alone unless `nests` is set.
+    """
+
+    name: str
+    kind: str
+    priority: int = 0
+    nests: bool = False
+
+    @abstractmethod
+    def propose(self, scene: Scene) -> Iterable[Proposal]:
+        """Candidates and refusals for the graph as the scene shows it; the graph is not to be touched."""
+
+    def why_not(self, scene: Scene, first: int, second: int) -> list[str]:
+        """Why this rule would not put two positions into one region, as far as it can tell beforehand."""
+        return []
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """Rules as a value: sets are added, compared and iterated over; names in one set are distinct."""
+
+    rules: tuple[Rule, ...] = field(default=())
+
+    def __init__(self, *rules: Rule | RuleSet | Iterable[Any]) -> None:
+        object.__setattr__(self, "rules", tuple(_flat(rules)))
+        seen: dict[str, Rule] = {}
+        for rule in self.rules:
+            other = seen.setdefault(rule.name, rule)
+            if other is not rule:
+                raise RuleError(
+                    rule.name, "two rules of one set have this name; give one of them another `name`"
+                )
+        object.__setattr__(self, "rules", tuple(seen.values()))
+
+    def __add__(self, other: Rule | RuleSet | Iterable[Any]) -> RuleSet:
+        return RuleSet(self, other)
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __getitem__(self, name: str) -> Rule:
+        for rule in self.rules:
+            if rule.name == name:
+                return rule
+        raise RuleError(name, f"no rule of this name; there are {', '.join(r.name for r in self.rules)}")
+
+    def __repr__(self) -> str:
+        return f"RuleSet({', '.join(rule.name for rule in self.rules)})"
+
+
+def as_rules(rules: Any) -> RuleSet:
+    """A rule, a rule set or any nesting of lists of them as one set."""
+    return rules if isinstance(rules, RuleSet) else RuleSet(rules)
+
+
+def _flat(rules: Any) -> Iterator[Rule]:
+    stack: list[Any] = [rules]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Rule):
+            yield item
+        elif isinstance(item, RuleSet):
+            stack.extend(reversed(item.rules))
+        elif isinstance(item, (tuple, list)):
+            stack.extend(reversed(cast("list[Any]", item)))
+        elif isinstance(item, Iterable) and not isinstance(item, (str, bytes, Mapping)):
+            stack.extend(reversed(list(cast("Iterable[Any]", item))))
+        else:
+            raise InvalidArgument(
+                f"expected a rule, a RuleSet or a list of them, got {type(item).__name__}; "
+                f"`@dovetail.rule(kind=...)` makes a rule of a function."
+            )
