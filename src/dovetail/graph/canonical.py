@@ -64,6 +64,12 @@ def canonicalise(module: GraphModule) -> tuple[Program, CanonicalReport]:
     Values, gradients, dtypes, strides and aliasing of the results stay exactly as they are. Whatever it has no
     rule for, or has no `meta["val"]`, is left alone. Applying it twice changes nothing the second time.
     """
+    program, report, _ = canonicalise_traced(module)
+    return program, report
+
+
+def canonicalise_traced(module: GraphModule) -> tuple[Program, CanonicalReport, dict[Node, Node]]:
+    """As `canonicalise`, and for each node of the given graph the one that now stands for it."""
     counts: Counter[str] = Counter()
     inner: dict[str, Program] = {}
     for node in module.graph.find_nodes(op="get_attr"):
@@ -71,10 +77,14 @@ def canonicalise(module: GraphModule) -> tuple[Program, CanonicalReport]:
         if isinstance(child, GraphModule) and node.target not in inner:
             inner[cast(str, node.target)], report = canonicalise(child)
             counts.update(dict(report.counts))
-    graph = _Rewriting(module.graph, counts).run()
+    rewriting = _Rewriting(module.graph, counts)
+    graph = rewriting.run()
     _drop_dead(graph, counts)
+    alive = set(graph.nodes)
+    made = {old: new for old, new in rewriting.made.items() if new in alive}
     meta = dict(cast("Mapping[str, Any]", module.meta))
-    return rebuild(module, graph, add=inner, meta=meta), CanonicalReport(tuple(sorted(counts.items())))
+    report = CanonicalReport(tuple(sorted(counts.items())))
+    return rebuild(module, graph, add=inner, meta=meta), report, made
 
 
 class _Rewriting:

@@ -14,3 +14,9 @@ DECLARED = "dovetail.effects"
 
 CLONE = "dovetail.clone"
 """The `node.meta` key of a clone given back before its original. Written by `outlining.record` alone."""
+
+LEDGER = "dovetail.ledger"
+"""The `gm.meta` key of what was fused, what was not, and why. Written by `fusion.ledger` alone."""
+
+ORIGIN = "dovetail.origin"
+"""The key in `node.meta["custom"]` of the operation that a traced node came from. Written by `rules.shadow` alone."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch.fx import GraphModule, Node
 
@@ -12,6 +12,8 @@ from dovetail.graph.index import Index
 from dovetail.graph.labels import structural_order
 from dovetail.outlining.record import Call, call_of
 from dovetail.rules.limits import UNLIMITED, Limits
+
+Fact = TypeVar("Fact")
 
 
 class Scene:
@@ -34,6 +36,13 @@ class Scene:
         self.limits = limits
         self.barred: Mapping[int, str] = barred or {}
         self.round = round
+        self._facts: dict[Any, Any] = {}
+
+    def fact(self, make: Callable[[Scene], Fact]) -> Fact:
+        """What `make` says of this scene, worked out once."""
+        if make not in self._facts:
+            self._facts[make] = make(self)
+        return self._facts[make]
 
     @property
     def nodes(self) -> list[Node]:

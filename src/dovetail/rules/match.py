@@ -1,0 +1,96 @@
+"""A match as guards see it: the values bound to a pattern's arguments, and the operations found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from dovetail.graph.module import attribute
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A value bound to an argument of a pattern: what is known of it, and the node of the graph that makes it."""
+
+    node: Node
+    value: Any = field(repr=False)
+    owner: nn.Module = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return self._tensor.dim()
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    @property
+    def users(self) -> tuple[Node, ...]:
+        """The operations that read it, in the match or not."""
+        return tuple(self.node.users)
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the graph's caller gives it."""
+        return self.node.op == "placeholder"
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a parameter, a buffer or a constant of the model, so that it is known before the graph runs."""
+        return self.node.op in ("get_attr", "call_module")
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.node.op == "get_attr" and isinstance(
+            attribute(self.owner, str(self.node.target)), nn.Parameter
+        )
+
+    @property
+    def _tensor(self) -> Tensor:
+        if not isinstance(self.value, Tensor):
+            raise TypeError(f"'{self.name}' is {self.value!r}, not a tensor")
+        return self.value
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """One place where a pattern was found.
+
+    `m["x"]` is the `Value` bound to an operand, None for an optional one that is absent, or the literal captured.
+    `nodes` are the operations that would move into the region.
+    """
+
+    rule: str
+    operands: Mapping[str, Value | None]
+    literals: Mapping[str, Any]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    module_path: str = ""
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.operands:
+            return self.operands[name]
+        if name in self.literals:
+            return self.literals[name]
+        known = ", ".join([*self.operands, *self.literals])
+        raise KeyError(f"'{name}' is no argument of the pattern '{self.rule}'; it has {known}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.operands or name in self.literals

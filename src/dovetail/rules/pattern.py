@@ -1,0 +1,153 @@
+"""Pattern rules: a plain Python function is the pattern."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast, overload
+
+from dovetail.errors import InvalidArgument, RuleError
+from dovetail.outlining.record import make_identity
+from dovetail.outlining.requests import POLICIES
+from dovetail.rules.match import Match
+from dovetail.rules.probing import parameters_of
+from dovetail.rules.rule import Decline, Proposal, Rule
+from dovetail.rules.scene import Scene
+from dovetail.rules.searching import Search
+from dovetail.rules.variants import Variants
+
+Guard = Callable[[Match], Decline | None]
+_THROUGH = frozenset({"views", "casts"})
+
+
+class PatternRule(Rule):
+    """Proposes every place where a function's operations stand in a graph, however they were spelled.
+
+    Called, it runs the function. `guard` adds a condition on the values bound.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        kind: str,
+        name: str | None = None,
+        priority: int = 0,
+        version: int = 1,
+        escapes: str = "auto",
+        attrs: Mapping[str, Any] | Callable[[Match], Mapping[str, Any]] | None = None,
+        through: Iterable[str] = (),
+        examples: Sequence[Sequence[Any]] | None = None,
+        checked: bool = True,
+    ) -> None:
+        if not callable(function):
+            raise InvalidArgument(f"a pattern is a function, not a {type(function).__name__}.")
+        self.function = function
+        self.name = name if name is not None else getattr(function, "__name__", kind)
+        make_identity(kind, version, attrs if isinstance(attrs, Mapping) else None)
+        if not isinstance(priority, int) or isinstance(priority, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(self.name, f"priority {priority!r} is not an int")
+        if escapes not in POLICIES:
+            raise RuleError(self.name, f"escapes {escapes!r} is none of {', '.join(POLICIES)}")
+        self.kind, self.priority, self.version, self.escapes, self.attrs = (
+            kind,
+            priority,
+            version,
+            escapes,
+            attrs,
+        )
+        self.through = frozenset([through] if isinstance(through, str) else through)
+        if not self.through <= _THROUGH:
+            raise RuleError(self.name, f"through {sorted(self.through)} has more than {sorted(_THROUGH)}")
+        self.guards: tuple[Guard, ...] = ()
+        self.parameters = parameters_of(function, self.name)
+        self.variants = Variants(function, self.name, self.parameters, examples)
+        if checked:
+            self.variants.check()
+        functools.update_wrapper(
+            self, function, assigned=("__doc__", "__module__", "__wrapped__"), updated=()
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"rule({self.name})"
+
+    def guard(self, function: Guard) -> Guard:
+        """Add a condition, as a decorator: it gets the `Match` and returns None, or a `Decline` with the reason."""
+        if not callable(function):
+            raise RuleError(self.name, f"a guard is a function, not a {type(function).__name__}")
+        self.guards = (*self.guards, function)
+        return function
+
+    def propose(self, scene: Scene) -> Iterable[Proposal]:
+        return Search(self, scene).run()
+
+    def judge(self, match: Match) -> Decline | None:
+        """The first guard's refusal, None if all accept."""
+        for guard in self.guards:
+            label = getattr(guard, "__name__", "guard")
+            try:
+                verdict = guard(match)
+            except Exception as error:
+                raise RuleError(
+                    self.name, f"its guard '{label}' raised {type(error).__name__}: {error}"
+                ) from error
+            if verdict is not None and not isinstance(verdict, Decline):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise RuleError(
+                    self.name,
+                    f"its guard '{label}' returned {verdict!r}; return None to accept or Decline(reason)",
+                )
+            if verdict is not None:
+                return verdict
+        return None
+
+    def attributes(self, match: Match) -> dict[str, Any]:
+        """The attributes of a match's region: the literals captured, and what `attrs` adds."""
+        extra = self.attrs(match) if callable(self.attrs) else self.attrs
+        attrs = {**match.literals, **(extra or {})}
+        make_identity(self.kind, self.version, attrs)
+        return attrs
+
+
+@overload
+def rule(function: Callable[..., Any], *, kind: str) -> PatternRule: ...
+
+
+@overload
+def rule(
+    *,
+    kind: str,
+    name: str | None = None,
+    priority: int = 0,
+    version: int = 1,
+    escapes: str = "auto",
+    attrs: Mapping[str, Any] | Callable[[Match], Mapping[str, Any]] | None = None,
+    through: Iterable[str] = (),
+    examples: Sequence[Sequence[Any]] | None = None,
+    checked: bool = True,
+) -> Callable[[Callable[..., Any]], PatternRule]: ...
+
+
+def rule(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Make a rule of a function: its operations, wherever they stand in a graph, belong together.
+
+    Arguments without a default are operands and stay outside; one with the default None may be absent; one with
+    the default `Const()` is a literal, captured into the region's `attrs`; any other default is compared as it is.
+    `escapes` is for inner values that are also used outside. `through` ("views", "casts") lets the graph have
+    such operations between those of the pattern. `attrs` adds attributes, or computes them from the `Match`.
+    `examples` shows operands on which the pattern runs, where none can be found by trying. The pattern is traced and
+    checked at once; with `checked=False` only when it is first used.
+    """
+    if isinstance(function, str):
+        raise InvalidArgument(f"write @rule(kind={function!r}): the kind is a keyword.")
+    if "kind" not in options:
+        raise InvalidArgument("a rule needs a kind: @rule(kind='swiglu').")
+    if function is not None:
+        return PatternRule(function, **options)
+
+    def decorate(inner: Callable[..., Any]) -> PatternRule:
+        return PatternRule(inner, **options)
+
+    return cast("Any", decorate)

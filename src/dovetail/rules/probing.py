@@ -1,0 +1,326 @@
+"""Finding arguments on which a pattern runs, so that its operations can be seen before any graph is."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dovetail.errors import RuleError
+from dovetail.rules.choices import Chooser, Const, ConstMisuse, choosing, opaque
+
+_RANKS = (3, 2, 4, 1, 0, 5)
+_SIZES = (8, 1, 16, 32)
+_DTYPES = (torch.float32, torch.int64, torch.bool)
+_LITERALS = (0.61803, 1, False, None)
+_MOST_RUNS = 20_000
+_MOST_VARIANTS = 512
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The arguments of a pattern by what they stand for."""
+
+    names: tuple[str, ...]
+    operands: tuple[str, ...]
+    optional: tuple[str, ...]
+    literals: tuple[str, ...]
+    fixed: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One way to run a pattern: which alternatives it takes, and arguments for them."""
+
+    picks: tuple[int, ...]
+    absent: frozenset[str]
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    literals: dict[str, Any]
+
+
+def parameters_of(function: Callable[..., Any], name: str) -> Parameters:
+    """A pattern's arguments: operands, optional operands (default None), literals (default Const()), fixed ones."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise RuleError(name, f"its pattern's signature cannot be read: {error}") from error
+    operands: list[str] = []
+    optional: list[str] = []
+    literals: list[str] = []
+    fixed: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise RuleError(name, f"its pattern takes '{parameter}'; name every argument")
+        if parameter.default is parameter.empty or parameter.default is None:
+            operands.append(parameter.name)
+            if parameter.default is None:
+                optional.append(parameter.name)
+        elif parameter.default is Const or isinstance(parameter.default, Const):
+            literals.append(parameter.name)
+        else:
+            fixed[parameter.name] = parameter.default
+    if not operands:
+        raise RuleError(name, "its pattern takes no operand; name at least one argument without a default")
+    names = tuple(signature.parameters)
+    return Parameters(names, tuple(operands), tuple(optional), tuple(literals), fixed)
+
+
+class _NeedsShape(Exception):
+    def __init__(self, operation: str, names: list[str]) -> None:
+        super().__init__(*names)
+        self.operation, self.names = operation, names
+
+
+class _Unknown(torch.Tensor):
+    """Stands for an operand whose rank is not settled; the first operation that meets it says so."""
+
+    label: str
+
+    def label_of(self) -> str:
+        return cast("str", vars(self)["label"])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        found = [leaf.label_of() for leaf in leaves if isinstance(leaf, _Unknown)]
+        raise _NeedsShape(getattr(func, "__name__", ""), list(dict.fromkeys(found)))
+
+
+def _unknown(label: str) -> _Unknown:
+    made = torch.Tensor._make_subclass(_Unknown, torch.empty(0, device="meta"))
+    made.label = label
+    return made
+
+
+class Prober:
+    """Runs a pattern on tensors without data until shapes are found that every operation takes."""
+
+    silent: ClassVar[tuple[type[Exception], ...]] = (RuntimeError, TypeError, ValueError, IndexError)
+
+    def __init__(self, function: Callable[..., Any], name: str, parameters: Parameters) -> None:
+        self.function, self.name, self.parameters = function, name, parameters
+        self.runs = 0
+        self.known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
+        self.failure: Exception | None = None
+
+    def examples(self) -> list[Example]:
+        """An example for each combination of alternatives; RuleError if there is none that runs."""
+        found: list[Example] = []
+        failed: list[tuple[int, ...]] = []
+        for absent in _subsets(self.parameters.optional):
+            picks: tuple[int, ...] | None = ()
+            while picks is not None:
+                example, following = self._example(picks, absent)
+                if example is not None:
+                    found.append(example)
+                else:
+                    failed.append(picks)
+                if len(found) + len(failed) > _MOST_VARIANTS:
+                    raise RuleError(
+                        self.name,
+                        f"its alternatives combine in more than {_MOST_VARIANTS} ways; make it several rules",
+                    )
+                picks = following
+        if not found:
+            raise RuleError(
+                self.name,
+                "its pattern cannot be traced: no shapes were found on which it runs"
+                f" ({_said(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
+            ) from self.failure
+        return found
+
+    def given(
+        self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], absent: frozenset[str]
+    ) -> list[Example]:
+        """An example for each combination of alternatives that runs on the shapes given."""
+        found: list[Example] = []
+        picks: tuple[int, ...] | None = ()
+        while picks is not None:
+            chooser = Chooser(picks)
+            for literals in self._literals():
+                chooser = Chooser(picks)
+                if self._search(chooser, absent, dict(shapes), literals, _SIZES[0]) is not None:
+                    found.append(Example(_full(chooser), absent, shapes, literals))
+                    break
+            picks = chooser.next()
+        if not found:
+            raise RuleError(
+                self.name, f"its pattern does not run on the example given ({_said(self.failure)})"
+            ) from self.failure
+        return found
+
+    def _example(
+        self, picks: tuple[int, ...], absent: frozenset[str]
+    ) -> tuple[Example | None, tuple[int, ...] | None]:
+        chooser = Chooser(picks)
+        for size in _SIZES:
+            for literals in self._literals():
+                for shapes in self._attempts(size, absent):
+                    chooser = Chooser(picks)
+                    outcome = self._search(chooser, absent, dict(shapes), literals, size)
+                    if outcome is not None:
+                        if outcome not in self.known:
+                            self.known.insert(0, outcome)
+                        return Example(_full(chooser), absent, outcome, literals), chooser.next()
+        return None, chooser.next()
+
+    def _literals(self) -> Iterator[dict[str, Any]]:
+        names = self.parameters.literals
+        ways = list(itertools.product(range(len(_LITERALS)), repeat=len(names)))
+        for way in sorted(ways, key=sum):
+            values = [_LITERALS[k] + i / 1000 if k == 0 else _LITERALS[k] for i, k in enumerate(way)]
+            yield dict(zip(names, values, strict=True))
+
+    def _attempts(
+        self, size: int, absent: frozenset[str]
+    ) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+        if size == _SIZES[0]:
+            for known in self.known:
+                yield {k: v for k, v in known.items() if k not in absent}
+        yield {}
+
+    def _search(
+        self,
+        chooser: Chooser,
+        absent: frozenset[str],
+        start: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        literals: dict[str, Any],
+        size: int,
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]] | None:
+        stack: list[Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]] = [iter([start])]
+        while stack:
+            shapes = next(stack[-1], None)
+            if shapes is None:
+                stack.pop()
+                continue
+            self.runs += 1
+            if self.runs > _MOST_RUNS:
+                raise RuleError(
+                    self.name,
+                    f"no shapes were found in {_MOST_RUNS} tries on which its pattern runs"
+                    f" ({_said(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
+                ) from self.failure
+            chooser.sizes.clear()
+            wanted = self._run(chooser, absent, shapes, literals)
+            if wanted is None:
+                continue
+            if not wanted.names:
+                return shapes
+            stack.append(_shapes_for(wanted, shapes, size))
+        return None
+
+    def _run(
+        self,
+        chooser: Chooser,
+        absent: frozenset[str],
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        literals: dict[str, Any],
+    ) -> _NeedsShape | None:
+        """The operands whose shape must be settled next; none if it ran, None if it failed."""
+        wanted = self._run_on("meta", chooser, absent, shapes, literals)
+        if wanted is not None and not wanted.names:
+            # Tensors without data are quick to try and forgive more than a device does.
+            chooser.sizes.clear()
+            with FakeTensorMode():
+                return self._run_on("cpu", chooser, absent, shapes, literals)
+        return wanted
+
+    def _run_on(
+        self,
+        device: str,
+        chooser: Chooser,
+        absent: frozenset[str],
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        literals: dict[str, Any],
+    ) -> _NeedsShape | None:
+        arguments = dict(self.parameters.fixed)
+        arguments.update({name: opaque(value) for name, value in literals.items()})
+        for name in self.parameters.operands:
+            if name in absent:
+                arguments[name] = None
+            elif name in shapes:
+                shape, dtype = shapes[name]
+                arguments[name] = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                arguments[name] = _unknown(name)
+        try:
+            with choosing(chooser), torch.no_grad():
+                self.function(**arguments)
+        except _NeedsShape as need:
+            return need
+        except ConstMisuse as error:
+            raise RuleError(self.name, str(error)) from None
+        except self.silent as error:
+            self.failure = error
+            return None
+        except Exception as error:
+            raise RuleError(self.name, f"its pattern cannot be traced: {_said(error)}") from error
+        return _NeedsShape("", [])
+
+
+def _full(chooser: Chooser) -> tuple[int, ...]:
+    count = len(chooser.sizes)
+    return (*chooser.picks, *[0] * (count - len(chooser.picks)))[:count]
+
+
+def _shapes_for(
+    need: _NeedsShape, settled: dict[str, tuple[tuple[int, ...], torch.dtype]], size: int
+) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Ways to settle some operands: floats of every rank first, then with indices and masks among them."""
+    names, count = need.names, len(need.names)
+    dtypes = sorted(itertools.product(range(len(_DTYPES)), repeat=min(count, 2)), key=sum)
+    convolves = "conv" in need.operation
+    for kinds in dtypes:
+        # Of many operands at once, the last ones are alike: statistics, weights, masks.
+        each = [kinds[0], *[0] * (count - 2), kinds[-1]] if count > 1 else list(kinds)
+        for ranks in _ranks_for(need.operation, count):
+            shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+            for i, (name, rank, kind) in enumerate(zip(names, ranks, each, strict=True)):
+                kernel = convolves and i > 0 and rank > 2
+                shape = (size, size, *[1] * (rank - 2)) if kernel else (size,) * rank
+                shapes[name] = (shape, _DTYPES[kind])
+            yield {**settled, **shapes}
+
+
+def _ranks_for(operation: str, count: int) -> Iterator[tuple[int, ...]]:
+    digits = [int(c) for c in operation if c.isdigit()]
+    own = (digits[0] + 2,) if "conv" in operation and digits and digits[0] < 4 else ()
+    ranks = tuple(dict.fromkeys((*own, *_RANKS)))
+    if count <= 2:
+        yield from itertools.product(ranks, repeat=count)
+        return
+    seen: set[tuple[int, ...]] = set()
+    for first, second in itertools.product(ranks, repeat=2):
+        rest = count - 2
+        ways = (
+            (first, second, *[1] * rest),
+            (first, *[second] * (rest + 1)),
+            (*[first] * (rest + 1), second),
+            (first, first, *[second] * rest),
+        )
+        for way in ways:
+            if way not in seen:
+                seen.add(way)
+                yield way
+
+
+def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
+    """Every choice of optional operands to leave out, those that leave out least first."""
+    for count in range(len(names) + 1):
+        for left_out in itertools.combinations(names, count):
+            yield frozenset(left_out)
+
+
+def _said(error: Exception | None) -> str:
+    if error is None:
+        return "it was never run"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,243 @@
+"""One pattern looked for in one scene: loose finds, each proven on its own operands before it is proposed."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+from torch.fx import Node
+
+from dovetail.graph.module import attribute
+from dovetail.rules.match import Match, Value
+from dovetail.rules.matcher import Found, Matcher, Miss
+from dovetail.rules.probing import Parameters
+from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal
+from dovetail.rules.scene import Scene
+from dovetail.rules.shadow import Shadow, shadow_of
+from dovetail.rules.template import Template, is_tensors
+from dovetail.rules.through import see_through
+from dovetail.rules.variants import Variants
+
+_MOST_MISSES = 200
+_FAR_ENOUGH = 0.5
+
+
+class Pattern(Protocol):
+    """What a search needs to know of a rule whose pattern it looks for."""
+
+    name: str
+    kind: str
+    priority: int
+    version: int
+    escapes: str
+    through: frozenset[str]
+    parameters: Parameters
+    variants: Variants
+
+    def judge(self, match: Match) -> Decline | None: ...
+
+    def attributes(self, match: Match) -> dict[str, Any]: ...
+
+
+class Search:
+    """Looks for every form of one rule's pattern in one scene."""
+
+    def __init__(self, rule: Pattern, scene: Scene) -> None:
+        self.rule, self.scene = rule, scene
+        self.shadow: Shadow = scene.fact(shadow_of)
+        self.seen: set[tuple[int, ...]] = set()
+        self.misses: dict[Node, Refusal] = {}
+        self.hit: set[int] = set()
+
+    def run(self) -> Iterator[Proposal]:
+        """Candidates, guards' refusals, and near-misses where nothing was found."""
+        if self.shadow.why_none:
+            yield Refusal(self.rule.name, (), self.shadow.why_none)
+            return
+        dtypes = self.shadow.dtypes
+        for dialect in self.shadow.dialects:
+            for template in self.rule.variants.loose(dialect, dtypes):
+                if self._possible(template):
+                    yield from self._look_for(template, dialect)
+        yield from self._near_misses()
+
+    def _possible(self, template: Template) -> bool:
+        have = self.shadow.by_target
+        return all(len(have.get(target, ())) >= count for target, count in template.ops.items())
+
+    def _look_for(self, template: Template, dialect: str) -> Iterator[Proposal]:
+        through = see_through(self.rule.through) if self.rule.through else None
+        matcher = self._matcher(template, strict=False, through=through)
+        for root in self.shadow.by_target.get(template.root.target, ()):
+            done = False
+            for found in matcher.find(root):
+                done = True
+                proposal = self._proven(template, found, dialect, through)
+                if isinstance(proposal, Candidate):
+                    yield proposal
+                    break
+                if isinstance(proposal, Refusal):
+                    self._note(root, proposal)
+            if not done and matcher.miss is not None:
+                self._note_miss(template, root, matcher.miss)
+
+    def _matcher(self, template: Template, *, strict: bool, through: Any) -> Matcher:
+        program = template.program
+
+        def pattern_constant(node: Node) -> Tensor | None:
+            return cast("Tensor | None", attribute(program, cast("str", node.target)))
+
+        stage = template.stage
+        same_number = stage.same_number if stage is not None else operator.eq
+        return Matcher(
+            template,
+            strict=strict,
+            constant=self.shadow.constant,
+            pattern_constant=pattern_constant,
+            see_through=through,
+            same_number=same_number,
+        )
+
+    def _proven(self, template: Template, found: Found, dialect: str, through: Any) -> Proposal | None:
+        """The candidate for what was found, if the pattern traced on these very operands is what stands there."""
+        values: dict[str, Any] = {}
+        for name, node in template.operands.items():
+            bound = found.operands.get(node)
+            if bound is None:
+                continue
+            values[name] = bound.meta.get("val")
+            if values[name] is None:
+                return self._refusal(
+                    found, template, f"nothing is known of the value of '{bound.name}'", bound
+                )
+        if values.keys() != template.operands.keys():
+            return None
+        exact = self.rule.variants.exact(template, dialect, values, found.literals)
+        if isinstance(exact, str):
+            return self._refusal(found, template, exact, None)
+        strict = self._matcher(exact, strict=True, through=through)
+        operands = {exact.operands[name]: found.operands[node] for name, node in template.operands.items()}
+        root = found.nodes[template.root]
+        for proof in strict.find(root, operands):
+            return self._candidate(exact, proof, found)
+        miss = strict.miss
+        reason = miss.reason if miss is not None else "it is another computation"
+        return self._refusal(found, template, reason, miss.at if miss is not None else None)
+
+    def _candidate(self, template: Template, proof: Found, loose: Found) -> Proposal | None:
+        inner = [*proof.nodes.values(), *proof.through]
+        members, partly = self.shadow.members(inner)
+        members = self._with_sizes(members)
+        key = tuple(sorted(members))
+        if partly is not None:
+            whole = self.scene.nodes[self.shadow.origins[partly][0]].name
+            return Refusal(self.rule.name, key, f"only a part of '{whole}' matches", key[0])
+        if key in self.seen:
+            return None
+        self.seen.add(key)
+        barred = next((i for i in key if i in self.scene.barred), None)
+        if barred is not None:
+            return Refusal(self.rule.name, key, self.scene.barred[barred], barred)
+        match = self._match(template, proof, loose, key)
+        verdict = self.rule.judge(match)
+        if verdict is not None:
+            at = self.scene.index.names.get(verdict.place) if verdict.place is not None else None
+            count = len(template.calls)
+            return Refusal(self.rule.name, key, verdict.reason, at, count, count)
+        self.hit.update(key)
+        rule = self.rule
+        return Candidate(
+            rule.name, rule.kind, key, rule.attributes(match), rule.version, rule.escapes, rule.priority
+        )
+
+    def _match(self, template: Template, proof: Found, loose: Found, members: tuple[int, ...]) -> Match:
+        operands: dict[str, Value | None] = dict.fromkeys(self.rule.parameters.operands)
+        for name, node in template.operands.items():
+            bound = proof.operands[node]
+            origin = self.shadow.origins.get(bound)
+            real = self.scene.nodes[origin[0]] if origin else bound
+            operands[name] = Value(real, bound.meta.get("val"), self.scene.gm)
+        outputs = [self.scene.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
+        paths = {self.scene.module_path(i) for i in members}
+        return Match(
+            self.rule.name,
+            operands,
+            dict(loose.literals),
+            tuple(self.scene.nodes[i] for i in members),
+            tuple(outputs),
+            paths.pop() if len(paths) == 1 else "",
+        )
+
+    def _with_sizes(self, members: set[int]) -> set[int]:
+        """The members and the sizes they use that are read from members: outside, they would make a cycle."""
+        nodes, at = self.scene.nodes, self.scene.index.position
+        stack = [u for i in members for u in nodes[i].users if not is_tensors(u.meta.get("val"))]
+        reached: set[int] = set()
+        while stack:
+            node = stack.pop()
+            i = at[node]
+            if i in reached or i in members or node.op == "output" or "val" not in node.meta:
+                continue
+            reached.add(i)
+            stack.extend(u for u in node.users if not is_tensors(u.meta.get("val")))
+        if not reached:
+            return members
+        needed: set[int] = set()
+        stack = [n for i in members for n in nodes[i].all_input_nodes]
+        while stack:
+            i = at[stack.pop()]
+            if i in reached and i not in needed:
+                needed.add(i)
+                stack.extend(nodes[i].all_input_nodes)
+        return members | needed
+
+    def _refusal(self, found: Found, template: Template, reason: str, at: Node | None) -> Refusal:
+        members, _ = self.shadow.members(found.nodes.values())
+        wanted = len(template.calls)
+        return Refusal(
+            self.rule.name, tuple(sorted(members)), reason, self._position(at), len(found.nodes), wanted
+        )
+
+    def _note_miss(self, template: Template, root: Node, miss: Miss) -> None:
+        wanted = len(template.calls)
+        if len(miss.found) < max(2, wanted * _FAR_ENOUGH):
+            return
+        members, _ = self.shadow.members(miss.found)
+        self._note(
+            root,
+            Refusal(
+                self.rule.name,
+                tuple(sorted(members)),
+                miss.reason,
+                self._position(miss.at),
+                len(miss.found),
+                wanted,
+            ),
+        )
+
+    def _note(self, root: Node, refusal: Refusal) -> None:
+        """Keep the attempt at a root that got furthest."""
+        known = self.misses.get(root)
+        if known is None or refusal.matched / max(refusal.wanted, 1) > known.matched / max(known.wanted, 1):
+            self.misses[root] = refusal
+
+    def _near_misses(self) -> Iterator[Refusal]:
+        """What came near and is not part of a match, the nearest first."""
+        missed = [r for r in self.misses.values() if not self.hit.intersection(r.members)]
+        missed.sort(key=lambda r: (-r.matched, r.wanted, [self.scene.order[i] for i in r.members[:1]]))
+        yield from missed[:_MOST_MISSES]
+        if len(missed) > _MOST_MISSES:
+            reasons = Counter(r.reason for r in missed[_MOST_MISSES:])
+            reason, count = reasons.most_common(1)[0]
+            last = missed[_MOST_MISSES]
+            yield replace(
+                last, reason=f"{reason} (and {len(missed) - _MOST_MISSES} more, {count} of them like it)"
+            )
+
+    def _position(self, node: Node | None) -> int | None:
+        origin = self.shadow.origins.get(node) if node is not None else None
+        return origin[-1] if origin else None

@@ -1,0 +1,229 @@
+"""Any graph as patterns are written: canonical ATen, each node with the operations of the graph it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.fx.traceback as traceback
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.graph.canonical import canonicalise_traced
+from dovetail.graph.effects import is_subgraph
+from dovetail.graph.keys import CANONICAL, ORIGIN
+from dovetail.graph.module import attribute
+from dovetail.graph.spellings import traits
+from dovetail.outlining.requests import is_projection
+from dovetail.rules.scene import Scene
+from dovetail.rules.template import is_tensors
+from dovetail.rules.tracing import AUTOGRAD, CAPTURED, Stage, trace
+
+# Operators that a captured graph never has: they show that a graph is of AOTAutograd's dialect.
+_AUTOGRAD_NAMES = """
+    _softmax _log_softmax native_layer_norm native_group_norm convolution addmm mm bmm _unsafe_view nll_loss_forward
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention convolution_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _fused_rms_norm
+"""
+_AUTOGRAD_ONLY = frozenset(_AUTOGRAD_NAMES.split())
+
+
+class Shadow:
+    """The graph that patterns are looked for in.
+
+    `nodes` are canonical; `origins` tells for each the positions in the scene that it stands for: one operation of a
+    captured graph is one node here, while a leaf module may be several.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        nodes: list[Node],
+        origins: dict[Node, tuple[int, ...]],
+        parts: dict[int, set[Node]] | None = None,
+        why_none: str = "",
+    ) -> None:
+        self.root, self.nodes, self.origins = root, nodes, origins
+        self.parts = parts or {}
+        self.why_none = why_none
+        self.by_target: dict[Any, list[Node]] = {}
+        for node in nodes:
+            if node.op == "call_function":
+                self.by_target.setdefault(node.target, []).append(node)
+        self._constants: dict[Node, Tensor | None] = {}
+
+    @property
+    def dialects(self) -> tuple[str, ...]:
+        """The dialects that a pattern must be traced in to be found here."""
+        names = {t.overloadpacket.__name__ for t in self.by_target if isinstance(t, OpOverload)}
+        return (CAPTURED, AUTOGRAD) if names & _AUTOGRAD_ONLY else (CAPTURED,)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        values = (n.meta.get("val") for n in self.nodes)
+        return {v.dtype for v in values if isinstance(v, Tensor)}
+
+    def constant(self, node: Node) -> Tensor | None:
+        """The tensor that a node names, if it is one that no caller can change: not an input, not a parameter."""
+        if node not in self._constants:
+            value = attribute(self.root, cast("str", node.target)) if node.op == "get_attr" else None
+            plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            self._constants[node] = cast("Tensor", value) if plain else None
+        return self._constants[node]
+
+    def members(self, nodes: Iterable[Node]) -> tuple[set[int], Node | None]:
+        """The operations that nodes stand for, and one of the others that an operation only partly covered also is."""
+        wanted = set(nodes)
+        found: set[int] = set()
+        for node in wanted:
+            for i in self.origins.get(node, ()):
+                found.add(i)
+                for other in self.parts.get(i, ()):
+                    if other not in wanted:
+                        return found, other
+        return found, None
+
+
+def shadow_of(scene: Scene) -> Shadow:
+    """The shadow of a scene's graph: itself where it is canonical, else made canonical or traced once."""
+    gm = scene.gm
+    if all(_is_aten(node) for node in scene.nodes):
+        if CANONICAL in gm.meta:
+            return Shadow(gm, scene.nodes, {n: (i,) for i, n in enumerate(scene.nodes)})
+        return _canonical(scene)
+    return _traced(scene)
+
+
+def _is_aten(node: Node) -> bool:
+    if node.op == "call_method":
+        return False
+    if node.op == "call_module":
+        return node.meta.get("val") is not None or not node.meta
+    if node.op != "call_function" or isinstance(node.target, (OpOverload, HigherOrderOperator)):
+        return True
+    value = node.meta.get("val")
+    return is_projection(node) or (value is not None and not is_tensors(value))
+
+
+def _canonical(scene: Scene) -> Shadow:
+    program, _, made = canonicalise_traced(scene.gm)
+    origins: dict[Node, list[int]] = {}
+    for old, new in made.items():
+        if old.op in ("placeholder", "get_attr", "output") or new.op == "call_function":
+            origins.setdefault(new, []).append(scene.index.position[old])
+    return Shadow(program, list(program.graph.nodes), {n: tuple(p) for n, p in origins.items()})
+
+
+def _traced(scene: Scene) -> Shadow:
+    """Run the graph on stand-ins and note which operation each traced node came from."""
+    unknown = [n.name for n in scene.nodes if n.op == "placeholder" and n.meta.get("val") is None]
+    if unknown:
+        why = f"the values of {', '.join(unknown[:4])} are not known; `capture(gm, args)` fills them in"
+        return Shadow(scene.gm, [], {}, why_none=why)
+    replay = _Replay(scene)
+    try:
+        with traceback.preserve_node_meta():
+            program = trace(replay.run, replay.values, CAPTURED if replay.functional else AUTOGRAD)
+    except Exception as error:  # a graph of others' making may call anything
+        first = (str(error).splitlines() or [""])[0]
+        return Shadow(
+            scene.gm, [], {}, why_none=f"it cannot be traced to operators: {type(error).__name__}: {first}"
+        )
+    return replay.shadow(program)
+
+
+class _Replay:
+    """The graph as a function of its inputs, attributes and the state of the leaf modules it calls."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.functional = not any(
+            (n.op == "call_module" and _may_write(attribute(scene.gm, cast("str", n.target))))
+            or (n.op in ("call_function", "call_method") and traits(n).writes and not _out_only(n))
+            for n in scene.nodes
+        )
+        self.stage = Stage()
+        self.marks = _marks(len(scene.nodes))
+        self.sources: list[tuple[Node, str | None]] = []
+        self.values: list[Any] = []
+        for node in scene.nodes:
+            if node.op == "placeholder":
+                self._add(node, None, node.meta["val"])
+            elif node.op == "get_attr" and not is_subgraph(scene.gm, node):
+                self._add(node, None, attribute(scene.gm, cast("str", node.target)))
+            elif node.op == "call_module":
+                module = attribute(scene.gm, cast("str", node.target))
+                if not isinstance(module, GraphModule):
+                    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                        self._add(node, name, tensor)
+
+    def _add(self, node: Node, name: str | None, value: Any) -> None:
+        self.sources.append((node, name))
+        self.values.append(self.stage.stand_in(value))
+
+    def run(self, *values: Any) -> Any:
+        given: dict[Node, Any] = {}
+        state: dict[Node, dict[str, Any]] = {}
+        for (node, name), value in zip(self.sources, values, strict=True):
+            if name is None:
+                given[node] = value
+            else:
+                state.setdefault(node, {})[name] = value
+        env: dict[Node, Any] = {}
+        for i, node in enumerate(self.scene.nodes):
+            if node.op == "output":
+                results = [env[n] for n in node.all_input_nodes]
+                return tuple(r for r in results if isinstance(r, Tensor))
+            with traceback.set_current_meta(self.marks[i]):
+                env[node] = given[node] if node in given else self._call(node, env, state.get(node, {}))
+        return ()
+
+    def _call(self, node: Node, env: dict[Node, Any], state: dict[str, Any]) -> Any:
+        args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
+        if node.op == "call_method":
+            return getattr(args[0], cast("str", node.target))(*args[1:], **kwargs)
+        if node.op == "call_function":
+            return cast("Callable[..., Any]", node.target)(*args, **kwargs)
+        module = attribute(self.scene.gm, cast("str", node.target))
+        if node.op == "get_attr" or isinstance(module, GraphModule):
+            return module if node.op == "get_attr" else module(*args, **kwargs)
+        return torch.func.functional_call(module, state, args, kwargs)
+
+    def shadow(self, program: GraphModule) -> Shadow:
+        inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
+        at = self.scene.index.position
+        origins: dict[Node, tuple[int, ...]] = {}
+        parts: dict[int, set[Node]] = {}
+        for node, (source, _) in zip(inputs, self.sources, strict=True):
+            origins[node] = (at[source],)
+        for node in program.graph.nodes:
+            custom = node.meta.get("custom") or {}
+            if node.op == "call_function" and ORIGIN in custom:
+                i = cast("int", custom[ORIGIN])
+                origins[node] = (i,)
+                parts.setdefault(i, set()).add(node)
+        return Shadow(program, list(program.graph.nodes), origins, parts)
+
+
+def _marks(count: int) -> list[Node]:
+    """Nodes whose meta torch hands on to whatever is traced while they are current: one per position."""
+    graph = Graph()
+    marks = [graph.placeholder(f"position_{i}") for i in range(count)]
+    for i, mark in enumerate(marks):
+        mark.meta["custom"] = {ORIGIN: i}
+    return marks
+
+
+def _out_only(node: Node) -> bool:
+    return traits(node).writes == ("out",) and "out" not in node.kwargs
+
+
+def _may_write(module: Any) -> bool:
+    return (
+        any(bool(getattr(m, "inplace", False)) for m in module.modules())
+        if isinstance(module, nn.Module)
+        else True
+    )

@@ -1,0 +1,131 @@
+"""A pattern as a graph: the same operators, in the same form, as a captured or an AOTAutograd graph has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from dovetail.graph.canonical import canonicalise
+from dovetail.graph.capture import capture
+from dovetail.graph.capturing.quieting import quiet, rng_kept
+from dovetail.graph.module import Program, copy_graph, rebuild
+from dovetail.graph.spellings import traits
+
+CAPTURED, AUTOGRAD = "captured", "autograd"
+"""The two dialects: what `capture` makes, and what AOTAutograd hands to a compiler."""
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class _Decompositions(dict[Any, Callable[..., Any]]):
+    """Takes apart what `capture` does: operators made of others whose result may be a view of an argument."""
+
+    def __contains__(self, op: object) -> bool:
+        return isinstance(op, OpOverload) and _taken_apart(op)
+
+    def __getitem__(self, op: Any) -> Callable[..., Any]:
+        return op.decompose
+
+
+@functools.cache
+def _taken_apart(op: OpOverload) -> bool:
+    if op.namespace != "aten" or not op.has_kernel_for_dispatch_key(_COMPOSITE):
+        return False
+    if torch.Tag.maybe_aliasing_or_mutating in op.tags or op._schema.is_mutable:
+        return True
+    return any(part.alias_info is not None for part in (*op._schema.returns, *op._schema.arguments))
+
+
+def trace(function: Callable[..., Any], values: Sequence[Any], dialect: str = CAPTURED) -> Program:
+    """The canonical graph of a function on (fake) values; the values' own symbols get no new guards."""
+    with quiet(), rng_kept(), torch.no_grad():
+        if dialect == AUTOGRAD:
+            traced = make_fx(torch.func.functionalize(function))(*values)
+        else:
+            table = cast("dict[Any, Any]", _Decompositions())
+            traced = make_fx(function, decomposition_table=table, pre_dispatch=True)(*values)
+            if writes(traced):
+                return _captured(function, values)
+    return canonicalise(traced)[0]
+
+
+def writes(module: GraphModule) -> bool:
+    """Whether a traced graph has operators that write, as only a functional form can be compared."""
+    return any(n.op == "call_function" and traits(n).writes for n in module.graph.nodes)
+
+
+def _captured(function: Callable[..., Any], values: Sequence[Any]) -> Program:
+    """The long way round, for what writes: functional as `capture` makes it, without the writes at the end."""
+    program = cast("Program", capture(function, tuple(values)))
+    graph = copy_graph(program.graph)
+    for node in reversed(list(graph.nodes)):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            graph.erase_node(node)
+    return rebuild(program, graph)
+
+
+class Stage:
+    """Makes stand-ins for values: same sizes, strides, dtypes and devices, with symbols of their own.
+
+    A pattern that was run on a graph's own values would add guards to the graph's symbols.
+    """
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.symbols: dict[Any, Any] = {}
+        self._made: dict[int, Any] = {}
+
+    def stand_in(self, value: Any) -> Any:
+        """A stand-in for a value; one and the same for one and the same."""
+        known = self._made.get(id(value))
+        if known is None:
+            known = self._made[id(value)] = self._new(value)
+        return known
+
+    def _new(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            sizes = [self._size(s) for s in value.shape]
+            with self.mode:
+                if value.layout is not torch.strided:
+                    return torch.empty(sizes, dtype=value.dtype, device=value.device, layout=value.layout)
+                strides = [self._size(s) for s in value.stride()]
+                return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
+        return value
+
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr
+        for symbol in expr.free_symbols:
+            if symbol not in self.symbols:
+                self.symbols[symbol] = self._symbol(size, symbol)
+        renamed = expr.xreplace(self.symbols)
+        hint = size.node.hint if size.node.has_hint() else None
+        return self.env.create_symintnode(renamed, hint=hint)
+
+    def _symbol(self, size: torch.SymInt, symbol: Any) -> Any:
+        from torch._dynamo.source import ConstantSource
+
+        hints: Mapping[Any, Any] = getattr(size.node.shape_env, "backed_var_to_val", None) or getattr(
+            size.node.shape_env, "var_to_val", {}
+        )
+        hint = int(hints.get(symbol, 8))
+        source = ConstantSource(f"pattern_{len(self.symbols)}")
+        return self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+
+    def same_number(self, ours: Any, theirs: Any) -> bool:
+        """Whether a number of the stand-ins' world is that of the graph's."""
+        left = ours.node.expr if isinstance(ours, torch.SymInt) else ours
+        right = theirs.node.expr.xreplace(self.symbols) if isinstance(theirs, torch.SymInt) else theirs
+        return bool(left == right)

@@ -1,0 +1,253 @@
+"""The forms of a pattern: one template per combination of alternatives, dialect and precision, made when needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dovetail.errors import DovetailError, RuleError
+from dovetail.graph.describe import describe
+from dovetail.rules.probing import Example, Parameters, Prober
+from dovetail.rules.template import (
+    Path,
+    Template,
+    components,
+    differences,
+    example_values,
+    make_template,
+    places_of,
+)
+from dovetail.rules.tracing import AUTOGRAD, CAPTURED, Stage
+
+_LOW = (torch.bfloat16, torch.float16)
+_OTHER = {float: (0.31831,), int: (0, 2, -1), bool: (True,), type(None): (0.5, 1)}
+_MOST_EXACT = 512
+
+
+class Variants:
+    """What one pattern looks like. Loose templates show its form; exact ones are traced on given operands."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        parameters: Parameters,
+        given: Sequence[Sequence[Any]] | None,
+    ) -> None:
+        self.function, self.name, self.parameters = function, name, parameters
+        self._given = given
+        self._loose: dict[tuple[str, str], list[Template]] = {}
+        self._exact: dict[Any, Template | str] = {}
+
+    @cached_property
+    def examples(self) -> list[Example]:
+        """Arguments on which the pattern runs, for each combination of its alternatives."""
+        if self._given:
+            return self._shown(self._given)
+        return Prober(self.function, self.name, self.parameters).examples()
+
+    def loose(self, dialect: str, dtypes: set[torch.dtype]) -> list[Template]:
+        """Templates of the pattern's distinct forms in a dialect, at the precisions that a graph has."""
+        low = next((d for d in _LOW if d in dtypes), None)
+        found = list(self._forms(dialect, None))
+        if low is not None:
+            found += self._forms(dialect, low)
+        return found
+
+    def exact(
+        self, template: Template, dialect: str, operands: Mapping[str, Any], literals: Mapping[str, Any]
+    ) -> Template | str:
+        """The template of the same alternatives on these very operands, or why there is none."""
+        symbols: dict[str, str] = {}
+        first: dict[int, int] = {}
+        same = tuple(first.setdefault(id(v), i) for i, v in enumerate(operands.values()))
+        values = tuple(describe(v, symbols) for v in operands.values())
+        written = tuple((k, repr(v)) for k, v in literals.items())
+        key = (dialect, template.example.picks, template.example.absent, values, same, written)
+        # Numbers of another graph's symbols cannot be compared with this one's.
+        if symbols:
+            key = (*key, tuple(symbols), id(_env(operands)))
+        known = self._exact.get(key)
+        if known is None:
+            if len(self._exact) >= _MOST_EXACT:
+                self._exact.clear()
+            known = self._exact[key] = self._trace(template.example, dialect, operands, literals)
+        return known
+
+    def _trace(
+        self, example: Example, dialect: str, operands: Mapping[str, Any], literals: Mapping[str, Any]
+    ) -> Template | str:
+        stage = Stage()
+        values = {name: stage.stand_in(value) for name, value in operands.items()}
+        here = dataclasses.replace(example, literals={**example.literals, **literals})
+        try:
+            return make_template(
+                self.function, self.name, self.parameters, here, values, dialect=dialect, stage=stage
+            )
+        except DovetailError:
+            raise
+        except Exception as error:  # whatever torch says of these operands is the reason to decline
+            first = (str(error).strip().splitlines() or [""])[0]
+            return f"the pattern does not run on these operands: {type(error).__name__}: {first}"
+
+    def _forms(self, dialect: str, low: torch.dtype | None) -> list[Template]:
+        key = (dialect, "low" if low is not None else "full")
+        if key not in self._loose:
+            made: list[Template] = []
+            for example in self.examples:
+                for shown in _at_precision(example, low) if low is not None else _at_ranks(example, dialect):
+                    template = self._form(shown, dialect)
+                    if template is not None:
+                        made.append(template)
+            self._loose[key] = _distinct(made)
+        return self._loose[key]
+
+    def _form(self, example: Example, dialect: str) -> Template | None:
+        values = example_values(example)
+        try:
+            template = make_template(
+                self.function, self.name, self.parameters, example, values, dialect=dialect
+            )
+        except RuleError:
+            raise
+        except Exception:
+            if dialect == CAPTURED and example in self.examples:
+                raise
+            return None  # a rank or precision that was only a guess
+        return dataclasses.replace(template, literals=self._literals(template, values, dialect))
+
+    def _literals(
+        self, template: Template, values: Mapping[str, Any], dialect: str
+    ) -> dict[str, tuple[tuple[Node, Path], ...]]:
+        found: dict[str, tuple[tuple[Node, Path], ...]] = {}
+        for name, value in template.example.literals.items():
+            places = places_of(template, value) if type(value) is float else []
+            if not places:
+                places = self._moved(template, name, value, values, dialect)
+            found[name] = tuple(places)
+        return found
+
+    def _moved(
+        self, template: Template, name: str, value: Any, values: Mapping[str, Any], dialect: str
+    ) -> list[tuple[Node, Path]]:
+        """Where a literal stands, told by what changes when it does."""
+        for other in _OTHER.get(type(value), ()):
+            example = dataclasses.replace(
+                template.example, literals={**template.example.literals, name: other}
+            )
+            try:
+                changed = make_template(
+                    self.function, self.name, self.parameters, example, values, dialect=dialect
+                )
+            except Exception:
+                continue
+            places = differences(template, changed)
+            if places:
+                return places
+        return []
+
+    def check(self) -> None:
+        """Refuse what cannot be a pattern, while the rule is being made."""
+        forms = self._forms(CAPTURED, None)
+        used = {n for t in forms for n, node in t.operands.items() if node.users}
+        for name in self.parameters.operands:
+            if name not in used:
+                raise RuleError(
+                    self.name, f"its pattern ignores the argument '{name}'; use it or take it out"
+                )
+        for name in self.parameters.literals:
+            places = [p for t in forms for p in t.literals.get(name, ())]
+            if not places:
+                raise RuleError(
+                    self.name,
+                    f"its pattern computes with the literal '{name}' or ignores it; a captured literal "
+                    f"can only be handed to operations",
+                )
+        for template in forms:
+            if components(template) > 1:
+                raise RuleError(
+                    self.name, "its pattern falls into parts that share no value; make each a rule of its own"
+                )
+
+    def _shown(self, examples: Sequence[Sequence[Any]]) -> list[Example]:
+        """The forms that a user's own examples show, one per combination of alternatives."""
+        found: list[Example] = []
+        for values in examples:
+            if len(values) != len(self.parameters.operands):
+                raise RuleError(
+                    self.name,
+                    f"an example has {len(values)} values for {len(self.parameters.operands)} operands",
+                )
+            pairs = dict(zip(self.parameters.operands, values, strict=True))
+            shapes = {
+                n: (tuple(int(s) for s in v.shape), v.dtype)
+                for n, v in pairs.items()
+                if isinstance(v, Tensor)
+            }
+            absent = frozenset(n for n, v in pairs.items() if v is None)
+            prober = Prober(self.function, self.name, self.parameters)
+            found += prober.given(shapes, absent)
+        return found
+
+
+def _env(operands: Mapping[str, Any]) -> Any:
+    for value in operands.values():
+        for size in value.shape if isinstance(value, Tensor) else ():
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None
+
+
+def _at_precision(example: Example, low: torch.dtype) -> list[Example]:
+    """The same operands in a lower precision: all of them, only the first, all but the first."""
+    floats = [n for n, (_, dtype) in example.shapes.items() if dtype.is_floating_point]
+    ways = [set(floats), set(floats[:1]), set(floats[1:])]
+    made: list[Example] = []
+    for lowered in ways:
+        shapes = {n: (s, low if n in lowered else d) for n, (s, d) in example.shapes.items()}
+        made.append(dataclasses.replace(example, shapes=shapes))
+    return made
+
+
+def _at_ranks(example: Example, dialect: str) -> list[Example]:
+    """In AOTAutograd's dialect the rank of an operand decides which operators there are: try others too."""
+    if dialect != AUTOGRAD:
+        return [example]
+    made = [example]
+    ranks = {len(shape) for shape, _ in example.shapes.values()}
+    top = max(ranks, default=0)
+    size = next((s[0] for s, _ in example.shapes.values() if s), 8)
+    for rank in (2, 3, 4):
+        shapes = {n: ((size,) * rank if len(s) == top else s, d) for n, (s, d) in example.shapes.items()}
+        made.append(dataclasses.replace(example, shapes=shapes))
+    first = next(iter(example.shapes), None)
+    if first is not None:
+        for rank in (2, 3, 4):
+            shapes = {**example.shapes, first: ((size,) * rank, example.shapes[first][1])}
+            made.append(dataclasses.replace(example, shapes=shapes))
+    return made
+
+
+def _distinct(templates: list[Template]) -> list[Template]:
+    """One of each form: operators and wiring, absent operands, whatever the sizes."""
+    found: dict[Any, Template] = {}
+    for template in templates:
+        found.setdefault(_form_of(template), template)
+    return list(found.values())
+
+
+def _form_of(template: Template) -> Any:
+    number = {n: i for i, n in enumerate(template.program.graph.nodes)}
+    named = {node: name for name, node in template.operands.items()}
+    rows: list[Any] = []
+    for node in template.calls:
+        used = tuple(named.get(n, number[n]) for n in node.all_input_nodes)
+        absent = tuple(i for i, a in enumerate(node.args) if a is None)
+        rows.append((str(node.target), number[node], used, absent))
+    return (template.example.absent, tuple(rows), tuple(number[n] for n in template.outputs))
