@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -16,11 +17,19 @@ from dovetail.errors import DovetailError, InvalidArgument
 class Const:
     """The default of a pattern's argument that stands for a literal, to be captured into the region's `attrs`.
 
-    In the pattern it is opaque: it may be handed to operations, not computed with or branched on.
+    In the pattern it is opaque: it may be handed to operations, not computed with or branched on. An `example`
+    shows what kind of literal it is, a list say, where that cannot be found by trying.
     """
 
+    def __init__(self, example: Any = ...) -> None:
+        self.example = list(example) if isinstance(example, tuple) else example
+
+    @property
+    def has_example(self) -> bool:
+        return self.example is not ...
+
     def __repr__(self) -> str:
-        return "Const()"
+        return f"Const({self.example!r})" if self.has_example else "Const()"
 
 
 class ConstMisuse(DovetailError):
@@ -62,27 +71,103 @@ def opaque(value: Any) -> Any:
     return _OpaqueFloat(value) if type(value) is float else value
 
 
+Site = tuple[int, ...]
+"""Where an `either` is met: its number among those of the alternative it is met in, after the way to that one."""
+
+
 class Chooser:
-    """Which alternative each `either` of one run of a pattern takes; notes how many there were."""
+    """Which alternative each `either` of one run of a pattern takes.
 
-    def __init__(self, picks: tuple[int, ...]) -> None:
-        self.picks = picks
-        self.sizes: list[int] = []
+    A `joint` run evaluates all alternatives of a site and goes on with one value that stands for any of them, as
+    long as they agree in dtype and shape. Sites where they do not are `split`: each run takes one alternative there,
+    the one in `picks`.
+    """
 
-    def pick(self, count: int) -> int:
-        at = len(self.sizes)
-        self.sizes.append(count)
-        return self.picks[at] if at < len(self.picks) else 0
+    def __init__(self, picks: Mapping[Site, int] | None = None, *, joint: bool = False) -> None:
+        self.picks = dict(picks or {})
+        self.joint = joint
+        self.split: dict[Site, int] = {}
+        self._prefix: Site = ()
+        self._met: dict[Site, int] = {}
 
-    def next(self) -> tuple[int, ...] | None:
-        """The picks to run with next, None when every combination was had."""
-        picks = [*self.picks, *[0] * (len(self.sizes) - len(self.picks))][: len(self.sizes)]
-        while picks:
-            if picks[-1] + 1 < self.sizes[len(picks) - 1]:
-                picks[-1] += 1
-                return tuple(picks)
-            picks.pop()
+    def restart(self) -> None:
+        """Forget what was met, for another run."""
+        self.split.clear()
+        self._met.clear()
+        self._prefix = ()
+
+    def take(self, alternatives: tuple[Any, ...]) -> Any:
+        """The value of an `either`."""
+        number = self._met.get(self._prefix, 0)
+        self._met[self._prefix] = number + 1
+        site = (*self._prefix, number)
+        if self.joint and site not in self.picks:
+            joined = self._join(site, alternatives)
+            if joined is not None:
+                return joined
+        if self.joint:
+            self.split[site] = len(alternatives)
+        k = self.picks.get(site, 0)
+        return self._evaluate(site, k, alternatives[k])
+
+    def _evaluate(self, site: Site, k: int, alternative: Any) -> Any:
+        if not callable(alternative):
+            return alternative
+        outer, self._prefix = self._prefix, (*site, k)
+        self._met.pop(self._prefix, None)
+        try:
+            return alternative()
+        finally:
+            self._prefix = outer
+
+    def _join(self, site: Site, alternatives: tuple[Any, ...]) -> Any:
+        values: list[Any] = []
+        failed: Exception | None = None
+        known = dict(self.split)
+        for k, alternative in enumerate(alternatives):
+            try:
+                values.append(self._evaluate(site, k, alternative))
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                failed = error
+        if failed is not None and not values:
+            raise failed
+        same = all(isinstance(v, torch.Tensor) for v in values) and failed is None
+        if same and all(v.shape == values[0].shape and v.dtype == values[0].dtype for v in values):
+            return either_op()(values, list(site))
+        # What was met inside the alternatives belongs to a run that takes one of them.
+        self.split = known
         return None
+
+    def next(self) -> dict[Site, int] | None:
+        """The picks to run with next, None when every combination of split sites was had."""
+        sites = list(self.split)
+        while sites:
+            last = sites.pop()
+            if self.picks.get(last, 0) + 1 < self.split[last]:
+                picks = {site: self.picks.get(site, 0) for site in sites}
+                picks[last] = self.picks.get(last, 0) + 1
+                return picks
+        return None
+
+    @property
+    def settled(self) -> dict[Site, int]:
+        """The alternative that was taken at each split site."""
+        return {site: self.picks.get(site, 0) for site in self.split}
+
+
+@functools.cache
+def either_op() -> Any:
+    """The operator that stands for a choice in a traced pattern; no graph of a user's has it."""
+
+    @torch.library.custom_op("dovetail::either", mutates_args=())
+    def either_of(alternatives: list[torch.Tensor], site: list[int]) -> torch.Tensor:
+        return alternatives[0].clone()
+
+    @either_of.register_fake
+    def like_first(alternatives: list[torch.Tensor], site: list[int]) -> torch.Tensor:  # pyright: ignore[reportUnusedFunction]
+        return torch.empty_like(alternatives[0])
+
+    return torch.ops.dovetail.either.default
 
 
 _CHOOSER: ContextVar[Chooser | None] = ContextVar("chooser", default=None)
@@ -101,13 +186,15 @@ def choosing(chooser: Chooser) -> Generator[Chooser]:
 def either(*alternatives: Any) -> Any:
     """In a pattern: any of these values will do. A function is called, without arguments, when it is its turn.
 
-    Outside of matching, when a pattern is called as the function it is, the first one is taken.
+    An alternative that needs an operand which the others do without must be a function. Outside of matching, when
+    a pattern is called as the function it is, the first one is taken.
     """
     if len(alternatives) < 2:
         raise InvalidArgument("either takes at least two alternatives.")
     chooser = _CHOOSER.get()
-    chosen = alternatives[chooser.pick(len(alternatives)) if chooser is not None else 0]
-    return chosen() if callable(chosen) else chosen
+    if chooser is not None:
+        return chooser.take(alternatives)
+    return alternatives[0]() if callable(alternatives[0]) else alternatives[0]
 
 
 def optional(value: Any, step: Callable[[Any], Any]) -> Any:

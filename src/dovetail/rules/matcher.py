@@ -14,9 +14,22 @@ from torch.fx import Node
 
 from dovetail.graph.commuting import commutes
 from dovetail.graph.spellings import target_name
-from dovetail.rules.template import Path, Template, is_operation, is_tensors
+from dovetail.rules.choices import Site
+from dovetail.rules.template import (
+    Path,
+    Template,
+    Where,
+    alternatives_of,
+    is_choice,
+    is_operation,
+    is_tensors,
+    site_of,
+)
+from dovetail.rules.through import Through
 
 _MOST_TRIES = 2_000
+Pair = tuple[Any, Any, Where]
+"""A part of the template, the part of the graph it is to be, and the argument of the template that it is."""
 
 
 @dataclass
@@ -28,11 +41,27 @@ class Found:
     literals: dict[str, Any] = field(default_factory=dict[str, Any])
     taken: set[Node] = field(default_factory=set[Node])
     through: list[Node] = field(default_factory=list[Node])
+    joined: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    sites: dict[Site, int] = field(default_factory=dict[Site, int])
 
     def copy(self) -> Found:
         return Found(
-            dict(self.nodes), dict(self.operands), dict(self.literals), set(self.taken), list(self.through)
+            dict(self.nodes),
+            dict(self.operands),
+            dict(self.literals),
+            set(self.taken),
+            list(self.through),
+            dict(self.joined),
+            dict(self.sites),
         )
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """On an agenda: this alternative is the one that is tried."""
+
+    site: Site
+    number: int
 
 
 @dataclass(frozen=True)
@@ -58,15 +87,16 @@ class Matcher:
         strict: bool,
         constant: Callable[[Node], Tensor | None],
         pattern_constant: Callable[[Node], Tensor | None],
-        see_through: Callable[[Node], Node | None] | None = None,
+        through: Through | None = None,
         same_number: Callable[[Any, Any], bool] = operator.eq,
     ) -> None:
         self.template, self.strict = template, strict
         self.constant, self.pattern_constant = constant, pattern_constant
-        self.see_through, self.same_number = see_through, same_number
+        self.through, self.same_number = through, same_number
         self.literal_at: dict[tuple[Node, Path], str] = {
             place: name for name, places in template.literals.items() for place in places
         }
+        self.argument = {node: name for name, node in template.operands.items()}
         self.miss: Miss | None = None
         self._tries = 0
 
@@ -74,16 +104,16 @@ class Matcher:
         """Every way in which the template's first result can be this node, some operands perhaps given."""
         self.miss, self._tries = None, 0
         start = Found(operands=dict(operands or {}))
-        yield from self._solve([(self.template.root, root)], start)
+        yield from self._solve([(self.template.root, root, None)], start)
 
-    def _solve(self, agenda: list[tuple[Any, Any]], found: Found) -> Iterator[Found]:
+    def _solve(self, agenda: list[Pair], found: Found) -> Iterator[Found]:
         """Settle what is on the agenda; wherever there is a choice, each way is tried in turn."""
         self._tries += 1
         if self._tries > _MOST_TRIES:
             return
         while agenda:
-            ours, theirs = agenda.pop()
-            ways = self._settle(ours, theirs, found)
+            ours, theirs, where = agenda.pop()
+            ways = self._settle(ours, theirs, where, found)
             if ways is None:
                 return
             if len(ways) == 1:
@@ -101,12 +131,15 @@ class Matcher:
         if not choices:
             self._missed(found, f"nothing beside it is the '{target_name(ours)}' that is wanted", None)
         for theirs in choices:
-            yield from self._solve([(ours, theirs)], found.copy())
+            yield from self._solve([(ours, theirs, None)], found.copy())
 
-    def _settle(self, ours: Any, theirs: Any, found: Found) -> list[list[tuple[Any, Any]]] | None:
+    def _settle(self, ours: Any, theirs: Any, where: Where, found: Found) -> list[list[Pair]] | None:
         """What follows if a part of the template is a part of the graph: one or more agendas, None if it cannot be."""
+        if isinstance(ours, _Taken):
+            found.sites[ours.site] = ours.number
+            return [[]]
         if not isinstance(ours, Node):
-            return self._settle_literal(ours, theirs, found)
+            return self._settle_literal(ours, theirs, where, found)
         if ours.op == "placeholder":
             return [[]] if self._bind(ours, theirs, found) else None
         if ours.op == "get_attr":
@@ -119,6 +152,8 @@ class Matcher:
             )
         if not isinstance(theirs, Node):
             return self._refuse(found, ours, theirs)
+        if is_choice(ours):
+            return self._choose(ours, theirs, found)
         known = found.nodes.get(ours)
         if known is not None:
             return [[]] if known is theirs else self._refuse(found, ours, theirs)
@@ -131,14 +166,25 @@ class Matcher:
         found.taken.add(theirs)
         return self._arguments(ours, theirs, found)
 
-    def _arguments(self, ours: Node, theirs: Node, found: Found) -> list[list[tuple[Any, Any]]] | None:
-        pairs: list[tuple[Any, Any]] = []
+    def _choose(self, ours: Node, theirs: Node, found: Found) -> list[list[Pair]] | None:
+        known = found.joined.setdefault(ours, theirs)
+        if known is not theirs:
+            return self._refuse(found, ours, theirs)
+        site = site_of(ours)
+        taken = found.sites.get(site)
+        ways = list(enumerate(alternatives_of(ours)))
+        if taken is not None:
+            ways = [ways[taken]]
+        return [[(alternative, theirs, None), (_Taken(site, k), None, None)] for k, alternative in ways]
+
+    def _arguments(self, ours: Node, theirs: Node, found: Found) -> list[list[Pair]] | None:
+        pairs: list[Pair] = []
         if not self._pair((ours.args, ours.kwargs), (theirs.args, theirs.kwargs), (), ours, found, pairs):
             self._missed(found, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
             return None
         pairs.reverse()
         if len(ours.args) > 1 and commutes(ours) and commutes(theirs):
-            swapped: list[tuple[Any, Any]] = []
+            swapped: list[Pair] = []
             args = (theirs.args[1], theirs.args[0], *theirs.args[2:])
             if self._pair((ours.args, ours.kwargs), (args, theirs.kwargs), (), ours, found, swapped):
                 swapped.reverse()
@@ -146,15 +192,13 @@ class Matcher:
                     return [pairs, swapped]
         return [pairs]
 
-    def _pair(
-        self, ours: Any, theirs: Any, path: Path, node: Node, found: Found, pairs: list[tuple[Any, Any]]
-    ) -> bool:
+    def _pair(self, ours: Any, theirs: Any, path: Path, node: Node, found: Found, pairs: list[Pair]) -> bool:
         """Put what two arguments have in the same places side by side."""
         name = self.literal_at.get((node, path))
         if name is not None:
             return self._capture(name, theirs, found)
         if isinstance(ours, Node):
-            pairs.append((ours, theirs))
+            pairs.append((ours, theirs, (node, path)))
             return True
         if isinstance(ours, (tuple, list)) and isinstance(theirs, (tuple, list)):
             left, right = cast("list[Any]", ours), cast("list[Any]", theirs)
@@ -169,10 +213,10 @@ class Matcher:
             return mine.keys() == other.keys() and all(
                 self._pair(mine[k], other[k], (*path, k), node, found, pairs) for k in mine
             )
-        pairs.append((ours, theirs))
+        pairs.append((ours, theirs, (node, path)))
         return True
 
-    def _settle_literal(self, ours: Any, theirs: Any, found: Found) -> list[list[tuple[Any, Any]]] | None:
+    def _settle_literal(self, ours: Any, theirs: Any, where: Where, found: Found) -> list[list[Pair]] | None:
         if isinstance(theirs, Node) and is_tensors(theirs.meta.get("val")):
             self._missed(found, f"the pattern has {ours!r} where the graph has a tensor", theirs)
             return None
@@ -183,18 +227,23 @@ class Matcher:
             return [[]]
         if isinstance(theirs, Node):
             theirs = theirs.meta.get("val")
-        if self._same_literal(ours, theirs):
+        if self._same_literal(ours, theirs) or self._same_dim(ours, theirs, where, found):
             return [[]]
-        self._missed(found, f"it has {theirs!r} where the pattern has {ours!r}", _last(found))
+        at = found.nodes.get(where[0]) if where is not None else None
+        self._missed(found, f"{_named(where)} {theirs!r} where the pattern has {ours!r}", at)
         return None
 
     def _bind(self, ours: Node, theirs: Any, found: Found) -> bool:
         if not isinstance(theirs, Node):
-            self._missed(found, f"the pattern's operand '{ours.name}' is the literal {theirs!r}", None)
+            self._missed(
+                found, f"the pattern's operand '{self.argument[ours]}' is the literal {theirs!r}", None
+            )
             return False
         known = found.operands.setdefault(ours, theirs)
         if known is not theirs:
-            self._missed(found, f"the pattern's operand '{ours.name}' is '{known.name}' elsewhere", theirs)
+            self._missed(
+                found, f"the pattern's operand '{self.argument[ours]}' is '{known.name}' elsewhere", theirs
+            )
         return known is theirs
 
     def _capture(self, name: str, theirs: Any, found: Found) -> bool:
@@ -217,17 +266,17 @@ class Matcher:
             )
         return same
 
-    def _look_through(self, ours: Node, theirs: Node, found: Found) -> list[list[tuple[Any, Any]]] | None:
-        source = self.see_through(theirs) if self.see_through is not None else None
+    def _look_through(self, ours: Node, theirs: Node, found: Found) -> list[list[Pair]] | None:
+        source = self.through.source(theirs) if self.through is not None else None
         if source is None or theirs in found.taken:
             return self._refuse(found, ours, theirs)
         found.through.append(theirs)
         found.taken.add(theirs)
-        return [[(ours, source)]]
+        return [[(ours, source, None)]]
 
     def _beside(self, found: Found) -> tuple[Node, list[Node]] | None:
         """An operation not yet found that reads something found, and the nodes of the graph it may be."""
-        missing = [n for n in self.template.calls if n not in found.nodes]
+        missing = [n for n in self.template.calls(found.sites) if n not in found.nodes]
         if not missing:
             return None
         for ours in missing:
@@ -242,13 +291,25 @@ class Matcher:
         for ours, theirs in found.operands.items():
             if theirs in found.taken:
                 self._missed(
-                    found, f"the pattern's operand '{ours.name}' is computed inside the match", theirs
+                    found,
+                    f"the pattern's operand '{self.argument[ours]}' is computed inside the match",
+                    theirs,
                 )
                 return False
         return True
 
+    def _same_dim(self, ours: Any, theirs: Any, where: Where, found: Found) -> bool:
+        """Whether two dims are the same counted from the end, where views were looked through."""
+        if self.through is None or where is None or type(ours) is not int or type(theirs) is not int:
+            return False
+        node = found.nodes.get(where[0])
+        return node is not None and self.through.same_dim(where, node, ours, theirs)
+
     def _same_value(self, ours: Node, theirs: Node) -> bool:
-        return self._same_fact(ours.meta.get("val"), theirs.meta.get("val"))
+        left, right = ours.meta.get("val"), theirs.meta.get("val")
+        return self._same_fact(left, right) or (
+            self.through is not None and self.through.same_value(ours, theirs, self.same_number)
+        )
 
     def _same_fact(self, ours: Any, theirs: Any) -> bool:
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
@@ -288,12 +349,19 @@ class Matcher:
             self.miss = Miss(tuple(found.nodes.values()), reason, at)
 
 
-def _same_pairs(left: list[tuple[Any, Any]], right: list[tuple[Any, Any]]) -> bool:
-    return all(a is c and b is d for (a, b), (c, d) in zip(left, right, strict=True))
+def _same_pairs(left: list[Pair], right: list[Pair]) -> bool:
+    return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(left, right, strict=True))
 
 
-def _last(found: Found) -> Node | None:
-    return next(reversed(found.nodes.values()), None)
+def _named(where: Where) -> str:
+    """The argument that a place in a node's arguments is, by the operator's own name for it."""
+    if where is None:
+        return "it has"
+    node, path = where
+    kwarg, first = path[0] == 1, path[1]
+    schema = getattr(node.target, "_schema", None)
+    name = first if kwarg else schema.arguments[first].name if schema is not None else f"argument {first}"
+    return f"its {name} has" if len(path) > 2 else f"its {name} is"
 
 
 def _same(a: Any, b: Any) -> bool:

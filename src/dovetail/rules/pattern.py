@@ -14,10 +14,10 @@ from dovetail.rules.probing import parameters_of
 from dovetail.rules.rule import Decline, Proposal, Rule
 from dovetail.rules.scene import Scene
 from dovetail.rules.searching import Search
+from dovetail.rules.through import WAYS
 from dovetail.rules.variants import Variants
 
 Guard = Callable[[Match], Decline | None]
-_THROUGH = frozenset({"views", "casts"})
 
 
 class PatternRule(Rule):
@@ -57,8 +57,8 @@ class PatternRule(Rule):
             attrs,
         )
         self.through = frozenset([through] if isinstance(through, str) else through)
-        if not self.through <= _THROUGH:
-            raise RuleError(self.name, f"through {sorted(self.through)} has more than {sorted(_THROUGH)}")
+        if not self.through <= set(WAYS):
+            raise RuleError(self.name, f"through {sorted(self.through)} has more than {', '.join(WAYS)}")
         self.guards: tuple[Guard, ...] = ()
         self.parameters = parameters_of(function, self.name)
         self.variants = Variants(function, self.name, self.parameters, examples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -13,10 +13,11 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.errors import RuleError
-from dovetail.rules.choices import Chooser, Const, ConstMisuse, choosing, opaque
+from dovetail.graph.capturing.quieting import quietly
+from dovetail.rules.choices import Chooser, Const, ConstMisuse, Site, choosing, opaque
 
 _RANKS = (3, 2, 4, 1, 0, 5)
-_SIZES = (8, 1, 16, 32)
+_SIZES = (8, 1, 16, 4, 32)
 _DTYPES = (torch.float32, torch.int64, torch.bool)
 _LITERALS = (0.61803, 1, False, None)
 _MOST_RUNS = 20_000
@@ -30,7 +31,7 @@ class Parameters:
     names: tuple[str, ...]
     operands: tuple[str, ...]
     optional: tuple[str, ...]
-    literals: tuple[str, ...]
+    literals: Mapping[str, Const]
     fixed: dict[str, Any]
 
 
@@ -38,7 +39,7 @@ class Parameters:
 class Example:
     """One way to run a pattern: which alternatives it takes, and arguments for them."""
 
-    picks: tuple[int, ...]
+    picks: Mapping[Site, int]
     absent: frozenset[str]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     literals: dict[str, Any]
@@ -52,7 +53,7 @@ def parameters_of(function: Callable[..., Any], name: str) -> Parameters:
         raise RuleError(name, f"its pattern's signature cannot be read: {error}") from error
     operands: list[str] = []
     optional: list[str] = []
-    literals: list[str] = []
+    literals: dict[str, Const] = {}
     fixed: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -62,13 +63,13 @@ def parameters_of(function: Callable[..., Any], name: str) -> Parameters:
             if parameter.default is None:
                 optional.append(parameter.name)
         elif parameter.default is Const or isinstance(parameter.default, Const):
-            literals.append(parameter.name)
+            literals[parameter.name] = parameter.default if isinstance(parameter.default, Const) else Const()
         else:
             fixed[parameter.name] = parameter.default
     if not operands:
         raise RuleError(name, "its pattern takes no operand; name at least one argument without a default")
     names = tuple(signature.parameters)
-    return Parameters(names, tuple(operands), tuple(optional), tuple(literals), fixed)
+    return Parameters(names, tuple(operands), tuple(optional), literals, fixed)
 
 
 class _NeedsShape(Exception):
@@ -107,28 +108,29 @@ class Prober:
 
     def __init__(self, function: Callable[..., Any], name: str, parameters: Parameters) -> None:
         self.function, self.name, self.parameters = function, name, parameters
+        self.unknown = {n: _unknown(n) for n in parameters.operands}
         self.runs = 0
+        self.quick = True
         self.known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
         self.failure: Exception | None = None
 
     def examples(self) -> list[Example]:
         """An example for each combination of alternatives; RuleError if there is none that runs."""
         found: list[Example] = []
-        failed: list[tuple[int, ...]] = []
+        failed = 0
         for absent in _subsets(self.parameters.optional):
-            picks: tuple[int, ...] | None = ()
+            picks: dict[Site, int] | None = {}
             while picks is not None:
-                example, following = self._example(picks, absent)
+                example, picks = self._example(picks, absent)
                 if example is not None:
                     found.append(example)
                 else:
-                    failed.append(picks)
-                if len(found) + len(failed) > _MOST_VARIANTS:
+                    failed += 1
+                if len(found) + failed > _MOST_VARIANTS:
                     raise RuleError(
                         self.name,
                         f"its alternatives combine in more than {_MOST_VARIANTS} ways; make it several rules",
                     )
-                picks = following
         if not found:
             raise RuleError(
                 self.name,
@@ -142,13 +144,14 @@ class Prober:
     ) -> list[Example]:
         """An example for each combination of alternatives that runs on the shapes given."""
         found: list[Example] = []
-        picks: tuple[int, ...] | None = ()
+        picks: dict[Site, int] | None = {}
         while picks is not None:
-            chooser = Chooser(picks)
+            chooser = Chooser(picks, joint=True)
+            self.quick = False
             for literals in self._literals():
-                chooser = Chooser(picks)
+                chooser = Chooser(picks, joint=True)
                 if self._search(chooser, absent, dict(shapes), literals, _SIZES[0]) is not None:
-                    found.append(Example(_full(chooser), absent, shapes, literals))
+                    found.append(Example(chooser.settled, absent, shapes, literals))
                     break
             picks = chooser.next()
         if not found:
@@ -158,26 +161,32 @@ class Prober:
         return found
 
     def _example(
-        self, picks: tuple[int, ...], absent: frozenset[str]
-    ) -> tuple[Example | None, tuple[int, ...] | None]:
-        chooser = Chooser(picks)
-        for size in _SIZES:
+        self, picks: Mapping[Site, int], absent: frozenset[str]
+    ) -> tuple[Example | None, dict[Site, int] | None]:
+        chooser = Chooser(picks, joint=True)
+        # Constants that a pattern brings along do not mix with tensors without data.
+        for self.quick, size in [*((True, s) for s in _SIZES), *((False, s) for s in _SIZES[:2])]:
             for literals in self._literals():
                 for shapes in self._attempts(size, absent):
-                    chooser = Chooser(picks)
+                    chooser = Chooser(picks, joint=True)
                     outcome = self._search(chooser, absent, dict(shapes), literals, size)
                     if outcome is not None:
+                        # What no operation met can be anything.
+                        for operand in self.parameters.operands:
+                            if operand not in absent:
+                                outcome.setdefault(operand, ((size,), torch.float32))
                         if outcome not in self.known:
                             self.known.insert(0, outcome)
-                        return Example(_full(chooser), absent, outcome, literals), chooser.next()
+                        return Example(chooser.settled, absent, outcome, literals), chooser.next()
         return None, chooser.next()
 
     def _literals(self) -> Iterator[dict[str, Any]]:
-        names = self.parameters.literals
+        known = {n: c.example for n, c in self.parameters.literals.items() if c.has_example}
+        names = [n for n in self.parameters.literals if n not in known]
         ways = list(itertools.product(range(len(_LITERALS)), repeat=len(names)))
         for way in sorted(ways, key=sum):
             values = [_LITERALS[k] + i / 1000 if k == 0 else _LITERALS[k] for i, k in enumerate(way)]
-            yield dict(zip(names, values, strict=True))
+            yield {**known, **dict(zip(names, values, strict=True))}
 
     def _attempts(
         self, size: int, absent: frozenset[str]
@@ -208,7 +217,7 @@ class Prober:
                     f"no shapes were found in {_MOST_RUNS} tries on which its pattern runs"
                     f" ({_said(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
                 ) from self.failure
-            chooser.sizes.clear()
+            chooser.restart()
             wanted = self._run(chooser, absent, shapes, literals)
             if wanted is None:
                 continue
@@ -225,13 +234,15 @@ class Prober:
         literals: dict[str, Any],
     ) -> _NeedsShape | None:
         """The operands whose shape must be settled next; none if it ran, None if it failed."""
-        wanted = self._run_on("meta", chooser, absent, shapes, literals)
-        if wanted is not None and not wanted.names:
-            # Tensors without data are quick to try and forgive more than a device does.
-            chooser.sizes.clear()
-            with FakeTensorMode():
-                return self._run_on("cpu", chooser, absent, shapes, literals)
-        return wanted
+        if self.quick:
+            # Tensors without data are quick to try, and forgive more than a device does.
+            with torch.device("meta"):
+                wanted = self._run_on("meta", chooser, absent, shapes, literals)
+            if wanted is None or wanted.names:
+                return wanted
+            chooser.restart()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return self._run_on("cpu", chooser, absent, shapes, literals)
 
     def _run_on(
         self,
@@ -250,9 +261,9 @@ class Prober:
                 shape, dtype = shapes[name]
                 arguments[name] = torch.empty(shape, dtype=dtype, device=device)
             else:
-                arguments[name] = _unknown(name)
+                arguments[name] = self.unknown[name]
         try:
-            with choosing(chooser), torch.no_grad():
+            with quietly(), choosing(chooser), torch.no_grad():
                 self.function(**arguments)
         except _NeedsShape as need:
             return need
@@ -264,11 +275,6 @@ class Prober:
         except Exception as error:
             raise RuleError(self.name, f"its pattern cannot be traced: {_said(error)}") from error
         return _NeedsShape("", [])
-
-
-def _full(chooser: Chooser) -> tuple[int, ...]:
-    count = len(chooser.sizes)
-    return (*chooser.picks, *[0] * (count - len(chooser.picks)))[:count]
 
 
 def _shapes_for(

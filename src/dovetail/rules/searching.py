@@ -19,7 +19,7 @@ from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal
 from dovetail.rules.scene import Scene
 from dovetail.rules.shadow import Shadow, shadow_of
 from dovetail.rules.template import Template, is_tensors
-from dovetail.rules.through import see_through
+from dovetail.rules.through import Through
 from dovetail.rules.variants import Variants
 
 _MOST_MISSES = 200
@@ -67,16 +67,17 @@ class Search:
 
     def _possible(self, template: Template) -> bool:
         have = self.shadow.by_target
-        return all(len(have.get(target, ())) >= count for target, count in template.ops.items())
+        return all(len(have.get(target, ())) >= count for target, count in template.needed.items())
 
     def _look_for(self, template: Template, dialect: str) -> Iterator[Proposal]:
-        through = see_through(self.rule.through) if self.rule.through else None
+        through = Through(self.rule.through) if self.rule.through else None
         matcher = self._matcher(template, strict=False, through=through)
-        for root in self.shadow.by_target.get(template.root.target, ()):
+        roots = [n for target in template.root_targets for n in self.shadow.by_target.get(target, ())]
+        for root in roots:
             done = False
             for found in matcher.find(root):
                 done = True
-                proposal = self._proven(template, found, dialect, through)
+                proposal = self._proven(template, root, found, dialect, through)
                 if isinstance(proposal, Candidate):
                     yield proposal
                     break
@@ -85,7 +86,7 @@ class Search:
             if not done and matcher.miss is not None:
                 self._note_miss(template, root, matcher.miss)
 
-    def _matcher(self, template: Template, *, strict: bool, through: Any) -> Matcher:
+    def _matcher(self, template: Template, *, strict: bool, through: Through | None) -> Matcher:
         program = template.program
 
         def pattern_constant(node: Node) -> Tensor | None:
@@ -98,35 +99,44 @@ class Search:
             strict=strict,
             constant=self.shadow.constant,
             pattern_constant=pattern_constant,
-            see_through=through,
+            through=through,
             same_number=same_number,
         )
 
-    def _proven(self, template: Template, found: Found, dialect: str, through: Any) -> Proposal | None:
+    def _proven(
+        self, template: Template, root: Node, found: Found, dialect: str, through: Through | None
+    ) -> Proposal | None:
         """The candidate for what was found, if the pattern traced on these very operands is what stands there."""
         values: dict[str, Any] = {}
         for name, node in template.operands.items():
             bound = found.operands.get(node)
             if bound is None:
+                # Only an alternative that was not taken needs it.
+                values[name] = template.example_value(name)
                 continue
             values[name] = bound.meta.get("val")
             if values[name] is None:
                 return self._refusal(
                     found, template, f"nothing is known of the value of '{bound.name}'", bound
                 )
-        if values.keys() != template.operands.keys():
-            return None
-        exact = self.rule.variants.exact(template, dialect, values, found.literals)
-        if isinstance(exact, str):
-            return self._refusal(found, template, exact, None)
-        strict = self._matcher(exact, strict=True, through=through)
-        operands = {exact.operands[name]: found.operands[node] for name, node in template.operands.items()}
-        root = found.nodes[template.root]
-        for proof in strict.find(root, operands):
-            return self._candidate(exact, proof, found)
-        miss = strict.miss
-        reason = miss.reason if miss is not None else "it is another computation"
-        return self._refusal(found, template, reason, miss.at if miss is not None else None)
+        refusal: Refusal | None = None
+        for example in (template.example, *template.alike):
+            exact = self.rule.variants.exact(example, dialect, values, found)
+            if isinstance(exact, str):
+                refusal = refusal or self._refusal(found, template, exact, None)
+                continue
+            strict = self._matcher(exact, strict=True, through=through)
+            operands = {
+                exact.operands[name]: found.operands[node]
+                for name, node in template.operands.items()
+                if node in found.operands
+            }
+            for proof in strict.find(root, operands):
+                return self._candidate(exact, proof, found)
+            miss = strict.miss
+            reason = miss.reason if miss is not None else "it is another computation"
+            refusal = refusal or self._refusal(found, template, reason, miss.at if miss is not None else None)
+        return refusal
 
     def _candidate(self, template: Template, proof: Found, loose: Found) -> Proposal | None:
         inner = [*proof.nodes.values(), *proof.through]
@@ -139,6 +149,10 @@ class Search:
         if key in self.seen:
             return None
         self.seen.add(key)
+        written = self._writes_outside(members)
+        if written is not None:
+            name = self.scene.nodes[written].name
+            return Refusal(self.rule.name, key, f"'{name}' also writes to memory outside the match", written)
         barred = next((i for i in key if i in self.scene.barred), None)
         if barred is not None:
             return Refusal(self.rule.name, key, self.scene.barred[barred], barred)
@@ -146,7 +160,7 @@ class Search:
         verdict = self.rule.judge(match)
         if verdict is not None:
             at = self.scene.index.names.get(verdict.place) if verdict.place is not None else None
-            count = len(template.calls)
+            count = template.size
             return Refusal(self.rule.name, key, verdict.reason, at, count, count)
         self.hit.update(key)
         rule = self.rule
@@ -154,9 +168,30 @@ class Search:
             rule.name, rule.kind, key, rule.attributes(match), rule.version, rule.escapes, rule.priority
         )
 
+    def _writes_outside(self, members: set[int]) -> int | None:
+        """A member that writes to what is no member's: more than the pattern computes."""
+        found, at = self.scene.index.dependencies.effects, self.scene.index.position
+        for i in members:
+            told = found.get(i)
+            if told is None:
+                continue
+            if told.state_written:
+                return i
+            stack = list(told.writes)
+            while stack:
+                j = at[stack.pop()]
+                if j not in members:
+                    return i
+                source = found.get(j)
+                if source is not None and source.aliases and not (source.writes or source.doubtful_aliases):
+                    stack.extend(source.aliases)
+        return None
+
     def _match(self, template: Template, proof: Found, loose: Found, members: tuple[int, ...]) -> Match:
         operands: dict[str, Value | None] = dict.fromkeys(self.rule.parameters.operands)
         for name, node in template.operands.items():
+            if node not in proof.operands:
+                continue
             bound = proof.operands[node]
             origin = self.shadow.origins.get(bound)
             real = self.scene.nodes[origin[0]] if origin else bound
@@ -197,13 +232,13 @@ class Search:
 
     def _refusal(self, found: Found, template: Template, reason: str, at: Node | None) -> Refusal:
         members, _ = self.shadow.members(found.nodes.values())
-        wanted = len(template.calls)
+        wanted = template.size
         return Refusal(
             self.rule.name, tuple(sorted(members)), reason, self._position(at), len(found.nodes), wanted
         )
 
     def _note_miss(self, template: Template, root: Node, miss: Miss) -> None:
-        wanted = len(template.calls)
+        wanted = template.size
         if len(miss.found) < max(2, wanted * _FAR_ENOUGH):
             return
         members, _ = self.shadow.members(miss.found)

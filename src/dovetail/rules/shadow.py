@@ -90,7 +90,7 @@ class Shadow:
 def shadow_of(scene: Scene) -> Shadow:
     """The shadow of a scene's graph: itself where it is canonical, else made canonical or traced once."""
     gm = scene.gm
-    if all(_is_aten(node) for node in scene.nodes):
+    if all(_is_aten(node) for node in scene.nodes) and not any(_writes_early(n) for n in scene.nodes):
         if CANONICAL in gm.meta:
             return Shadow(gm, scene.nodes, {n: (i,) for i, n in enumerate(scene.nodes)})
         return _canonical(scene)
@@ -106,6 +106,13 @@ def _is_aten(node: Node) -> bool:
         return True
     value = node.meta.get("val")
     return is_projection(node) or (value is not None and not is_tensors(value))
+
+
+def _writes_early(node: Node) -> bool:
+    """Whether an operator writes elsewhere than at the end of a captured graph, where results go into inputs."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return False
+    return node.target is not torch.ops.aten.copy_.default or bool(node.users)
 
 
 def _canonical(scene: Scene) -> Shadow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -13,11 +14,13 @@ from torch.fx import Node
 
 from dovetail.errors import RuleError
 from dovetail.graph.module import Program
-from dovetail.rules.choices import Chooser, choosing, opaque
+from dovetail.rules.choices import Chooser, Site, choosing, either_op, opaque
 from dovetail.rules.probing import Example, Parameters
 from dovetail.rules.tracing import CAPTURED, Stage, trace
 
 Path = tuple[Any, ...]
+Where = tuple[Node, Path] | None
+"""A place among a template's arguments: a node, and the way to it in the node's arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,8 @@ class Template:
     """One form of a pattern as a canonical graph.
 
     `operands` are its inputs by argument name; `outputs` the values it returns; `literals` tells for each captured
-    literal the places where it stands: a node and a path into its arguments. `stage` has the numbers of the world
+    literal the places where it stands: a node and a path into its arguments. `alike` are examples of other alternatives
+    that only differ in literals. `stage` has the numbers of the world
     it was traced in; a template that only shows the form has none.
     """
 
@@ -34,13 +38,39 @@ class Template:
     operands: Mapping[str, Node]
     outputs: tuple[Node, ...]
     literals: Mapping[str, tuple[tuple[Node, Path], ...]]
-    calls: tuple[Node, ...]
-    ops: Mapping[Any, int] = field(repr=False)
+    needed: Mapping[Any, int] = field(repr=False)
     stage: Stage | None = None
+    alike: tuple[Example, ...] = ()
 
     @property
     def root(self) -> Node:
         return self.outputs[0]
+
+    @cached_property
+    def root_targets(self) -> tuple[Any, ...]:
+        """The operators that its first result may come from."""
+        found: dict[Any, None] = {}
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            if is_choice(node):
+                stack.extend(reversed(alternatives_of(node)))
+            elif is_operation(node):
+                found[node.target] = None
+        return tuple(found)
+
+    def example_value(self, name: str) -> Any:
+        """The operand that the form was traced on."""
+        return self.operands[name].meta["val"]
+
+    @cached_property
+    def size(self) -> int:
+        """How many operations it has, the first of each choice's alternatives counted."""
+        return len(self.calls({}))
+
+    def calls(self, sites: Mapping[Site, int]) -> list[Node]:
+        """The operations it has if at each site the given alternative is taken, or else the first."""
+        return reachable(self.outputs, lambda node: sites.get(site_of(node), 0))
 
 
 def make_template(
@@ -53,7 +83,7 @@ def make_template(
     dialect: str = CAPTURED,
     stage: Stage | None = None,
 ) -> Template:
-    """Trace one form of a pattern on the given operand values."""
+    """Trace one form of a pattern on the given operand values; without a stage, alternatives are joined."""
     given = [n for n in parameters.operands if n not in example.absent]
 
     def run(*operands: Any) -> Any:
@@ -61,7 +91,7 @@ def make_template(
         arguments.update({k: opaque(v) for k, v in example.literals.items()})
         arguments.update(dict.fromkeys(example.absent))
         arguments.update(zip(given, operands, strict=True))
-        with choosing(Chooser(example.picks)):
+        with choosing(Chooser(example.picks, joint=stage is None)):
             return _flat_results(function(**arguments), name)
 
     program = trace(run, [values[n] for n in given], dialect)
@@ -73,9 +103,43 @@ def make_template(
             raise RuleError(
                 name, "its pattern returns an argument or a constant as it is; return what it computes"
             )
-    calls = tuple(n for n in program.graph.nodes if is_operation(n))
-    ops = Counter(n.target for n in calls)
-    return Template(program, example, operands, cast("tuple[Node, ...]", outputs), {}, calls, ops, stage)
+    results = cast("tuple[Node, ...]", outputs)
+    # What every combination of alternatives has: a graph without it need not be searched.
+    needed = Counter(n.target for n in reachable(results, lambda _: None))
+    return Template(program, example, operands, results, {}, needed, stage)
+
+
+def is_choice(node: Node) -> bool:
+    """Whether a node of a template stands for any of several values."""
+    return node.op == "call_function" and node.target is either_op()
+
+
+def alternatives_of(choice: Node) -> list[Node]:
+    return list(cast("list[Node]", choice.args[0]))
+
+
+def site_of(choice: Node) -> Site:
+    return tuple(cast("list[int]", choice.args[1]))
+
+
+def reachable(outputs: tuple[Node, ...], pick: Callable[[Node], int | None]) -> list[Node]:
+    """The operations that outputs need, through the picked alternative of each choice; None: not through choices."""
+    found: dict[Node, None] = {}
+    seen: set[Node] = set()
+    stack = list(reversed(outputs))
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_choice(node):
+            picked = pick(node)
+            if picked is not None:
+                stack.append(alternatives_of(node)[picked])
+        elif is_operation(node):
+            found[node] = None
+            stack.extend(reversed(node.all_input_nodes))
+    return list(found)
 
 
 def is_operation(node: Node) -> bool:
@@ -119,20 +183,43 @@ def literals_of(node: Node) -> Iterator[tuple[Path, Any]]:
             yield path, value
 
 
-def differences(first: Template, second: Template) -> list[tuple[Node, Path]] | None:
-    """Where the literals of two traces differ; None if more than literals does."""
+def differences(first: Template, second: Template, was: Any, now: Any) -> list[tuple[Node, Path]] | None:
+    """Where a literal stands that was one value in the first trace and is another in the second.
+
+    None if anything else differs: the pattern does more with it than hand it on.
+    """
     ours, theirs = list(first.program.graph.nodes), list(second.program.graph.nodes)
     if [n.target for n in ours if n.op == "call_function"] != [
         n.target for n in theirs if n.op == "call_function"
     ]:
         return None
+    before = was if isinstance(was, list) else [was]
+    after = now if isinstance(now, list) else [now]
     found: list[tuple[Node, Path]] = []
     for a, b in zip(ours, theirs, strict=True):
         left, right = dict(literals_of(a)), dict(literals_of(b))
         for path in left.keys() | right.keys():
             if left.get(path) != right.get(path):
+                if left.get(path) not in before or right.get(path) not in after:
+                    return None
                 found.append((a, path))
     return found
+
+
+def _at(node: Node, path: Path) -> Any:
+    value: Any = (node.args, node.kwargs)
+    for step in path:
+        value = value[step]
+    return value
+
+
+def whole_lists(places: list[tuple[Node, Path]]) -> list[tuple[Node, Path]]:
+    """Places with those inside a list replaced by the list: what was given for it is captured whole."""
+    found: dict[tuple[Node, Path], None] = {}
+    for node, path in places:
+        in_list = len(path) > 2 and isinstance(_at(node, path[:-1]), (list, tuple))
+        found[(node, path[:-1] if in_list else path)] = None
+    return list(found)
 
 
 def places_of(template: Template, value: float) -> list[tuple[Node, Path]]:
@@ -155,10 +242,11 @@ def components(template: Template) -> int:
             node = parent[node]
         return node
 
-    for node in template.calls:
+    calls = [n for n in template.program.graph.nodes if is_operation(n)]
+    for node in calls:
         for used in node.all_input_nodes:
             parent[find(used)] = find(node)
-    return len({find(n) for n in template.calls})
+    return len({find(n) for n in calls})
 
 
 def example_values(example: Example) -> dict[str, Any]:

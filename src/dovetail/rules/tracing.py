@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -15,30 +16,33 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from dovetail.graph.canonical import canonicalise
 from dovetail.graph.capture import capture
-from dovetail.graph.capturing.quieting import quiet, rng_kept
+from dovetail.graph.capturing.quieting import quiet, quietly, rng_kept
 from dovetail.graph.module import Program, copy_graph, rebuild
 from dovetail.graph.spellings import traits
 
 CAPTURED, AUTOGRAD = "captured", "autograd"
 """The two dialects: what `capture` makes, and what AOTAutograd hands to a compiler."""
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-class _Decompositions(dict[Any, Callable[..., Any]]):
-    """Takes apart what `capture` does: operators made of others whose result may be a view of an argument."""
-
-    def __contains__(self, op: object) -> bool:
-        return isinstance(op, OpOverload) and _taken_apart(op)
-
-    def __getitem__(self, op: Any) -> Callable[..., Any]:
-        return op.decompose
+_COMPOSITE = "CompositeImplicitAutograd"
 
 
 @functools.cache
-def _taken_apart(op: OpOverload) -> bool:
-    if op.namespace != "aten" or not op.has_kernel_for_dispatch_key(_COMPOSITE):
-        return False
+def taken_apart() -> dict[OpOverload, Callable[..., Any]]:
+    """What `capture` takes apart: operators made of others whose result may be a view of an argument."""
+    found: dict[OpOverload, Callable[..., Any]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(
+            name, _COMPOSITE
+        ):
+            continue
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        op: Any = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        if isinstance(op, OpOverload) and _may_alias(op):
+            found[op] = op.decompose
+    return found
+
+
+def _may_alias(op: OpOverload) -> bool:
     if torch.Tag.maybe_aliasing_or_mutating in op.tags or op._schema.is_mutable:
         return True
     return any(part.alias_info is not None for part in (*op._schema.returns, *op._schema.arguments))
@@ -46,11 +50,12 @@ def _taken_apart(op: OpOverload) -> bool:
 
 def trace(function: Callable[..., Any], values: Sequence[Any], dialect: str = CAPTURED) -> Program:
     """The canonical graph of a function on (fake) values; the values' own symbols get no new guards."""
-    with quiet(), rng_kept(), torch.no_grad():
+    with quiet(), quietly(), rng_kept(), torch.no_grad():
         if dialect == AUTOGRAD:
-            traced = make_fx(torch.func.functionalize(function))(*values)
+            with enable_python_dispatcher():
+                traced = make_fx(torch.func.functionalize(function))(*values)
         else:
-            table = cast("dict[Any, Any]", _Decompositions())
+            table = cast("dict[Any, Any]", taken_apart())
             traced = make_fx(function, decomposition_table=table, pre_dispatch=True)(*values)
             if writes(traced):
                 return _captured(function, values)

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
 from dovetail.graph.describe import describe
+from dovetail.rules.matcher import Found
 from dovetail.rules.probing import Example, Parameters, Prober
 from dovetail.rules.template import (
     Path,
@@ -20,8 +21,10 @@ from dovetail.rules.template import (
     components,
     differences,
     example_values,
+    is_operation,
     make_template,
     places_of,
+    whole_lists,
 )
 from dovetail.rules.tracing import AUTOGRAD, CAPTURED, Stage
 
@@ -61,15 +64,17 @@ class Variants:
         return found
 
     def exact(
-        self, template: Template, dialect: str, operands: Mapping[str, Any], literals: Mapping[str, Any]
+        self, example: Example, dialect: str, operands: Mapping[str, Any], found: Found
     ) -> Template | str:
-        """The template of the same alternatives on these very operands, or why there is none."""
+        """The template of the alternatives that were found, on these very operands, or why there is none."""
+        picks = {**example.picks, **found.sites}
+        here = dataclasses.replace(example, picks=picks, literals={**example.literals, **found.literals})
         symbols: dict[str, str] = {}
         first: dict[int, int] = {}
         same = tuple(first.setdefault(id(v), i) for i, v in enumerate(operands.values()))
         values = tuple(describe(v, symbols) for v in operands.values())
-        written = tuple((k, repr(v)) for k, v in literals.items())
-        key = (dialect, template.example.picks, template.example.absent, values, same, written)
+        written = tuple((k, repr(v)) for k, v in here.literals.items())
+        key = (dialect, tuple(sorted(picks.items())), example.absent, values, same, written)
         # Numbers of another graph's symbols cannot be compared with this one's.
         if symbols:
             key = (*key, tuple(symbols), id(_env(operands)))
@@ -77,15 +82,12 @@ class Variants:
         if known is None:
             if len(self._exact) >= _MOST_EXACT:
                 self._exact.clear()
-            known = self._exact[key] = self._trace(template.example, dialect, operands, literals)
+            known = self._exact[key] = self._trace(here, dialect, operands)
         return known
 
-    def _trace(
-        self, example: Example, dialect: str, operands: Mapping[str, Any], literals: Mapping[str, Any]
-    ) -> Template | str:
+    def _trace(self, here: Example, dialect: str, operands: Mapping[str, Any]) -> Template | str:
         stage = Stage()
         values = {name: stage.stand_in(value) for name, value in operands.items()}
-        here = dataclasses.replace(example, literals={**example.literals, **literals})
         try:
             return make_template(
                 self.function, self.name, self.parameters, here, values, dialect=dialect, stage=stage
@@ -137,7 +139,8 @@ class Variants:
         self, template: Template, name: str, value: Any, values: Mapping[str, Any], dialect: str
     ) -> list[tuple[Node, Path]]:
         """Where a literal stands, told by what changes when it does."""
-        for other in _OTHER.get(type(value), ()):
+        others = [_another(value)] if isinstance(value, list) else _OTHER.get(type(value), ())
+        for other in others:
             example = dataclasses.replace(
                 template.example, literals={**template.example.literals, name: other}
             )
@@ -147,9 +150,9 @@ class Variants:
                 )
             except Exception:
                 continue
-            places = differences(template, changed)
+            places = differences(template, changed, value, other)
             if places:
-                return places
+                return whole_lists(places) if isinstance(value, (list, int)) else places
         return []
 
     def check(self) -> None:
@@ -238,15 +241,30 @@ def _distinct(templates: list[Template]) -> list[Template]:
     """One of each form: operators and wiring, absent operands, whatever the sizes."""
     found: dict[Any, Template] = {}
     for template in templates:
-        found.setdefault(_form_of(template), template)
+        form = _form_of(template)
+        first = found.setdefault(form, template)
+        known = (first.example, *first.alike)
+        if template is not first and all(_taken(template.example) != _taken(e) for e in known):
+            found[form] = dataclasses.replace(first, alike=(*first.alike, template.example))
     return list(found.values())
+
+
+def _taken(example: Example) -> Any:
+    return (dict(example.picks), example.absent)
+
+
+def _another(values: list[Any]) -> list[Any]:
+    """A list that differs from the given one in every place."""
+    return [not v if isinstance(v, bool) else v + 1 for v in values]
 
 
 def _form_of(template: Template) -> Any:
     number = {n: i for i, n in enumerate(template.program.graph.nodes)}
     named = {node: name for name, node in template.operands.items()}
     rows: list[Any] = []
-    for node in template.calls:
+    for node in template.program.graph.nodes:
+        if not is_operation(node):
+            continue
         used = tuple(named.get(n, number[n]) for n in node.all_input_nodes)
         absent = tuple(i for i, a in enumerate(node.args) if a is None)
         rows.append((str(node.target), number[node], used, absent))

@@ -23,6 +23,17 @@ def quiet() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def quietly() -> Generator[None]:
+    """Keep torch from logging that a trial on tensors without data failed: that is what trials are for."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
+@contextlib.contextmanager
 def rng_kept() -> Generator[None]:
     """Leave the global random state as it was."""
     cpu = torch.get_rng_state()
