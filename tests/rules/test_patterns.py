@@ -347,3 +347,21 @@ def test_the_same_form_with_a_permute_of_the_wrong_axes_is_refused() -> None:
     inputs = (torch.randn(4, 4, 4), torch.randn(4, 4, 4))
     reasons = declined(scores, dovetail.capture(lambda q, k: (q @ k.transpose(0, 1)).softmax(-1), inputs))
     assert any("dim" in reason for reason in reasons)
+
+
+def test_patterns_are_taken_apart_as_captured_graphs_are() -> None:
+    from torch._export.utils import _collect_all_valid_cia_ops
+
+    from dovetail.rules.tracing import taken_apart
+
+    kept = _collect_all_valid_cia_ops()
+    assert not kept & taken_apart().keys()
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    for base in ("to", "reshape", "dropout", "flatten", "chunk", "batch_norm", "linear", "native_batch_norm"):
+        packet = getattr(torch.ops.aten, base)
+        for name in packet.overloads():
+            if not torch._C._dispatch_has_kernel(f"aten::{base}.{name}".removesuffix(".default")):
+                continue
+            op = getattr(packet, name)
+            if op.has_kernel_for_dispatch_key(composite):
+                assert (op in taken_apart()) == (op not in kept), op

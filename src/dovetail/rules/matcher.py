@@ -71,6 +71,7 @@ class Miss:
     found: tuple[Node, ...]
     reason: str
     at: Node | None
+    wanted: int
 
 
 class Matcher:
@@ -87,12 +88,13 @@ class Matcher:
         strict: bool,
         constant: Callable[[Node], Tensor | None],
         pattern_constant: Callable[[Node], Tensor | None],
+        order: Callable[[Node], int],
         through: Through | None = None,
         same_number: Callable[[Any, Any], bool] = operator.eq,
     ) -> None:
         self.template, self.strict = template, strict
         self.constant, self.pattern_constant = constant, pattern_constant
-        self.through, self.same_number = through, same_number
+        self.order, self.through, self.same_number = order, through, same_number
         self.literal_at: dict[tuple[Node, Path], str] = {
             place: name for name, places in template.literals.items() for place in places
         }
@@ -284,7 +286,7 @@ class Matcher:
                 source = found.nodes.get(used) or found.operands.get(used)
                 if source is not None:
                     users = [u for u in source.users if u.target is ours.target and u not in found.taken]
-                    return ours, users
+                    return ours, sorted(users, key=self.order)
         return missing[0], []
 
     def _operands_outside(self, found: Found) -> bool:
@@ -346,7 +348,8 @@ class Matcher:
 
     def _missed(self, found: Found, reason: str, at: Node | None) -> None:
         if self.miss is None or len(found.nodes) > len(self.miss.found):
-            self.miss = Miss(tuple(found.nodes.values()), reason, at)
+            wanted = max(len(self.template.calls(found.sites)), len(found.nodes))
+            self.miss = Miss(tuple(found.nodes.values()), reason, at, wanted)
 
 
 def _same_pairs(left: list[Pair], right: list[Pair]) -> bool:

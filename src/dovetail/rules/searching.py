@@ -52,6 +52,7 @@ class Search:
         self.seen: set[tuple[int, ...]] = set()
         self.misses: dict[Node, Refusal] = {}
         self.hit: set[int] = set()
+        self.firm: dict[tuple[int, ...], Refusal] = {}
 
     def run(self) -> Iterator[Proposal]:
         """Candidates, guards' refusals, and near-misses where nothing was found."""
@@ -81,7 +82,7 @@ class Search:
                 if isinstance(proposal, Candidate):
                     yield proposal
                     break
-                if isinstance(proposal, Refusal):
+                if isinstance(proposal, Refusal) and proposal.members not in self.firm:
                     self._note(root, proposal)
             if not done and matcher.miss is not None:
                 self._note_miss(template, root, matcher.miss)
@@ -99,6 +100,7 @@ class Search:
             strict=strict,
             constant=self.shadow.constant,
             pattern_constant=pattern_constant,
+            order=self._order,
             through=through,
             same_number=same_number,
         )
@@ -107,15 +109,15 @@ class Search:
         self, template: Template, root: Node, found: Found, dialect: str, through: Through | None
     ) -> Proposal | None:
         """The candidate for what was found, if the pattern traced on these very operands is what stands there."""
-        values: dict[str, Any] = {}
+        values: dict[str, tuple[Any, Any]] = {}
         for name, node in template.operands.items():
             bound = found.operands.get(node)
             if bound is None:
                 # Only an alternative that was not taken needs it.
-                values[name] = template.example_value(name)
+                values[name] = (node, template.example_value(name))
                 continue
-            values[name] = bound.meta.get("val")
-            if values[name] is None:
+            values[name] = (bound, bound.meta.get("val"))
+            if values[name][1] is None:
                 return self._refusal(
                     found, template, f"nothing is known of the value of '{bound.name}'", bound
                 )
@@ -145,28 +147,37 @@ class Search:
         key = tuple(sorted(members))
         if partly is not None:
             whole = self.scene.nodes[self.shadow.origins[partly][0]].name
-            return Refusal(self.rule.name, key, f"only a part of '{whole}' matches", key[0])
+            return self._refuse(key, f"only a part of '{whole}' matches", key[0])
         if key in self.seen:
             return None
-        self.seen.add(key)
+        if len(template.outputs) > 1 and (between := self.scene.index.between(members)):
+            # Results side by side can be paired in many ways; only one that is convex is what is meant.
+            names = ", ".join(self.scene.nodes[i].name for i in sorted(between)[:3])
+            return self._refuse(key, f"{names} would lie between its operations", min(between))
         written = self._writes_outside(members)
         if written is not None:
             name = self.scene.nodes[written].name
-            return Refusal(self.rule.name, key, f"'{name}' also writes to memory outside the match", written)
+            return self._refuse(key, f"'{name}' also writes to memory outside the match", written)
         barred = next((i for i in key if i in self.scene.barred), None)
         if barred is not None:
-            return Refusal(self.rule.name, key, self.scene.barred[barred], barred)
+            return self._refuse(key, self.scene.barred[barred], barred)
+        self.seen.add(key)
         match = self._match(template, proof, loose, key)
         verdict = self.rule.judge(match)
         if verdict is not None:
             at = self.scene.index.names.get(verdict.place) if verdict.place is not None else None
-            count = template.size
-            return Refusal(self.rule.name, key, verdict.reason, at, count, count)
+            return self._refuse(key, verdict.reason, at)
         self.hit.update(key)
         rule = self.rule
         return Candidate(
             rule.name, rule.kind, key, rule.attributes(match), rule.version, rule.escapes, rule.priority
         )
+
+    def _refuse(self, members: tuple[int, ...], reason: str, at: int | None) -> Refusal:
+        """A refusal of what does match: told whatever else was found there."""
+        count = len(members)
+        refusal = Refusal(self.rule.name, members, reason, at, count, count)
+        return self.firm.setdefault(members, refusal)
 
     def _writes_outside(self, members: set[int]) -> int | None:
         """A member that writes to what is no member's: more than the pattern computes."""
@@ -232,13 +243,13 @@ class Search:
 
     def _refusal(self, found: Found, template: Template, reason: str, at: Node | None) -> Refusal:
         members, _ = self.shadow.members(found.nodes.values())
-        wanted = template.size
+        wanted = max(len(template.calls(found.sites)), len(found.nodes))
         return Refusal(
             self.rule.name, tuple(sorted(members)), reason, self._position(at), len(found.nodes), wanted
         )
 
     def _note_miss(self, template: Template, root: Node, miss: Miss) -> None:
-        wanted = template.size
+        wanted = miss.wanted
         if len(miss.found) < max(2, wanted * _FAR_ENOUGH):
             return
         members, _ = self.shadow.members(miss.found)
@@ -261,7 +272,8 @@ class Search:
             self.misses[root] = refusal
 
     def _near_misses(self) -> Iterator[Refusal]:
-        """What came near and is not part of a match, the nearest first."""
+        """What matched and was refused, then what came near and is not part of a match, the nearest first."""
+        yield from self.firm.values()
         missed = [r for r in self.misses.values() if not self.hit.intersection(r.members)]
         missed.sort(key=lambda r: (-r.matched, r.wanted, [self.scene.order[i] for i in r.members[:1]]))
         yield from missed[:_MOST_MISSES]
@@ -272,6 +284,10 @@ class Search:
             yield replace(
                 last, reason=f"{reason} (and {len(missed) - _MOST_MISSES} more, {count} of them like it)"
             )
+
+    def _order(self, node: Node) -> int:
+        origin = self.shadow.origins.get(node)
+        return self.scene.order[origin[0]] if origin else -1
 
     def _position(self, node: Node | None) -> int | None:
         origin = self.shadow.origins.get(node) if node is not None else None

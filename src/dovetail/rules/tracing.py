@@ -39,6 +39,9 @@ def taken_apart() -> dict[OpOverload, Callable[..., Any]]:
         op: Any = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
         if isinstance(op, OpOverload) and _may_alias(op):
             found[op] = op.decompose
+    # Its schema does not tell of the statistics it updates, so export takes it apart too.
+    lying = torch.ops.aten.native_batch_norm.default
+    found[lying] = lying.decompose
     return found
 
 
@@ -87,16 +90,9 @@ class Stage:
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.symbols: dict[Any, Any] = {}
-        self._made: dict[int, Any] = {}
 
     def stand_in(self, value: Any) -> Any:
-        """A stand-in for a value; one and the same for one and the same."""
-        known = self._made.get(id(value))
-        if known is None:
-            known = self._made[id(value)] = self._new(value)
-        return known
-
-    def _new(self, value: Any) -> Any:
+        """A stand-in for a value."""
         if isinstance(value, torch.Tensor):
             sizes = [self._size(s) for s in value.shape]
             with self.mode:

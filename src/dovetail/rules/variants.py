@@ -64,15 +64,18 @@ class Variants:
         return found
 
     def exact(
-        self, example: Example, dialect: str, operands: Mapping[str, Any], found: Found
+        self, example: Example, dialect: str, operands: Mapping[str, tuple[Any, Any]], found: Found
     ) -> Template | str:
-        """The template of the alternatives that were found, on these very operands, or why there is none."""
+        """The template of the alternatives that were found, on these very operands, or why there is none.
+
+        Operands are given as what makes them and their value: two that are one and the same stay so.
+        """
         picks = {**example.picks, **found.sites}
         here = dataclasses.replace(example, picks=picks, literals={**example.literals, **found.literals})
         symbols: dict[str, str] = {}
         first: dict[int, int] = {}
-        same = tuple(first.setdefault(id(v), i) for i, v in enumerate(operands.values()))
-        values = tuple(describe(v, symbols) for v in operands.values())
+        same = tuple(first.setdefault(id(n), i) for i, (n, _) in enumerate(operands.values()))
+        values = tuple(describe(v, symbols) for _, v in operands.values())
         written = tuple((k, repr(v)) for k, v in here.literals.items())
         key = (dialect, tuple(sorted(picks.items())), example.absent, values, same, written)
         # Numbers of another graph's symbols cannot be compared with this one's.
@@ -85,9 +88,13 @@ class Variants:
             known = self._exact[key] = self._trace(here, dialect, operands)
         return known
 
-    def _trace(self, here: Example, dialect: str, operands: Mapping[str, Any]) -> Template | str:
+    def _trace(self, here: Example, dialect: str, operands: Mapping[str, tuple[Any, Any]]) -> Template | str:
         stage = Stage()
-        values = {name: stage.stand_in(value) for name, value in operands.items()}
+        made: dict[int, Any] = {}
+        for source, value in operands.values():
+            if id(source) not in made:
+                made[id(source)] = stage.stand_in(value)
+        values = {name: made[id(source)] for name, (source, _) in operands.items()}
         try:
             return make_template(
                 self.function, self.name, self.parameters, here, values, dialect=dialect, stage=stage
@@ -103,7 +110,8 @@ class Variants:
         if key not in self._loose:
             made: list[Template] = []
             for example in self.examples:
-                for shown in _at_precision(example, low) if low is not None else _at_ranks(example, dialect):
+                others = _at_precision(example, low) if low is not None else _at_ranks(example, dialect)
+                for shown in _without_repeats(others):
                     template = self._form(shown, dialect)
                     if template is not None:
                         made.append(template)
@@ -129,8 +137,9 @@ class Variants:
     ) -> dict[str, tuple[tuple[Node, Path], ...]]:
         found: dict[str, tuple[tuple[Node, Path], ...]] = {}
         for name, value in template.example.literals.items():
-            places = places_of(template, value) if type(value) is float else []
-            if not places:
+            if type(value) is float and not value.is_integer():
+                places = places_of(template, value)
+            else:
                 places = self._moved(template, name, value, values, dialect)
             found[name] = tuple(places)
         return found
@@ -199,12 +208,16 @@ class Variants:
         return found
 
 
-def _env(operands: Mapping[str, Any]) -> Any:
-    for value in operands.values():
+def _env(operands: Mapping[str, tuple[Any, Any]]) -> Any:
+    for _, value in operands.values():
         for size in value.shape if isinstance(value, Tensor) else ():
             if isinstance(size, torch.SymInt):
                 return size.node.shape_env
     return None
+
+
+def _without_repeats(examples: list[Example]) -> list[Example]:
+    return list({repr(sorted(e.shapes.items())): e for e in examples}.values())
 
 
 def _at_precision(example: Example, low: torch.dtype) -> list[Example]:
