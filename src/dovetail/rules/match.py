@@ -74,7 +74,7 @@ class Match:
     """One place where a pattern was found.
 
     `m["x"]` is the `Value` bound to an operand, None for an optional one that is absent, or the literal captured.
-    `nodes` are the operations that would move into the region.
+    `nodes` are the operations that would move into the region. `alternatives` tells what was taken at each `either`.
     """
 
     rule: str
@@ -83,6 +83,9 @@ class Match:
     nodes: tuple[Node, ...]
     outputs: tuple[Node, ...]
     module_path: str = ""
+    alternatives: Mapping[tuple[int, ...], int] = field(
+        default_factory=dict[tuple[int, ...], int], repr=False
+    )
 
     def __getitem__(self, name: str) -> Any:
         if name in self.operands:

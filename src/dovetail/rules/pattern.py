@@ -84,6 +84,13 @@ class PatternRule(Rule):
     def propose(self, scene: Scene) -> Iterable[Proposal]:
         return Search(self, scene).run()
 
+    def matches(self, scene: Scene) -> list[Match]:
+        """Every place where the pattern stands and all guards accept; places may overlap."""
+        search = Search(self, scene)
+        for _ in search.run():
+            pass
+        return search.matches
+
     def judge(self, match: Match) -> Decline | None:
         """The first guard's refusal, None if all accept."""
         for guard in self.guards:

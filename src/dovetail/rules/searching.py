@@ -52,6 +52,7 @@ class Search:
         self.seen: set[tuple[int, ...]] = set()
         self.misses: dict[Node, Refusal] = {}
         self.hit: set[int] = set()
+        self.matches: list[Match] = []
         self.firm: dict[tuple[int, ...], Refusal] = {}
 
     def run(self) -> Iterator[Proposal]:
@@ -168,6 +169,7 @@ class Search:
             at = self.scene.index.names.get(verdict.place) if verdict.place is not None else None
             return self._refuse(key, verdict.reason, at)
         self.hit.update(key)
+        self.matches.append(match)
         rule = self.rule
         return Candidate(
             rule.name, rule.kind, key, rule.attributes(match), rule.version, rule.escapes, rule.priority
@@ -216,6 +218,7 @@ class Search:
             tuple(self.scene.nodes[i] for i in members),
             tuple(outputs),
             paths.pop() if len(paths) == 1 else "",
+            dict(template.example.picks),
         )
 
     def _with_sizes(self, members: set[int]) -> set[int]:
