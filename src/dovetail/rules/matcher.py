@@ -28,6 +28,8 @@ from dovetail.rules.template import (
 from dovetail.rules.through import Through
 
 _MOST_TRIES = 2_000
+# Which library may be used; they say nothing of what is computed.
+_SETTINGS = frozenset({"cudnn_enable", "cudnn_enabled"})
 Pair = tuple[Any, Any, Where]
 """A part of the template, the part of the graph it is to be, and the argument of the template that it is."""
 
@@ -229,7 +231,11 @@ class Matcher:
             return [[]]
         if isinstance(theirs, Node):
             theirs = theirs.meta.get("val")
-        if self._same_literal(ours, theirs) or self._same_dim(ours, theirs, where, found):
+        if (
+            _argument(where) in _SETTINGS
+            or self._same_literal(ours, theirs)
+            or self._same_dim(ours, theirs, where, found)
+        ):
             return [[]]
         at = found.nodes.get(where[0]) if where is not None else None
         self._missed(found, f"{_named(where)} {theirs!r} where the pattern has {ours!r}", at)
@@ -356,15 +362,21 @@ def _same_pairs(left: list[Pair], right: list[Pair]) -> bool:
     return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(left, right, strict=True))
 
 
-def _named(where: Where) -> str:
+def _argument(where: Where) -> str:
     """The argument that a place in a node's arguments is, by the operator's own name for it."""
     if where is None:
-        return "it has"
+        return ""
     node, path = where
-    kwarg, first = path[0] == 1, path[1]
+    if path[0] == 1:
+        return str(path[1])
     schema = getattr(node.target, "_schema", None)
-    name = first if kwarg else schema.arguments[first].name if schema is not None else f"argument {first}"
-    return f"its {name} has" if len(path) > 2 else f"its {name} is"
+    return str(schema.arguments[path[1]].name) if schema is not None else f"argument {path[1]}"
+
+
+def _named(where: Where) -> str:
+    if where is None:
+        return "it has"
+    return f"its {_argument(where)} has" if len(where[1]) > 2 else f"its {_argument(where)} is"
 
 
 def _same(a: Any, b: Any) -> bool:

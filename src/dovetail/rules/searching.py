@@ -11,7 +11,9 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 from torch.fx import Node
 
+from dovetail.graph.describe import makes_tuple
 from dovetail.graph.module import attribute
+from dovetail.outlining.requests import is_projection
 from dovetail.rules.match import Match, Value
 from dovetail.rules.matcher import Found, Matcher, Miss
 from dovetail.rules.probing import Parameters
@@ -144,7 +146,7 @@ class Search:
     def _candidate(self, template: Template, proof: Found, loose: Found) -> Proposal | None:
         inner = [*proof.nodes.values(), *proof.through]
         members, partly = self.shadow.members(inner)
-        members = self._with_sizes(members)
+        members = self._with_parts(self._with_sizes(members))
         key = tuple(sorted(members))
         if partly is not None:
             whole = self.scene.nodes[self.shadow.origins[partly][0]].name
@@ -220,6 +222,12 @@ class Search:
             paths.pop() if len(paths) == 1 else "",
             dict(template.example.picks),
         )
+
+    def _with_parts(self, members: set[int]) -> set[int]:
+        """The members and every part of what they return several values: those move along."""
+        nodes, at = self.scene.nodes, self.scene.index.position
+        parts = {at[u] for i in members if makes_tuple(nodes[i]) for u in nodes[i].users if is_projection(u)}
+        return members | parts
 
     def _with_sizes(self, members: set[int]) -> set[int]:
         """The members and the sizes they use that are read from members: outside, they would make a cycle."""

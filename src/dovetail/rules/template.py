@@ -222,13 +222,13 @@ def whole_lists(places: list[tuple[Node, Path]]) -> list[tuple[Node, Path]]:
     return list(found)
 
 
-def places_of(template: Template, value: float) -> list[tuple[Node, Path]]:
-    """Where a float that occurs nowhere else stands."""
+def places_of(template: Template, value: float | str) -> list[tuple[Node, Path]]:
+    """Where a literal that occurs nowhere else stands."""
     return [
         (node, path)
         for node in template.program.graph.nodes
         for path, literal in literals_of(node)
-        if type(literal) is float and literal == value
+        if type(literal) is type(value) and literal == value
     ]
 
 

@@ -137,7 +137,7 @@ class Variants:
     ) -> dict[str, tuple[tuple[Node, Path], ...]]:
         found: dict[str, tuple[tuple[Node, Path], ...]] = {}
         for name, value in template.example.literals.items():
-            if type(value) is float and not value.is_integer():
+            if isinstance(value, str) or (type(value) is float and not value.is_integer()):
                 places = places_of(template, value)
             else:
                 places = self._moved(template, name, value, values, dialect)

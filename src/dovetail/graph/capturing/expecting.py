@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -249,7 +250,12 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two strided tensors may share memory."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return a is b
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or a.numel() == 0 or b.numel() == 0:
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):
+        if a.untyped_storage()._cdata != b.untyped_storage()._cdata:  # they have no data to point at
+            return False
+    elif a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     (start_a, end_a), (start_b, end_b) = _extent(a), _extent(b)
     return start_a < end_b and start_b < end_a
