@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,7 +12,8 @@ from torch.fx import Node
 
 from dovetail.graph.commuting import commutes
 from dovetail.graph.spellings import target_name
-from dovetail.rules.choices import Site
+from dovetail.rules.comparing import argument_name, named, same_literal, same_tensor
+from dovetail.rules.found import Found, Miss, Taken
 from dovetail.rules.template import (
     Path,
     Template,
@@ -23,6 +22,7 @@ from dovetail.rules.template import (
     is_choice,
     is_operation,
     is_tensors,
+    leaves,
     site_of,
 )
 from dovetail.rules.through import Through
@@ -32,48 +32,6 @@ _MOST_TRIES = 2_000
 _SETTINGS = frozenset({"cudnn_enable", "cudnn_enabled"})
 Pair = tuple[Any, Any, Where]
 """A part of the template, the part of the graph it is to be, and the argument of the template that it is."""
-
-
-@dataclass
-class Found:
-    """Nodes of the graph by nodes of the template; operands by name; captured literals; what was looked through."""
-
-    nodes: dict[Node, Node] = field(default_factory=dict[Node, Node])
-    operands: dict[Node, Node] = field(default_factory=dict[Node, Node])
-    literals: dict[str, Any] = field(default_factory=dict[str, Any])
-    taken: set[Node] = field(default_factory=set[Node])
-    through: list[Node] = field(default_factory=list[Node])
-    joined: dict[Node, Node] = field(default_factory=dict[Node, Node])
-    sites: dict[Site, int] = field(default_factory=dict[Site, int])
-
-    def copy(self) -> Found:
-        return Found(
-            dict(self.nodes),
-            dict(self.operands),
-            dict(self.literals),
-            set(self.taken),
-            list(self.through),
-            dict(self.joined),
-            dict(self.sites),
-        )
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """On an agenda: this alternative is the one that is tried."""
-
-    site: Site
-    number: int
-
-
-@dataclass(frozen=True)
-class Miss:
-    """How far an attempt got, and what stopped it."""
-
-    found: tuple[Node, ...]
-    reason: str
-    at: Node | None
-    wanted: int
 
 
 class Matcher:
@@ -103,10 +61,12 @@ class Matcher:
         self.argument = {node: name for name, node in template.operands.items()}
         self.miss: Miss | None = None
         self._tries = 0
+        self._furthest = -1
+        self._slots: dict[Node, list[tuple[Path, Any, bool]]] = {}
 
     def find(self, root: Node, operands: Mapping[Node, Node] | None = None) -> Iterator[Found]:
         """Every way in which the template's first result can be this node, some operands perhaps given."""
-        self.miss, self._tries = None, 0
+        self.miss, self._tries, self._furthest = None, 0, -1
         start = Found(operands=dict(operands or {}))
         yield from self._solve([(self.template.root, root, None)], start)
 
@@ -139,7 +99,7 @@ class Matcher:
 
     def _settle(self, ours: Any, theirs: Any, where: Where, found: Found) -> list[list[Pair]] | None:
         """What follows if a part of the template is a part of the graph: one or more agendas, None if it cannot be."""
-        if isinstance(ours, _Taken):
+        if isinstance(ours, Taken):
             found.sites[ours.site] = ours.number
             return [[]]
         if not isinstance(ours, Node):
@@ -148,12 +108,10 @@ class Matcher:
             return [[]] if self._bind(ours, theirs, found) else None
         if ours.op == "get_attr":
             return [[]] if self._same_constant(ours, theirs, found) else None
-        if not is_operation(ours):
-            return (
-                [[]]
-                if not self.strict or self._same_size(ours, theirs)
-                else self._refuse(found, ours, theirs)
-            )
+        if ours not in self.template.operations:
+            if self.strict and not self._same_size(ours, theirs):
+                return self._refuse(found, ours, theirs)
+            return [[]]
         if not isinstance(theirs, Node):
             return self._refuse(found, ours, theirs)
         if is_choice(ours):
@@ -176,25 +134,86 @@ class Matcher:
             return self._refuse(found, ours, theirs)
         site = site_of(ours)
         taken = found.sites.get(site)
-        ways = list(enumerate(alternatives_of(ours)))
+        ways = [(k, a) for k, a in enumerate(alternatives_of(ours)) if self._may_be(a, theirs, found)]
         if taken is not None:
-            ways = [ways[taken]]
-        return [[(alternative, theirs, None), (_Taken(site, k), None, None)] for k, alternative in ways]
+            ways = [way for way in ways if way[0] == taken]
+        if not ways:
+            return self._refuse(found, alternatives_of(ours)[taken or 0], theirs)
+        return [[(alternative, theirs, None), (Taken(site, k), None, None)] for k, alternative in ways]
 
     def _arguments(self, ours: Node, theirs: Node, found: Found) -> list[list[Pair]] | None:
         pairs: list[Pair] = []
-        if not self._pair((ours.args, ours.kwargs), (theirs.args, theirs.kwargs), (), ours, found, pairs):
+        if not self._pairs(ours, theirs.args, theirs.kwargs, found, pairs):
             self._missed(found, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
             return None
-        pairs.reverse()
-        if len(ours.args) > 1 and commutes(ours) and commutes(theirs):
+        ways = [pairs]
+        if ours in self.template.commuting and commutes(theirs):
             swapped: list[Pair] = []
             args = (theirs.args[1], theirs.args[0], *theirs.args[2:])
-            if self._pair((ours.args, ours.kwargs), (args, theirs.kwargs), (), ours, found, swapped):
-                swapped.reverse()
-                if not _same_pairs(swapped, pairs):
-                    return [pairs, swapped]
-        return [pairs]
+            if self._pairs(ours, args, theirs.kwargs, found, swapped) and not _same_pairs(swapped, pairs):
+                ways.append(swapped)
+        possible: list[list[Pair]] = []
+        for way in ways:
+            unfit = next((p for p in way if not self._may_be(p[0], p[1], found)), None)
+            if unfit is None:
+                possible.append(way[::-1])
+            else:
+                self._refuse(found, unfit[0], unfit[1])
+        return possible or None
+
+    def _may_be(self, ours: Any, theirs: Any, found: Found) -> bool:
+        """Whether a part of the template could be a part of the graph, at first sight."""
+        if not isinstance(ours, Node) or ours.op != "call_function":
+            return True
+        if ours not in self.template.operations or self.through is not None:
+            return True
+        if not isinstance(theirs, Node):
+            return False
+        if is_choice(ours):
+            return any(self._may_be(a, theirs, found) for a in alternatives_of(ours))
+        return ours.target is theirs.target
+
+    def _pairs(
+        self,
+        ours: Node,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        found: Found,
+        pairs: list[Pair],
+    ) -> bool:
+        """Put the arguments of a template's node and those of a graph's side by side."""
+        if len(ours.args) != len(args) or len(ours.kwargs) != len(kwargs):
+            return False
+        for path, value, deep in self._slots_of(ours):
+            key = path[1]
+            if path[0] == 0:
+                other = args[key]
+            elif key in kwargs:
+                other = kwargs[key]
+            else:
+                return False
+            if deep:
+                if not self._pair(value, other, path, ours, found, pairs):
+                    return False
+            elif self.strict or isinstance(other, Node) or isinstance(value, Node):
+                pairs.append((value, other, (ours, path)))
+        return True
+
+    def _slots_of(self, node: Node) -> list[tuple[Path, Any, bool]]:
+        """The arguments of a template's node: the way to each, its value, and whether there is more inside."""
+        known = self._slots.get(node)
+        if known is None:
+            known = self._slots[node] = []
+            for path, value in (
+                *(((0, i), v) for i, v in enumerate(node.args)),
+                *(((1, k), v) for k, v in node.kwargs.items()),
+            ):
+                captured = any(place[0] is node and place[1][:2] == path for place in self.literal_at)
+                inside = isinstance(value, (tuple, list, Mapping)) and (
+                    self.strict or any(isinstance(leaf, Node) for _, leaf in leaves(value))
+                )
+                known.append((path, value, captured or inside))
+        return known
 
     def _pair(self, ours: Any, theirs: Any, path: Path, node: Node, found: Found, pairs: list[Pair]) -> bool:
         """Put what two arguments have in the same places side by side."""
@@ -232,13 +251,13 @@ class Matcher:
         if isinstance(theirs, Node):
             theirs = theirs.meta.get("val")
         if (
-            _argument(where) in _SETTINGS
+            argument_name(where) in _SETTINGS
             or self._same_literal(ours, theirs)
             or self._same_dim(ours, theirs, where, found)
         ):
             return [[]]
         at = found.nodes.get(where[0]) if where is not None else None
-        self._missed(found, f"{_named(where)} {theirs!r} where the pattern has {ours!r}", at)
+        self._missed(found, f"{named(where)} {theirs!r} where the pattern has {ours!r}", at)
         return None
 
     def _bind(self, ours: Node, theirs: Any, found: Found) -> bool:
@@ -262,12 +281,12 @@ class Matcher:
         if name not in found.literals:
             found.literals[name] = value
             return True
-        return _same(found.literals[name], value)
+        return same_literal(found.literals[name], value)
 
     def _same_constant(self, ours: Node, theirs: Any, found: Found) -> bool:
         wanted = self.pattern_constant(ours)
         has = self.constant(theirs) if isinstance(theirs, Node) else None
-        same = wanted is not None and has is not None and _same_tensor(wanted, has)
+        same = wanted is not None and has is not None and same_tensor(wanted, has)
         if not same:
             self._missed(
                 found, "a constant is not the pattern's", theirs if isinstance(theirs, Node) else None
@@ -341,9 +360,16 @@ class Matcher:
     def _same_literal(self, ours: Any, theirs: Any) -> bool:
         if isinstance(ours, (int, torch.SymInt)) and isinstance(theirs, torch.SymInt):
             return self.same_number(ours, theirs)
-        return _same(ours, theirs)
+        return same_literal(ours, theirs)
 
     def _refuse(self, found: Found, ours: Node, theirs: Any) -> None:
+        if len(found.nodes) <= self._furthest:
+            return
+        if is_choice(ours):
+            ours = alternatives_of(ours)[0]
+        if ours.op == "placeholder":
+            self._missed(found, f"the pattern has its operand '{self.argument[ours]}' there", theirs)
+            return
         has = f"'{target_name(theirs)}'" if isinstance(theirs, Node) else repr(theirs)
         if isinstance(theirs, Node) and theirs.op == "placeholder":
             has = "an input"
@@ -353,47 +379,10 @@ class Matcher:
         self._missed(found, reason, theirs if isinstance(theirs, Node) else None)
 
     def _missed(self, found: Found, reason: str, at: Node | None) -> None:
-        if self.miss is None or len(found.nodes) > len(self.miss.found):
-            wanted = max(len(self.template.calls(found.sites)), len(found.nodes))
-            self.miss = Miss(tuple(found.nodes.values()), reason, at, wanted)
+        if len(found.nodes) > self._furthest:
+            self._furthest = len(found.nodes)
+            self.miss = Miss(tuple(found.nodes.values()), reason, at, dict(found.sites))
 
 
 def _same_pairs(left: list[Pair], right: list[Pair]) -> bool:
     return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(left, right, strict=True))
-
-
-def _argument(where: Where) -> str:
-    """The argument that a place in a node's arguments is, by the operator's own name for it."""
-    if where is None:
-        return ""
-    node, path = where
-    if path[0] == 1:
-        return str(path[1])
-    schema = getattr(node.target, "_schema", None)
-    return str(schema.arguments[path[1]].name) if schema is not None else f"argument {path[1]}"
-
-
-def _named(where: Where) -> str:
-    if where is None:
-        return "it has"
-    return f"its {_argument(where)} has" if len(where[1]) > 2 else f"its {_argument(where)} is"
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two literals mean the same number or the same setting; 2 and 2.0 do, 1 and True do not."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        if math.isnan(a) or math.isnan(b):
-            return math.isnan(a) and math.isnan(b)
-        return a == b and math.copysign(1, a) == math.copysign(1, b)
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        left, right = cast("list[Any]", a), cast("list[Any]", b)
-        return len(left) == len(right) and all(_same(x, y) for x, y in zip(left, right, strict=True))
-    return bool(a == b)
-
-
-def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return bool(torch.equal(a.detach().cpu(), b.detach().cpu()))

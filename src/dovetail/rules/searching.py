@@ -14,8 +14,9 @@ from torch.fx import Node
 from dovetail.graph.describe import makes_tuple
 from dovetail.graph.module import attribute
 from dovetail.outlining.requests import is_projection
+from dovetail.rules.found import Found, Miss
 from dovetail.rules.match import Match, Value
-from dovetail.rules.matcher import Found, Matcher, Miss
+from dovetail.rules.matcher import Matcher
 from dovetail.rules.probing import Parameters
 from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal
 from dovetail.rules.scene import Scene
@@ -260,8 +261,10 @@ class Search:
         )
 
     def _note_miss(self, template: Template, root: Node, miss: Miss) -> None:
-        wanted = miss.wanted
-        if len(miss.found) < max(2, wanted * _FAR_ENOUGH):
+        if len(miss.found) < 2:
+            return
+        wanted = max(len(template.calls(miss.sites)), len(miss.found))
+        if len(miss.found) < wanted * _FAR_ENOUGH:
             return
         members, _ = self.shadow.members(miss.found)
         self._note(

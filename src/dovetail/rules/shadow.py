@@ -58,6 +58,8 @@ class Shadow:
     @property
     def dialects(self) -> tuple[str, ...]:
         """The dialects that a pattern must be traced in to be found here."""
+        if CANONICAL in getattr(self.root, "meta", {}):
+            return (CAPTURED,)
         names = {t.overloadpacket.__name__ for t in self.by_target if isinstance(t, OpOverload)}
         return (CAPTURED, AUTOGRAD) if names & _AUTOGRAD_ONLY else (CAPTURED,)
 

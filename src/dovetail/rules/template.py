@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import RuleError
+from dovetail.graph.commuting import commutes
 from dovetail.graph.module import Program
 from dovetail.rules.choices import Chooser, Site, choosing, either_op, opaque
 from dovetail.rules.probing import Example, Parameters
@@ -45,6 +46,15 @@ class Template:
     @property
     def root(self) -> Node:
         return self.outputs[0]
+
+    @cached_property
+    def operations(self) -> frozenset[Node]:
+        """The nodes that compute tensors, choices included."""
+        return frozenset(n for n in self.program.graph.nodes if is_operation(n))
+
+    @cached_property
+    def commuting(self) -> frozenset[Node]:
+        return frozenset(n for n in self.operations if commutes(n))
 
     @cached_property
     def root_targets(self) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
 from dovetail.graph.describe import describe
-from dovetail.rules.matcher import Found
+from dovetail.rules.found import Found
 from dovetail.rules.probing import Example, Parameters, Prober
 from dovetail.rules.template import (
     Path,
@@ -148,7 +148,7 @@ class Variants:
         self, template: Template, name: str, value: Any, values: Mapping[str, Any], dialect: str
     ) -> list[tuple[Node, Path]]:
         """Where a literal stands, told by what changes when it does."""
-        others = [_another(value)] if isinstance(value, list) else _OTHER.get(type(value), ())
+        others = _other_lists(value) if isinstance(value, list) else _OTHER.get(type(value), ())
         for other in others:
             example = dataclasses.replace(
                 template.example, literals={**template.example.literals, name: other}
@@ -266,9 +266,14 @@ def _taken(example: Example) -> Any:
     return (dict(example.picks), example.absent)
 
 
-def _another(values: list[Any]) -> list[Any]:
-    """A list that differs from the given one in every place."""
-    return [not v if isinstance(v, bool) else v + 1 for v in values]
+def _other_lists(values: list[Any]) -> list[list[Any]]:
+    """Lists that differ from the given one: in every place, then in one place only."""
+
+    def other(value: Any) -> Any:
+        return not value if isinstance(value, bool) else value + 1
+
+    single = [[*values[:i], other(v), *values[i + 1 :]] for i, v in enumerate(values)]
+    return [[other(v) for v in values], *single]
 
 
 def _form_of(template: Template) -> Any:
