@@ -1,5 +1,6 @@
 """Operator fusion as a graph-to-graph step of its own for PyTorch."""
 
+from dovetail import rules
 from dovetail.errors import (
     CallMismatch,
     CaptureError,
@@ -11,10 +12,15 @@ from dovetail.errors import (
     InvalidArgument,
     InvalidGraph,
     OverlappingRegions,
+    PassError,
     RegionError,
+    RuleError,
     UnknownNode,
     UnknownRegion,
 )
+from dovetail.fusion.cost import Cost, CostModel, Gain, Traffic
+from dovetail.fusion.fuse import fuse
+from dovetail.fusion.ledger import Ledger, explain
 from dovetail.graph.capture import capture
 from dovetail.graph.check import check
 from dovetail.graph.declaring import declare
@@ -24,32 +30,80 @@ from dovetail.outlining.outline import outline
 from dovetail.outlining.record import Escape
 from dovetail.outlining.region import Region, regions
 from dovetail.outlining.requests import Request
+from dovetail.passes.base import Pass
+from dovetail.passes.bisect import bisect
+from dovetail.passes.cleanup import Cleanup
+from dovetail.passes.fold_conv_batch_norm import FoldConvBatchNorm
+from dovetail.passes.fuse import Fuse
+from dovetail.passes.inline import Inline
+from dovetail.passes.merge_parallel import MergeParallel
+from dovetail.passes.outline import Outline
+from dovetail.passes.pipeline import Pipeline, Repeat
+from dovetail.rules.choices import Const, either, optional
+from dovetail.rules.limits import Limits
+from dovetail.rules.match import Match, Value
+from dovetail.rules.pattern import rule
+from dovetail.rules.rule import Candidate, Decline, Refusal, Rule, RuleSet
+from dovetail.rules.scene import Scene
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CallMismatch",
+    "Candidate",
     "CaptureError",
+    "Cleanup",
+    "Const",
+    "Cost",
+    "CostModel",
     "CyclicRegion",
+    "Decline",
     "DovetailError",
     "EffectOrder",
     "EmptyRegion",
     "Escape",
     "EscapingValue",
+    "FoldConvBatchNorm",
+    "Fuse",
+    "Gain",
+    "Inline",
     "InvalidArgument",
     "InvalidGraph",
+    "Ledger",
+    "Limits",
+    "Match",
+    "MergeParallel",
+    "Outline",
     "OverlappingRegions",
+    "Pass",
+    "PassError",
+    "Pipeline",
+    "Refusal",
     "Region",
     "RegionError",
+    "Repeat",
     "Request",
+    "Rule",
+    "RuleError",
+    "RuleSet",
+    "Scene",
+    "Traffic",
     "UnknownNode",
     "UnknownRegion",
+    "Value",
+    "bisect",
     "capture",
     "check",
     "declare",
     "diff",
+    "either",
+    "explain",
+    "fuse",
     "inline",
+    "optional",
     "outline",
     "regions",
+    "rule",
+    "rules",
     "text",
 ]

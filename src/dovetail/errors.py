@@ -37,6 +37,14 @@ class RuleError(DovetailError, ValueError):
         self.rule = rule
 
 
+class PassError(DovetailError):
+    """A pass broke what passes promise, or left a graph that does not hold together; `name` is the pass."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"pass '{name}' {what}.")
+        self.name = name
+
+
 class RegionError(DovetailError):
     """A region cannot be made, found or taken back; nothing was changed."""
 

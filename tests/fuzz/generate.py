@@ -74,6 +74,7 @@ class Flavour:
     stages: tuple[int, ...] = (1, 1, 2, 3, 4)
     thorough: int = 3  # one in so many is also copied, pickled and inlined in part
     share: int = 5  # how many of a mixed run are of this flavour, in proportion
+    fuses: bool = False  # stages are fusions by rules more often than not
 
     def draw(self, rng: Random) -> Category:
         categories = list(self.weights)
@@ -111,6 +112,14 @@ FLAVOURS = {
             traced=("real", "real", "fake", "symbolic"),
             grads=8,
             share=1,
+        ),
+        Flavour(
+            "fused",
+            _with(PURE, EVERYTHING),
+            values=("none", "all", "all", "symbolic"),
+            stages=(1, 1, 2, 3),
+            share=3,
+            fuses=True,
         ),
     )
 }

@@ -10,7 +10,8 @@ from torch.fx import GraphModule, Node
 import dovetail
 
 from .generate import Flavour, draw_program
-from .program import Asked, Case, Opened, Stage, build
+from .fusing import draw_fusion, fused
+from .program import Asked, Case, Fused, Opened, Stage, build
 
 POLICIES = ("auto", "output", "duplicate", "duplicate", "leave", "refuse")
 KINDS = ("fused", "fused", "pair", "npu.pool", "a_b")
@@ -26,7 +27,10 @@ def draw_case(rng: Random, flavour: Flavour) -> tuple[Case, GraphModule]:
     gm = original = build(program)
     stages: list[Stage] = []
     for _ in range(flavour.stages[rng.randrange(len(flavour.stages))]):
-        stage = _draw_opening(rng, gm) if stages and rng.randrange(4) == 3 else _draw_stage(rng, gm)
+        if flavour.fuses and rng.randrange(3):
+            stage = draw_fusion(rng)
+        else:
+            stage = _draw_opening(rng, gm) if stages and rng.randrange(4) == 3 else _draw_stage(rng, gm)
         if not stage:
             break
         stages.append(stage)
@@ -41,9 +45,11 @@ def draw_case(rng: Random, flavour: Flavour) -> tuple[Case, GraphModule]:
 
 
 def carry_out(gm: GraphModule, stage: Stage) -> GraphModule:
-    """Outline or inline: the plain form for one request, the list form for several."""
+    """Outline, inline or fuse: the plain form for one request, the list form for several."""
     if isinstance(stage, Opened):
         return dovetail.inline(gm, **{stage.how: stage.what})
+    if isinstance(stage, Fused):
+        return fused(gm, stage)
     by_name = {node.name: node for node in gm.graph.nodes}
 
     def listed(asked: Asked) -> list[Node | str]:

@@ -88,7 +88,15 @@ class Opened:
     what: str | int
 
 
-Stage = tuple[Asked, ...] | Opened
+@dataclass(frozen=True)
+class Fused:
+    """Rules by their names in `fusing.RULES`, and options of `fuse`."""
+
+    rules: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+Stage = tuple[Asked, ...] | Opened | Fused
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from dovetail.graph.effects import effects, target_name
 
 from .observe import Snapshot, difference, observe
 from .plan import carry_out
-from .program import Case, NotAProgram, Opened, Stage, build, make_inputs
+from .fusing import why_not_settled
+from .program import Case, Fused, NotAProgram, Opened, Stage, build, make_inputs
 from .soundness import Untold, watch
 
 
@@ -80,11 +81,14 @@ class Trial:
                 self.outcome.refused.append(type(error).__name__)
                 _expect_reason(self.result, stage, error)
             except Exception as error:
-                step = "inline" if isinstance(stage, Opened) else "outline"
+                steps = {Opened: "inline", Fused: "fuse"}
+                step = steps.get(type(stage), "outline")
                 raise Violated(f"crash in {step} ({type(error).__name__})", str(error)) from error
             _same("input graph changed", before, identity(self.result))
             if made is not None:
                 _expect_regions(self.result, made, stage)
+                if isinstance(stage, Fused):
+                    _same("fused once more", "", why_not_settled(made, stage))
                 self.result = made
 
     def compare(self) -> None:
@@ -193,6 +197,8 @@ class Trial:
 
 def _expect_reason(gm: GraphModule, stage: Stage, error: dovetail.DovetailError) -> None:
     """A stretch of the listing as it stands can always be one region: nothing lies between its operations."""
+    if isinstance(stage, Fused):
+        raise Violated(f"fuse refused ({type(error).__name__})", str(error))
     if isinstance(stage, Opened) or len(stage) != 1 or stage[0].escapes not in ("auto", "output"):
         return
     if isinstance(error, dovetail.EmptyRegion):
@@ -221,7 +227,7 @@ def _expect_regions(before: GraphModule, after: GraphModule, stage: Stage) -> No
     """The new regions are there, of the kinds asked for, under names of their own."""
     names = [r.name for r in dovetail.regions(after, nested=True)]
     _same("names of regions are unique", len(names), len(set(names)))
-    if isinstance(stage, Opened):
+    if isinstance(stage, (Opened, Fused)):
         return
     old = {r.name for r in dovetail.regions(before)}
     new = [r for r in dovetail.regions(after) if r.name not in old]
@@ -244,7 +250,8 @@ def _members(gm: GraphModule, stage: Stage) -> Any:
     except dovetail.DovetailError as error:
         return type(error).__name__
     except Exception as error:
-        raise Violated(f"crash in outline ({type(error).__name__})", str(error)) from error
+        step = "fuse" if isinstance(stage, Fused) else "outline"
+        raise Violated(f"crash in {step} ({type(error).__name__})", str(error)) from error
     return sorted((r.kind, sorted(r.nodes), sorted(r.escapes.items())) for r in dovetail.regions(made))
 
 
@@ -268,7 +275,7 @@ def _is_pure(gm: GraphModule) -> bool:
 
 
 def _asks_for_clones(case: Case) -> bool:
-    asked = [a.escapes for stage in case.stages if not isinstance(stage, Opened) for a in stage]
+    asked = [a.escapes for stage in case.stages if isinstance(stage, tuple) for a in stage]
     return any("duplicate" in (e.values() if isinstance(e, dict) else (e,)) for e in asked)
 
 

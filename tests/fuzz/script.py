@@ -6,7 +6,8 @@ import inspect
 from typing import Any
 
 from . import ops
-from .program import Case, Opened, Program, Stage, Step
+from .fusing import WRITTEN
+from .program import Case, Fused, Opened, Program, Stage, Step
 
 _TAIL = '''
 def run(gm):
@@ -171,7 +172,7 @@ def _after(program: Program) -> list[str]:
 def _outlined(stages: tuple[Stage, ...]) -> list[str]:
     lines = ["def outlined(gm):"]
     for stage in stages:
-        if not isinstance(stage, Opened) and any(asked.by_node for asked in stage):
+        if isinstance(stage, tuple) and any(asked.by_node for asked in stage):
             lines.append("    # found with nodes instead of their names")
         lines += ["    try:", f"        gm = {_call(stage)}"]
         lines += ["    except dovetail.DovetailError as error:", "        print(type(error).__name__, error)"]
@@ -181,6 +182,9 @@ def _outlined(stages: tuple[Stage, ...]) -> list[str]:
 def _call(stage: Stage) -> str:
     if isinstance(stage, Opened):
         return f"dovetail.inline(gm, {stage.how}={stage.what!r})"
+    if isinstance(stage, Fused):
+        options = "".join(f", {k}={v!r}" for k, v in stage.options)
+        return f"dovetail.fuse(gm, [{', '.join(WRITTEN[r] for r in stage.rules)}]{options})"
     each = [_arguments(asked.nodes, vars(asked)) for asked in stage]
     if len(each) == 1:
         return f"dovetail.outline(gm, {each[0]})"

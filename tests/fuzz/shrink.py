@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from .program import Asked, Case, Opened, Program, Ref, Stage, Step, refs, substitute
+from .program import Asked, Case, Fused, Opened, Program, Ref, Stage, Step, refs, substitute
 
 Fails = Callable[[Case], bool]
 
@@ -86,6 +86,13 @@ def _simpler_stages(stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
     for i, stage in enumerate(stages):
         yield stages[:i] + stages[i + 1 :]
         if isinstance(stage, Opened):
+            continue
+        if isinstance(stage, Fused):
+            for j in range(len(stage.rules) if len(stage.rules) > 1 else 0):
+                less = replace(stage, rules=stage.rules[:j] + stage.rules[j + 1 :])
+                yield (*stages[:i], less, *stages[i + 1 :])
+            if stage.options:
+                yield (*stages[:i], replace(stage, options=()), *stages[i + 1 :])
             continue
         for j, asked in enumerate(stage):
             if len(stage) > 1:
@@ -169,7 +176,7 @@ def _dropped(case: Case, gone: set[str], instead: dict[str, str]) -> Case:
 
 
 def _stage_without(stage: Stage, gone: set[str]) -> Stage:
-    if isinstance(stage, Opened):
+    if isinstance(stage, (Opened, Fused)):
         return stage
     return tuple(kept for asked in stage if (kept := _without_names(asked, gone)).nodes)
 

@@ -27,6 +27,7 @@ PROGRAMS = {
     "everything": 350,
     "nested": 200,
     "traced": 50,
+    "fused": 250,
 }
 
 

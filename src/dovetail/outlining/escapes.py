@@ -12,7 +12,7 @@ from dovetail.graph.describe import makes_tuple, nbytes
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
 from dovetail.graph.spellings import traits
-from dovetail.outlining.requests import Draft, is_projection, is_viewed, readers_inside
+from dovetail.outlining.requests import Draft, is_projection, is_viewed, readers_among
 
 
 def settle(index: Index, draft: Draft) -> None:
@@ -27,20 +27,19 @@ def settle(index: Index, draft: Draft) -> None:
         node = nodes[i]
         if i in draft.clones:
             outside.add(i)
-            if not readers_inside(index, i, draft.members | draft.clones):
+            if not readers_among(index, i, draft.members | draft.clones):
                 draft.clones.discard(i)
             continue
         if i in outside:
             continue
-        users = [at[u] for u in node.users]
-        escaping = [u for u in users if u not in draft.members or u in outside]
-        if not escaping or (makes_tuple(node) and all(is_projection(nodes[u]) for u in users)):
+        inside = [u for u in readers_among(index, i, draft.members) if u not in outside]
+        if len(inside) == len(node.users) or (makes_tuple(node) and all(map(is_projection, node.users))):
             continue
-        used_inside = any((u in draft.members and u not in outside) or u in draft.clones for u in users)
+        used_inside = bool(inside) or bool(readers_among(index, i, draft.clones))
         if not used_inside and draft.policies.get(i) not in ("leave", "refuse"):
             draft.outputs.append(i)  # a result: nothing inside needs it, so there is nothing to decide
             continue
-        policy, reason = _decide(index, draft, i, escaping)
+        policy, reason = _decide(index, draft, i)
         if policy == "leave":
             left = _with_projections(index, i)
             draft.members -= left
@@ -92,13 +91,14 @@ def _with_projections(index: Index, position: int) -> set[int]:
     return {index.position[n] for n in [node, *parts]}
 
 
-def _decide(index: Index, draft: Draft, position: int, escaping: list[int]) -> tuple[str, str]:
+def _decide(index: Index, draft: Draft, position: int) -> tuple[str, str]:
     node = index.nodes[position]
     policy = draft.policy(position)
     if is_subgraph(index.gm, node):
         return "duplicate", "a sub-graph is not a value"
     if policy == "refuse":
-        raise EscapingValue(draft.label, node.name, [index.nodes[u].name for u in escaping])
+        escaping = [u.name for u in node.users if index.position[u] not in draft.members]
+        raise EscapingValue(draft.label, node.name, escaping)
     if policy == "leave":
         return "leave", "as asked"
     if node.op == "get_attr":
@@ -110,7 +110,16 @@ def _decide(index: Index, draft: Draft, position: int, escaping: list[int]) -> t
         return ("output", f"not cloned: {obstacle}") if obstacle else ("duplicate", "as asked")
     if obstacle:
         return "output", f"not cloned: {obstacle}"
-    return _weigh(index, draft, position)
+    return _weigh(index, draft.members, position)
+
+
+def why_not_redone(index: Index, position: int) -> str:
+    """Why "auto" would not clone an operation into a region that has none of its operands, "" if it would."""
+    obstacle = _why_not_clone(index, position)
+    if obstacle:
+        return obstacle
+    policy, reason = _weigh(index, set(), position)
+    return "" if policy == "duplicate" else reason
 
 
 def _why_not_clone(index: Index, position: int) -> str:
@@ -133,7 +142,7 @@ def _why_not_clone(index: Index, position: int) -> str:
     return ""
 
 
-def _weigh(index: Index, draft: Draft, position: int) -> tuple[str, str]:
+def _weigh(index: Index, members: set[int], position: int) -> tuple[str, str]:
     """The default: constants and what is cheaper to redo than to store are cloned, the rest is returned."""
     node = index.nodes[position]
     inputs = node.all_input_nodes
@@ -143,7 +152,7 @@ def _weigh(index: Index, draft: Draft, position: int) -> tuple[str, str]:
         return "duplicate", "a constant"
     for n in inputs:
         i = index.position[n]
-        if i in draft.members and all(index.position[u] in draft.members for u in n.users):
+        if i in members and all(index.position[u] in members for u in n.users):
             return "output", f"redoing it outside would need '{n.name}' there"
     value = node.meta.get("val")
     if isinstance(value, (int, torch.SymInt)):

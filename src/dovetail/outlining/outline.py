@@ -26,10 +26,10 @@ from dovetail.outlining.record import (
     with_state,
     write_call,
 )
-from dovetail.outlining.requests import Draft, Request, drafts, readers_inside, require_graph
+from dovetail.outlining.requests import Draft, Request, drafts, require_graph, unread
 
 # Python calls a body from within the body around it: far deeper, its own stack would end first.
-_DEEPEST = 64
+DEEPEST = 64
 
 
 def outline(
@@ -55,10 +55,19 @@ def outline(
         made = drafts(index, requests)
         for draft in made:
             settle(index, draft)
-        state = state_of(gm)
-        epoch, ranks = read_ranks(index, state)
-        listing = place(index, made, ranks)
-        return _Builder(index, made, ranks, epoch, state).build(listing)
+        return outline_drafts(index, made)[0]
+
+
+def outline_drafts(index: Index, made: list[Draft]) -> tuple[GraphModule, list[str]]:
+    """The graph in which settled drafts are regions, and the name of each draft's region.
+
+    No operation is a member of two drafts; the same one may be cloned into several.
+    """
+    state = state_of(index.gm)
+    epoch, ranks = read_ranks(index, state)
+    listing = place(index, made, ranks)
+    builder = _Builder(index, made, ranks, epoch, state)
+    return builder.build(listing), builder.names
 
 
 def _requests(nodes: Any, kind: str | None, version: int, attrs: Any, escapes: Any) -> list[Request]:
@@ -87,19 +96,20 @@ class _Builder:
     def __init__(self, index: Index, made: list[Draft], ranks: list[int], epoch: int, state: State) -> None:
         self.index, self.made, self.ranks, self.epoch = index, made, ranks, epoch
         self.counters = dict(state.counters)
+        self.names = [""] * len(made)
         self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
         self.env: dict[Node, Node] = {}
         self.new_ranks: dict[str, int] = {}
         self.taken = _taken_names(index)
         self.bodies = Bodies(index.gm, self.taken)
-        self.dropped = self._unused_constants()
+        self.dropped = unread(index, made)
 
     def build(self, listing: list[int]) -> GraphModule:
         nodes, ranks, env, to = self.index.nodes, self.ranks, self.env, self.env.__getitem__
         graph, new_ranks = self.graph, self.new_ranks
         for key in listing:
             if key < 0:
-                self._call(self.made[-1 - key])
+                self.names[-1 - key] = self._call(self.made[-1 - key])
             elif key not in self.dropped:
                 node = nodes[key]
                 new = env[node] = copy_node(graph, node, to)
@@ -112,15 +122,7 @@ class _Builder:
             install(new, target, program)
         return new
 
-    def _unused_constants(self) -> set[int]:
-        """Constants that every user now has a clone of: no one reads the original any more."""
-        readers: dict[int, int] = {}
-        for draft in self.made:
-            for i in draft.clones:
-                readers[i] = readers.get(i, 0) + readers_inside(self.index, i, draft.members)
-        return {i for i, count in readers.items() if count == len(self.index.nodes[i].users)}
-
-    def _call(self, draft: Draft) -> None:
+    def _call(self, draft: Draft) -> str:
         nodes = self.index.nodes
         inside = [nodes[i] for i in draft.inside]
         own = set(inside)
@@ -133,9 +135,9 @@ class _Builder:
         rank = min(self.ranks[i] for i in draft.members)
         members = tuple(self._member(i, draft) for i in draft.inside)
         depth = 1 + max((c.depth for m in members if (c := call_of(m.meta)) is not None), default=0)
-        if depth > _DEEPEST:
+        if depth > DEEPEST:
             raise RegionError(
-                f"region '{draft.label}' would nest {depth} deep; {_DEEPEST} is the most. Inline some."
+                f"region '{draft.label}' would nest {depth} deep; {DEEPEST} is the most. Inline some."
             )
         record = Call(
             identity=draft.identity,
@@ -158,6 +160,7 @@ class _Builder:
                 )
             self.env[node] = result
             self.new_ranks[result.name] = rank
+        return call.name
 
     def _member(self, position: int, draft: Draft) -> Member:
         node = self.index.nodes[position]

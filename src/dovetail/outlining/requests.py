@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._ops import HigherOrderOperator
@@ -88,9 +89,7 @@ def _draft(index: Index, request: Request, number: int, count: int) -> Draft:
     listed = {_locate(index, item, label) for item in _as_list(request.nodes, label)}
     if not listed:
         raise EmptyRegion(label, "no node was listed")
-    members = _complete(index, listed)
-    if not any(index.nodes[i].op != "get_attr" for i in members):
-        raise EmptyRegion(label, "only parameters, buffers, constants or parts of tuples were listed")
+    members = complete(index, listed, label)
     default, policies = _policies(index, request.escapes, label)
     return Draft(identity, label, request, members, policies, default)
 
@@ -149,8 +148,11 @@ def _policy(policy: object, label: str) -> str:
     return cast("str", policy)
 
 
-def _complete(index: Index, listed: set[int]) -> set[int]:
-    """The listed operations with what belongs to them, without what always stays outside."""
+def complete(index: Index, listed: set[int], label: str) -> set[int]:
+    """The listed operations with what belongs to them, without what always stays outside.
+
+    Raises EmptyRegion if no operation is among them.
+    """
     root, nodes, at = index.gm, index.nodes, index.position
     members = {i for i in listed if nodes[i].op != "get_attr" or _is_constant(root, nodes[i])}
     for i in list(members):
@@ -160,11 +162,14 @@ def _complete(index: Index, listed: set[int]) -> set[int]:
         if isinstance(node.target, HigherOrderOperator):
             members.update(at[n] for n in node.all_input_nodes if is_subgraph(root, n))
     # A part of a tuple stays with what makes the tuple: tuples do not cross a region's border.
-    return {
+    kept = {
         i
         for i in members
         if not (is_projection(nodes[i]) and at[cast("Node", nodes[i].args[0])] not in members)
     }
+    if not any(nodes[i].op != "get_attr" for i in kept):
+        raise EmptyRegion(label, "only parameters, buffers, constants or parts of tuples were listed")
+    return kept
 
 
 def is_projection(node: Node) -> bool:
@@ -226,16 +231,43 @@ def _may_be_shared(index: Index, position: int, claims: Iterable[Draft], known: 
     return known[position] and (not asked or is_subgraph(index.gm, node))
 
 
-def readers_inside(index: Index, position: int, members: set[int]) -> int:
-    """How many of the operations that read a value are members, by way of whichever of the two is fewer."""
-    node, at = index.nodes[position], index.position
-    if len(node.users) <= len(members):
-        return sum(at[user] in members for user in node.users)
-    return sum(node in index.nodes[i].all_input_nodes for i in members)
+def readers_among(index: Index, position: int, members: set[int]) -> list[int]:
+    """The members that read a value, by way of whichever is fewer: what reads it, or the members."""
+    users, at = index.nodes[position].users, index.position
+    if len(users) <= len(members):
+        return [at[user] for user in users if at[user] in members]
+    return [i for i in members if position in index.data[i]]
+
+
+def unread(index: Index, made: Iterable[Draft]) -> set[int]:
+    """What nobody reads any more once these regions are made: every reader has a clone of it."""
+    served: dict[int, int] = {}
+    wanted: set[int] = set()
+    for draft in made:
+        for i in draft.clones:
+            served[i] = served.get(i, 0) + len(readers_among(index, i, draft.members))
+            wanted.update(j for j in index.data[i] if j not in draft.clones)
+    gone: set[int] = set()
+    for i in sorted(served.keys() - wanted, reverse=True):
+        users = index.nodes[i].users
+        if served[i] + sum(index.position[u] in gone for u in users) == len(users):
+            gone.add(i)
+    return gone
+
+
+_VIEWED: WeakKeyDictionary[Index, dict[int, bool]] = WeakKeyDictionary()
 
 
 def is_viewed(index: Index, position: int) -> bool:
     """Whether a view of a value is taken: a clone of the value would not share memory with it."""
+    # One value may be in thousands of regions, and have as many readers.
+    known = _VIEWED.setdefault(index, {})
+    if position not in known:
+        known[position] = _is_viewed(index, position)
+    return known[position]
+
+
+def _is_viewed(index: Index, position: int) -> bool:
     found = index.dependencies.effects
     for user in index.nodes[position].users:
         told = found.get(index.position[user])

@@ -1,1 +1,33 @@
-"""Rules that propose what belongs together."""
+"""Rules that propose what belongs together: patterns, groups, siblings, capabilities, modules, repeats.
+
+`DEFAULT` is every rule of the library and, for what they leave, `groups()`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from dovetail.rules.capability import capability
+from dovetail.rules.groups import groups
+from dovetail.rules.modules import modules
+from dovetail.rules.repeats import repeats
+from dovetail.rules.siblings import siblings
+
+if TYPE_CHECKING:
+    from dovetail.rules import library
+    from dovetail.rules.rule import RuleSet
+
+    DEFAULT: RuleSet
+
+__all__ = ["DEFAULT", "capability", "groups", "library", "modules", "repeats", "siblings"]
+
+
+def __getattr__(name: str) -> Any:
+    # The library is only made when somebody asks for it.
+    if name == "library":
+        import importlib
+
+        return importlib.import_module("dovetail.rules.library")
+    if name == "DEFAULT":
+        from dovetail.rules.default import DEFAULT
+
+        return DEFAULT
+    raise AttributeError(f"module 'dovetail.rules' has no attribute {name!r}")

@@ -1,0 +1,205 @@
+"""Why two operations are not in one region: everything that speaks against it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument, UnknownNode
+from dovetail.outlining.record import Call, call_of
+from dovetail.outlining.requests import is_projection
+from dovetail.rules.rule import RuleSet
+from dovetail.rules.scene import Scene
+
+_MOST_RECORDED = 10
+
+
+class Reasons(tuple[str, ...]):
+    """Reasons in words, the weightiest first; printed one per line."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(f"- {reason}" for reason in self)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an operation is: the position of its own node or of the outermost region, and the regions around it."""
+
+    name: str
+    position: int
+    regions: tuple[tuple[str, Call], ...] = ()
+
+    def region(self) -> str:
+        name, call = self.regions[-1]
+        by = f", made by rule '{call.rule}' in round {call.round}" if call.rule else ""
+        return f"region '{name}' (kind '{call.identity.kind}'{by})"
+
+
+def why_not(
+    gm: GraphModule,
+    first: str | Node,
+    second: str | Node,
+    declined: Sequence[Any],
+    never: Mapping[str, str],
+    rules: RuleSet,
+) -> Reasons:
+    """All reasons that are known. `declined` are the ledger's refusals, `never` what the user kept out."""
+    scene = Scene(gm)
+    places = _places(scene)
+    a, b = (_locate(scene, places, item) for item in (first, second))
+    if a.name == b.name:
+        return Reasons([f"'{a.name}' is one operation."])
+    shared = _shared(a, b)
+    if shared:
+        return Reasons([f"they are together already, in {shared}.", *_apart_inside(a, b)])
+    found = [*_homes(a, b)]
+    found += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
+    found += _dependence(scene, a, b)
+    found += _recorded(declined, a, b)
+    found += _by_rules(scene, rules, a, b)
+    if not found:
+        found = ["nothing speaks against it; no rule has proposed them together."]
+    return Reasons(dict.fromkeys(found))
+
+
+def _places(scene: Scene) -> dict[str, _Place]:
+    """Every operation by name. The name of a result stands for the operation inside that computes it."""
+    found: dict[str, _Place] = {}
+    for i, node in enumerate(scene.nodes):
+        if not (is_projection(node) and call_of(cast("Node", node.args[0]).meta) is not None):
+            found[node.name] = _Place(node.name, i)
+    for i, call in scene.calls.items():
+        stack: list[tuple[tuple[tuple[str, Call], ...], Call]] = [(((scene.nodes[i].name, call),), call)]
+        while stack:
+            around, at = stack.pop()
+            for member in at.members:
+                inner = call_of(member.meta)
+                if inner is not None:
+                    name = f"{around[-1][0]}/{member.name}"
+                    stack.append(((*around, (name, inner)), inner))
+                known = found.get(member.name)
+                # An original that stands outside goes before its clones, and what is deeper before results.
+                if known is None or len(known.regions) in range(1, len(around)):
+                    found[member.name] = _Place(member.name, i, around)
+    return found
+
+
+def _locate(scene: Scene, places: Mapping[str, _Place], item: str | Node) -> _Place:
+    name = item.name if isinstance(item, Node) else item
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"why_not takes nodes or names, not {type(name).__name__}.")
+    place = places.get(name)
+    if place is None:
+        near = difflib.get_close_matches(name, places, n=3)
+        advice = f"Did you mean {' or '.join(near)}?" if near else "`dovetail.text` lists the names."
+        raise UnknownNode("why_not: no such operation", [name], advice)
+    op = scene.nodes[place.position].op
+    if not place.regions and op in ("placeholder", "output", "get_attr"):
+        raise UnknownNode(f"why_not: a graph's {op} is not an operation", [name])
+    return place
+
+
+def _shared(a: _Place, b: _Place) -> str:
+    """The innermost region that has both."""
+    common = [x for x, y in zip(a.regions, b.regions, strict=False) if x[0] == y[0]]
+    return _Place(a.name, a.position, tuple(common)).region() if common else ""
+
+
+def _apart_inside(a: _Place, b: _Place) -> list[str]:
+    depth = sum(x[0] == y[0] for x, y in zip(a.regions, b.regions, strict=False))
+    deeper = [p for p in (a, b) if len(p.regions) > depth]
+    return [f"within it, '{p.name}' is in {p.region()}." for p in deeper]
+
+
+def _homes(a: _Place, b: _Place) -> Iterator[str]:
+    if a.regions and b.regions:
+        yield f"they are in two regions: '{a.name}' in {a.region()}, '{b.name}' in {b.region()}."
+        return
+    for place, other in ((a, b), (b, a)):
+        if place.regions:
+            yield f"'{place.name}' is in {place.region()}, and '{other.name}' is in none."
+
+
+def _dependence(scene: Scene, a: _Place, b: _Place) -> list[str]:
+    index = scene.index
+    early, late = sorted((a.position, b.position))
+    between = index.between([early, late])
+    if not between:
+        return [] if index.reaches(early, late) else _unconnected(scene, early, late)
+    chain = _through(scene, early, late, between)
+    names = [scene.nodes[i].name for i in chain]
+    shown = " -> ".join(names if len(names) <= 12 else [*names[:8], f"({len(names) - 10} more)", *names[-2:]])
+    many = f" with all {len(between)} operations between them" if len(between) > 1 else f" with '{names[1]}'"
+    found = [f"a region of the two alone would depend on itself: {shown}. It would have to be made{many}."]
+    effects = index.dependencies.before
+    for x, y in pairwise(chain):
+        if x not in index.data[y] and x in effects.get(y, ()):
+            found.append(
+                f"the order of effects keeps them apart: '{scene.nodes[x].name}' must stay before "
+                f"'{scene.nodes[y].name}' ({index.dependencies.why(x, y)})."
+            )
+    return found
+
+
+def _through(scene: Scene, early: int, late: int, between: set[int]) -> list[int]:
+    """A chain from one to the other by way of something else, even where they are direct neighbours."""
+    index = scene.index
+    came = {i: early for i in index.after[early] if i in between}
+    queue = list(came)
+    for i in queue:
+        for j in index.after[i]:
+            if j == late:
+                chain = [late, i]
+                while chain[-1] != early:
+                    chain.append(came[chain[-1]])
+                return chain[::-1]
+            if j in between and j not in came:
+                came[j] = i
+                queue.append(j)
+    return [early, late]
+
+
+def _unconnected(scene: Scene, early: int, late: int) -> list[str]:
+    index = scene.index
+    common = [j for j in index.data[early] if j in set(index.data[late])]
+    if common:
+        names = ", ".join(f"'{scene.nodes[j].name}'" for j in common[:4])
+        return [f"neither reads the other's result; both read {names}: only a rule for siblings joins such."]
+    return ["neither depends on the other, and they read nothing in common."]
+
+
+def _recorded(declined: Sequence[Any], a: _Place, b: _Place) -> list[str]:
+    names = [{p.name, *(name for name, _ in p.regions)} for p in (a, b)]
+    both: list[str] = []
+    one: list[str] = []
+    for entry in declined:
+        hits = [bool(mine & {*entry.nodes, entry.place}) for mine in names]
+        if not any(hits):
+            continue
+        near = f", {entry.matched} of {entry.wanted} operations matched" if entry.wanted else ""
+        if all(hits):
+            both.append(f"rule '{entry.rule}' declined both in round {entry.round}{near}: {entry.reason}.")
+        else:
+            name = a.name if hits[0] else b.name
+            one.append(f"rule '{entry.rule}' declined '{name}' in round {entry.round}{near}: {entry.reason}.")
+    found = [*both, *one]
+    left = len(found) - _MOST_RECORDED
+    return [*found[:_MOST_RECORDED], *([f"... and {left} more refusals."] if left > 0 else [])]
+
+
+def _by_rules(scene: Scene, rules: RuleSet, a: _Place, b: _Place) -> list[str]:
+    found: list[str] = []
+    for rule in rules:
+        try:
+            said = list(rule.why_not(scene, a.position, b.position))
+        except Exception as error:
+            said = [f"it could not say: {type(error).__name__}: {error}"]
+        found += [f"rule '{rule.name}': {reason.rstrip('.')}." for reason in said]
+    return found

@@ -1,0 +1,326 @@
+"""Fusion as a step of its own: rules propose, the choice is made, regions are outlined, round by round."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import RegionError, RuleError
+from dovetail.fusion.arguments import (
+    require_cost,
+    require_count,
+    require_limits,
+    require_priorities,
+    require_rules,
+)
+from dovetail.fusion.choose import choose
+from dovetail.fusion.cost import CostModel
+from dovetail.fusion.ledger import Accepted, Declined, Writer, ledger_of, short, write_ledger
+from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
+from dovetail.fusion.proposals import Failure, Proposals, collect
+from dovetail.fusion.wishes import Word, locate, pending, understand, unmet
+from dovetail.graph.index import Index
+from dovetail.graph.module import as_program, without_collector
+from dovetail.outlining.outline import outline_drafts
+from dovetail.outlining.record import call_of
+from dovetail.outlining.requests import is_projection, require_graph
+from dovetail.rules.limits import Limits
+from dovetail.rules.rule import Rule, RuleSet
+from dovetail.rules.scene import Scene
+
+_LOG = logging.getLogger("dovetail.fusion")
+_OUT_OF_FUEL = "the fuel was used up"
+_MOST_WHYS = 8
+
+
+def fuse(
+    gm: GraphModule,
+    rules: Rule | RuleSet | Iterable[Any] | None = None,
+    *,
+    rounds: int | None = None,
+    must: Any = (),
+    never: Any = (),
+    limits: Limits | None = None,
+    priorities: Mapping[str, int] | None = None,
+    fuel: int | None = None,
+    cost: CostModel | None = None,
+    strict: bool = False,
+) -> GraphModule:
+    """A graph in which what the rules ask for is regions, round after round until nothing changes.
+
+    `rounds` stops earlier. `must` and `never` take a node, its name, a kind, a module path such as
+    "layers.*.mlp" or a predicate on nodes, or a list of these: what must be is fused before anything else, or a
+    RegionError says why it cannot be. `limits` hold for every region. `priorities` go before those of the rules, by
+    name or kind. `fuel` stops after so many regions. A rule that raises is noted in the ledger; with `strict` it
+    is raised. The input graph is untouched; `explain` tells what was decided and why.
+    """
+    require_graph(gm)
+    chosen = require_rules(rules)
+    options = _Options(
+        rounds=require_count("rounds", rounds, 0),
+        limits=require_limits(limits),
+        priorities=require_priorities(priorities, chosen),
+        fuel=require_count("fuel", fuel, 0),
+        cost=require_cost(cost),
+        strict=bool(strict),
+    )
+    word = understand(gm, must, never, [rule.kind for rule in chosen])
+    with without_collector():
+        return _Fusing(gm, chosen, word, options).run()
+
+
+@dataclass(frozen=True)
+class _Options:
+    rounds: int | None
+    limits: Limits
+    priorities: Mapping[str, int]
+    fuel: int | None
+    cost: CostModel
+    strict: bool
+
+
+@dataclass
+class _Fusing:
+    """One call of `fuse`: the graph as it is now, and what there is to tell of it."""
+
+    gm: GraphModule
+    rules: RuleSet
+    word: Word
+    options: _Options
+    made: int = 0
+    failed: set[str] = field(default_factory=set[str])
+    concerns: list[Declined] = field(default_factory=list[Declined])
+    unkept: dict[str, list[Declined]] = field(default_factory=dict[str, list[Declined]])
+
+    def run(self) -> GraphModule:
+        start, options = self.gm, self.options
+        self.writer = Writer(ledger_of(start))
+        idle, done, size = 0, 0, _size(start)
+        while options.rounds is None or done < options.rounds:
+            if options.fuel is not None and self.made >= options.fuel:
+                break
+            accepted = self._round()
+            done += 1
+            if not accepted:
+                break
+            self.writer.rounds += 1
+            now = _size(self.gm)
+            idle = 0 if now[0] < size[0] or now[1] < size[1] else idle + 1
+            size = now
+            if options.rounds is None and idle > len(self.rules):
+                self._stop_growth(accepted)
+                break
+        self._require_must()
+        if self.gm is start:
+            self.gm = copy.copy(as_program(start))
+            self.gm.meta = dict(self.gm.meta)
+        write_ledger(self.gm, self.writer.ledger(self.rules, self.word.barred))
+        return self.gm
+
+    def _round(self) -> tuple[Plan, ...]:
+        number = self.writer.rounds + 1
+        index = Index(self.gm)
+        index.require_order()
+        barred = {i: self.word.barred[n] for n, i in locate(index.nodes, self.word.barred).items()}
+        scene = Scene(self.gm, index=index, limits=self.options.limits, barred=barred, round=number)
+        found = collect(
+            scene,
+            self.rules,
+            skip=self.failed,
+            priorities=self.options.priorities,
+            strict=self.options.strict,
+        )
+        self.failed.update(failure.rule for failure in found.failures)
+        wanted, unwanted = self._sift(found.candidates)
+        planner = Planner(scene, self.options.cost, pending(self.word, index.nodes))
+        choice = choose(planner, wanted)
+        accepted, refused = choice.accepted, [*unwanted, *choice.refused]
+        if self.options.fuel is not None:
+            left = self.options.fuel - self.made
+            refused += [_refuse(plan, _OUT_OF_FUEL) for plan in accepted[left:]]
+            accepted = accepted[:left]
+        names: list[str] = []
+        if accepted:
+            self.gm, names = outline_drafts(index, [plan.draft for plan in accepted])
+        self._write(scene, found, accepted, names, refused)
+        self.made += len(accepted)
+        _LOG.info(
+            "round %d: %d nodes, %d candidates, %d regions made, %d refused, %d rules failed",
+            number,
+            len(index),
+            len(found.candidates),
+            len(accepted),
+            len(refused) + len(found.refusals),
+            len(found.failures),
+        )
+        return accepted
+
+    def _sift(self, candidates: list[Proposed]) -> tuple[list[Proposed], list[Refused]]:
+        """The candidates that `never` does not exclude by their kind."""
+        kinds = self.word.barred_kinds
+        if not kinds:
+            return candidates, []
+        wanted = [p for p in candidates if p.candidate.kind not in kinds]
+        return wanted, [
+            Refused(p, p.candidate.members, kinds[p.candidate.kind])
+            for p in candidates
+            if p.candidate.kind in kinds
+        ]
+
+    def _write(
+        self,
+        scene: Scene,
+        found: Proposals,
+        accepted: tuple[Plan, ...],
+        names: list[str],
+        refused: list[Refused],
+    ) -> None:
+        writer, number, nodes = self.writer, scene.round, scene.nodes
+        regions = dict(zip(accepted, names, strict=True))
+        writer.accept(_entry(scene, plan, name) for plan, name in regions.items())
+        for failure in found.failures:
+            writer.fail(failure)
+        entries = [
+            Declined(
+                r.rule,
+                short(_names(nodes, r.members)),
+                r.reason.rstrip("."),
+                None if r.at is None else nodes[r.at].name,
+                r.matched,
+                r.wanted,
+                number,
+                len(r.members),
+            )
+            for r in found.refusals
+        ]
+        self.unkept.clear()
+        for r in refused:
+            entry = Declined(
+                r.proposed.candidate.rule,
+                short(_names(nodes, r.members)),
+                _reason(r, regions),
+                None if r.at is None else nodes[r.at].name,
+                round=number,
+                size=len(r.members),
+            )
+            entries.append(entry)
+            if self._is_unkept(scene, r):
+                self.unkept.setdefault(r.proposed.candidate.kind, []).append(entry)
+        for entry in entries:
+            writer.decline(entry)
+        if self.word.must:
+            self.concerns.extend(entries)
+
+    def _is_unkept(self, scene: Scene, refused: Refused) -> bool:
+        """Whether a refusal breaks a `must` by kind: nothing else that must be stands in its way."""
+        candidate = refused.proposed.candidate
+        if not any(candidate.kind in asked.kinds for asked in self.word.must) or candidate.divisible:
+            return False
+        if refused.reason == _OUT_OF_FUEL or any(other.wished for other in refused.others):
+            return False
+        return not any(scene.kind_of(i) == candidate.kind for i in candidate.members)
+
+    def _require_must(self) -> None:
+        if not self.word.must or (self.options.fuel is not None and self.made >= self.options.fuel):
+            return
+        problems: list[str] = []
+        for asked, missing in unmet(self.word, list(self.gm.graph.nodes)):
+            what = (
+                f"{_quoted(sorted(missing))} in no region" if missing else "no region of this kind was made"
+            )
+            problems.append(f"{asked.text}: {what}. {self._why(missing, asked.kinds)}")
+        for asked in self.word.must:
+            for entry in [e for kind in asked.kinds for e in self.unkept.get(kind, ())]:
+                problems.append(f"{asked.text}: {_said(entry)}")
+        if problems:
+            lines = list(dict.fromkeys(problems))
+            more = f"\n... and {len(lines) - _MOST_WHYS} more" if len(lines) > _MOST_WHYS else ""
+            raise RegionError(
+                "what must be fused could not be; nothing was changed.\n"
+                + "\n".join(lines[:_MOST_WHYS])
+                + more
+            )
+
+    def _why(self, missing: frozenset[str], kinds: frozenset[str]) -> str:
+        about = {rule.name for rule in self.rules if rule.kind in kinds}
+        said = [
+            _said(entry)
+            for entry in self.concerns
+            if entry.rule in about or not missing.isdisjoint((*entry.nodes, entry.place))
+        ]
+        failed = [f"rule '{f.rule}' failed: {f.error}" for f in self.writer.errors if f.rule in self.failed]
+        listed = list(dict.fromkeys([*said, *failed]))
+        if not listed:
+            return "No rule proposed it."
+        more = f"; and {len(listed) - _MOST_WHYS} more" if len(listed) > _MOST_WHYS else ""
+        return f"Why: {'; '.join(listed[:_MOST_WHYS])}{more}."
+
+    def _stop_growth(self, accepted: tuple[Plan, ...]) -> None:
+        """Rules that wrap what they have wrapped before would never come to an end."""
+        for name in sorted({plan.proposed.rule.name for plan in accepted}):
+            what = "makes new regions round after round without taking anything more in; fusing was stopped"
+            if self.options.strict:
+                raise RuleError(name, what)
+            self.writer.fail(Failure(name, what, "", self.writer.rounds))
+
+
+def _entry(scene: Scene, plan: Plan, name: str) -> Accepted:
+    candidate, gain, bonus = plan.proposed.candidate, plan.gain, plan.bonus
+    names = _names(scene.nodes, plan.draft.inside)
+    return Accepted(
+        name,
+        candidate.kind,
+        candidate.rule,
+        scene.round,
+        short(names),
+        len(names),
+        gain.bytes_saved + bonus.bytes_saved,
+        gain.launches_saved + bonus.launches_saved,
+        gain.bytes_recomputed,
+    )
+
+
+def _names(nodes: list[Node], positions: Iterable[int]) -> tuple[str, ...]:
+    return tuple(nodes[i].name for i in positions)
+
+
+def _refuse(plan: Plan, reason: str) -> Refused:
+    return Refused(plan.proposed, tuple(plan.draft.inside), reason, plan=plan)
+
+
+def _reason(refused: Refused, regions: Mapping[Plan, str]) -> str:
+    if not refused.others:
+        return refused.reason.rstrip(".")
+    others = [
+        f"region '{regions[p]}' (rule '{p.proposed.candidate.rule}')"
+        if p in regions
+        else f"another candidate (kind '{p.draft.identity.kind}', rule '{p.proposed.candidate.rule}')"
+        for p in sorted(refused.others, key=lambda p: p.places)
+    ]
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return f"{refused.reason} {', '.join(others[:3])}{more}"
+
+
+def _said(entry: Declined) -> str:
+    near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
+    return f"rule '{entry.rule}' on {_quoted(entry.nodes)}: {entry.reason}{near}"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    listed = [f"'{name}'" for name in names]
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+
+
+def _size(gm: GraphModule) -> tuple[int, int]:
+    """How many operations a graph has, and how many of them are not regions."""
+    operations = [
+        node
+        for node in gm.graph.nodes
+        if node.op not in ("placeholder", "get_attr", "output") and not is_projection(node)
+    ]
+    return len(operations), sum(call_of(node.meta) is None for node in operations)

@@ -1,0 +1,272 @@
+"""The ledger: what was fused, what was not and why, carried by the graph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import DovetailError, InvalidArgument
+from dovetail.fusion.explaining import Reasons, why_not
+from dovetail.fusion.proposals import Failure
+from dovetail.fusion.tables import generic, table
+from dovetail.graph.keys import LEDGER
+from dovetail.rules.rule import RuleSet
+
+# How much is kept word for word; beyond that only sums grow.
+MOST = 1000
+_MOST_ALIKE = 100
+_MOST_SUMS = 200
+_MOST_NODES = 64
+_OTHER = "other reasons"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A region that was made, by which rule in which round, and what it saves.
+
+    `nodes` are its operations by name, the first of them if there are many; `size` says how many there are.
+    """
+
+    region: str
+    kind: str
+    rule: str
+    round: int
+    nodes: tuple[str, ...]
+    size: int
+    bytes_saved: int
+    launches_saved: int
+    bytes_recomputed: int = 0
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Operations that were not made a region and why; a near-miss of a pattern says how far it got."""
+
+    rule: str
+    nodes: tuple[str, ...]
+    reason: str
+    place: str | None = None
+    matched: int = 0
+    wanted: int = 0
+    round: int = 1
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What all regions of one kind and rule save together."""
+
+    rule: str
+    kind: str
+    regions: int = 0
+    bytes_saved: int = 0
+    launches_saved: int = 0
+    bytes_recomputed: int = 0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How often a rule was declined for one reason, names and numbers left out."""
+
+    rule: str
+    reason: str
+    count: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Ledger:
+    """What fusing has done to a graph: a history that passes, copies and pickles keep.
+
+    `accepted`, `declined` and `errors` have the entries in order, up to a bound; `saved` and `refused` are sums
+    over all of them, also of those that are not kept. `rounds` counts the rounds that changed something. A region
+    that was inlined again stays in the history. `never` has the operations that the user kept out, and why.
+    """
+
+    accepted: tuple[Accepted, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    errors: tuple[Failure, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    refused: tuple[Tally, ...] = ()
+    rounds: int = 0
+    never: Mapping[str, str] = field(default_factory=dict[str, str])
+    _rules: RuleSet | None = field(default=None, repr=False)
+    _graph: GraphModule | None = field(default=None, repr=False)
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that need not be moved any more, what is recomputed taken off."""
+        return sum(s.bytes_saved - s.bytes_recomputed for s in self.saved)
+
+    @property
+    def launches_saved(self) -> int:
+        """Operations that need not be launched any more by themselves."""
+        return sum(s.launches_saved for s in self.saved)
+
+    def why_not(self, first: str | Node, second: str | Node) -> Reasons:
+        """Every reason why two operations are not in one region, as far as it is known.
+
+        They are given by node or name, also when they are inside regions now. A ledger that was read from JSON
+        knows no graph and cannot tell.
+        """
+        if self._graph is None:
+            raise InvalidArgument(
+                "this ledger is not that of a graph at hand; ask `explain(gm)` for one that is."
+            )
+        return why_not(self._graph, first, second, self.declined, self.never, self._rules or RuleSet())
+
+    def to_json(self) -> str:
+        """The ledger as JSON text; `from_json` reads it back."""
+        return json.dumps({"version": _VERSION, **{name: _plain(getattr(self, name)) for name in _FIELDS}})
+
+    @classmethod
+    def from_json(cls, text: str) -> Ledger:
+        """The ledger that `to_json` wrote."""
+        try:
+            data = json.loads(text)
+            if data["version"] != _VERSION:
+                raise InvalidArgument(f"a ledger of version {data['version']}; this is version {_VERSION}.")
+            return cls(
+                accepted=tuple(_read(Accepted, row) for row in data["accepted"]),
+                declined=tuple(_read(Declined, row) for row in data["declined"]),
+                errors=tuple(_read(Failure, row) for row in data["errors"]),
+                saved=tuple(_read(Saved, row) for row in data["saved"]),
+                refused=tuple(_read(Tally, row) for row in data["refused"]),
+                rounds=int(data["rounds"]),
+                never=dict(data["never"]),
+            )
+        except DovetailError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidArgument(f"not the text of a ledger: {type(error).__name__}: {error}.") from error
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and all(getattr(self, f) == getattr(other, f) for f in _FIELDS)
+
+    __hash__ = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+
+    def __str__(self) -> str:
+        return table(self)
+
+    # Nothing in it is ever changed, so a copy is the same; rules and graphs stay in this process.
+
+    def __copy__(self) -> Ledger:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Ledger.from_json, (self.to_json(),))
+
+
+_FIELDS = ("accepted", "declined", "errors", "saved", "refused", "rounds", "never")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [asdict(row) for row in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _read(cls: type[Any], row: Mapping[str, Any]) -> Any:
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+
+
+def explain(gm: GraphModule) -> Ledger:
+    """What was fused in a graph, what was not, and why; empty if it was never fused."""
+    if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
+    return replace(ledger_of(gm), _graph=gm)
+
+
+def ledger_of(gm: GraphModule) -> Ledger:
+    """The ledger that a graph carries."""
+    found = gm.meta.get(LEDGER)
+    return found if isinstance(found, Ledger) else Ledger()
+
+
+def write_ledger(gm: GraphModule, ledger: Ledger) -> None:
+    gm.meta[LEDGER] = replace(ledger, _graph=None)
+
+
+def short(names: Sequence[str]) -> tuple[str, ...]:
+    """The first of many names."""
+    return tuple(names[:_MOST_NODES])
+
+
+class Writer:
+    """Adds to a ledger, within its bounds."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._before = ledger
+        self.accepted = list(ledger.accepted)
+        self.declined = list(ledger.declined)
+        self.errors = list(ledger.errors)
+        self.rounds = ledger.rounds
+        self._saved = {(s.rule, s.kind): s for s in ledger.saved}
+        self._refused = {(s.rule, s.reason): s.count for s in ledger.refused}
+        self._alike: dict[tuple[str, str], int] = {}
+        self._known: set[Any] = set()
+        for entry in ledger.declined:
+            self._count(entry)
+        self._failed = {(f.rule, f.error) for f in ledger.errors}
+
+    def accept(self, entries: Iterable[Accepted]) -> None:
+        """Note regions that were made."""
+        for entry in entries:
+            if len(self.accepted) < MOST:
+                self.accepted.append(entry)
+            key = (entry.rule, entry.kind)
+            old = self._saved.get(key) or Saved(*key)
+            self._saved[key] = Saved(
+                *key,
+                old.regions + 1,
+                old.bytes_saved + entry.bytes_saved,
+                old.launches_saved + entry.launches_saved,
+                old.bytes_recomputed + entry.bytes_recomputed,
+            )
+
+    def decline(self, entry: Declined) -> None:
+        """Note a refusal, once for the same operations and reason."""
+        known = (entry.rule, entry.nodes, entry.reason)
+        if known in self._known:
+            return
+        key = self._count(entry)
+        if len(self._refused) >= _MOST_SUMS and key not in self._refused:
+            key = (entry.rule, _OTHER)
+        self._refused[key] = self._refused.get(key, 0) + 1
+        if len(self.declined) < MOST and self._alike[entry.rule, generic(entry.reason)] <= _MOST_ALIKE:
+            self.declined.append(entry)
+
+    def _count(self, entry: Declined) -> tuple[str, str]:
+        self._known.add((entry.rule, entry.nodes, entry.reason))
+        key = (entry.rule, generic(entry.reason))
+        self._alike[key] = self._alike.get(key, 0) + 1
+        return key
+
+    def fail(self, failure: Failure) -> None:
+        """Note a rule that failed, once for the same error."""
+        if (failure.rule, failure.error) not in self._failed and len(self.errors) < _MOST_ALIKE:
+            self._failed.add((failure.rule, failure.error))
+            self.errors.append(failure)
+
+    def ledger(self, rules: RuleSet, never: Mapping[str, str]) -> Ledger:
+        """The ledger with everything that was added."""
+        before = self._before
+        kept = dict(list({**before.never, **never}.items())[:MOST])
+        known = {rule.name: rule for rule in (*(before._rules or ()), *rules)}
+        return Ledger(
+            tuple(self.accepted),
+            tuple(self.declined),
+            tuple(self.errors),
+            tuple(self._saved.values()),
+            tuple(Tally(*key, count) for key, count in self._refused.items()),
+            self.rounds,
+            kept,
+            RuleSet(*known.values()),
+        )

@@ -1,0 +1,135 @@
+"""The ledger as a short table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_MOST_KINDS = 20
+_MOST_REASONS = 15
+_MOST_PLACES = 3
+_WIDTH = 100
+
+
+class Told(Protocol):
+    """What a table is made from."""
+
+    @property
+    def accepted(self) -> Sequence[Any]: ...
+    @property
+    def declined(self) -> Sequence[Any]: ...
+    @property
+    def errors(self) -> Sequence[Any]: ...
+    @property
+    def saved(self) -> Sequence[Any]: ...
+    @property
+    def refused(self) -> Sequence[Any]: ...
+    @property
+    def rounds(self) -> int: ...
+
+
+_QUOTED = re.compile(r"'[^']*'")
+_CHAIN = re.compile(r"\S+( -> \S+)+")
+_NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?![\w])")
+_SEVERAL = re.compile(r"'…'((,| and) ('…'|N more))+")
+
+
+def generic(reason: str) -> str:
+    """A reason without names and numbers, so that reasons of one sort are one."""
+    text = _NUMBER.sub("N", _CHAIN.sub("…", _QUOTED.sub("'…'", reason)))
+    return _SEVERAL.sub("'…'", text)
+
+
+def table(told: Told) -> str:
+    """What was accepted by kind, then what was declined by rule and reason with places, then what failed."""
+    if not (told.saved or told.refused or told.errors):
+        return "nothing was fused, and nothing was declined"
+    lines = _accepted(told)
+    lines += _declined(told)
+    for failure in told.errors:
+        lines.append(f"rule '{failure.rule}' failed in round {failure.round}: {_cut(failure.error, _WIDTH)}")
+    return "\n".join(lines)
+
+
+def _accepted(told: Told) -> list[str]:
+    regions = sum(s.regions for s in told.saved)
+    if not regions:
+        return ["no regions were made"]
+    head = f"{_counted(regions, 'region')} in {_counted(told.rounds, 'round')}"
+    rows = [("kind", "rule", "regions", "launches saved", "bytes saved", "recomputed")]
+    ranked = sorted(told.saved, key=lambda s: (-s.launches_saved, -s.bytes_saved, s.kind, s.rule))
+    for s in ranked[:_MOST_KINDS]:
+        again = amount(s.bytes_recomputed) if s.bytes_recomputed else ""
+        rows.append((s.kind, s.rule, str(s.regions), str(s.launches_saved), amount(s.bytes_saved), again))
+    if len(ranked) > 1:
+        rest = ranked[_MOST_KINDS:]
+        if rest:
+            count = str(sum(s.regions for s in rest))
+            rows.append((f"({_counted(len(rest), 'other kind')})", "", count, "", "", ""))
+        launches = str(sum(s.launches_saved for s in told.saved))
+        again = sum(s.bytes_recomputed for s in told.saved)
+        total = amount(sum(s.bytes_saved for s in told.saved))
+        rows.append(("all", "", str(regions), launches, total, amount(again) if again else ""))
+    if not any(row[5] for row in rows[1:]):
+        rows = [row[:5] for row in rows]
+    return [head, *_aligned(rows)]
+
+
+def _declined(told: Told) -> list[str]:
+    if not told.refused:
+        return []
+    total = sum(r.count for r in told.refused)
+    lines = [f"{_counted(total, 'time')} declined"]
+    ranked = sorted(told.refused, key=lambda r: (-r.count, r.rule, r.reason))
+    for row in ranked[:_MOST_REASONS]:
+        lines.append(f"  {row.count:>5}  {row.rule}: {_cut(row.reason, _WIDTH)}")
+        lines += [f"         {place}" for place in _places(told.declined, row)]
+    if len(ranked) > _MOST_REASONS:
+        rest = sum(r.count for r in ranked[_MOST_REASONS:])
+        lines.append(f"  {rest:>5}  for {_counted(len(ranked) - _MOST_REASONS, 'other reason')}")
+    return lines
+
+
+def _places(declined: Sequence[Any], row: Any) -> list[str]:
+    alike = [d for d in declined if d.rule == row.rule and generic(d.reason) == row.reason]
+    # The nearest misses first: those are what one wants to mend.
+    alike.sort(key=lambda d: (-d.matched, d.round))
+    lines: list[str] = []
+    for entry in alike[:_MOST_PLACES]:
+        nodes = ", ".join(entry.nodes[:4]) + (", ..." if entry.size > 4 else "")
+        near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
+        words = f": {_cut(entry.reason, _WIDTH)}" if entry.reason != row.reason else ""
+        at = f" at {entry.place}" if entry.place and entry.place not in entry.nodes[:1] else ""
+        lines.append(f"{nodes or '-'}{at}{near}{words}")
+    return lines
+
+
+def amount(count: int) -> str:
+    """Bytes in a unit that keeps the number short."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = [
+            c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _cut(text: str, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 3]}..."

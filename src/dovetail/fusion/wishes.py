@@ -1,0 +1,279 @@
+"""The user's last word: what must be fused and what never may, found in the graph before anything is decided."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument, UnknownNode
+from dovetail.outlining.record import call_of, walk
+from dovetail.outlining.requests import is_projection
+from dovetail.rules.modules import matches_path
+from dovetail.rules.modulestack import frame, stack_of
+
+Wish = Node | str | Callable[[Node], bool]
+_GLOB = frozenset("*?[")
+_NO_OPERATION = ("placeholder", "get_attr", "output")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One wish, found in the graph: the kinds it names, and groups of operations by name.
+
+    Of each group at least one operation is meant, of `never` all.
+    """
+
+    text: str
+    kinds: frozenset[str] = frozenset()
+    groups: tuple[frozenset[str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Word:
+    """Everything the user asked for."""
+
+    must: tuple[Asked, ...] = ()
+    never: tuple[Asked, ...] = ()
+
+    @cached_property
+    def barred(self) -> Mapping[str, str]:
+        """The operations that no region may take, each with the reason."""
+        return {
+            name: f"never was asked for, by {asked.text}"
+            for asked in reversed(self.never)
+            for group in asked.groups
+            for name in group
+        }
+
+    @cached_property
+    def barred_kinds(self) -> Mapping[str, str]:
+        """The kinds of which no region may be made, each with the reason."""
+        return {kind: f"never was asked for, by {a.text}" for a in self.never for kind in a.kinds}
+
+
+def understand(gm: GraphModule, must: Any, never: Any, kinds: Iterable[str]) -> Word:
+    """The wishes as facts about a graph. `kinds` are those that the rules make.
+
+    Raises UnknownNode for what names nothing in the graph, and InvalidArgument where `must` and `never` contradict
+    each other or are neither nodes, names, kinds, module paths nor predicates.
+    """
+    if not _listed(must) and not _listed(never):
+        return Word()
+    place = _Place(gm, frozenset(kinds))
+    word = Word(
+        tuple(place.find("must", item) for item in _listed(must)),
+        tuple(place.find("never", item) for item in _listed(never)),
+    )
+    _require_agreement(word)
+    return word
+
+
+def _listed(items: Any) -> list[Any]:
+    if items is None:
+        return []
+    if isinstance(items, (Node, str)) or callable(items):
+        return [items]
+    if not isinstance(items, Iterable):
+        return [items]
+    return [one for item in cast("Iterable[Any]", items) for one in _listed(item)]
+
+
+def _require_agreement(word: Word) -> None:
+    for asked in word.must:
+        for kind in asked.kinds:
+            if kind in word.barred_kinds:
+                other = next(a for a in word.never if kind in a.kinds)
+                raise InvalidArgument(
+                    f"must and never contradict each other: {asked.text} and {other.text} are both about "
+                    f"kind '{kind}'. Take one of them away."
+                )
+        for group in asked.groups:
+            if all(name in word.barred for name in group):
+                name = min(group)
+                other = next(a for a in word.never if any(name in g for g in a.groups))
+                raise InvalidArgument(
+                    f"must and never contradict each other: {asked.text} and {other.text} are both about "
+                    f"'{name}'. Take one of them away."
+                )
+
+
+class _Place:
+    """The names, kinds and module paths that a graph has."""
+
+    def __init__(self, gm: GraphModule, kinds: frozenset[str]) -> None:
+        self.nodes = list(gm.graph.nodes)
+        self.by_name = {node.name: node for node in self.nodes}
+        self.calls = [call for node in self.nodes if (call := call_of(node.meta)) is not None]
+        self.inner = {member.name for call in self.calls for member in walk(call)}
+        made = {call.identity.kind for call in self.calls}
+        for call in self.calls:
+            made.update(c.identity.kind for m in walk(call) if (c := call_of(m.meta)) is not None)
+        self.kinds = kinds | made
+
+    @cached_property
+    def paths(self) -> dict[str, list[str]]:
+        """The operations of each module, by its path."""
+        found: dict[str, list[str]] = {}
+        for node in self.nodes:
+            if node.op in _NO_OPERATION:
+                continue
+            for path in module_paths(node):
+                found.setdefault(path, []).append(node.name)
+        return found
+
+    def find(self, which: str, item: Any) -> Asked:
+        if isinstance(item, Node):
+            if self.by_name.get(item.name) is not item:
+                raise UnknownNode(f"{which}: not a node of this graph", [item.name], "Give the name instead.")
+            return self._named(which, item.name)
+        if isinstance(item, str):
+            return self._word(which, item)
+        if callable(item):
+            return self._predicate(which, cast("Callable[[Node], Any]", item))
+        raise InvalidArgument(
+            f"{which}: {item!r} is neither a node, a name, a kind, a module path nor a predicate."
+        )
+
+    def _named(self, which: str, name: str) -> Asked:
+        node = self.by_name.get(name)
+        if node is not None and node.op in _NO_OPERATION:
+            raise UnknownNode(f"{which}: a graph's {node.op} is not an operation", [name])
+        return Asked(f"{which}='{name}'", groups=(frozenset([name]),))
+
+    def _word(self, which: str, text: str) -> Asked:
+        """A name of an operation, a kind, or both; otherwise a path of modules."""
+        named = text in self.by_name or text in self.inner
+        kinds = frozenset([text]) & self.kinds
+        if named:
+            asked = self._named(which, text)
+            return Asked(asked.text, kinds, asked.groups)
+        if kinds:
+            return Asked(f"{which}='{text}'", kinds)
+        modules = {path: names for path, names in self.paths.items() if matches_path(text, path)}
+        if modules:
+            outermost = [p for p in modules if not any(p.startswith(f"{o}.") for o in modules)]
+            groups = [frozenset(modules[path]) for path in sorted(outermost)]
+            return Asked(f"{which}='{text}'", groups=tuple(groups))
+        known = [*self.by_name, *self.inner, *self.kinds, *self.paths]
+        near = difflib.get_close_matches(text, dict.fromkeys(known), n=3)
+        advice = f"Did you mean {' or '.join(near)}?" if near else "`dovetail.text` lists the names."
+        what = "no module path" if _GLOB & set(text) else "no node, kind or module path"
+        raise UnknownNode(f"{which}: the graph has {what} of this name", [text], advice)
+
+    def _predicate(self, which: str, predicate: Callable[[Node], Any]) -> Asked:
+        label = getattr(predicate, "__name__", type(predicate).__name__)
+        chosen: list[frozenset[str]] = []
+        for node in self.nodes:
+            if node.op in _NO_OPERATION:
+                continue
+            try:
+                wanted = bool(predicate(node))
+            except Exception as error:
+                raise InvalidArgument(
+                    f"{which}: the predicate {label} raised {type(error).__name__} on '{node.name}': {error}."
+                ) from error
+            if wanted:
+                chosen.append(frozenset([node.name]))
+        if which == "must" and not chosen:
+            raise InvalidArgument(f"must: the predicate {label} holds for no operation of this graph.")
+        return Asked(f"{which}={label}", groups=tuple(chosen))
+
+
+def module_paths(node: Node) -> list[str]:
+    """The paths of the modules that an operation came from, outermost first."""
+    found = [frame(key, entry).path for key, entry in stack_of(node).items()]
+    if node.op == "call_module" and call_of(node.meta) is None:
+        found.append(cast("str", node.target))
+    return [path for path in dict.fromkeys(found) if path]
+
+
+def locate(nodes: list[Node], names: Collection[str]) -> dict[str, int]:
+    """Where named operations are now: their own position, or that of the region that holds them."""
+    found: dict[str, int] = {}
+    wanted = set(names)
+    if not wanted:
+        return found
+    held: dict[str, int] = {}
+    for i, node in enumerate(nodes):
+        call = call_of(node.meta)
+        if call is not None:
+            for member in walk(call):
+                if member.name in wanted:
+                    held.setdefault(member.name, i)
+        if node.name in wanted and not _is_result(node):
+            found[node.name] = i
+    for name, i in held.items():
+        found.setdefault(name, i)
+    return found
+
+
+def _is_result(node: Node) -> bool:
+    """Whether a node only hands on what a region computes, under the operation's old name."""
+    return is_projection(node) and call_of(cast("Node", node.args[0]).meta) is not None
+
+
+@dataclass
+class Pending:
+    """What `must` asks for, on one graph: which operations and kinds bring about which wish."""
+
+    kinds: dict[str, int] = field(default_factory=dict[str, int])
+    at: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+
+    def met(self, kind: str, positions: Collection[int]) -> frozenset[int]:
+        """The wishes that a region of this kind with these operations brings about."""
+        found: set[int] = set()
+        if kind in self.kinds:
+            found.add(self.kinds[kind])
+        if self.at:
+            small, large = (
+                (positions, self.at) if len(positions) < len(self.at) else (self.at, set(positions))
+            )
+            for i in small:
+                if i in large:
+                    found |= self.at[i]
+        return frozenset(found)
+
+
+def pending(word: Word, nodes: list[Node]) -> Pending:
+    """The wishes of a word by position in a graph; what a region holds already is met."""
+    made = Pending()
+    where = locate(nodes, {name for asked in word.must for group in asked.groups for name in group})
+    number = 0
+    for asked in word.must:
+        for kind in asked.kinds:
+            made.kinds.setdefault(kind, number)
+            number += 1
+        for group in asked.groups:
+            positions = {where[name] for name in group if name in where}
+            if not any(call_of(nodes[i].meta) is not None for i in positions):
+                for i in positions:
+                    made.at.setdefault(i, set()).add(number)
+            number += 1
+    return made
+
+
+def unmet(word: Word, nodes: list[Node]) -> list[tuple[Asked, frozenset[str]]]:
+    """The wishes that a graph does not show, each with the operations that are in no region."""
+    inside: set[str] = set()
+    kinds: set[str] = set()
+    for node in nodes:
+        call = call_of(node.meta)
+        if call is not None:
+            kinds.add(call.identity.kind)
+            for member in walk(call):
+                inside.add(member.name)
+                inner = call_of(member.meta)
+                if inner is not None:
+                    kinds.add(inner.identity.kind)
+    found: list[tuple[Asked, frozenset[str]]] = []
+    for asked in word.must:
+        missing = [group for group in asked.groups if inside.isdisjoint(group)]
+        # A word that is a name and a kind is met by either.
+        if missing or (not asked.groups and asked.kinds and kinds.isdisjoint(asked.kinds)):
+            found.append((asked, frozenset(name for group in missing for name in group)))
+    return found

@@ -1,0 +1,253 @@
+"""Taking away what nobody can miss: dead code, expressions computed twice, views that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, GraphModule, Node
+
+from dovetail.graph.commuting import base_name
+from dovetail.graph.effects import PURE, is_subgraph
+from dovetail.graph.index import Index
+from dovetail.graph.module import Program, attribute, copy_node, rebuild, without_collector
+from dovetail.graph.normalform import same_geometry
+from dovetail.graph.storages import storage_key, storages
+from dovetail.outlining.record import call_of, state_of, with_state
+from dovetail.outlining.requests import require_graph
+from dovetail.passes.base import Pass
+from dovetail.passes.inferring import fake_mode, inferring, moved, storage_keys
+
+# Operations that may hand on their operand. Not `detach`: autograd can tell it from its operand.
+_VIEW_NAMES = """
+    view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
+    expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
+"""
+_VIEWS = frozenset(_VIEW_NAMES.split())
+
+
+@dataclass(frozen=True, repr=False)
+class Cleanup(Pass):
+    """Drop dead code, compute equal things once, and leave out views that change nothing.
+
+    Needs: nothing; where memory or values are not known it leaves more alone. Leaves: every value, effect, random
+    draw, write and result as it was, bit for bit; results that were tensors of their own still are. An operation
+    that draws at random or acts on anything stays even if nobody reads it. Doing it twice changes nothing more.
+    """
+
+    def run(self, gm: GraphModule) -> GraphModule:
+        """The graph without what nobody can miss; the very graph it was given if there is nothing of that."""
+        return clean_up(gm)
+
+
+def clean_up(gm: GraphModule) -> GraphModule:
+    """What `Cleanup` does."""
+    require_graph(gm)
+    with without_collector():
+        index = Index(gm)
+        index.require_order()
+        live = _live(index)
+        if not all(live):
+            gm = _kept(gm, index, live)
+            index = Index(gm)
+        sweep = _Sweep(index)
+        sweep.run()
+        if not sweep.merged:
+            return gm
+        new = rebuild(gm, sweep.graph, meta=_remembered(gm, sweep.graph))
+        index = Index(new)
+        live = _live(index)
+        return new if all(live) else _kept(new, index, live)
+
+
+def _live(index: Index) -> list[bool]:
+    """For each position whether something depends on it, or it does more than make a value."""
+    effects = index.dependencies.effects
+    live = [False] * len(index)
+    for i in range(len(index) - 1, -1, -1):
+        if live[i] or index.nodes[i].op in ("placeholder", "output") or not effects.get(i, PURE).pure:
+            live[i] = True
+            for j in index.data[i]:
+                live[j] = True
+    return live
+
+
+def _kept(gm: GraphModule, index: Index, live: Sequence[bool]) -> Program:
+    graph = Graph(tracer_cls=gm.graph._tracer_cls)
+    made: dict[Node, Node] = {}
+    for node, keep in zip(index.nodes, live, strict=True):
+        if keep:
+            made[node] = copy_node(graph, node, made.__getitem__)
+    graph.set_codegen(gm.graph._codegen)
+    return rebuild(gm, graph, meta=_remembered(gm, graph))
+
+
+def _remembered(gm: GraphModule, graph: Graph) -> dict[str, Any]:
+    """The graph's meta, with the original order of what is left: taking nodes away is no edit that upsets it."""
+    state = state_of(gm)
+    if state.ranks is None or list(state.ranks) != [node.name for node in gm.graph.nodes]:
+        return gm.meta
+    ranks = {node.name: state.ranks[node.name] for node in graph.nodes}
+    return with_state(gm.meta, replace(state, ranks=ranks))
+
+
+class _Sweep:
+    """One forward sweep that copies the graph and gives equal computations one node."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.effects = index.dependencies.effects
+        self.written = index.dependencies.written
+        nodes = index.nodes
+        self.classes = storages(index.gm, nodes, [self.effects.get(i, PURE) for i in range(len(nodes))])
+        self.outgoing = {self.classes.of(node) for node in nodes[-1].all_input_nodes}
+        self.handed_out = self._handed_out()
+        # A sub-graph whose results share memory with its operands keeps values of its own for both.
+        sharing = [nodes[i] for i, told in self.effects.items() if told.aliases]
+        self.held = {self.classes.of(node) for node in sharing if _calls_graph(index.gm, node)}
+        self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
+        self.made: dict[Node, Node] = {}
+        self.known: dict[Any, Node] = {}
+        self.onto: dict[int, Tensor] = {}
+        self.merged = 0
+
+    def run(self) -> None:
+        with inferring(fake_mode(self.index.nodes)):
+            for i, node in enumerate(self.index.nodes):
+                same = self._unchanged(i, node) or self._equal(i, node)
+                if same is None:
+                    self._copy(node)
+                else:
+                    self.made[node] = same
+                    self.merged += 1
+        self.graph.set_codegen(self.index.gm.graph._codegen)
+
+    def _handed_out(self) -> set[Node]:
+        """What is returned, and what that may be a part or a view of: some operations return their very operand."""
+        found = set(self.index.nodes[-1].all_input_nodes)
+        for i in range(len(self.index) - 1, -1, -1):
+            if self.index.nodes[i] in found:
+                found.update(self.effects.get(i, PURE).aliases)
+        return found
+
+    def _copy(self, node: Node) -> None:
+        new = self.made[node] = copy_node(self.graph, node, self.made.__getitem__)
+        if self.onto and node.op != "output":
+            value = node.meta.get("val")
+            if not self.onto.keys().isdisjoint(storage_keys(value)):
+                new.meta["val"] = moved(value, self.onto)
+
+    def _unchanged(self, i: int, node: Node) -> Node | None:
+        """The operand, if the node is a view that changes nothing and nobody could tell the two apart."""
+        if node.op not in ("call_function", "call_method") or base_name(node) not in _VIEWS:
+            return None
+        operand = node.args[0] if node.args else None
+        if not isinstance(operand, Node) or node in self.handed_out or i in self.written:
+            return None
+        if not self.effects.get(i, PURE).pure or self.index.dependencies.switches_modes:
+            return None
+        old, new = operand.meta.get("val"), node.meta.get("val")
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor) or not _is_strided(old):
+            return None
+        if storage_key(old) != storage_key(new) or not same_geometry(old, new):
+            return None
+        return self.made[operand]
+
+    def _equal(self, i: int, node: Node) -> Node | None:
+        """The node that computes the same already, if the two may be one."""
+        key = self._key(i, node)
+        if key is None:
+            return None
+        first = self.known.setdefault(key, node)
+        if first is node:
+            return None
+        # An attribute is one object under one name, however often it is fetched.
+        share = self._lay_onto if node.op == "get_attr" else self._may_share
+        return self.made[first] if share(first, node) else None
+
+    def _key(self, i: int, node: Node) -> Any:
+        """What equal computations have in common; None for what is never merged.
+
+        Effect edges are part of it: two reads of one memory are equal only if no write and no switch of modes lies
+        between them.
+        """
+        if node.op in ("placeholder", "output"):
+            return None
+        if node.op == "get_attr":
+            return None if is_subgraph(self.index.gm, node) else ("get_attr", node.target)
+        if i in self.written or "unbacked_bindings" in node.meta or not self.effects.get(i, PURE).pure:
+            return None
+        before = frozenset(self.index.dependencies.before.get(i, ()))
+        call = call_of(node.meta)
+        region = None if call is None else (call.identity, call.backend)
+        arguments = self._argument(node.args), self._argument(node.kwargs)
+        return (node.op, node.target, region, *arguments, before)
+
+    def _argument(self, value: Any) -> Any:
+        """An argument as something that hashes; equal for what is written alike, types and signs included."""
+        if isinstance(value, Node):
+            return self.made[value]
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(self._argument, cast("Iterable[Any]", value)))
+        if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).items()
+            return (dict, *((k, self._argument(v)) for k, v in sorted(items, key=lambda item: str(item[0]))))
+        if isinstance(value, slice):
+            return (slice, *map(self._argument, (value.start, value.stop, value.step)))
+        if isinstance(value, (float, complex)):
+            return (type(value), repr(value))
+        if isinstance(value, (bool, int, str, type(None), torch.dtype, torch.device)):
+            return (type(value), value)
+        if isinstance(value, (torch.layout, torch.memory_format)):
+            return value
+        return id(value)
+
+    def _may_share(self, first: Node, second: Node) -> bool:
+        """Whether two equal results may be one tensor: no caller can tell, and no value is left behind."""
+        classes = self.classes
+        a, b = classes.of(first), classes.of(second)
+        if a == b:
+            if first in self.handed_out and second in self.handed_out:
+                return False  # two tensors over one memory, and a caller might get one tensor twice
+        elif (a in self.outgoing and b in self.outgoing) or b in self.held:
+            return False
+        if not self._lay_onto(first, second):
+            return False
+        classes.join(a, b)
+        joint = classes.of(first)
+        if a in self.outgoing or b in self.outgoing:
+            self.outgoing.add(joint)
+        if a in self.held:
+            self.held.add(joint)
+        if second in self.handed_out:
+            self.handed_out.add(first)
+        return True
+
+    def _lay_onto(self, first: Node, second: Node) -> bool:
+        """Note where the values of the second lie from now on, so that views of it are views of the first."""
+        ours, theirs = self.made[first].meta.get("val"), second.meta.get("val")
+        if isinstance(ours, (tuple, list)) and isinstance(theirs, (tuple, list)):
+            pairs = list(zip(cast("Sequence[Any]", ours), cast("Sequence[Any]", theirs), strict=False))
+        else:
+            pairs = [(ours, theirs)]
+        tensors = [(x, y) for x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor)]
+        if not all(_is_strided(x) and _is_strided(y) for x, y in tensors):
+            return False
+        for x, y in tensors:
+            if storage_key(x) != storage_key(y):
+                self.onto[storage_key(y)] = x
+        return True
+
+
+def _is_strided(value: Tensor) -> bool:
+    return value.layout is torch.strided
+
+
+def _calls_graph(gm: GraphModule, node: Node) -> bool:
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    return node.op == "call_module" and isinstance(attribute(gm, cast("str", node.target)), GraphModule)

@@ -1,0 +1,260 @@
+"""Batch norm with fixed statistics folded into the convolution before it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+
+from dovetail.graph.index import Index
+from dovetail.graph.module import Program, attribute, copy_node, rebuild, without_collector
+from dovetail.graph.normalform import by_name, normalised, op_name, same_geometry, written
+from dovetail.outlining.requests import require_graph
+from dovetail.passes.base import Finding, Pass, require_fuel
+from dovetail.passes.constants import Constants, Names
+from dovetail.passes.inferring import fake_mode, inferring
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = frozenset(
+    {
+        _aten.conv1d.default,
+        _aten.conv2d.default,
+        _aten.conv3d.default,
+        _aten.conv1d.padding,
+        _aten.conv2d.padding,
+        _aten.conv3d.padding,
+        _aten.convolution.default,
+    }
+)
+_WHOLE_NORMS = frozenset({_aten.batch_norm.default})
+_EVAL_NORMS = frozenset({_aten._native_batch_norm_legit_no_training.default})
+_FLAGGED_NORMS = frozenset({_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default})
+_TRAIN_NORMS = frozenset(
+    {_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats}
+)
+_NORMS = _WHOLE_NORMS | _EVAL_NORMS | _FLAGGED_NORMS | _TRAIN_NORMS
+
+
+@dataclass(frozen=True, repr=False)
+class FoldConvBatchNorm(Pass):
+    """Fold batch norm in eval mode into the weights of the convolution before it.
+
+    Needs: a convolution that only the norm reads, with weights, scale and statistics that are attributes of the graph
+    and not written in it. Leaves: the convolution with a weight and a bias computed once, in buffers that no
+    `state_dict` has; the parameters stay where they are, unused. Weights or statistics that are loaded or trained
+    later are not seen, and gradients do not reach them: for inference only.
+
+    Values are equal within float tolerance: the scale is applied to the weights instead of the results. `fuel` stops
+    after so many.
+    """
+
+    fuel: int | None = None
+
+    def __post_init__(self) -> None:
+        require_fuel(self.fuel)
+
+    def run(self, gm: GraphModule) -> GraphModule:
+        """The graph with norms folded; the very graph it was given if there is none to fold."""
+        with without_collector():
+            index = Index(require_graph(gm))
+            index.require_order()
+            pairs = [found for found in _find(index) if isinstance(found, _Pair)][: self.fuel]
+            return _Folding(index, pairs).write() if pairs else gm
+
+    def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
+        """Which norms would be folded, and why others that follow a convolution would not."""
+        findings: list[Finding] = []
+        folded = 0
+        for found in _find(Index(require_graph(gm))):
+            if isinstance(found, Finding):
+                findings.append(found)
+                continue
+            names = (found.convolution.name, found.norm.name)
+            spent = self.fuel is not None and folded >= self.fuel
+            reason = f"the fuel of {self.fuel} is spent" if spent else ""
+            findings.append(Finding(names, "the norm is folded into the convolution", reason))
+            folded += not spent
+        return tuple(findings)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A convolution, the norm after it, and the node that is the norm's result."""
+
+    convolution: Node
+    norm: Node
+    result: Node
+
+
+def _find(index: Index) -> Iterator[_Pair | Finding]:
+    for node in index.nodes:
+        if node.op != "call_function" or node.target not in _NORMS:
+            continue
+        convolution = by_name(node).get("input")
+        if not isinstance(convolution, Node) or convolution.target not in _CONVOLUTIONS:
+            continue
+        reason = _why_not(index, convolution, node)
+        if reason:
+            yield Finding((convolution.name, node.name), "", reason)
+            continue
+        result = node if node.target in _WHOLE_NORMS else next(iter(node.users))
+        yield _Pair(convolution, node, result)
+
+
+def _why_not(index: Index, convolution: Node, norm: Node) -> str:
+    given = normalised(norm, by_name(norm))
+    if norm.target in _TRAIN_NORMS or given.get("training"):
+        return "it normalises by the statistics of the batch; capture the model in eval mode"
+    if len(convolution.users) > 1:
+        others = sorted(user.name for user in convolution.users if user is not norm)
+        return f"the convolution's result is also used by '{others[0]}'"
+    parts = list(norm.users)
+    if norm.target not in _WHOLE_NORMS and not (
+        len(parts) == 1 and parts[0].target is operator.getitem and parts[0].args[1] == 0
+    ):
+        return "more than the normalised value is used of the norm"
+    reason = _why_not_state(index, convolution, norm)
+    if reason:
+        return reason
+    before = convolution.meta.get("val")
+    after = (norm if norm.target in _WHOLE_NORMS else parts[0]).meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return "the shapes are not known: give the graph values with `capture`"
+    arguments = normalised(convolution, by_name(convolution))
+    if arguments.get("transposed"):
+        return "it is a transposed convolution"
+    if before.dim() != cast("Tensor", _held(index.gm, arguments["weight"])).dim():
+        return "the convolution has no batch dimension"
+    if not same_geometry(before, after):
+        return "the norm returns another dtype or other strides than the convolution"
+    return ""
+
+
+def _why_not_state(index: Index, convolution: Node, norm: Node) -> str:
+    """Why the numbers to fold cannot be taken from the graph, empty if they can."""
+    weights = {k: by_name(convolution).get(k) for k in ("weight", "bias")}
+    statistics = {k: by_name(norm).get(k) for k in ("weight", "bias", "running_mean", "running_var")}
+    if statistics["running_mean"] is None or statistics["running_var"] is None:
+        return "the norm has no running statistics"
+    for node in (*weights.values(), *statistics.values()):
+        if node is None:
+            continue
+        if not isinstance(node, Node) or node.op != "get_attr":
+            return f"{_named(node)} is computed, not an attribute of the graph"
+        held = _held(index.gm, node)
+        if type(held) not in (Tensor, nn.Parameter, nn.Buffer):
+            return f"'{node.name}' is a {type(held).__name__}, not a plain tensor"
+        if index.position[node] in index.dependencies.written:
+            return f"'{node.name}' is written in this graph"
+    return ""
+
+
+def _named(value: object) -> str:
+    return f"'{value.name}'" if isinstance(value, Node) else repr(value)
+
+
+def _held(gm: GraphModule, node: Any) -> Any:
+    return attribute(gm, cast("str", node.target))
+
+
+class _Folding:
+    """Writes the graph with folded convolutions."""
+
+    def __init__(self, index: Index, pairs: list[_Pair]) -> None:
+        self.index, self.pairs = index, pairs
+        self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
+        self.env: dict[Node, Node] = {}
+        self.names = Names(index.gm)
+        self.constants = Constants(index.gm, self.names)
+
+    def write(self) -> Program:
+        gm = self.index.gm
+        folded = {pair.convolution: pair for pair in self.pairs}
+        gone = {node for pair in self.pairs for node in (pair.norm, pair.result)}
+        gone |= self._unread(gone | folded.keys())
+        with inferring(fake_mode(self.index.nodes)):
+            for node in self.index.nodes:
+                if node in folded:
+                    self.env[folded[node].result] = self._fold(folded[node])
+                elif node not in gone:
+                    self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
+        self.graph.set_codegen(gm.graph._codegen)
+        return self.constants.installed(rebuild(gm, self.graph))
+
+    def _unread(self, rewritten: set[Node]) -> set[Node]:
+        """Attributes that only what is folded reads."""
+        read = {n for node in rewritten for n in node.all_input_nodes if n.op == "get_attr"}
+        return {n for n in read if all(user in rewritten for user in n.users)} - self._values()
+
+    def _values(self) -> set[Node]:
+        """What the convolutions are applied to, which stays whatever it is."""
+        return {cast("Node", by_name(pair.convolution)["input"]) for pair in self.pairs}
+
+    def _fold(self, pair: _Pair) -> Node:
+        old, target = pair.convolution, cast("OpOverload", pair.convolution.target)
+        weight, bias = self._weights(pair, target)
+        arguments = normalised(old, by_name(old))
+        arguments |= {"input": self.env[cast("Node", arguments["input"])], "weight": weight, "bias": bias}
+        args, kwargs = written(target, arguments)
+        new = self.graph.create_node("call_function", target, args, kwargs, old.name, old.type)
+        # The value is the norm's, and so is its place in memory; where it comes from is the convolution.
+        new.meta = {**old.meta, "val": pair.result.meta["val"]}
+        return new
+
+    def _weights(self, pair: _Pair, target: OpOverload) -> tuple[Node, Node]:
+        gm, old = self.index.gm, pair.convolution
+        given = by_name(old) | {"bias": by_name(old).get("bias")}
+        norm = normalised(pair.norm, by_name(pair.norm))
+
+        def held(node: Any) -> Tensor | None:
+            return None if node is None else _held(gm, node)
+
+        def fold() -> tuple[Tensor, Tensor]:
+            return folded_weights(
+                cast("Tensor", held(given["weight"])),
+                held(given["bias"]),
+                held(norm["weight"]),
+                held(norm["bias"]),
+                cast("Tensor", held(norm["running_mean"])),
+                cast("Tensor", held(norm["running_var"])),
+                norm["eps"],
+            )
+
+        names = self.constants.add_all(
+            [f"folded_{op_name(target)}_weight", f"folded_{op_name(target)}_bias"], fold
+        )
+        weight, bias = (self.graph.create_node("get_attr", name, name=name) for name in names)
+        like = cast("Node", given["weight"]).meta.get("val")
+        if isinstance(like, FakeTensor):
+            weight.meta["val"] = torch.empty_like(like, requires_grad=False)
+            bias.meta["val"] = like.new_empty([like.shape[0]], requires_grad=False)
+        return weight, bias
+
+
+def folded_weights(
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the convolution that does what a convolution and a norm with these numbers do."""
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    factor = torch.rsqrt(variance.to(wide) + eps)
+    if scale is not None:
+        factor = factor * scale.to(wide)
+    offset = (bias.to(wide) if bias is not None else torch.zeros_like(factor)) - mean.to(wide)
+    offset = offset * factor
+    if shift is not None:
+        offset = offset + shift.to(wide)
+    widened = weight.to(wide) * factor.reshape(-1, *([1] * (weight.dim() - 1)))
+    return widened.to(weight.dtype), offset.to(weight.dtype)

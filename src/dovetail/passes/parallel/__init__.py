@@ -1,0 +1,1 @@
+"""Sibling products found, what follows them lifted, and both written as one."""

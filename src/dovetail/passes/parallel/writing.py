@@ -1,0 +1,193 @@
+"""Writing the graph in which planned groups are one product each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from dovetail.graph.index import Index
+from dovetail.graph.module import Program, copy_node, rebuild
+from dovetail.graph.normalform import by_name, op_name
+from dovetail.outlining.bodies import common_module_stack
+from dovetail.passes.constants import Constants, Names, computed
+from dovetail.passes.inferring import fake_mode, inferring
+from dovetail.passes.parallel.arguments import Missing, product_arguments, row_arguments
+from dovetail.passes.parallel.groups import Row
+from dovetail.passes.parallel.planning import Joint, Plan
+from dovetail.passes.parallel.products import source_of
+
+_aten = torch.ops.aten
+_NAMES = {"_native_batch_norm_legit_no_training": "batch_norm"}
+
+
+def write_plan(index: Index, plan: Plan, *, materialise: bool) -> Program:
+    """A graph in which each planned group is one product, and everything else is as it was."""
+    with inferring(fake_mode(index.nodes)):
+        return _Writer(index, plan, materialise).write()
+
+
+class _Writer:
+    def __init__(self, index: Index, plan: Plan, materialise: bool) -> None:
+        self.index, self.plan, self.materialise = index, plan, materialise
+        self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
+        self.env: dict[Node, Node] = {}
+        self.names = Names(index.gm)
+        self.constants = Constants(index.gm, self.names)
+        self.stem = ""
+        self.about: Sequence[Node] = ()
+        self.parts_used: list[Node] = []
+
+    def write(self) -> Program:
+        joints = {joint.group.anchor: joint for joint in self.plan.joints}
+        members = {node for joint in self.plan.joints for node in joint.group.members}
+        for i, node in enumerate(self.index.nodes):
+            if i in joints:
+                self._joint(joints[i])
+            if node not in members and node not in self.env:
+                self._copy(node)
+        self._drop_unused()
+        self.graph.set_codegen(self.index.gm.graph._codegen)
+        return self.constants.installed(rebuild(self.index.gm, self.graph))
+
+    def _copy(self, node: Node) -> Node:
+        new = self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
+        if node in self.plan.values:
+            new.meta["val"] = self.plan.values[node]
+        return new
+
+    def _fetch(self, node: Node) -> Node:
+        """A node on the new graph; a parameter that stands later in the listing is written now."""
+        chain: list[Node] = []
+        while node not in self.env:
+            chain.append(node)
+            if not node.all_input_nodes:
+                break
+            node = node.all_input_nodes[0]
+        for late in reversed(chain):
+            self._copy(late)
+        return self.env[chain[0] if chain else node]
+
+    def _joint(self, joint: Joint) -> None:
+        made: list[Node] = []
+        for number, row in enumerate(joint.group.rows):
+            self.about = row.operations
+            self.stem = f"merged_{_NAMES.get(name := op_name(row.operations[0].target), name)}"
+            if number == 0:
+                args, kwargs = product_arguments(joint.group, self._fetch, self._joined)
+            else:
+                args, kwargs = row_arguments(row, made.__getitem__, self._fetch, self._joined)
+            made.append(self._operation(joint, number, row, args, kwargs))
+            if number in joint.slices:
+                self._slice(joint, number, row, made[-1])
+
+    def _operation(self, joint: Joint, number: int, row: Row, args: Any, kwargs: Any) -> Node:
+        value = joint.tuples[number] if row.inner else joint.values[number]
+        new = self._call(self.stem, row.operations[0].target, args, kwargs, value)
+        if row.inner:
+            self.about = row.nodes
+            return self._call(f"{self.stem}_value", operator.getitem, (new, 0), {}, joint.values[number])
+        return new
+
+    def _slice(self, joint: Joint, number: int, row: Row, source: Node) -> None:
+        arguments = (source, joint.group.widths, joint.group.dim)
+        parts = self._call("merged_split", _aten.split_with_sizes.default, arguments, {}, joint.parts[number])
+        for branch, cut in joint.slices[number].items():
+            node = row.nodes[branch]
+            if cut.copied is None:
+                self.env[node] = self._stand_in(node, operator.getitem, (parts, branch), {}, cut.value)
+                continue
+            self.about = (node,)
+            part = self._call("merged_part", operator.getitem, (parts, branch), {}, cut.value)
+            options = {"memory_format": cut.copied}
+            value = node.meta["val"]
+            self.env[node] = self._stand_in(node, _aten.clone.default, (part,), options, value)
+
+    def _stand_in(self, node: Node, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
+        """A node that has the name and the meta of the one whose value it is."""
+        new = self.graph.create_node("call_function", target, args, kwargs, node.name, node.type)
+        new.meta = {**node.meta, "val": value}
+        return new
+
+    def _joined(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Node:
+        """Parameters side by side, as a node: concatenated at each call, or once and for all."""
+        fixed = all(isinstance(p, Missing) or source_of(p).op == "get_attr" for p in parts)
+        given = [p for p in parts if isinstance(p, Node)]
+        self.parts_used += given
+        if self.materialise and fixed:
+            return self._constant(parts, dim, role)
+        swaps = [_swapped(p) for p in given]
+        if len(given) == len(parts) and all(s is not None for s in swaps):
+            inner = self._joined([cast("Node", s) for s in swaps], 1 - dim, role)
+            return self._dressed(given[0], inner)
+        nodes = [self._zeros(p) if isinstance(p, Missing) else self._fetch(p) for p in parts]
+        value = torch.cat([n.meta["val"] for n in nodes], dim)
+        return self._call(f"{self.stem}_{role}", _aten.cat.default, (nodes, dim), {}, value)
+
+    def _dressed(self, like: Node, inner: Node) -> Node:
+        args = (inner, *like.args[1:])
+        value = cast("Any", like.target)(inner.meta["val"], *like.args[1:], **like.kwargs)
+        return self._call(f"{self.stem}_turned", like.target, args, dict(like.kwargs), value)
+
+    def _zeros(self, missing: Missing) -> Node:
+        options = {"dtype": missing.like.dtype, "device": missing.like.device}
+        return self._call(
+            f"{self.stem}_zeros", _aten.zeros.default, ([missing.width],), options, missing.made()
+        )
+
+    def _constant(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Node:
+        value = torch.cat([p.made() if isinstance(p, Missing) else p.meta["val"] for p in parts], dim)
+
+        def compute() -> Tensor:
+            known = {p: computed(self.index.gm, p) for p in parts if isinstance(p, Node)}
+            like = next(iter(known.values()))
+            return torch.cat([known[p] if isinstance(p, Node) else p.made(like) for p in parts], dim)
+
+        target = self.constants.add(f"{self.stem}_{role}", compute)
+        new = self.graph.create_node("get_attr", target, name=target)
+        new.meta["val"] = value
+        return new
+
+    def _call(self, stem: str, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
+        """A new node with the meta that the operations it stands for have in common."""
+        new = self.graph.create_node("call_function", target, args, kwargs, self.names.new(stem))
+        new.meta["val"] = value
+        traces = [t for node in self.about if (t := node.meta.get("stack_trace"))]
+        if traces:
+            new.meta["stack_trace"] = traces[0]
+        stack = common_module_stack(node.meta for node in self.about if "nn_module_stack" in node.meta)
+        if stack:
+            new.meta["nn_module_stack"] = stack
+        return new
+
+    def _drop_unused(self) -> None:
+        """Take away what only led to the products, views of parameters and the fetching of them."""
+        for node in self.parts_used:
+            at: Node | None = node
+            while at is not None and at.op != "placeholder":
+                new = self.env.get(at)
+                if new is None or new.users or new._erased:
+                    break
+                self.graph.erase_node(new)
+                at = at.all_input_nodes[0] if at.all_input_nodes else None
+
+
+def _swapped(node: Node) -> Node | None:
+    """The matrix that a node is the transpose of."""
+    if node.op != "call_function" or not isinstance(node.args[0], Node):
+        return None
+    value = node.args[0].meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        return None
+    name, arguments = op_name(node.target), by_name(node)
+    if name == "t":
+        return node.args[0]
+    if name == "transpose" and {arguments.get("dim0"), arguments.get("dim1")} in ({0, 1}, {-1, -2}):
+        return node.args[0]
+    if name == "permute" and [d % 2 for d in arguments["dims"]] == [1, 0]:
+        return node.args[0]
+    return None

@@ -1,0 +1,258 @@
+"""Pipelines: passes one after the other, or over and over, as one value."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from torch.fx import GraphModule
+
+from dovetail.errors import InvalidArgument, InvalidGraph, PassError
+from dovetail.graph.check import check as check_graph
+from dovetail.graph.text import text
+from dovetail.outlining.record import call_of
+from dovetail.outlining.requests import require_graph
+from dovetail.passes.base import Pass, apply
+from dovetail.passes.changes import same_graph
+from dovetail.passes.record import Run, Step
+
+# A set of passes that is still not done then will hardly ever be.
+_ENDLESS = 100
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a pass stands: its number, and those of the pipelines around it, and the rounds it is in."""
+
+    numbers: tuple[int, ...] = ()
+    rounds: tuple[int, ...] = ()
+
+    def at(self, number: int) -> Place:
+        return replace(self, numbers=(*self.numbers, number))
+
+    def in_round(self, number: int) -> Place:
+        return replace(self, rounds=(*self.rounds, number))
+
+    def __str__(self) -> str:
+        numbers = ".".join(map(str, self.numbers))
+        return f"{numbers} round {'.'.join(map(str, self.rounds))}" if self.rounds else numbers
+
+
+Leaf = Callable[[Pass, GraphModule, Place], GraphModule]
+
+
+class Watcher:
+    """Is shown every pass as it runs; this one looks away."""
+
+    def started(self, step: Pass, place: Place) -> None:
+        """A pass is about to run."""
+
+    def finished(self, step: Pass, row: Step, before: GraphModule, after: GraphModule) -> None:
+        """A pass has run."""
+
+
+@dataclass(frozen=True)
+class Composite(Pass):
+    """A pass made of passes. What it does is said in terms of them, so that each is recorded by itself."""
+
+    @abstractmethod
+    def walk(self, gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:
+        """Run the parts in order through `leaf`."""
+
+    def run(self, gm: GraphModule) -> GraphModule:
+        """The graph after all of its passes."""
+        return trace(self, gm).graph
+
+    def __call__(
+        self, gm: GraphModule, *, check: bool = False, dump: str | Path | None = None
+    ) -> GraphModule:
+        return trace(self, gm, check=check, dump=dump).graph
+
+    def trace(
+        self,
+        gm: GraphModule,
+        *,
+        check: bool = False,
+        dump: str | Path | None = None,
+        explain: bool = False,
+    ) -> Run:
+        """Run it and record each pass: time, nodes and regions before and after, and whether it changed anything.
+
+        With `check` the graph is checked first and after every pass. With `dump` the text of each step is written to
+        a folder, numbered. With `explain` each pass also tells what it left alone and why.
+        """
+        return trace(self, gm, check=check, dump=dump, explain=explain)
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class Pipeline(Composite):
+    """Passes one after the other; itself a pass, so pipelines nest.
+
+    Equal if its passes are; `passes` is a tuple, so a pipeline can be taken apart and put together anew.
+    """
+
+    passes: tuple[Pass, ...] = ()
+
+    def __init__(self, passes: Iterable[Pass] = ()) -> None:
+        object.__setattr__(self, "passes", as_passes(passes, "Pipeline"))
+
+    def walk(self, gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:
+        """Run the passes in order through `leaf`."""
+        return _in_order(self.passes, gm, leaf, place)
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __repr__(self) -> str:
+        return f"Pipeline([{', '.join(map(repr, self.passes))}])"
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class Repeat(Composite):
+    """Passes over and over, until a round leaves the graph as it found it.
+
+    `most` stops earlier; without it, a graph that still changes after a hundred rounds is a PassError. With
+    `until_unchanged=False` there are `most` rounds, whatever they do.
+    """
+
+    passes: tuple[Pass, ...] = ()
+    until_unchanged: bool = True
+    most: int | None = None
+
+    def __init__(
+        self, *passes: Pass | Iterable[Pass], until_unchanged: bool = True, most: int | None = None
+    ) -> None:
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"Repeat: most={most!r}: give the number of rounds, 1 and more, or None.")
+        if not until_unchanged and most is None:
+            raise InvalidArgument("Repeat: until_unchanged=False needs `most`, the number of rounds.")
+        flat = [p for given in passes for p in ([given] if isinstance(given, Pass) else _listed(given))]
+        object.__setattr__(self, "passes", as_passes(flat, "Repeat"))
+        object.__setattr__(self, "until_unchanged", until_unchanged)
+        object.__setattr__(self, "most", most)
+
+    def walk(self, gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:
+        """Run rounds of the passes through `leaf`."""
+        for number in range(1, (self.most or _ENDLESS) + 1):
+            before = gm
+            gm = _in_order(self.passes, gm, leaf, place.in_round(number))
+            if self.until_unchanged and same_graph(before, gm):
+                return gm
+        if self.most is None:
+            raise PassError(
+                self.name,
+                f"still changes the graph after {_ENDLESS} rounds; its passes undo each other, or give `most`",
+            )
+        return gm
+
+    def __repr__(self) -> str:
+        options = [] if self.until_unchanged else ["until_unchanged=False"]
+        options += [] if self.most is None else [f"most={self.most}"]
+        return f"Repeat({', '.join([*map(repr, self.passes), *options])})"
+
+
+def _listed(passes: object) -> list[Pass]:
+    if isinstance(passes, Iterable) and not isinstance(passes, str):
+        return list(cast("Iterable[Pass]", passes))
+    return [cast("Pass", passes)]
+
+
+def as_passes(passes: Iterable[Pass], owner: str) -> tuple[Pass, ...]:
+    """The passes as a tuple, or InvalidArgument saying which of them is none."""
+    if isinstance(passes, Pass) or not isinstance(passes, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"{owner} takes a list of passes, got {type(passes).__name__}.")
+    listed = tuple(passes)
+    for i, step in enumerate(listed):
+        if not isinstance(step, Pass):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(
+                f"{owner}: number {i + 1} is {step!r}, which is no Pass; `Cleanup()` makes one, `Cleanup` is a class."
+            )
+    return listed
+
+
+def _in_order(passes: tuple[Pass, ...], gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:
+    for i, step in enumerate(passes):
+        at = place.at(i + 1)
+        gm = step.walk(gm, leaf, at) if isinstance(step, Composite) else leaf(step, gm, at)
+    return gm
+
+
+def trace(
+    pipeline: Composite,
+    gm: GraphModule,
+    *,
+    check: bool = False,
+    dump: str | Path | None = None,
+    explain: bool = False,
+    watcher: Watcher | None = None,
+) -> Run:
+    """Run a pipeline and record each pass; the watcher is shown every step with the graph before and after it."""
+    require_graph(gm)
+    runner = _Runner(check, None if dump is None else Path(dump), explain, watcher or Watcher())
+    runner.begin(gm)
+    graph = pipeline.walk(gm, runner, Place())
+    return Run(graph, tuple(runner.steps))
+
+
+class _Runner:
+    """Runs leaves one by one, checks and records them."""
+
+    def __init__(self, check: bool, dump: Path | None, explain: bool, watcher: Watcher) -> None:
+        self.check, self.dump, self.explain, self.watcher = check, dump, explain, watcher
+        self.steps: list[Step] = []
+
+    def begin(self, gm: GraphModule) -> None:
+        if self.check:
+            check_graph(gm)
+        if self.dump is not None:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            self._write("input", gm)
+
+    def __call__(self, step: Pass, gm: GraphModule, place: Place) -> GraphModule:
+        self.watcher.started(step, place)
+        try:
+            findings = step.explain(gm) if self.explain else ()
+            new, seconds = apply(step, gm)
+            if self.check:
+                _check_after(step, new)
+        except Exception as error:
+            error.add_note(f"in pass {place} of the pipeline: {step!r}")
+            raise
+        row = Step(
+            number=len(self.steps) + 1,
+            place=str(place),
+            name=step.name,
+            options=repr(step),
+            seconds=seconds,
+            nodes=(len(gm.graph.nodes), len(new.graph.nodes)),
+            regions=(_regions(gm), _regions(new)),
+            changed=not same_graph(gm, new),
+            findings=findings,
+        )
+        self.steps.append(row)
+        if self.dump is not None:
+            self._write(step.name, new)
+        self.watcher.finished(step, row, gm, new)
+        return new
+
+    def _write(self, name: str, gm: GraphModule) -> None:
+        plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+        (cast("Path", self.dump) / f"{len(self.steps):03}_{plain}.txt").write_text(text(gm))
+
+
+def _check_after(step: Pass, gm: GraphModule) -> None:
+    try:
+        check_graph(gm)
+    except InvalidGraph as error:
+        words = str(error).removesuffix(".")
+        raise PassError(step.name, f"left a graph that does not hold together: {words}") from error
+
+
+def _regions(gm: GraphModule) -> int:
+    return sum(call_of(node.meta) is not None for node in gm.graph.nodes)

@@ -1,0 +1,144 @@
+"""Which operations a rule is about: a predicate of the user's, or a set of operators however they are spelled."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument, RuleError
+from dovetail.graph.module import attribute
+from dovetail.graph.spellings import target_name
+from dovetail.rules.opnames import function_name, operation_name, packet
+from dovetail.rules.rule import Decline
+from dovetail.rules.scene import Scene
+
+Predicate: TypeAlias = Callable[[Node], bool | Decline]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """A set of operators: `targets` must be called as such, `names` in any spelling."""
+
+    targets: frozenset[Any]
+    names: frozenset[str]
+
+    def has(self, node: Node, root: nn.Module, kind: str | None) -> bool:
+        """Whether a call is of one of them; a region is by its kind."""
+        if kind is not None:
+            return kind in self.names
+        if node.op == "call_module":
+            module = attribute(root, cast("str", node.target))
+            if isinstance(module, GraphModule):
+                return False
+            if any(isinstance(t, type) and isinstance(module, t) for t in self.targets):
+                return True
+            return operation_name(node, root) in self.names
+        target: Any = node.target
+        if target in self.targets or getattr(target, "overloadpacket", None) in self.targets:
+            return True
+        if operation_name(node, root) in self.names or target_name(node) in self.names:
+            return True
+        return isinstance(target, OpOverload) and str(target.overloadpacket) in self.names
+
+    def __repr__(self) -> str:
+        each = sorted([*self.names, *(_spelled(t) for t in self.targets)])
+        return f"{{{', '.join(each)}}}"
+
+
+def _spelled(target: Any) -> str:
+    return target.__name__ if isinstance(target, type) else str(target)
+
+
+def as_accepts(given: Any) -> Ops | Predicate:
+    """What a rule was given as a predicate or as operators, checked."""
+    if isinstance(given, Ops):
+        return given
+    if isinstance(given, (str, type)) or _is_operator(given):
+        given = [given]
+    if callable(given):
+        return cast("Predicate", given)
+    if not isinstance(given, Iterable):
+        raise InvalidArgument(
+            f"expected a predicate on nodes or a set of operators, got {type(given).__name__}."
+        )
+    targets, names = set[Any](), set[str]()
+    for op in cast("Iterable[Any]", given):
+        if isinstance(op, str):
+            names.add(_name(op))
+        elif isinstance(op, (OpOverload, HigherOrderOperator)) or _is_module_class(op):
+            targets.add(op)
+        elif _is_operator(op) and function_name(op):
+            targets.add(op)
+            if not isinstance(op, OpOverloadPacket) or op._qualified_op_name.startswith("aten::"):
+                names.add(function_name(op))
+        else:
+            raise InvalidArgument(f"{op!r} is no operator: give an overload, a torch function or a name.")
+    if not targets and not names:
+        raise InvalidArgument("an empty set of operators accepts nothing.")
+    return Ops(frozenset(targets), frozenset(names))
+
+
+def _is_module_class(op: Any) -> bool:
+    return isinstance(op, type) and issubclass(op, nn.Module)
+
+
+def _is_operator(op: Any) -> bool:
+    if isinstance(op, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
+        return True
+    if not isinstance(op, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):
+        return False
+    return bool(function_name(op))
+
+
+def _name(op: str) -> str:
+    if op.startswith("aten."):
+        _, name, *overload = op.split(".")
+        found = packet(name)
+        if found is None or (overload and overload[0] not in found.overloads()):
+            raise InvalidArgument(f"ATen has no operator '{op}'.")
+    if not op.strip():
+        raise InvalidArgument("an operator has a name; got an empty one.")
+    return op
+
+
+def verdict(accepts: Ops | Predicate, scene: Scene, position: int, rule: str) -> bool | Decline:
+    """Whether an operation is accepted; RuleError if a predicate says neither yes nor no."""
+    node = scene.nodes[position]
+    if isinstance(accepts, Ops):
+        return accepts.has(node, scene.gm, scene.kind_of(position))
+    said = accepts(node)
+    if not isinstance(said, (bool, Decline)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RuleError(
+            rule,
+            f"the predicate returned {type(said).__name__} for '{node.name}'; "
+            f"it must say True, False or a Decline with the reason",
+        )
+    return said
+
+
+def verdicts(
+    accepts: Ops | Predicate, scene: Scene, positions: Iterable[int], rule: str
+) -> dict[int, bool | Decline]:
+    """The same for many operations; a set of operators is asked once per target."""
+    if not isinstance(accepts, Ops):
+        return {i: verdict(accepts, scene, i, rule) for i in positions}
+    known: dict[Any, bool] = {}
+    found: dict[int, bool | Decline] = {}
+    for i in positions:
+        node = scene.nodes[i]
+        key = (node.op, node.target, scene.kind_of(i))
+        if key not in known:
+            known[key] = accepts.has(node, scene.gm, key[2])
+        found[i] = known[key]
+    return found
+
+
+def spelled(accepts: Ops | Predicate) -> str:
+    """The predicate's name, or the operators."""
+    return repr(accepts) if isinstance(accepts, Ops) else getattr(accepts, "__qualname__", repr(accepts))

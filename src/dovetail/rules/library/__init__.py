@@ -1,0 +1,41 @@
+"""Rules for well-known kinds. Rule sets are values: add them, or pick rules out of them by name."""
+
+from dovetail.rules.library.activations import ACTIVATIONS
+from dovetail.rules.library.attention import ATTENTION
+from dovetail.rules.library.convolution import CONVOLUTION
+from dovetail.rules.library.embedding import EMBEDDINGS
+from dovetail.rules.library.linear import GATES, LINEAR
+from dovetail.rules.library.losses import LOSSES
+from dovetail.rules.library.norms import NORMS
+from dovetail.rules.library.pooling import POOLING
+from dovetail.rules.library.rotary import ROTARY
+from dovetail.rules.library.sampling import SAMPLING
+
+ALL = (
+    ATTENTION
+    + NORMS
+    + EMBEDDINGS
+    + ROTARY
+    + GATES
+    + LINEAR
+    + CONVOLUTION
+    + ACTIVATIONS
+    + POOLING
+    + LOSSES
+    + SAMPLING
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "ALL",
+    "ATTENTION",
+    "CONVOLUTION",
+    "EMBEDDINGS",
+    "GATES",
+    "LINEAR",
+    "LOSSES",
+    "NORMS",
+    "POOLING",
+    "ROTARY",
+    "SAMPLING",
+]

@@ -1,0 +1,202 @@
+"""Convolutions with what follows them, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.rules.choices import Const, either, optional
+from dovetail.rules.library.known import Known, has, known
+from dovetail.rules.match import Match
+from dovetail.rules.rule import Decline, RuleSet
+
+Step = Callable[[Tensor], Tensor]
+
+_CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
+_STEPS: dict[str, tuple[tuple[str, ...], Step]] = {
+    "relu": (("relu",), torch.relu),
+    "relu6": (("relu6", "hardtanh"), F.relu6),
+    "silu": (("silu", "sigmoid"), lambda x: either(lambda: F.silu(x), lambda: x * torch.sigmoid(x))),
+    "gelu": (("gelu",), F.gelu),
+    "hardswish": (("hardswish",), F.hardswish),
+    "sigmoid": (("sigmoid",), torch.sigmoid),
+    "tanh": (("tanh",), torch.tanh),
+}
+
+
+def _tensor(*sizes: int) -> Tensor:
+    return torch.empty(sizes, device="meta")
+
+
+def _activated(x: Tensor) -> Tensor:
+    return either(*(partial(step, x) for _, step in _STEPS.values()))
+
+
+def _activation(match: Match) -> str | None:
+    for name, (operators, _) in _STEPS.items():
+        if has(match, *operators):
+            return name
+    return None
+
+
+def _says(match: Match) -> dict[str, Any]:
+    return {
+        "stride": match["stride"],
+        "padding": match["padding"],
+        "dilation": match["dilation"],
+        "groups": match["x"].shape[1] // match["weight"].shape[1],
+        "activation": _activation(match),
+        "batch_norm": "mean" in match,
+        "training": has(match, "_native_batch_norm_legit_functional", "_native_batch_norm_legit"),
+        "residual": match.operands.get("residual") is not None,
+    }
+
+
+def convolved(
+    rank: int, x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, dilation: Any
+) -> Tensor:
+    """A convolution over `rank` dimensions; how many groups it has is told by the weight."""
+    groups, convolve = x.shape[1] // weight.shape[1], _CONVOLUTIONS[rank - 1]
+    return either(
+        lambda: convolve(x, weight, bias, stride, padding, dilation, groups),
+        lambda: convolve(x, weight, None, stride, padding, dilation, groups),
+    )
+
+
+def normalised(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    momentum: Any,
+    eps: Any,
+) -> Tensor:
+    """A batch norm by kept statistics, or by those of the batch, which are then kept."""
+    training = torch.ops.aten._native_batch_norm_legit_functional.default
+    return either(
+        lambda: F.batch_norm(x, mean, variance, scale, shift, False, momentum, eps),
+        lambda: F.batch_norm(x, mean, variance, None, None, False, momentum, eps),
+        lambda: training(x, scale, shift, mean, variance, True, momentum, eps)[0],
+    )
+
+
+def _examples(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images, a kernel, a vector over the channels, and what can be added whatever stride and padding."""
+    image, kernel = (2, 8, *[8] * rank), (8, 8, *[3] * rank)
+    return _tensor(*image), _tensor(*kernel), _tensor(8), _tensor(2, 8, *[1] * rank)
+
+
+def _convolution_rules(rank: int) -> list[Known]:
+    x, kernel, vector, stream = _examples(rank)
+    ones: list[int] = [1] * rank
+    zeros: list[int] = [0] * rank
+    operators = f"conv{rank}d|convolution"
+    acts = "|".join(name for names, _ in _STEPS.values() for name in names)
+    norms = "_native_batch_norm_legit_no_training|_native_batch_norm_legit_functional|native_batch_norm|batch_norm"
+
+    @known(
+        kind="conv_bn_act",
+        name=f"conv{rank}d_bn_act",
+        needs=f"{operators} {norms}",
+        says=_says,
+        examples=[(x, kernel, vector, vector, vector, vector, vector, stream)],
+    )
+    def conv_bn_act(
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        residual: Tensor,
+        stride: Any = Const(ones),
+        padding: Any = Const(zeros),
+        dilation: Any = Const(ones),
+        momentum: Any = Const(0.1303),
+        eps: Any = Const(0.0404),
+    ) -> Tensor:
+        y = convolved(rank, x, weight, bias, stride, padding, dilation)
+        y = normalised(y, mean, variance, scale, shift, momentum, eps)
+        return optional(optional(y, lambda y: y + residual), _activated)
+
+    @known(
+        kind="conv_bn_act",
+        name=f"conv{rank}d_act",
+        needs=f"{operators} {acts}",
+        says=_says,
+        examples=[(x, kernel, vector)],
+    )
+    def conv_act(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        stride: Any = Const(ones),
+        padding: Any = Const(zeros),
+        dilation: Any = Const(ones),
+    ) -> Tensor:
+        return _activated(convolved(rank, x, weight, bias, stride, padding, dilation))
+
+    @conv_bn_act.guard
+    def residual_has_its_shape(match: Match) -> Decline | None:
+        residual = match["residual"]
+        if residual is None or residual.ndim == rank + 2:
+            return None
+        return Decline(f"'{residual.name}' is no stream of images", at=residual)
+
+    return [conv_bn_act, conv_act]
+
+
+_GRAD_X, _GRAD_KERNEL, _, _ = _examples(2)
+_GRAD = _tensor(2, 8, 6, 6)
+
+
+def _gradients_say(match: Match) -> dict[str, Any]:
+    return {
+        "stride": match["stride"],
+        "padding": match["padding"],
+        "dilation": match["dilation"],
+        "output_mask": match["wanted"],
+        "activation": "relu" if has(match, "threshold_backward") else None,
+    }
+
+
+@known(
+    kind="conv_grad",
+    needs="convolution_backward",
+    says=_gradients_say,
+    examples=[(_GRAD, _GRAD_X, _GRAD_KERNEL, _GRAD)],
+)
+def conv_grad(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    activated: Tensor,
+    sizes: Any = Const([8]),
+    stride: Any = Const([1, 1]),
+    padding: Any = Const([0, 0]),
+    dilation: Any = Const([1, 1]),
+    output_padding: Any = Const([0, 0]),
+    wanted: Any = Const([True, True, False]),
+) -> Tensor:
+    """The gradients of a convolution; where a ReLU followed it, of both."""
+    grad = optional(grad, lambda g: torch.ops.aten.threshold_backward.default(g, activated, 0))
+
+    def gradients(transposed: bool) -> tuple[Tensor, ...]:
+        channels = grad.shape[1] if transposed else x.shape[1]
+        groups = channels // weight.shape[1]
+        return torch.ops.aten.convolution_backward.default(
+            grad, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
+        )
+
+    made = either(lambda: gradients(False), lambda: gradients(True))
+    return either(lambda: made[1], lambda: made[0])
+
+
+CONVOLUTION = RuleSet(*(rule for rank in (1, 2, 3) for rule in _convolution_rules(rank)), conv_grad)

@@ -1,0 +1,93 @@
+"""How rules for well-known kinds are made: traced on first use, and only for a graph that has what they cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from typing import Any
+
+from torch.fx import Node
+
+from dovetail.graph.normalform import op_name
+from dovetail.rules.match import Match
+from dovetail.rules.pattern import PatternRule
+from dovetail.rules.rule import Proposal
+from dovetail.rules.scene import Scene
+from dovetail.rules.shadow import shadow_of
+
+_MOST_BETWEEN = 8
+
+
+class Known(PatternRule):
+    """A pattern rule for a well-known kind.
+
+    `needs` names operators without which there is no match, so that most graphs cost nothing: words separated by
+    blanks, each one operator or several with `|` between them; `when` is asked beyond that. Where `says` is given,
+    the region's `attrs` are what it returns and nothing else: literals that only tell one spelling from another
+    stay out.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        kind: str,
+        needs: str,
+        says: Callable[[Match], Mapping[str, Any]] | None = None,
+        when: Callable[[Scene], bool] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(function, kind=kind, checked=False, **options)
+        self.needs = tuple(frozenset(word.split("|")) for word in needs.split())
+        self.says, self.when = says, when
+
+    def propose(self, scene: Scene) -> Iterable[Proposal]:
+        names = scene.fact(operator_names)
+        if names is not None and not all(word & names for word in self.needs):
+            return ()
+        if self.when is not None and not self.when(scene):
+            return ()
+        return super().propose(scene)
+
+    def attributes(self, match: Match) -> dict[str, Any]:
+        return dict(self.says(match)) if self.says is not None else super().attributes(match)
+
+
+def known(
+    *,
+    kind: str,
+    needs: str,
+    says: Callable[[Match], Mapping[str, Any]] | None = None,
+    when: Callable[[Scene], bool] | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Known]:
+    """Make a rule for a well-known kind of a function; see `Known` and `dovetail.rules.pattern.rule`."""
+
+    def decorate(function: Callable[..., Any]) -> Known:
+        return Known(function, kind=kind, needs=needs, says=says, when=when, **options)
+
+    return decorate
+
+
+def has(match: Match, *names: str) -> bool:
+    """Whether an operator of one of these names is among the operations matched."""
+    return any(op_name(node.target) in names for node in match.nodes)
+
+
+def ahead_of(nodes: Collection[Node], wanted: Set[str], between: Set[str]) -> Node | None:
+    """The nearest operator of a wanted name that reads what nodes make, with only a few of those in between."""
+    inside = set(nodes)
+    reached = [user for node in nodes for user in node.users if user not in inside]
+    for _ in range(_MOST_BETWEEN):
+        found = next((n for n in reached if op_name(n.target) in wanted), None)
+        if found is not None:
+            return found
+        reached = [user for n in reached if op_name(n.target) in between for user in n.users]
+    return None
+
+
+def operator_names(scene: Scene) -> frozenset[str] | None:
+    """The operators of a graph as patterns see it, None where it cannot be seen."""
+    shadow = scene.fact(shadow_of)
+    if shadow.why_none:
+        return None
+    return frozenset(op_name(target) for target in shadow.by_target)

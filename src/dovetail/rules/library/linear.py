@@ -1,0 +1,215 @@
+"""Products with what follows them: an activation, a residual sum, a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.rules.choices import Const, either, optional
+from dovetail.rules.library.activations import close_to, tanh_gelu
+from dovetail.rules.library.known import Known, has, known
+from dovetail.rules.match import Match
+from dovetail.rules.rule import Decline, RuleSet
+
+_PRODUCT = "linear|addmm|mm|matmul|bmm"
+Activation = Callable[[Tensor], Tensor]
+
+_X, _WEIGHT, _BIAS = (torch.empty(s, device="meta") for s in ((2, 8, 16), (16, 16), (16,)))
+_ONE, _TWO = (_X, _WEIGHT, _BIAS), (_X, _WEIGHT, _WEIGHT, _BIAS, _BIAS)
+
+
+def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x times a weight, perhaps plus a bias: `linear`, or a product with the weight the other way round."""
+
+    def of_rows(multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        return multiply(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], weight.shape[-1])
+
+    return either(
+        lambda: F.linear(x, weight, bias),
+        lambda: F.linear(x, weight),
+        lambda: of_rows(lambda rows: torch.addmm(bias, rows, weight)),
+        lambda: of_rows(lambda rows: torch.mm(rows, weight)),
+        lambda: x @ weight + bias,
+        lambda: x @ weight,
+    )
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return either(lambda: F.silu(x), lambda: x * torch.sigmoid(x))
+
+
+def any_gelu(x: Tensor, factor: Any, cubic: Any) -> Tensor:
+    """A GELU as models spell it between products."""
+    return either(
+        lambda: F.gelu(x),
+        lambda: F.gelu(x, approximate="tanh"),
+        lambda: tanh_gelu(x, factor, cubic),
+    )
+
+
+_SIMPLE: dict[str, tuple[str, Activation]] = {
+    "relu": ("relu", torch.relu),
+    "relu6": ("relu6|hardtanh", F.relu6),
+    "squared_relu": ("relu", lambda x: either(lambda: torch.relu(x).square(), lambda: torch.relu(x).pow(2))),
+    "silu": ("silu|sigmoid", silu),
+    "tanh": ("tanh", torch.tanh),
+    "sigmoid": ("sigmoid", torch.sigmoid),
+    "hardswish": ("hardswish", F.hardswish),
+    "softplus": ("softplus", F.softplus),
+    "elu": ("elu", F.elu),
+    "mish": ("mish", F.mish),
+}
+
+
+def _linear_then(activation: str) -> Known:
+    needs, step = _SIMPLE[activation]
+
+    @known(
+        kind="linear_activation",
+        name=f"linear_{activation}",
+        needs=f"{_PRODUCT} {needs}",
+        says=lambda m: {"activation": activation},
+        examples=[_ONE],
+    )
+    def linear_then(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return step(projected(x, weight, bias))
+
+    return linear_then
+
+
+def _which_gelu(match: Match) -> dict[str, Any]:
+    tanh = has(match, "tanh") or any(node.kwargs.get("approximate") == "tanh" for node in match.nodes)
+    return {"activation": "gelu_tanh" if tanh else "gelu"}
+
+
+@known(kind="linear_activation", needs=f"{_PRODUCT} gelu|tanh", says=_which_gelu, examples=[_ONE])
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)
+) -> Tensor:
+    """A product and a GELU."""
+    return any_gelu(projected(x, weight, bias), factor, cubic)
+
+
+@known(
+    kind="linear_activation",
+    needs=f"{_PRODUCT} leaky_relu",
+    says=lambda m: {"activation": "leaky_relu", "slope": m["slope"]},
+    examples=[_ONE],
+)
+def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
+    """A product and a leaky ReLU."""
+    return F.leaky_relu(projected(x, weight, bias), slope)
+
+
+@known(
+    kind="linear_residual",
+    needs=f"{_PRODUCT} add",
+    says=lambda m: {"dropout": m.literals.get("dropout", 0.0)},
+    examples=[(*_ONE, _X)],
+)
+def linear_residual(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, dropout: Any = Const(0.1202)
+) -> Tensor:
+    """A product, its bias, perhaps dropout, and the stream it is added to."""
+    return optional(projected(x, weight, bias), lambda y: F.dropout(y, dropout)) + residual
+
+
+@linear_residual.guard
+def residual_is_a_stream(match: Match) -> Decline | None:
+    residual, made = match["residual"], match.outputs[0].meta.get("val")
+    if isinstance(made, Tensor) and residual.ndim == made.dim() and residual.ndim > 1:
+        return None
+    return Decline(f"'{residual.name}' is spread over the rows: it is a bias, not a residual", at=residual)
+
+
+def _projections(match: Match) -> dict[str, Any]:
+    names = match.operands
+    return {"projections": "packed" if "packed" in names else "two" if "x" in names else "none"}
+
+
+def halves(x: Tensor, step: Activation) -> Tensor:
+    """One half of the last dimension through an activation, times the other half."""
+    middle = x.shape[-1] // 2
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        return either(lambda: step(a) * b, lambda: a * step(b))
+
+    def chunks() -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return joined(a, b)
+
+    return either(chunks, lambda: joined(x[..., :middle], x[..., middle:]))
+
+
+_SILU, _GELU = "silu|sigmoid mul", "gelu|tanh mul"
+
+
+@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", says=_projections, examples=[_TWO])
+def swiglu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor,
+    up_bias: Tensor,
+) -> Tensor:
+    """silu(gate(x)) * up(x)."""
+    return silu(projected(x, gate, gate_bias)) * projected(x, up, up_bias)
+
+
+@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", says=_projections, examples=[_ONE])
+def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    """The same from one product that holds gate and up side by side."""
+    return halves(projected(x, packed, bias), silu)
+
+
+@known(kind="swiglu", needs=_SILU, says=_projections, examples=[(_X, _X)])
+def swiglu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, wherever the two come from."""
+    return silu(gate) * up
+
+
+@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", says=_projections, examples=[_TWO])
+def geglu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor,
+    up_bias: Tensor,
+    factor: Any = Const(0.7979),
+    cubic: Any = Const(0.0448),
+) -> Tensor:
+    """gelu(gate(x)) * up(x)."""
+    return any_gelu(projected(x, gate, gate_bias), factor, cubic) * projected(x, up, up_bias)
+
+
+@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", says=_projections, examples=[_ONE])
+def geglu_packed(
+    x: Tensor, packed: Tensor, bias: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)
+) -> Tensor:
+    """The same from one product that holds gate and up side by side."""
+    return halves(projected(x, packed, bias), lambda y: any_gelu(y, factor, cubic))
+
+
+@known(kind="geglu", needs=_GELU, says=_projections, examples=[(_X, _X)])
+def geglu_gate(gate: Tensor, up: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)) -> Tensor:
+    """gelu(gate) * up, wherever the two come from."""
+    return any_gelu(gate, factor, cubic) * up
+
+
+@geglu.guard
+@geglu_packed.guard
+@geglu_gate.guard
+@linear_gelu.guard
+def tanh_constants(match: Match) -> Decline | None:
+    return close_to(match, "factor", 0.7978845608) or close_to(match, "cubic", 0.044715)
+
+
+LINEAR = RuleSet(
+    *(_linear_then(activation) for activation in _SIMPLE), linear_gelu, linear_leaky_relu, linear_residual
+)
+GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_gate)

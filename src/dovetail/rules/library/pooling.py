@@ -1,0 +1,153 @@
+"""Average pooling by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.graph.normalform import as_number, by_name, op_name, value_of
+from dovetail.rules.choices import Const, either
+from dovetail.rules.library.known import Known, known, operator_names
+from dovetail.rules.match import Match
+from dovetail.rules.rule import Decline, Proposal, Rule, RuleSet
+from dovetail.rules.scene import Scene
+from dovetail.rules.shadow import shadow_of
+
+_IMAGES = torch.empty(2, 3, 8, 8, device="meta")
+
+
+def _has_means_of_images(scene: Scene) -> bool:
+    for node in scene.fact(shadow_of).nodes:
+        value = value_of(by_name(node).get("self")) if op_name(node.target) == "mean" else None
+        if isinstance(value, Tensor) and value.dim() == 4:
+            return True
+    names = scene.fact(operator_names)
+    return names is None or "mean" not in names
+
+
+@known(
+    kind="avg_pool",
+    needs="mean|adaptive_avg_pool2d",
+    when=_has_means_of_images,
+    says=lambda m: {"kernel": "global"},
+    examples=[(_IMAGES,)],
+)
+def avg_pool_global(x: Tensor) -> Tensor:
+    """The mean over height and width of images."""
+    return either(
+        lambda: x.mean((-2, -1), keepdim=True),
+        lambda: x.mean((-1, -2), keepdim=True),
+        lambda: x.mean(-1, keepdim=True).mean(-2, keepdim=True),
+        lambda: x.mean((-2, -1)),
+        lambda: x.mean((-1, -2)),
+        lambda: x.mean(-1).mean(-1),
+        lambda: x.mean(-2).mean(-1),
+        lambda: x.flatten(2).mean(-1),
+    )
+
+
+@avg_pool_global.guard
+def pools_images(match: Match) -> Decline | None:
+    x = match["x"]
+    return (
+        None
+        if x.ndim == 4
+        else Decline(f"'{x.name}' has {x.ndim} dimensions: it is no batch of images", at=x)
+    )
+
+
+@known(
+    kind="avg_pool",
+    needs="slice add",
+    says=lambda m: {"kernel": [2, 2]},
+    examples=[(_IMAGES,)],
+)
+def avg_pool_slices(x: Tensor) -> Tensor:
+    """The mean of each two by two block, as a sum of the four images that take every other row and column."""
+
+    def corner(row: int, column: int) -> Tensor:
+        return x[:, :, row::2, column::2]
+
+    total = either(
+        lambda: corner(0, 0) + corner(0, 1) + corner(1, 0) + corner(1, 1),
+        lambda: corner(0, 0) + corner(1, 0) + corner(0, 1) + corner(1, 1),
+        lambda: (corner(0, 0) + corner(0, 1)) + (corner(1, 0) + corner(1, 1)),
+        lambda: (corner(0, 0) + corner(1, 0)) + (corner(0, 1) + corner(1, 1)),
+    )
+    return either(lambda: total / 4, lambda: total * 0.25)
+
+
+@known(
+    kind="avg_pool",
+    needs="unfold mean",
+    says=lambda m: {"kernel": [m["height"], m["width"]], "stride": [m["down"], m["across"]]},
+    examples=[(_IMAGES,)],
+)
+def avg_pool_windows(
+    x: Tensor, height: Any = Const(2), width: Any = Const(2), down: Any = Const(1), across: Any = Const(1)
+) -> Tensor:
+    """The mean of windows that were unfolded from images."""
+    windows = x.unfold(2, height, down).unfold(3, width, across)
+    return either(
+        lambda: windows.mean((-2, -1)), lambda: windows.mean((-1, -2)), lambda: windows.mean(-1).mean(-1)
+    )
+
+
+@functools.cache
+def _blocks_of(height: int, width: int) -> Known:
+    """The rule for blocks of one size: what a reshape cuts an image into is told by numbers, not by operands."""
+
+    @known(
+        kind="avg_pool",
+        name="avg_pool_blocks",
+        needs="reshape|view mean|sum",
+        says=lambda m: {"kernel": [height, width]},
+        examples=[(torch.empty(2, 3, 2 * height, 2 * width, device="meta"),)],
+    )
+    def blocks(x: Tensor) -> Tensor:
+        batch, channels, rows, columns = x.shape
+        cut = x.reshape(batch, channels, rows // height, height, columns // width, width)
+        return either(
+            lambda: cut.mean((3, 5)),
+            lambda: cut.mean((5, 3)),
+            lambda: cut.mean(5).mean(3),
+            lambda: cut.mean(3).mean(4),
+            lambda: cut.sum((3, 5)) / (height * width),
+            lambda: cut.sum((5, 3)) / (height * width),
+        )
+
+    return blocks
+
+
+class AveragePoolBlocks(Rule):
+    """Proposes means over blocks that a reshape cut images into, whatever the size of the blocks."""
+
+    def __init__(self) -> None:
+        self.name, self.kind = "avg_pool_blocks", "avg_pool"
+
+    def propose(self, scene: Scene) -> Iterable[Proposal]:
+        for height, width in sorted(scene.fact(_block_sizes)):
+            yield from _blocks_of(height, width).propose(scene)
+
+
+def _block_sizes(scene: Scene) -> set[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    for node in scene.fact(shadow_of).nodes:
+        if op_name(node.target) not in ("reshape", "view"):
+            continue
+        before, after = value_of(by_name(node).get("self")), node.meta.get("val")
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+            continue
+        if before.dim() == 4 and after.dim() == 6:
+            height, width = as_number(after.shape[3]), as_number(after.shape[5])
+            if height is not None and width is not None:
+                found.add((height, width))
+    return found
+
+
+avg_pool_blocks = AveragePoolBlocks()
+POOLING = RuleSet(avg_pool_global, avg_pool_slices, avg_pool_windows, avg_pool_blocks)

@@ -1,0 +1,219 @@
+"""A region for every call of a module, told by its path or its class."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from dovetail.errors import RuleError
+from dovetail.outlining.record import make_identity
+from dovetail.outlining.requests import POLICIES, is_projection
+from dovetail.rules.modulestack import Frame, class_name, frame, stack_of
+from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule
+from dovetail.rules.scene import Scene
+
+_LISTED = 5
+
+
+def modules(
+    what: str | type[nn.Module] | Iterable[str | type[nn.Module]],
+    *,
+    kind: str,
+    name: str | None = None,
+    priority: int = 0,
+    nests: bool = False,
+    min_size: int = 1,
+    version: int = 1,
+    attrs: Mapping[str, Any] | None = None,
+    escapes: str = "output",
+) -> Rule:
+    """Propose the operations of each call of each matching module, from `nn_module_stack`.
+
+    A path is compared part by part, `*` standing for one and `**` for any number of parts. A class is given
+    itself or by its bare or qualified name; its subclasses do not count. Of nested matches the outermost is
+    proposed; with `nests`, the inner ones become regions first and the outer ones take them in round by round.
+    """
+    given = [what] if isinstance(what, (str, type)) else list(what)
+    label = name if name is not None else kind
+    if not given:
+        raise RuleError(label, "no path and no class was given")
+    targets: list[str] = []
+    for item in given:
+        if not isinstance(item, (str, type)) or item == "":  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(label, f"{item!r} is neither a path nor a class of modules")
+        targets.append(class_name(item))
+    make_identity(kind, version, attrs)
+    if not isinstance(priority, int) or isinstance(priority, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RuleError(label, f"priority {priority!r} is not an int")
+    if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RuleError(label, f"min_size {min_size!r} is not a positive int")
+    if escapes not in POLICIES:
+        raise RuleError(label, f"escapes {escapes!r} is none of {', '.join(POLICIES)}")
+    return Modules(label, kind, tuple(targets), priority, nests, min_size, version, attrs, escapes)
+
+
+@dataclass(frozen=True)
+class Modules(Rule):
+    """What `modules` makes."""
+
+    name: str
+    kind: str
+    targets: tuple[str, ...]
+    priority: int = 0
+    nests: bool = False
+    min_size: int = 1
+    version: int = 1
+    attrs: Mapping[str, Any] | None = None
+    escapes: str = "output"
+
+    def propose(self, scene: Scene) -> Iterator[Proposal]:
+        look = _Look(self, scene)
+        missing = [t for t in self.targets if t not in look.matched]
+        if missing:
+            yield Refusal(self.name, (), look.nothing(missing))
+        for call in look.calls.values():
+            if not call.wanted(self.min_size):
+                continue
+            barred = next((i for i in call.members if i in scene.barred), None)
+            if barred is not None:
+                taken = f"'{scene.nodes[barred].name}' of it may not be taken ({scene.barred[barred]})"
+                yield Refusal(self.name, tuple(call.members), f"module {call.frame.path}: {taken}", barred)
+                continue
+            yield Candidate(
+                self.name,
+                self.kind,
+                tuple(call.members),
+                self.attrs,
+                self.version,
+                self.escapes,
+                # What is nested comes first; where it is no legal region the module around it stands in.
+                self.priority - call.height,
+            )
+
+    def why_not(self, scene: Scene, first: int, second: int) -> list[str]:
+        found = [self._matched_keys(scene, i) for i in (first, second)]
+        for i, keys in zip((first, second), found, strict=True):
+            if not keys:
+                return [f"'{scene.nodes[i].name}' is in no module that matches {', '.join(self.targets)}"]
+        if not found[0].keys() & found[1].keys():
+            paths = [next(iter(keys.values())).path for keys in found]
+            return [f"they are in two calls of modules: {paths[0]} and {paths[1]}"]
+        return []
+
+    def _matched_keys(self, scene: Scene, position: int) -> dict[str, Frame]:
+        frames = [frame(k, v) for k, v in stack_of(scene.nodes[position]).items()]
+        return {f.key: f for f in frames if any(fits(target, f) for target in self.targets)}
+
+
+def fits(target: str, at: Frame) -> bool:
+    """Whether a call is one of the modules that a class name or a path pattern names."""
+    return target in (at.owner, at.bare) or bool(at.path and matches_path(target, at.path))
+
+
+def matches_path(pattern: str, path: str) -> bool:
+    """Whether a dotted path fits a pattern of parts, in which `**` is any number of parts."""
+    parts = path.split(".")
+    # The numbers of parts of the path that the pattern so far can stand for.
+    reached = {0}
+    for piece in pattern.split("."):
+        if piece == "**":
+            reached = set(range(min(reached), len(parts) + 1))
+        else:
+            reached = {n + 1 for n in reached if n < len(parts) and fnmatchcase(parts[n], piece)}
+        if not reached:
+            return False
+    return len(parts) in reached
+
+
+@dataclass
+class _Call:
+    """A call of a matching module: what came from it, and how many pending calls are nested in it."""
+
+    frame: Frame
+    members: list[int] = field(default_factory=list[int])
+    height: int = 0
+    done: bool = False
+    fresh: int = 0
+    regions: int = 0
+
+    def wanted(self, min_size: int) -> bool:
+        if self.done or self.fresh + self.regions < min_size:
+            return False
+        return self.fresh > 0 or self.regions > 1
+
+
+class _Look:
+    """Every matching call in a scene, in the order of first appearance."""
+
+    def __init__(self, rule: Modules, scene: Scene) -> None:
+        self.rule, self.scene = rule, scene
+        self.calls: dict[str, _Call] = {}
+        self.matched: set[str] = set()
+        self.frames: dict[str, Frame] = {}
+        self._wanted: dict[str, bool] = {}
+        self._collect()
+
+    def _collect(self) -> None:
+        scene, rule = self.scene, self.rule
+        ways: list[tuple[int, list[str]]] = []
+        for i, node in enumerate(scene.nodes):
+            if node.op in ("placeholder", "get_attr", "output") or is_projection(node):
+                continue
+            keys = [k for k, entry in stack_of(node).items() if self._is_wanted(k, entry)]
+            if not keys:
+                continue
+            keys = keys if rule.nests else keys[:1]
+            ways.append((i, keys))
+            for key in keys:
+                self.calls.setdefault(key, _Call(self.frames[key]))
+            if scene.kind_of(i) == rule.kind:
+                self.calls[keys[-1]].done = True
+        for i, keys in ways:
+            self._add(i, keys)
+
+    def _add(self, position: int, keys: list[str]) -> None:
+        scene = self.scene
+        node = scene.nodes[position]
+        members = [position, *(scene.index.position[user] for user in node.users if is_projection(user))]
+        is_region = scene.kind_of(position) == self.rule.kind
+        left_over, below = False, 0
+        for key in reversed(keys):
+            call = self.calls[key]
+            call.members.extend(members)
+            call.height = max(call.height, below)
+            left_over = left_over or (call.done and not is_region)
+            if is_region:
+                call.regions += 1
+            elif not left_over:
+                call.fresh += 1
+            below += not call.done
+
+    def _is_wanted(self, key: str, entry: Any) -> bool:
+        if key not in self._wanted:
+            at = self.frames[key] = frame(key, entry)
+            found = [target for target in self.rule.targets if fits(target, at)]
+            self.matched.update(found)
+            self._wanted[key] = bool(found)
+        return self._wanted[key]
+
+    def nothing(self, missing: list[str]) -> str:
+        """Why some targets matched nothing, and what there is that comes near."""
+        what = " or ".join(f"'{target}'" for target in missing)
+        if not self.frames:
+            return f"no module matches {what}: the graph does not say which modules its operations came from"
+        paths = {re.sub(r"(?<![^.])\d+(?![^.])", "*", f.path) for f in self.frames.values() if f.path}
+        known = sorted(paths | {f.bare for f in self.frames.values()})
+        near: dict[str, None] = {}
+        for target in missing:
+            last = target.rpartition(".")[2]
+            near.update(dict.fromkeys(difflib.get_close_matches(target, known, n=_LISTED)))
+            near.update(dict.fromkeys(p for p in known if p.rpartition(".")[2] == last))
+        listed = sorted(near)[:_LISTED] or known[:_LISTED]
+        there = "it comes near" if near else "there are"
+        return f"no module matches {what}; {there} {', '.join(listed)}"

@@ -1,0 +1,209 @@
+"""Blocks of operations that are equal to one another, operand by operand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dovetail.rules.repeatline import Line
+
+# Places in the order in which the blocks correspond: the n-th of one is to it what the n-th of another is to that.
+Block = tuple[int, ...]
+Wiring = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Blocks that are exactly equal and disjoint."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.blocks[0])
+
+    @property
+    def covered(self) -> int:
+        return len(self.blocks) * self.length
+
+    @property
+    def first(self) -> int:
+        return min(min(block) for block in self.blocks)
+
+
+def wiring(line: Line, block: Block) -> Wiring:
+    """Who reads what in a block: equal for blocks of equal labels exactly if they are the same computation.
+
+    Values from outside count by what they are and where they are the same one, not by who makes them.
+    """
+    inside = {q: k for k, q in enumerate(block)}
+    place, part, reads = line.place, line.part, line.reads
+    rows: list[int] = []
+    outside: dict[int, int] = {}
+    for q in block:
+        for value in reads[q]:
+            k = inside.get(place[value], -1)
+            if k >= 0:
+                rows += (k, part[value])
+            else:
+                rows.append(-2 - outside.setdefault(value, len(outside)))
+    return tuple(rows), tuple([line.described(v) for v in outside])
+
+
+def results(line: Line, block: Block) -> tuple[tuple[int, int], ...]:
+    """The values of a block that are read outside of it, as index in the block and part."""
+    inside = set(block)
+    found = {(k, part) for k, q in enumerate(block) for part, user, _ in line.uses[q] if user not in inside}
+    return tuple(sorted(found))
+
+
+def same(line: Line, blocks: Iterable[Block]) -> list[list[Block]]:
+    """Blocks of equal labels sorted into those that are exactly equal and return the same; most blocks first."""
+    groups: dict[tuple[Wiring, tuple[tuple[int, int], ...]], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault((wiring(line, block), results(line, block)), []).append(block)
+    return sorted(groups.values(), key=lambda group: (-len(group), group[0]))
+
+
+def disjoint(starts: Iterable[int], length: int) -> list[Block]:
+    """Stretches of the line from each of the ascending starts on, leaving out those that overlap an earlier one."""
+    made: list[Block] = []
+    end = 0
+    for start in starts:
+        if start >= end:
+            end = start + length
+            made.append(tuple(range(start, end)))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How to get from one operation of a block to another: to the maker of an operand, or to a reader."""
+
+    known: int
+    found: int
+    slot: int
+    part: int
+    forward: bool
+
+
+def plan(line: Line, block: Block) -> list[Step]:
+    """Steps from the last operation of a block to all others that are connected with it inside."""
+    inside = {q: k for k, q in enumerate(block)}
+    root = inside[max(block)]
+    steps: list[Step] = []
+    seen = {root}
+    queue = [root]
+
+    def step(known: int, place: int, slot: int, part: int, forward: bool) -> None:
+        other = inside.get(place)
+        if other is not None and other not in seen:
+            seen.add(other)
+            queue.append(other)
+            steps.append(Step(known, other, slot, part, forward))
+
+    backward = forward = 0
+    while forward < len(queue):
+        # Operands first: what only reads the block is reached from where they led.
+        if backward < len(queue):
+            known, backward = queue[backward], backward + 1
+            for slot, value in enumerate(line.reads[block[known]]):
+                step(known, line.place[value], slot, line.part[value], False)
+        else:
+            known, forward = queue[forward], forward + 1
+            for part, user, slot in line.uses[block[known]]:
+                step(known, user, slot, part, True)
+    return steps
+
+
+def follow(line: Line, model: Block, steps: Sequence[Step], root: int) -> tuple[list[int], Step | None]:
+    """Places that correspond to those of `model` if `root` is to be its last operation, -1 where there is none.
+
+    Returns also the first step that led nowhere.
+    """
+    labels = line.labels
+    last = model.index(max(model))
+    found = [-1] * len(model)
+    found[last] = root
+    taken = {root}
+    failed: Step | None = None
+    for step in steps:
+        at = found[step.known]
+        if at < 0:
+            continue
+        wanted = labels[model[step.found]]
+        if step.forward:
+            # By way of arguments everything else was found: few blocks have such an operation at all.
+            readers = [q for part, q, slot in line.uses[at] if (part, slot) == (step.part, step.slot)]
+            other = next((q for q in readers if q < len(line) and labels[q] == wanted and q not in taken), -1)
+        else:
+            value = line.reads[at][step.slot]
+            other = line.place[value]
+            if other >= 0 and (labels[other] != wanted or line.part[value] != step.part):
+                other = -1
+        if other < 0:
+            failed = failed or step
+        else:
+            found[step.found] = other
+            taken.add(other)
+    return found, failed
+
+
+@dataclass(slots=True)
+class Window:
+    """A stretch of the line and the blocks that lie in it, which all others do not touch."""
+
+    low: int
+    high: int
+    blocks: list[Block]
+
+
+def windows(line: Line, blocks: Iterable[Block]) -> list[Window]:
+    """The stretches that blocks span, those that overlap as one; the whole line if it is out of order."""
+    if not line.ascending:
+        return [Window(0, len(line) - 1, list(blocks))]
+    found: list[Window] = []
+    for low, high, block in sorted((min(block), max(block), block) for block in blocks):
+        if found and low <= found[-1].high:
+            found[-1].blocks.append(block)
+            found[-1].high = max(high, found[-1].high)
+        else:
+            found.append(Window(low, high, [block]))
+    return found
+
+
+def acyclic(line: Line, found: Iterable[Window]) -> bool:
+    """Whether each block can be drawn together into one call, all of them at once.
+
+    Everything comes after what it needs, so a path from a block back to it stays in its window.
+    """
+    return all(
+        (len(window.blocks) == 1 and len(window.blocks[0]) == window.high - window.low + 1)
+        or _sortable(line, window)
+        for window in found
+    )
+
+
+def _sortable(line: Line, window: Window) -> bool:
+    """Whether a stretch of the line can be sorted with each block as one."""
+    low, high = window.low, window.high
+    unit = list(range(high - low + 1))
+    for block in window.blocks:
+        for q in block:
+            unit[q - low] = block[0] - low
+    waiting = [0] * len(unit)
+    after: list[list[int]] = [[] for _ in unit]
+    for q in range(low, high + 1):
+        u = unit[q - low]
+        for j in line.before[q]:
+            if low <= j <= high and unit[j - low] != u:
+                after[unit[j - low]].append(u)
+                waiting[u] += 1
+    units = set(unit)
+    ready = [u for u in units if not waiting[u]]
+    for u in ready:
+        for v in after[u]:
+            waiting[v] -= 1
+            if not waiting[v]:
+                ready.append(v)
+    return len(ready) == len(units)

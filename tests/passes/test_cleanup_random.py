@@ -1,0 +1,128 @@
+"""Cleanup on random programs with writes, draws and acts, and proof that a careless one would be caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+import dovetail
+from dovetail.graph.effects import PURE
+from dovetail.passes import cleanup
+from dovetail.passes.changes import same_graph
+from dovetail.passes.cleanup import Cleanup
+from tests.fuzz.generate import FLAVOURS, draw_program
+from tests.fuzz.observe import Snapshot, difference, observe
+from tests.fuzz.program import NotAProgram, build, make_inputs
+from tests.fuzz.properties import identity
+from tests.fuzz.soundness import watch
+
+PROGRAMS = {
+    "pure": 120,
+    "memory": 150,
+    "world": 120,
+    "modules": 80,
+    "sizes": 80,
+    "everything": 120,
+    "traced": 15,
+}
+
+
+def examine(seed: int, flavour: str, counts: Counter[str]) -> str:
+    """What can be seen of cleaning up a random program, empty if nothing can."""
+    try:
+        program = draw_program(Random(seed), FLAVOURS[flavour])
+        gm = build(program)
+    except NotAProgram:
+        return ""
+    state, inputs = Snapshot(gm), make_inputs(program)
+    gradients = program.grads or any(t.requires_grad for t in state.tensors.values())
+    wanted = observe(gm, state, inputs, runs=2, gradients=gradients)
+    if wanted[-1].error:
+        return ""
+    before = identity(gm)
+    new = Cleanup()(gm)
+    assert identity(gm) == before, "the input graph was edited"
+    counts["programs"] += 1
+    counts["smaller"] += len(new.graph.nodes) < len(gm.graph.nodes)
+    found = observe(new, state, inputs, runs=2, gradients=gradients)
+    which, words = difference(wanted, found, gradients=gradients)
+    if which:
+        return f"{which}: {words}\n{dovetail.text(gm)}\n{dovetail.text(new)}"
+    dovetail.check(new)
+    assert list(new.state_dict()) == list(gm.state_dict())
+    assert same_graph(Cleanup()(new), new), dovetail.diff(new, Cleanup()(new))
+    watch(new, state, inputs)  # what is said of memory is still true
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flavour", PROGRAMS)
+def test_nothing_can_be_seen_of_it(flavour: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(PROGRAMS[flavour]):
+        told = examine(seed, flavour, counts)
+        assert not told, f"seed {seed}: {told}"
+    assert counts["smaller"] > PROGRAMS[flavour] // 3
+
+
+def _drops_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(index: Any) -> list[bool]:
+        found = [node.op in ("placeholder", "output") for node in index.nodes]
+        for i in range(len(index) - 1, -1, -1):
+            for j in index.data[i] if found[i] else ():
+                found[j] = True
+        return found
+
+    monkeypatch.setattr(cleanup, "_live", live)
+
+
+def _shares_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleanup._Sweep, "_may_share", lambda *_: True)
+
+
+def _ignores_effects(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = cleanup._Sweep._key
+
+    def blind(self: Any, i: int, node: Any) -> Any:
+        self.effects, self.written = {i: PURE}, set[int]()
+        return key(self, i, node)
+
+    monkeypatch.setattr(cleanup._Sweep, "_key", blind)
+
+
+def _takes_any_view_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchanged(self: Any, i: int, node: Any) -> Any:
+        names = {"view", "reshape", "transpose", "contiguous", "clone", "alias"}
+        fits = node.op == "call_function" and cleanup.base_name(node) in names
+        return self.made[node.args[0]] if fits else None
+
+    monkeypatch.setattr(cleanup._Sweep, "_unchanged", unchanged)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("mistake", "flavour"),
+    [
+        (_drops_anything, "world"),
+        (_shares_anything, "pure"),
+        (_ignores_effects, "world"),
+        (_takes_any_view_for_none, "pure"),
+    ],
+)
+def test_a_careless_one_is_caught(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None], flavour: str
+) -> None:
+    mistake(monkeypatch)
+    counts: Counter[str] = Counter()
+    assert any(_caught(seed, flavour, counts) for seed in range(300))
+
+
+def _caught(seed: int, flavour: str, counts: Counter[str]) -> bool:
+    try:
+        return bool(examine(seed, flavour, counts))
+    except Exception:
+        return True

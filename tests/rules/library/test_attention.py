@@ -1,0 +1,299 @@
+"""Attention: the operator in all its settings, and the usual ways to write it out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dovetail.rules.library.attention import (
+    attention,
+    attention_by_hand,
+    attention_causal,
+    attention_of_batches,
+    attention_of_columns,
+)
+from tests.rules.library.helpers import candidates, found, graph_of, why
+
+B, H, G, S, D = 2, 4, 2, 6, 8
+Attend = Callable[..., Tensor]
+
+
+def heads(count: int = H, length: int = S) -> Tensor:
+    return torch.randn(B, count, length, D)
+
+
+def boolean() -> Tensor:
+    return torch.rand(B, 1, S, S) > 0.3
+
+
+def spread(x: Tensor, groups: int) -> Tensor:
+    batch, kept, length, width = x.shape
+    return x[:, :, None, :, :].expand(batch, kept, groups, length, width).reshape(batch, -1, length, width)
+
+
+QKV = (heads(), heads(), heads())
+GROUPED = (heads(), heads(G), heads(G))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, {"causal": False, "scale": None, "dropout": 0.0, "mask": "none", "groups": 1}),
+        ({"is_causal": True}, {"causal": True, "scale": None, "dropout": 0.0, "mask": "none", "groups": 1}),
+        ({"scale": 0.5}, {"causal": False, "scale": 0.5, "dropout": 0.0, "mask": "none", "groups": 1}),
+        ({"dropout_p": 0.2}, {"causal": False, "scale": None, "dropout": 0.2, "mask": "none", "groups": 1}),
+    ],
+    ids=["plain", "causal", "scaled", "with dropout"],
+)
+def test_the_operator(settings: dict[str, Any], told: dict[str, Any]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **settings)
+
+    assert found(attention, attend, *QKV) == told
+
+
+@pytest.mark.parametrize(("mask", "kind"), [(boolean(), "boolean"), (torch.randn(S, S), "additive")])
+def test_the_operator_with_a_mask(mask: Tensor, kind: str) -> None:
+    told = found(attention, lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), *QKV, mask)
+    assert told["mask"] == kind
+
+
+def test_the_operator_with_grouped_heads() -> None:
+    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, spread(k, H // G), spread(v, H // G), is_causal=True)
+
+    def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(H // G, dim=1), v.repeat_interleave(H // G, dim=1)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    for spelled in (native, repeated, interleaved):
+        assert found(attention, spelled, *GROUPED)["groups"] == H // G
+
+
+def test_heads_repeated_a_wrong_way_stay_outside() -> None:
+    def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+
+    told = found(attention, tiled, *GROUPED, leaving=["repeat", "repeat"])
+    assert told["groups"] == 1
+
+
+def multiplied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * D**-0.5, dim=-1) @ v
+
+
+def divided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(D)).softmax(-1).matmul(v)
+
+
+def scaled_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * D**-0.5
+    return F.softmax(q @ k.permute(0, 1, 3, 2), dim=3) @ v
+
+
+def divided_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.Softmax(dim=-1)((q / D**0.5) @ k.transpose(2, 3)) @ v
+
+
+def softmax_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * D**-0.5
+    powers = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
+    return powers / powers.sum(dim=-1, keepdim=True) @ v
+
+
+@pytest.mark.parametrize(
+    "spelled", [multiplied, divided, scaled_first, divided_first, softmax_by_hand], ids=lambda f: f.__name__
+)
+def test_by_hand(spelled: Attend) -> None:
+    told = found(attention_by_hand, spelled, *QKV)
+    assert told["scale"] == pytest.approx(D**-0.5)
+    assert told["mask"] == "none"
+    assert told["groups"] == 1
+
+
+def test_by_hand_without_a_scale() -> None:
+    assert found(attention_by_hand, lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *QKV)["scale"] == 1.0
+
+
+def additive(x: Tensor, mask: Tensor) -> Tensor:
+    return x + torch.zeros_like(x).masked_fill(mask, -1e9)
+
+
+MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "added": (lambda x, m: x + m, "additive"),
+    "added the other way round": (lambda x, m: m + x, "additive"),
+    "filled": (lambda x, m: x.masked_fill(m, float("-inf")), "boolean"),
+    "chosen": (lambda x, m: torch.where(m, x, -1e9), "boolean"),
+    "chosen from a tensor": (lambda x, m: torch.where(m, x, torch.full([], -1e4)), "boolean"),
+    "chosen from a constant": (lambda x, m: torch.where(m, x, torch.tensor(-1e4)), "boolean"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_by_hand_with_a_mask(name: str) -> None:
+    lay, kind = MASKS[name]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return torch.softmax(lay(q @ k.mT / D**0.5, m), -1) @ v
+
+    mask = torch.randn(S, S) if kind == "additive" else boolean()
+    assert found(attention_by_hand, attend, *QKV, mask)["mask"] == kind
+
+
+def test_by_hand_with_a_bias_and_a_mask() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.transpose(3, 2)
+        scores += bias
+        return F.softmax(scores + mask, dim=-1) @ v
+
+    told = found(attention_by_hand, attend, *QKV, torch.randn(1, H, S, S), torch.randn(B, 1, S, S))
+    assert told == {"scale": 1.0, "causal": False, "dropout": 0.0, "mask": "additive", "groups": 1}
+
+
+def test_by_hand_in_training() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.25)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.drop(torch.softmax(q @ k.mT * 0.3, -1)) @ v
+
+    assert found(attention_by_hand, Attention().train(), *QKV)["dropout"] == 0.25
+    assert found(attention_by_hand, Attention().eval(), *QKV)["dropout"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_by_hand_with_a_wide_softmax_and_grouped_heads(dtype: torch.dtype) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.matmul(q, spread(k, H // G).transpose(2, 3)) * 0.25 + mask
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return torch.matmul(weights, spread(v, H // G))
+
+    def cast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ spread(k, H // G).mT / 4 + mask
+        return F.softmax(scores.float(), dim=-1).type_as(scores) @ spread(v, H // G)
+
+    inputs = [x.to(dtype) for x in (*GROUPED, torch.randn(S, S))]
+    for spelled in (attend, cast):
+        told = found(attention_by_hand, spelled, *inputs)
+        assert told == {"scale": 0.25, "causal": False, "dropout": 0.0, "mask": "additive", "groups": 2}
+
+
+def test_weights_that_are_used_again_come_out_too() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax(q @ k.mT * 0.3, -1)
+        return weights @ v, weights
+
+    found(attention_by_hand, attend, *QKV)
+
+
+def test_any_rank() -> None:
+    for shape in ((S, D), (B, S, D), (B, 3, H, S, D)):
+        found(attention_by_hand, multiplied, *(torch.randn(shape) for _ in range(3)))
+
+
+def test_keys_that_come_as_columns() -> None:
+    def attend(x: Tensor, q: Tensor, v: Tensor) -> Tensor:
+        columns = x.reshape(B, S, H, D).permute(0, 2, 3, 1)
+        return torch.softmax(q @ columns * 0.3, -1) @ v
+
+    inputs = (torch.randn(B, S, H * D), heads(), heads())
+    told = found(attention_of_columns, attend, *inputs, leaving=["reshape", "permute"])
+    assert told["scale"] == 0.3
+    assert not candidates(attention_of_columns, graph_of(multiplied, QKV))
+
+
+def test_heads_among_the_batch() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.bmm(torch.softmax(torch.baddbmm(mask, q * 0.3, k.transpose(1, 2)), -1), v)
+
+    q, k, v = (torch.randn(B * H, S, D) for _ in range(3))
+    assert found(attention_of_batches, attend, q, k, v, torch.randn(B * H, S, S))["mask"] == "additive"
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_torch_own_module(mode: str) -> None:
+    module = nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True).train(mode == "train")
+    graph = graph_of(module, (torch.randn(B, S, 16),) * 3)
+    (match,) = candidates(attention_of_batches, graph)
+    assert dict(match.attrs or {})["dropout"] == (0.1 if mode == "train" else 0.0)
+
+
+CAUSAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "filled above": lambda x: x.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), float("-inf")),
+    "filled where not below": lambda x: x.masked_fill(torch.tril(torch.ones(S, S)) == 0, float("-inf")),
+    "not below": lambda x: x.masked_fill(~torch.ones(S, S, dtype=torch.bool).tril(), -1e9),
+    "added": lambda x: x + torch.triu(torch.full((S, S), float("-inf")), diagonal=1),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_mask_of_its_own(name: str) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(CAUSAL[name](q @ k.mT * 0.3), -1) @ v
+
+    told = found(attention_causal, attend, *QKV)
+    assert (told["causal"], told["mask"]) == (True, "none")
+
+
+def test_a_causal_mask_that_others_use_stays_outside() -> None:
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(S, S, dtype=torch.bool).triu(1)
+        for _ in range(2):
+            q = torch.softmax((q @ k.mT).masked_fill(mask, float("-inf")), -1) @ v
+        return q
+
+    assert "its mask is also used by" in why(attention_causal, twice, *QKV)
+    assert len(candidates(attention_by_hand, graph_of(twice, QKV))) == 2
+
+
+def test_a_mask_one_place_off_is_not_causal() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(S, S, dtype=torch.bool).triu(2)
+        return torch.softmax((q @ k.mT).masked_fill(mask, float("-inf")), -1) @ v
+
+    assert "2 where the pattern has 1" in why(attention_causal, attend, *QKV)
+
+
+REFUSED: dict[str, tuple[Attend, str]] = {
+    "softmax over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "2 where the pattern has 3"),
+    "keys not turned but swapped with heads": (
+        lambda q, k, v: (q @ k.transpose(1, 2).transpose(-1, -2).transpose(1, 3)).softmax(-1) @ v,
+        "where the pattern has",
+    ),
+    "a sigmoid": (lambda q, k, v: (q @ k.mT).sigmoid() @ v, ""),
+    "values turned": (lambda q, k, v: v @ (q @ k.mT).softmax(-1), ""),
+    "masked scores still count": (
+        lambda q, k, v: (q @ k.mT).masked_fill(torch.eye(S).bool(), -1.0).softmax(-1) @ v,
+        "masked scores become -1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_attention(name: str) -> None:
+    spelled, reason = REFUSED[name]
+    square = tuple(torch.randn(B, S, S, S) for _ in range(3))
+    if reason:
+        assert reason in why(attention_by_hand, spelled, *square)
+    else:
+        assert not candidates(attention_by_hand, graph_of(spelled, square))
+
+
+def test_in_the_graph_of_a_compiler() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(multiplied)(*QKV)
+    assert "bmm" in traced.code
+    told = found(attention_by_hand, graph_of(traced, QKV), *QKV)
+    assert told["scale"] == pytest.approx(D**-0.5)
