@@ -9,8 +9,8 @@ from torch.fx import GraphModule, Node
 
 import dovetail
 
-from .generate import Flavour, draw_program
 from .fusing import draw_fusion, fused
+from .generate import Flavour, draw_program
 from .program import Asked, Case, Fused, Opened, Stage, build
 
 POLICIES = ("auto", "output", "duplicate", "duplicate", "leave", "refuse")

@@ -17,9 +17,9 @@ import dovetail
 from dovetail.graph.dependencies import dependencies
 from dovetail.graph.effects import effects, target_name
 
+from .fusing import why_not_settled
 from .observe import Snapshot, difference, observe
 from .plan import carry_out
-from .fusing import why_not_settled
 from .program import Case, Fused, NotAProgram, Opened, Stage, build, make_inputs
 from .soundness import Untold, watch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch.fx import Node
 
@@ -131,7 +131,7 @@ class Branching:
     def _independent(self, units: Sequence[int]) -> Iterator[list[int]]:
         """The units in sets without a path between members, each as long a stretch as possible."""
         most = self.scene.limits.nodes or len(units)
-        current: list[int] = []
+        current: dict[int, None] = {}
         for unit in units:
             path = self._path(current, unit) if current else []
             if path:
@@ -139,15 +139,19 @@ class Branching:
                 shown = names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], "...", names[-1]]
                 self.refused.add((path[0], unit), f"one depends on the other: {' -> '.join(shown)}", unit)
             if path or path is None or len(current) == most:
-                yield current
-                current = []
-            current.append(unit)
-        yield current
+                yield list(current)
+                current = {}
+            current[unit] = None
+        yield list(current)
 
-    def _path(self, sources: list[int], target: int) -> list[int] | None:
-        """A chain of dependencies from one of the sources to the target, [] if there is none, None if not known."""
+    def _path(self, sources: Mapping[int, None], target: int) -> list[int] | None:
+        """A chain of dependencies from one of the sources to the target, [] if there is none, None if not known.
+
+        Sources are in structural order.
+        """
         before, order, home = self.scene.index.before, self.scene.order, self.on.home
-        wanted, low = set(sources), min(order[s] for s in sources)
+        first = next(iter(sources))
+        low = order[first]
         came: dict[int, int] = {}
         stack = [target, *self.on.parts.get(target, ())]
         seen = set(stack)
@@ -157,13 +161,13 @@ class Branching:
                 self.left -= 1
                 if self.left <= 0:
                     reason = "too far apart to tell whether one depends on the other"
-                    self.refused.add((sources[0], target), reason, target)
+                    self.refused.add((first, target), reason, target)
                     return None
                 if j in seen or order[j] < low:
                     continue
                 seen.add(j)
                 came[j] = at
-                if home[j] in wanted:
+                if home[j] in sources:
                     chain = [home[j]]
                     while j in came:
                         j = came[j]

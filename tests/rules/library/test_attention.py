@@ -181,7 +181,7 @@ def test_by_hand_with_a_wide_softmax_and_grouped_heads(dtype: torch.dtype) -> No
 
     def cast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = q @ spread(k, H // G).mT / 4 + mask
-        return F.softmax(scores.float(), dim=-1).type_as(scores) @ spread(v, H // G)
+        return F.softmax(scores.float(), dim=-1).to(scores.dtype) @ spread(v, H // G)
 
     inputs = [x.to(dtype) for x in (*GROUPED, torch.randn(S, S))]
     for spelled in (attend, cast):
@@ -295,5 +295,5 @@ def test_in_the_graph_of_a_compiler() -> None:
 
     traced = make_fx(multiplied)(*QKV)
     assert "bmm" in traced.code
-    told = found(attention_by_hand, graph_of(traced, QKV), *QKV)
+    told = found(attention_by_hand, graph_of(traced, QKV), *QKV, leaving=["expand", "expand"])
     assert told["scale"] == pytest.approx(D**-0.5)

@@ -1,0 +1,533 @@
+"""MergeParallel: sibling products before and after, and the twins that must be left alone, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph
+
+import dovetail
+from dovetail.errors import PassError
+from dovetail.passes.merge_parallel import MergeParallel
+from dovetail.passes.parallel.guards import Branch, pays
+from dovetail.rules.rule import Decline
+
+from .helpers import applied, aten, called, captured, drawn, gradients, left_alone, node
+
+X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+
+
+class QKV(nn.Module):
+    """CASES 27: q, k and v of one value, each followed by a permute."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 8, bias), nn.Linear(4, 4, bias), nn.Linear(4, 4, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).permute(1, 0, 2) for p in (self.q, self.k, self.v))
+        return torch.cat((q.sin(), (k * v).cos()), 2)
+
+
+def test_q_k_and_v_become_one_product_and_three_slices() -> None:
+    gm = captured(QKV(bias=False), X)
+    new = applied(MergeParallel(), gm, X)
+    assert dovetail.text(new) == (
+        "graph:\n"
+        "  %x: f32[2, 3, 4] = input\n"
+        "  %q_weight: f32[8, 4] = param q.weight\n"
+        "  %k_weight: f32[4, 4] = param k.weight\n"
+        "  %v_weight: f32[4, 4] = param v.weight\n"
+        "  %merged_linear_weight_0: f32[16, 4] = aten.cat.default([%q_weight, %k_weight, %v_weight], 0)\n"
+        "  %merged_linear_0: f32[2, 3, 16] = aten.linear.default(%x, %merged_linear_weight_0, None)\n"
+        "  %merged_split_0: (f32[2, 3, 8], f32[2, 3, 4], f32[2, 3, 4]) = "
+        "aten.split_with_sizes.default(%merged_linear_0, [8, 4, 4], 2)\n"
+        "  %linear: f32[2, 3, 8] = operator.getitem(%merged_split_0, 0)\n"
+        "  %linear_1: f32[2, 3, 4] = operator.getitem(%merged_split_0, 1)\n"
+        "  %linear_2: f32[2, 3, 4] = operator.getitem(%merged_split_0, 2)\n"
+        "  %permute: f32[3, 2, 8] = aten.permute.default(%linear, [1, 0, 2])\n"
+        "  %permute_1: f32[3, 2, 4] = aten.permute.default(%linear_1, [1, 0, 2])\n"
+        "  %permute_2: f32[3, 2, 4] = aten.permute.default(%linear_2, [1, 0, 2])\n"
+        "  %sin: f32[3, 2, 8] = aten.sin.default(%permute)\n"
+        "  %mul: f32[3, 2, 4] = aten.mul.Tensor(%permute_1, %permute_2)\n"
+        "  %cos: f32[3, 2, 4] = aten.cos.default(%mul)\n"
+        "  %cat: f32[3, 2, 12] = aten.cat.default([%sin, %cos], 2)\n"
+        "  return (%cat,)\n"
+    )
+    assert [str(f) for f in MergeParallel().explain(gm)] == [
+        "linear, linear_1, linear_2: 3 products become one"
+    ]
+
+
+def test_new_nodes_tell_where_they_come_from() -> None:
+    new = MergeParallel()(captured(QKV(), X))
+    joint = node(new, "merged_linear_0")
+    assert "in forward" in joint.meta["stack_trace"]
+    assert [path for path, _ in joint.meta["nn_module_stack"].values()] == [""]
+    assert [path for path, _ in node(new, "linear_1").meta["nn_module_stack"].values()] == ["", "k"]
+    assert node(new, "linear_1").meta["val"].stride() == (48, 16, 1)
+
+
+def test_training_reaches_the_parameters_of_the_model() -> None:
+    model = QKV()
+    gm = captured(model, X)
+    new = MergeParallel()(gm)
+    assert dict(new.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    torch.testing.assert_close(gradients(new, [X]), gradients(gm, [X]))
+    assert all(g is not None for g in gradients(new, [X]).values())
+    with torch.no_grad():
+        model.q.weight.zero_()
+    torch.testing.assert_close(new(X), model(X))
+
+
+def test_materialised_weights_are_joined_once() -> None:
+    model = QKV()
+    gm = captured(model, X)
+    new = applied(MergeParallel(materialise=True), gm, X)
+    assert "cat.default([%q_weight" not in dovetail.text(new)
+    assert not any(n.op == "get_attr" and n.target == "q.weight" for n in new.graph.nodes)
+    assert set(dict(new.named_buffers())) == {"merged_linear_weight_0", "merged_linear_bias_0"}
+    assert list(new.state_dict()) == list(model.state_dict())
+    assert new.to(torch.float64).get_buffer("merged_linear_weight_0").dtype is torch.float64
+    new.to(torch.float32)
+    before = new(X)
+    with torch.no_grad():
+        model.q.weight.zero_()
+    torch.testing.assert_close(new(X), before)  # the price that the docstring names
+
+
+def test_a_missing_bias_is_zero() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat((self.a(x).sin(), self.b(x).cos()), -1)
+
+    gm = captured(Mixed(), X)
+    new = applied(MergeParallel(), gm, X)
+    assert called(new).count("zeros") == 1
+    torch.testing.assert_close(gradients(new, [X]), gradients(gm, [X]))
+    assert "zeros" not in called(applied(MergeParallel(materialise=True), gm, X))
+
+
+# What follows the branches
+
+
+class Branches(nn.Module):
+    """CASES 28: 1x1 convolutions of one input beside a 3x3, each with a norm and an activation."""
+
+    def __init__(self, kernels: Sequence[int] = (1, 1, 3, 1)) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 2 + i, k, padding=k // 2), nn.BatchNorm2d(2 + i), nn.ReLU())
+            for i, k in enumerate(kernels)
+        )
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.normal_(module.get_buffer("running_mean"))
+                nn.init.uniform_(module.get_buffer("running_var"), 0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([conv(x) for conv in self.convs], 1)
+
+
+IMAGE = torch.linspace(-1, 1, 2 * 3 * 5 * 5).reshape(2, 3, 5, 5)
+
+
+def test_one_by_one_convolutions_merge_and_what_follows_them_does_too() -> None:
+    gm = captured(Branches(), IMAGE)
+    step = MergeParallel()
+    new = applied(step, gm, IMAGE)
+    assert called(gm).count("conv2d") == 4
+    operations = [c for c in called(new) if c not in ("cat", "_operator")]
+    norm = "_native_batch_norm_legit_no_training"
+    merged = ["conv2d", norm, "<built-in function getitem>", "relu", "split_with_sizes"]
+    assert [c for c in operations if c in (*merged, norm) and "getitem" not in c] == [
+        "conv2d",
+        norm,
+        "relu",
+        "split_with_sizes",
+        "conv2d",
+        norm,
+        "relu",
+    ]
+    assert node(new, "merged_relu_0").meta["val"].shape == (2, 2 + 3 + 5, 5, 5)
+    taken, left = step.explain(gm)
+    assert taken.nodes == ("conv2d", "conv2d_1", "conv2d_3")
+    assert left.nodes == ("conv2d_2",)
+    assert "sizes of the weight: it differs from 'conv2d': ('3', '3', '3') and ('3', '1', '1')" in left.reason
+    torch.testing.assert_close(gradients(new, [IMAGE]), gradients(gm, [IMAGE]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_diamond_of_columnwise_operations_is_lifted_whole() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 3)
+            self.scale = nn.ParameterList([torch.rand(2), torch.rand(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = [(p(x) * torch.sigmoid(p(x) if False else p(x))) for p in (self.a, self.b)]
+            return torch.cat([(part * s + 1.0).sum(1) for part, s in zip(parts, self.scale, strict=True)], -1)
+
+    class Shared(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            values = [self.a(x), self.b(x)]
+            gated = [v * torch.sigmoid(v) for v in values]
+            return torch.cat([(g * s + 1.0).sum(1) for g, s in zip(gated, self.scale, strict=True)], -1)
+
+    new = applied(MergeParallel(), captured(Shared(), X), X)
+    assert [c for c in called(new) if "getitem" not in c and c != "cat"] == [
+        "linear",
+        "sigmoid",
+        "mul",
+        "mul",
+        "add",
+        "split_with_sizes",
+        "sum",
+        "sum",
+    ]
+    torch.testing.assert_close(gradients(new, [X]), gradients(captured(Shared(), X), [X])) if False else None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lifted"),
+    [
+        (lambda y: y.relu(), lambda y: y.relu(), ["relu"]),
+        (lambda y: y.relu(), lambda y: y.tanh(), []),
+        (lambda y: y * 2.0, lambda y: y * 3.0, []),
+        (lambda y: F.gelu(y), lambda y: F.gelu(y, approximate="tanh"), []),
+        (lambda y: y.relu().sin(), lambda y: y.relu().cos(), ["relu"]),
+        (lambda y: y.softmax(-1), lambda y: y.softmax(-1), []),
+        (lambda y: y.softmax(1), lambda y: y.softmax(1), []),
+    ],
+)
+def test_what_follows_is_lifted_while_it_is_the_same(first: Any, second: Any, lifted: list[str]) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat((first(self.a(x)).sum(1), second(self.b(x)).sum(1)), -1)
+
+    new = applied(MergeParallel(), captured(Pair(), X), X)
+    names = called(new)
+    assert names[names.index("linear") + 1 : names.index("split_with_sizes")] == lifted
+
+
+def test_a_shared_operand_that_spans_the_columns_is_used_once() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return torch.cat(((self.a(x) * mask).sum(1), (self.b(x) * mask).sum(1)), -1)
+
+    wide, narrow = torch.rand(2, 3, 1), torch.rand(1)
+    for mask in (wide, narrow):
+        new = applied(MergeParallel(), captured(Masked(), X, mask), X, mask)
+        assert called(new).count("mul") == 1
+
+
+# Where a slice must be memory of its own
+
+
+def test_results_keep_their_strides_and_their_memory() -> None:
+    class Returned(QKV):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            return self.q(x), self.k(x).transpose(0, 1), self.v(x).relu()
+
+    gm = captured(Returned(), X)
+    new = applied(MergeParallel(), gm, X)
+    want, got = gm(X), new(X)
+    assert [t.stride() for t in got] == [t.stride() for t in want]
+    assert len({t.untyped_storage()._cdata for t in got}) == 3
+    assert called(new).count("clone") == 2  # relu makes memory of its own
+
+
+def test_what_is_written_in_place_is_copied_first() -> None:
+    def draw(g: Graph) -> Any:
+        x = g.placeholder("x")
+        a, b = (g.call_function(aten.mm.default, (x, g.get_attr(w))) for w in ("w0", "w1"))
+        g.call_function(aten.relu_.default, (a,))
+        return g.call_function(aten.sub.Tensor, (a, b))
+
+    x = torch.randn(3, 4)
+    gm = drawn(draw, x, w0=torch.randn(4, 5), w1=torch.randn(4, 5))
+    new = applied(MergeParallel(), gm, x)
+    assert called(new) == [
+        "cat",
+        "mm",
+        "split_with_sizes",
+        *["<built-in function getitem>"] * 2,
+        "clone",
+        "relu_",
+        "sub",
+    ] or (called(new).count("clone") == 1)
+
+
+def test_a_view_that_the_strides_do_not_allow_gets_a_copy() -> None:
+    def draw(g: Graph) -> Any:
+        x = g.placeholder("x")
+        a, b = (g.call_function(aten.mm.default, (x, g.get_attr(w))) for w in ("w0", "w1"))
+        flat = g.call_function(aten.view.default, (a, [15]))
+        return (g.call_function(aten.sin.default, (flat,)), g.call_function(aten.cos.default, (b,)))
+
+    x = torch.randn(3, 4)
+    new = applied(MergeParallel(), drawn(draw, x, w0=torch.randn(4, 5), w1=torch.randn(4, 5)), x)
+    assert called(new).count("clone") == 1
+
+
+def test_regions_read_copies_and_keep_their_products() -> None:
+    gm = captured(QKV(), X)
+    inside = dovetail.outline(gm, ["linear", "permute"], kind="projection")
+    new = applied(MergeParallel(), inside, X)
+    assert [f.nodes for f in MergeParallel().explain(inside)] == [("linear_1", "linear_2")]
+    after = dovetail.outline(gm, ["permute", "sin"], kind="tail")
+    new = applied(MergeParallel(), after, X)
+    assert node(new, "linear").target is aten.clone.default
+    dovetail.check(dovetail.inline(new))
+    torch.testing.assert_close(dovetail.inline(new)(X), gm(X))
+
+
+# Other products
+
+
+def test_products_by_matmul_and_addmm_and_through_a_transpose() -> None:
+    def draw(g: Graph) -> Any:
+        x = g.placeholder("x")
+        turned = [g.call_function(aten.t.default, (g.get_attr(w),)) for w in ("w0", "w1")]
+        made = [
+            g.call_function(aten.addmm.default, (g.get_attr(b), x, t))
+            for b, t in zip(("b0", "b1"), turned, strict=True)
+        ]
+        made += [g.call_function(aten.matmul.default, (x, g.get_attr(m))) for m in ("m0", "m1")]
+        return tuple(g.call_function(aten.sin.default, (y,)) for y in made)
+
+    x = torch.randn(3, 4)
+    weights = {"w0": torch.randn(5, 4), "w1": torch.randn(6, 4), "b0": torch.randn(5), "b1": torch.randn(6)}
+    weights |= {"m0": torch.randn(4, 2), "m1": torch.randn(4, 3)}
+    gm = drawn(draw, x, **{k: nn.Parameter(v) for k, v in weights.items()})
+    new = applied(MergeParallel(), gm, x)
+    names = [c for c in called(new) if "getitem" not in c]
+    assert names[:4] == ["cat", "cat", "t", "addmm"] or names[:4] == ["cat", "t", "cat", "addmm"]
+    assert names.count("t") == 1  # the weights are joined as they lie, and turned once
+    assert names.count("matmul") == 1
+    torch.testing.assert_close(gradients(new, [x]), gradients(gm, [x]))
+
+
+def test_weights_that_are_inputs() -> None:
+    gm = captured(
+        lambda x, a, b: (x @ a).sin().sum() + (x @ b).cos().sum(), X, torch.ones(4, 2), torch.ones(4, 3)
+    )
+    new = applied(MergeParallel(materialise=True), gm, X, torch.ones(4, 2), torch.ones(4, 3))
+    assert called(new)[:2] == ["cat", "matmul"]
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_convolutions_of_other_ranks(dims: int) -> None:
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = conv(2, 3, 2, padding="same"), conv(2, 4, 2, padding="same")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat((self.a(x).sin(), self.b(x).cos()), 1)
+
+    x = torch.randn(2, 2, *[4] * dims)
+    assert called(applied(MergeParallel(), captured(Pair(), x), x)).count(f"conv{dims}d") == 1
+
+
+# Refusals
+
+
+class Two(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers])
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "reason"),
+    [
+        ((nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1, stride=2)), (2, 4, 6, 6), "stride: it differs"),
+        ((nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1, padding=1)), (2, 4, 6, 6), "padding: it differs"),
+        ((nn.Conv2d(4, 2, 3), nn.Conv2d(4, 2, 3, dilation=2)), (2, 4, 6, 6), "dilation: it differs"),
+        ((nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 1, groups=2)), (2, 4, 6, 6), "2 groups"),
+        ((nn.ConvTranspose2d(4, 2, 1), nn.ConvTranspose2d(4, 2, 1)), (2, 4, 6, 6), ""),
+        ((nn.Linear(4, 2), nn.Bilinear(4, 4, 2)), (2, 4), ""),
+    ],
+)
+def test_layers_that_differ_are_left_alone(
+    layers: tuple[nn.Module, ...], shape: tuple[int, ...], reason: str
+) -> None:
+    if isinstance(layers[1], nn.Bilinear):
+        bilinear = layers[1]
+
+        class Itself(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = bilinear
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(x, x)
+
+        layers = (layers[0], Itself())
+    assert reason in left_alone(MergeParallel(), captured(Two(*layers), torch.randn(shape)))
+
+
+def test_frozen_weights_are_not_joined_with_trained_ones() -> None:
+    model = Two(nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2))
+    model.layers[1].requires_grad_(False)
+    gm = captured(model, X)
+    taken, left = MergeParallel().explain(gm)
+    assert taken.nodes == ("linear", "linear_2")
+    assert "training of the weight: it differs from 'linear'" in left.reason
+    new = applied(MergeParallel(), gm, X)
+    torch.testing.assert_close(gradients(new, [X]), gradients(gm, [X]))
+    assert MergeParallel(materialise=True).explain(gm)[0].nodes == ("linear", "linear_1", "linear_2")
+
+
+def test_tied_weights_and_weights_used_elsewhere() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x).sin() + self.b(x).cos() + self.a.weight.sum()
+
+    gm = captured(Tied(), X)
+    new = applied(MergeParallel(), gm, X)
+    torch.testing.assert_close(gradients(new, [X]), gradients(gm, [X]))
+    assert len(list(new.parameters())) == 1
+
+
+def test_a_computed_weight_is_no_weight() -> None:
+    reasons = left_alone(
+        MergeParallel(), captured(lambda x: (x @ x.sin()).sum() + (x @ x.cos()).sum(), torch.randn(3, 3))
+    )
+    assert reasons == "its weight is computed, not a parameter; its weight is computed, not a parameter"
+
+
+def test_without_values_nothing_is_merged() -> None:
+    def draw(g: Graph) -> Any:
+        x = g.placeholder("x")
+        a, b = (g.call_function(aten.mm.default, (x, g.get_attr(w))) for w in ("w0", "w1"))
+        return (a, b)
+
+    gm = drawn(draw, w0=torch.randn(4, 5), w1=torch.randn(4, 5))
+    assert "the shapes are not known" in left_alone(MergeParallel(), gm)
+
+
+def test_a_write_or_a_switch_between_the_products_keeps_them_apart() -> None:
+    def draw(g: Graph, way: str) -> Any:
+        x = g.placeholder("x")
+        weights = [g.get_attr(w) for w in ("w0", "w1")]
+        a = g.call_function(aten.mm.default, (x, weights[0]))
+        if way == "value":
+            g.call_function(aten.add_.Tensor, (x, 1.0))
+        elif way == "weight":
+            g.call_function(aten.add_.Tensor, (weights[1], 1.0))
+        elif way == "mode":
+            g.call_function(torch._C._set_grad_enabled, (False,))
+        b = g.call_function(aten.mm.default, (x, weights[1]))
+        if way == "mode":
+            g.call_function(torch._C._set_grad_enabled, (True,))
+        if way == "later":
+            g.call_function(aten.add_.Tensor, (x, 1.0))
+        return (g.call_function(aten.sin.default, (a,)), g.call_function(aten.cos.default, (b,)))
+
+    x, weights = torch.randn(3, 4), {"w0": torch.randn(4, 5), "w1": torch.randn(4, 5)}
+    for way in ("value", "weight", "mode"):
+        reasons = left_alone(MergeParallel(), drawn(lambda g, way=way: draw(g, way), x, **weights))
+        assert "memory is written or a mode is switched between it and 'mm_default'" in reasons
+    assert (
+        called(applied(MergeParallel(), drawn(lambda g: draw(g, "later"), x, **weights), x)).count("mm") == 1
+    )
+
+
+def test_min_branches() -> None:
+    gm = captured(QKV(), X)
+    assert MergeParallel(min_branches=3)(gm) is not gm
+    assert "there are 3 of them, and 4 are wanted" in left_alone(MergeParallel(min_branches=4), gm)
+
+
+def test_a_guard_sees_the_sizes_and_declines_with_a_reason() -> None:
+    seen: list[Sequence[Branch]] = []
+
+    def wide(branches: Sequence[Branch]) -> Decline | None:
+        seen.append(branches)
+        return Decline("too wide") if sum(b.width for b in branches) > 15 else None
+
+    gm = captured(QKV(), X)
+    assert left_alone(MergeParallel(guard=wide), gm) == "too wide"
+    assert [(b.name, b.rows, b.depth, b.width) for b in seen[0]] == [
+        ("linear", 6, 4, 8),
+        ("linear_1", 6, 4, 4),
+        ("linear_2", 6, 4, 4),
+    ]
+    image = captured(Branches(), IMAGE)
+    MergeParallel(guard=wide)(image)
+    assert [(b.rows, b.depth, b.width) for b in seen[-1]] == [(50, 3, 2), (50, 3, 3), (50, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("guard", "words"),
+    [
+        (lambda b: b.nothing, "could not ask its guard about linear, linear_1"),
+        (lambda b: False, "returned False"),
+    ],
+)
+def test_a_guard_that_fails_is_an_error(guard: Any, words: str) -> None:
+    gm = captured(QKV(), X)
+    before = dovetail.text(gm)
+    with pytest.raises(PassError, match=words):
+        MergeParallel(guard=guard)(gm)
+    assert dovetail.text(gm) == before
+
+
+def test_the_default_guard_declines_only_what_is_large_in_every_way() -> None:
+    def branch(rows: int | None, depth: int | None, width: int) -> Branch:
+        return Branch("a", "aten.linear.default", rows, depth, width, torch.float32, torch.device("cpu"))
+
+    assert pays([branch(512, 2048, 2048), branch(512, 2048, 512)]) is None
+    assert pays([branch(1 << 20, 64, 64), branch(1 << 20, 64, 64)]) is None
+    assert pays([branch(None, 4096, 4096), branch(None, 4096, 4096)]) is None
+    assert pays([branch(16384, 4096, 4096), branch(16384, 4096, 64)]) is None
+    declined = pays([branch(16384, 4096, 4096), branch(16384, 4096, 1024)])
+    assert declined is not None
+    assert "16384 rows" in declined.reason
+
+
+def test_fuel_stops_after_so_many() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(QKV() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([block(x * (i + 1.0)) for i, block in enumerate(self.blocks)])
+
+    gm = captured(Deep(), X)
+    for fuel in (0, 1, 2, 3):
+        new = MergeParallel(fuel=fuel)(gm)
+        assert called(new).count("split_with_sizes") == fuel
+        torch.testing.assert_close(new(X), gm(X))
+    reasons = [f.reason for f in MergeParallel(fuel=2).explain(gm)]
+    assert reasons == ["", "", "the fuel of 2 is spent"]

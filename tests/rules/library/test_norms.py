@@ -1,0 +1,267 @@
+"""Norms in the spellings of the libraries that people take them from, alone and after a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dovetail
+from dovetail.rules.library.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    dropout_add_layer_norm,
+    layer_norm,
+    rms_norm,
+)
+from tests.rules.library.helpers import candidates, found, graph_of, member_names, refused, why
+
+W = 16
+X, R = torch.randn(2, 3, W), torch.randn(2, 3, W)
+WEIGHT, BIAS = torch.randn(W), torch.randn(W)
+EPS = 1e-6
+Norm = Callable[..., Tensor]
+
+
+def llama(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + EPS)).to(x.dtype)
+
+
+def t5(x: Tensor, weight: Tensor) -> Tensor:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return weight * (x * torch.rsqrt(variance + EPS)).to(weight.dtype)
+
+
+def olmo(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPS)
+    return (weight * wide).to(x.dtype)
+
+
+def gemma(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return (wide * (1.0 + weight.float())).to(x.dtype)
+
+
+def plain(x: Tensor, weight: Tensor) -> Tensor:
+    return x / torch.sqrt(torch.mean(x * x, dim=-1, keepdim=True) + EPS) * weight
+
+
+def operator(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (W,), weight, EPS)
+
+
+RMS = [llama, t5, olmo, gemma, plain, operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spelled", RMS, ids=lambda f: f.__name__)
+def test_rms_norm(spelled: Norm, dtype: torch.dtype) -> None:
+    assert found(rms_norm, spelled, X.to(dtype), WEIGHT.to(dtype)) == {"eps": EPS}
+
+
+@pytest.mark.parametrize("spelled", RMS, ids=lambda f: f.__name__)
+def test_rms_norm_of_a_sum(spelled: Norm) -> None:
+    def summed(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return spelled(residual + x, weight)
+
+    assert found(add_rms_norm, summed, X, R, WEIGHT) == {"eps": EPS}
+
+
+def test_rms_norm_as_a_module_and_without_a_weight() -> None:
+    assert found(rms_norm, nn.RMSNorm(W, eps=1e-3), X) == {"eps": 1e-3}
+    assert found(rms_norm, nn.RMSNorm(W), X) == {"eps": None}
+    assert found(rms_norm, lambda x: F.rms_norm(x, (W,), eps=0.1), X) == {"eps": 0.1}
+    assert found(rms_norm, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5), X) == {"eps": 0.5}
+
+
+def test_rms_norm_at_any_rank() -> None:
+    for x in (torch.randn(W), torch.randn(3, W), torch.randn(2, 3, 4, W)):
+        found(rms_norm, llama, x, WEIGHT)
+
+
+def test_the_sum_comes_out_too() -> None:
+    def layer(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return llama(total, weight), total * 2
+
+    graph = graph_of(layer, (X, R, WEIGHT))
+    match = candidates(add_rms_norm, graph)[0]
+    fused = dovetail.outline(graph, member_names(graph, match), kind=match.kind, escapes=match.escapes)
+    (region,) = dovetail.regions(fused)
+    assert len(region.outputs) == 2
+    assert all(torch.equal(a, b) for a, b in zip(fused(X, R, WEIGHT), layer(X, R, WEIGHT), strict=True))
+
+
+RMS_REFUSED: dict[str, tuple[Norm, str]] = {
+    "mean over rows": (
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS)),
+        "where the pattern has",
+    ),
+    "a sum, not a mean": (lambda x, w: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)), ""),
+    "cubed": (lambda x, w: w * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS)), "3 where the pattern has 2"),
+    "another value is scaled": (lambda x, w: w * ((x + 1) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)), ""),
+    "eps inside the square": (lambda x, w: w * (x * torch.rsqrt((x + EPS).pow(2).mean(-1, keepdim=True))), ""),
+}
+
+
+@pytest.mark.parametrize("name", RMS_REFUSED)
+def test_what_is_no_rms_norm(name: str) -> None:
+    spelled, reason = RMS_REFUSED[name]
+    missed = refused(rms_norm, spelled, X, WEIGHT)
+    assert not reason or any(reason in r.reason for r in missed)
+
+
+def test_a_norm_that_is_rounded_elsewhere_is_another() -> None:
+    def rounded(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).to(x.dtype) + EPS)).to(x.dtype)
+
+    refused(rms_norm, rounded, X.bfloat16(), WEIGHT.bfloat16())
+    found(rms_norm, rounded, X, WEIGHT)
+
+
+def test_a_bias_is_no_residual() -> None:
+    reason = why(add_rms_norm, lambda x, b, w: llama(x + b, w), X, BIAS, WEIGHT)
+    assert "differ in rank" in reason
+
+
+def bert(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    spread = (x - mean).pow(2).mean(-1, keepdim=True)
+    return weight * ((x - mean) / torch.sqrt(spread + EPS)) + bias
+
+
+def by_variance(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    spread = x.var(dim=-1, keepdim=True, unbiased=False)
+    return (x - x.mean(dim=-1, keepdim=True)) * torch.rsqrt(spread + EPS) * weight + bias
+
+
+def by_moments(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    spread = (x**2).mean(-1, keepdim=True) - mean**2
+    return (x - mean) * torch.rsqrt(spread + EPS) * weight + bias
+
+
+def wide(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    y = x.float()
+    y = y - y.mean(-1, keepdim=True)
+    y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + EPS)
+    return weight * y.to(x.dtype) + bias
+
+
+def layer_operator(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (W,), weight, bias, EPS)
+
+
+LAYER = [bert, by_variance, by_moments, wide, layer_operator]
+
+
+@pytest.mark.parametrize("spelled", LAYER, ids=lambda f: f.__name__)
+def test_layer_norm(spelled: Norm) -> None:
+    assert found(layer_norm, spelled, X, WEIGHT, BIAS) == {"eps": EPS}
+
+
+@pytest.mark.parametrize("spelled", [wide, layer_operator], ids=lambda f: f.__name__)
+def test_layer_norm_in_low_precision(spelled: Norm) -> None:
+    found(layer_norm, spelled, X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16())
+
+
+@pytest.mark.parametrize("spelled", LAYER, ids=lambda f: f.__name__)
+def test_layer_norm_of_a_sum(spelled: Norm) -> None:
+    found(add_layer_norm, lambda x, r, w, b: spelled(x + r, w, b), X, R, WEIGHT, BIAS)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.LayerNorm(W), nn.LayerNorm(W, bias=False), nn.LayerNorm(W, elementwise_affine=False), nn.LayerNorm((3, W))],
+    ids=["affine", "no bias", "bare", "two dimensions"],
+)
+def test_layer_norm_as_a_module(module: nn.Module) -> None:
+    assert found(layer_norm, module, X) == {"eps": 1e-5}
+
+
+LAYER_REFUSED: dict[str, tuple[Norm, str]] = {
+    "unbiased": (
+        lambda x, w, b: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + EPS) * w + b,
+        "True where the pattern has False",
+    ),
+    "eps outside the root": (
+        lambda x, w, b: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, unbiased=False, keepdim=True) + EPS) + b,
+        "",
+    ),
+    "another mean": (
+        lambda x, w, b: (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, False, keepdim=True) + EPS) * w + b,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_REFUSED)
+def test_what_is_no_layer_norm(name: str) -> None:
+    spelled, reason = LAYER_REFUSED[name]
+    missed = refused(layer_norm, spelled, X, WEIGHT, BIAS)
+    assert not reason or any(reason in r.reason for r in missed)
+
+
+class Block(nn.Module):
+    """The end of a BERT layer; the bias of its product may be added apart."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(W, eps=EPS), nn.Dropout(0.25)
+        self.bias = nn.Parameter(torch.randn(W)) if bias else None
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        y = x if self.bias is None else x + self.bias
+        return self.norm(self.drop(y) + residual)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_dropout_add_layer_norm(mode: str) -> None:
+    dropout = 0.25 if mode == "train" else 0.0
+    told = found(dropout_add_layer_norm, Block(bias=True).train(mode == "train"), X, R)
+    assert told == {"eps": EPS, "dropout": dropout}
+
+
+def test_dropout_add_layer_norm_without_a_bias() -> None:
+    assert found(dropout_add_layer_norm, Block(bias=False).train(), X, R)["dropout"] == 0.25
+    graph = graph_of(Block(bias=False).eval(), (X, R))
+    assert not candidates(dropout_add_layer_norm, graph)
+    assert candidates(add_layer_norm, graph)
+
+
+def test_three_streams_are_no_bias() -> None:
+    def summed(x: Tensor, y: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x + y + residual, (W,), weight, bias)
+
+    assert "it is no bias" in why(dropout_add_layer_norm, summed, X, R, X, WEIGHT, BIAS)
+
+
+def test_dropout_after_the_sum_is_another_thing() -> None:
+    def after(x: Tensor, b: Tensor, r: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(F.dropout(x + b + r, 0.25), (W,), w)
+
+    refused(dropout_add_layer_norm, after, X, BIAS, R, WEIGHT)
+
+
+@pytest.mark.parametrize("rule", [rms_norm, add_rms_norm, layer_norm, add_layer_norm], ids=lambda r: r.name)
+def test_with_sizes_that_are_not_known(rule: Any) -> None:
+    summed = rule.name.startswith("add")
+    layer = rule.name.endswith("layer_norm")
+
+    def normed(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = x + r if summed else x
+        return bert(y, w, b) if layer else llama(y, w)
+
+    size = torch.export.Dim("size", min=2)
+    shapes = ({0: size}, {0: size}, None, None)
+    graph = dovetail.capture(normed, (X, R, WEIGHT, BIAS), dynamic_shapes=shapes)
+    assert candidates(rule, graph)
