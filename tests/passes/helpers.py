@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 import dovetail
+from dovetail.graph.commuting import base_name
 from dovetail.graph.module import Program, copy_graph, rebuild
 from dovetail.passes.base import Finding, Pass
 from dovetail.passes.changes import same_graph
@@ -27,10 +28,7 @@ def captured(model: Callable[..., Any], *inputs: Any, **options: Any) -> GraphMo
 
 def called(gm: GraphModule) -> list[str]:
     """The operations of a graph by name, in order, without what only fetches or returns."""
-    skipped = ("placeholder", "get_attr", "output")
-    return [
-        str(n.target).removeprefix("aten.").partition(".")[0] for n in gm.graph.nodes if n.op not in skipped
-    ]
+    return [base_name(n) for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
 
 
 def node(gm: GraphModule, name: str) -> Node:

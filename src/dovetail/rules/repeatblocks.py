@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from dovetail.rules.repeatline import Line
@@ -116,37 +116,41 @@ def plan(line: Line, block: Block) -> list[Step]:
     return steps
 
 
-def follow(line: Line, model: Block, steps: Sequence[Step], root: int) -> tuple[list[int], Step | None]:
-    """Places that correspond to those of `model` if `root` is to be its last operation, -1 where there is none.
+def follow(
+    line: Line, model: Block, steps: Sequence[Step], root: int, *, to_the_end: bool = False
+) -> tuple[dict[int, int], Step | None]:
+    """Places that correspond to those of `model` if `root` is its last operation, by index in it.
 
-    Returns also the first step that led nowhere.
+    Returns also the first step that led nowhere, and stops there if it need not go `to_the_end`.
     """
-    labels = line.labels
-    last = model.index(max(model))
-    found = [-1] * len(model)
-    found[last] = root
+    found = {model.index(max(model)) if not steps else steps[0].known: root}
     taken = {root}
     failed: Step | None = None
     for step in steps:
-        at = found[step.known]
-        if at < 0:
+        at = found.get(step.known)
+        if at is None:
             continue
-        wanted = labels[model[step.found]]
-        if step.forward:
-            # By way of arguments everything else was found: few blocks have such an operation at all.
-            readers = [q for part, q, slot in line.uses[at] if (part, slot) == (step.part, step.slot)]
-            other = next((q for q in readers if q < len(line) and labels[q] == wanted and q not in taken), -1)
-        else:
-            value = line.reads[at][step.slot]
-            other = line.place[value]
-            if other >= 0 and (labels[other] != wanted or line.part[value] != step.part):
-                other = -1
-        if other < 0:
-            failed = failed or step
-        else:
+        other = _reached(line, line.labels[model[step.found]], step, at, taken)
+        if other >= 0:
             found[step.found] = other
             taken.add(other)
+            continue
+        failed = failed or step
+        if not to_the_end:
+            break
     return found, failed
+
+
+def _reached(line: Line, label: int, step: Step, at: int, taken: Set[int]) -> int:
+    if step.forward:
+        for part, q, slot in line.uses[at]:
+            is_it = (part, slot) == (step.part, step.slot) and q < len(line) and line.labels[q] == label
+            if is_it and q not in taken:
+                return q
+        return -1
+    value = line.reads[at][step.slot]
+    other = line.place[value]
+    return other if other >= 0 and line.labels[other] == label and line.part[value] == step.part else -1
 
 
 @dataclass(slots=True)

@@ -43,8 +43,8 @@ def beside(line: Line, family: Family, taken: Set[int]) -> list[Miss]:
         compared += 1
         if compared > _COMPARED or len(found) >= _TOLD:
             break
-        places, failed = follow(line, model, steps, root)
-        there = tuple(q for q in places if q >= 0 and q not in taken)
+        places, failed = follow(line, model, steps, root, to_the_end=True)
+        there = tuple(q for q in places.values() if q not in taken)
         if 2 * len(there) < len(model):
             continue
         miss = _miss(line, model, places, failed, taken)
@@ -54,7 +54,7 @@ def beside(line: Line, family: Family, taken: Set[int]) -> list[Miss]:
 
 
 def _miss(
-    line: Line, model: Block, places: list[int], failed: Step | None, taken: Set[int]
+    line: Line, model: Block, places: dict[int, int], failed: Step | None, taken: Set[int]
 ) -> tuple[str, int] | None:
     """What keeps the places from being a block like `model`, and where; None if nothing does."""
     if failed is not None:
@@ -71,11 +71,11 @@ def _miss(
             wanted = _called(line, model[failed.found])
             return f"'{_name(line, at)}' reads '{value}' where the others read the result of {wanted}", at
         return difference(line, model[failed.found], other), other
-    gone = next((q for q in places if q in taken), None)
+    gone = next((q for q in places.values() if q in taken), None)
     if gone is not None:
         return f"'{_name(line, gone)}' is part of another block", gone
-    block = tuple(places)
-    if len(set(block)) < len(block) or wiring(line, block) != wiring(line, model):
+    block = tuple(places[k] for k in sorted(places))
+    if len(set(block)) < len(model) or wiring(line, block) != wiring(line, model):
         return "its operations are the same but read one another, or what is outside, in another way", block[
             0
         ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 # Of each width, as many kinds of stretches are looked at more closely as could matter.
-_KINDS = 64
+_KINDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Names:
         self.earlier: list[
             list[tuple[int, int]]
         ] = []  # by level: places, and how far back their name last was
+        self._places: dict[int, dict[int, list[int]]] = {}
         names, width = list(sequence), 1
         while names:
             again = _seen_before(names)
@@ -78,7 +79,12 @@ class Names:
         """Every place where the `length` items from `start` on occur, in order."""
         k = min(length.bit_length(), len(self.levels)) - 1
         names, width = self.levels[k], 1 << k
-        found = [i for i, name in enumerate(names) if name == names[start] and i + length <= self.count]
+        if k not in self._places:
+            by_name: dict[int, list[int]] = {}
+            for i, name in enumerate(names):
+                by_name.setdefault(name, []).append(i)
+            self._places[k] = by_name
+        found = [i for i in self._places[k][names[start]] if i + length <= self.count]
         for offset in (*range(width, length - width, width), length - width):
             found = [i for i in found if names[i + offset] == names[start + offset]]
         return found
@@ -88,15 +94,16 @@ class Names:
 
         What covers most comes first.
         """
-        found: dict[tuple[int, int], Stretch] = {}
+        found: dict[int, dict[int, Stretch]] = {}
         for k in range(min(least.bit_length(), len(self.levels)) - 1, len(self.levels)):
             for start, distance, covered in self._best(k, least):
-                rows = (s for s in found.values() if s.distance == distance)
-                if any(s.start <= start < s.start + s.length and s.covered >= covered for s in rows):
-                    continue
-                stretch = self._widest(start, distance, covered)
-                found[stretch.start, distance] = stretch
-        return sorted(found.values(), key=lambda s: (-s.covered, -s.length, s.start, s.distance))
+                rows = found.setdefault(distance, {})
+                known = (s for s in rows.values() if s.start <= start < s.start + s.length)
+                if not any(s.covered >= covered for s in known):
+                    stretch = self._widest(start, distance, covered)
+                    rows[stretch.start] = stretch
+        every = [stretch for rows in found.values() for stretch in rows.values()]
+        return sorted(every, key=lambda s: (-s.covered, -s.length, s.start, s.distance))
 
     def _best(self, k: int, least: int) -> list[tuple[int, int, int]]:
         """The first of each kind of stretch that windows of one width make up, where and how far back, with

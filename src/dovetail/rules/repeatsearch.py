@@ -21,7 +21,7 @@ from dovetail.rules.repeatline import Line
 from dovetail.rules.repeatruns import Names, Stretch
 
 # Stretches that are worked out fully before the best of them are taken, and how often what is left is looked at.
-_TRIED = 128
+_TRIED = 512
 _PASSES = 16
 # Borders of a row that are weighed, and of these the ones that blocks are made of.
 _BORDERS = 16
@@ -183,12 +183,12 @@ class Sight:
         for root in self.by_label.get(line.labels[max(model)], ()):
             if root in taken or self.effort < 0:
                 continue
-            self.effort -= len(model)
-            places, failed = follow(line, model, steps, root)
-            block = tuple(places)
-            if failed is not None or not taken.isdisjoint(block) or not self.taken.isdisjoint(block):
+            places, _ = follow(line, model, steps, root)
+            self.effort -= len(places)
+            block = tuple(places[k] for k in sorted(places))
+            if len(set(block)) < len(model) or not (taken.isdisjoint(block) and self.taken.isdisjoint(block)):
                 continue
-            if len(set(block)) == len(block) and wiring(line, block) == shape:
+            if wiring(line, block) == shape:
                 made.append(block)
                 taken.update(block)
         return made
@@ -215,8 +215,7 @@ class Sight:
         if start == 0 or self.line.labels[start - 1] != self.line.labels[start + length - 1]:
             return False
         model = tuple(range(start, start + length))
-        places, failed = follow(self.line, model, plan(self.line, model), start - 1)
-        return failed is None and min(places) >= 0
+        return len(follow(self.line, model, plan(self.line, model), start - 1)[0]) == length
 
     def _crossing(self, middle: int, period: int) -> tuple[list[int], list[int]]:
         """For each cut of one period the values that cross it, and how many reads they have beyond it.

@@ -64,7 +64,8 @@ RMS = [llama, t5, olmo, gemma, plain, operator]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spelled", RMS, ids=lambda f: f.__name__)
 def test_rms_norm(spelled: Norm, dtype: torch.dtype) -> None:
-    assert found(rms_norm, spelled, X.to(dtype), WEIGHT.to(dtype)) == {"eps": EPS}
+    told = found(rms_norm, spelled, X.to(dtype), WEIGHT.to(dtype))
+    assert told == {"eps": EPS, "offset": 1.0 if spelled is gemma else 0.0}
 
 
 @pytest.mark.parametrize("spelled", RMS, ids=lambda f: f.__name__)
@@ -72,14 +73,14 @@ def test_rms_norm_of_a_sum(spelled: Norm) -> None:
     def summed(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         return spelled(residual + x, weight)
 
-    assert found(add_rms_norm, summed, X, R, WEIGHT) == {"eps": EPS}
+    assert found(add_rms_norm, summed, X, R, WEIGHT)["eps"] == EPS
 
 
 def test_rms_norm_as_a_module_and_without_a_weight() -> None:
-    assert found(rms_norm, nn.RMSNorm(W, eps=1e-3), X) == {"eps": 1e-3}
-    assert found(rms_norm, nn.RMSNorm(W), X) == {"eps": None}
-    assert found(rms_norm, lambda x: F.rms_norm(x, (W,), eps=0.1), X) == {"eps": 0.1}
-    assert found(rms_norm, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5), X) == {"eps": 0.5}
+    assert found(rms_norm, nn.RMSNorm(W, eps=1e-3), X)["eps"] == 1e-3
+    assert found(rms_norm, nn.RMSNorm(W), X)["eps"] is None
+    assert found(rms_norm, lambda x: F.rms_norm(x, (W,), eps=0.1), X)["eps"] == 0.1
+    assert found(rms_norm, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5), X)["eps"] == 0.5
 
 
 def test_rms_norm_at_any_rank() -> None:
@@ -106,9 +107,18 @@ RMS_REFUSED: dict[str, tuple[Norm, str]] = {
         "where the pattern has",
     ),
     "a sum, not a mean": (lambda x, w: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)), ""),
-    "cubed": (lambda x, w: w * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS)), "3 where the pattern has 2"),
-    "another value is scaled": (lambda x, w: w * ((x + 1) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)), ""),
-    "eps inside the square": (lambda x, w: w * (x * torch.rsqrt((x + EPS).pow(2).mean(-1, keepdim=True))), ""),
+    "cubed": (
+        lambda x, w: w * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS)),
+        "3 where the pattern has 2",
+    ),
+    "another value is scaled": (
+        lambda x, w: w * ((x + 1) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)),
+        "",
+    ),
+    "eps inside the square": (
+        lambda x, w: w * (x * torch.rsqrt((x + EPS).pow(2).mean(-1, keepdim=True))),
+        "",
+    ),
 }
 
 
@@ -181,7 +191,12 @@ def test_layer_norm_of_a_sum(spelled: Norm) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [nn.LayerNorm(W), nn.LayerNorm(W, bias=False), nn.LayerNorm(W, elementwise_affine=False), nn.LayerNorm((3, W))],
+    [
+        nn.LayerNorm(W),
+        nn.LayerNorm(W, bias=False),
+        nn.LayerNorm(W, elementwise_affine=False),
+        nn.LayerNorm((3, W)),
+    ],
     ids=["affine", "no bias", "bare", "two dimensions"],
 )
 def test_layer_norm_as_a_module(module: nn.Module) -> None:
@@ -194,11 +209,15 @@ LAYER_REFUSED: dict[str, tuple[Norm, str]] = {
         "True where the pattern has False",
     ),
     "eps outside the root": (
-        lambda x, w, b: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, unbiased=False, keepdim=True) + EPS) + b,
+        lambda x, w, b: (
+            w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, unbiased=False, keepdim=True) + EPS) + b
+        ),
         "",
     ),
     "another mean": (
-        lambda x, w, b: (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, False, keepdim=True) + EPS) * w + b,
+        lambda x, w, b: (
+            (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, False, keepdim=True) + EPS) * w + b
+        ),
         "",
     ),
 }

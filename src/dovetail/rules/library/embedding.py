@@ -83,10 +83,11 @@ def embedding_rms_norm(
     padding: Any = Const(1),
     dropout: Any = Const(0.1202),
     eps: Any = Const(0.0303),
+    offset: Any = Const(1.0404),
 ) -> Tensor:
     """The root-mean-square norm of rows of a table; the rows are returned too where they are used again."""
     rows = optional(torch.embedding(table, ids, padding), lambda r: r + added)
-    return rms_normalised(optional(rows, lambda r: F.dropout(r, dropout)), weight, eps)
+    return rms_normalised(optional(rows, lambda r: F.dropout(r, dropout)), weight, eps, offset)
 
 
 @embedding_layer_norm.guard

@@ -22,6 +22,11 @@ def _eps(match: Match) -> dict[str, Any]:
     return {"eps": match.literals.get("eps")}
 
 
+def eps_and_offset(match: Match) -> dict[str, Any]:
+    """What is said of an RMS norm: `offset` is what is added to its weight."""
+    return {"eps": match.literals.get("eps"), "offset": match.literals.get("offset", 0.0)}
+
+
 def _eps_and_dropout(match: Match) -> dict[str, Any]:
     return {"eps": match.literals.get("eps"), "dropout": match.literals.get("dropout", 0.0)}
 
@@ -31,7 +36,7 @@ def square(x: Tensor) -> Tensor:
     return either(lambda: x.pow(2), lambda: x * x, lambda: x.square())
 
 
-def rms_normalised(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
+def rms_normalised(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor:
     """x / rms(x), perhaps times a weight: the operator, or its steps with float32 or without on the way."""
 
     def by_hand() -> Tensor:
@@ -44,10 +49,10 @@ def rms_normalised(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
             lambda: x * torch.rsqrt(spread),
         )
         return either(
+            # Gemma's weights are kept as the difference from one.
+            lambda: ((weight.to(scaled.dtype) + offset) * scaled).to(x.dtype),
             lambda: weight * scaled.to(x.dtype),
             lambda: (weight * scaled).to(x.dtype),
-            # Gemma's weights are kept as the difference from one.
-            lambda: ((1.0 + weight.to(scaled.dtype)) * scaled).to(x.dtype),
             lambda: scaled.to(x.dtype),
         )
 
@@ -91,16 +96,28 @@ def layer_norm_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Te
     )
 
 
-@known(kind="rms_norm", needs=_RMS, says=_eps, examples=[(_X, _WEIGHT)])
-def rms_norm(x: Tensor, weight: Tensor, eps: Any = Const(0.0303)) -> Tensor:
+@known(kind="rms_norm", needs=_RMS, says=eps_and_offset, examples=[(_X, _WEIGHT)])
+def rms_norm(x: Tensor, weight: Tensor, eps: Any = Const(0.0303), offset: Any = Const(1.0404)) -> Tensor:
     """A root-mean-square norm over the last dimension, or over those of its weight."""
-    return rms_normalised(x, weight, eps)
+    return rms_normalised(x, weight, eps, offset)
 
 
-@known(kind="add_rms_norm", needs=f"add {_RMS}", says=_eps, escapes="output", examples=[(_X, _X, _WEIGHT)])
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Any = Const(0.0303)) -> Tensor:
+@known(
+    kind="add_rms_norm",
+    needs=f"add {_RMS}",
+    says=eps_and_offset,
+    escapes="output",
+    examples=[(_X, _X, _WEIGHT)],
+)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: Any = Const(0.0303),
+    offset: Any = Const(1.0404),
+) -> Tensor:
     """A sum of two streams and its root-mean-square norm; the sum is returned too where it is used again."""
-    return rms_normalised(x + residual, weight, eps)
+    return rms_normalised(x + residual, weight, eps, offset)
 
 
 @known(kind="layer_norm", needs=_LAYER, says=_eps, examples=[(_X, _WEIGHT, _WEIGHT)])

@@ -1,0 +1,234 @@
+"""Planning and outlining with `groups` and `capability` against copying the same FX graph, and against peers.
+
+    python -m benchmarks.fuse [--nodes 1000 10000 100000] [--repeat 3] [--peer-nodes 1000] [--tvm PYTHON]
+
+The floor is `Graph.graph_copy` plus `GraphModule`. Every step is timed with the garbage of the one before collected,
+floor, plan and outline in turns; medians of `--repeat` turns. A plan starts from the graph alone. Peers are torch's
+CapabilityBasedPartitioner and replace_pattern, at sizes they survive, and TVM's FuseOps and FuseOpsByPattern on the
+same programs, if `tvm` can be imported by this Python or by the one given with `--tvm`; each in a process of its own,
+for one of them ends in a stack overflow. Prints a table; `make` targets may keep it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, replace_pattern
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+import dovetail
+from benchmarks.outline import floor, machine, timed
+from benchmarks.programs import PROGRAMS, Program
+from benchmarks.shapes import Sketch
+from dovetail.rules.capability import capability
+from dovetail.rules.groups import groups
+from dovetail.rules.rule import Candidate, Rule
+from dovetail.rules.scene import Scene
+
+aten = torch.ops.aten
+RULES: dict[str, Rule] = {
+    "groups": groups(),
+    "capability": capability(lambda node: node.target is not aten.mm.default, "taken"),
+}
+_LONGEST = 600
+
+
+def drawn(program: Program, *, distinct: bool) -> GraphModule:
+    """A program as an FX graph with the meta that exporters put on nodes."""
+    sketch = Sketch(distinct=distinct)
+    x, w = sketch.input("x"), sketch.input("w")
+    made: list[Node] = []
+    for op, reads in program:
+        given = [x if i < 0 else made[i] for i in reads]
+        made.append(sketch.call(aten.mm.default, given[0], w) if op == "mm" else sketch.op(*given))
+    return sketch.finish(made[-1])[0]
+
+
+def plan(gm: GraphModule, rule: Rule) -> list[dovetail.Request]:
+    """Everything a rule proposes for a graph, from the graph alone, as requests."""
+    scene = Scene(gm)
+    nodes = scene.nodes
+    found: list[dovetail.Request] = []
+    for c in rule.propose(scene):
+        if isinstance(c, Candidate):
+            policies = c.escapes
+            if not isinstance(policies, str):
+                policies = {nodes[i]: how for i, how in policies.items()}
+            found.append(dovetail.Request([nodes[i] for i in c.members], c.kind, escapes=policies))
+    return found
+
+
+def measure(shape: str, nodes: int, rule: str, *, distinct: bool, repeat: int) -> dict[str, Any]:
+    gm = drawn(PROGRAMS[shape](nodes), distinct=distinct)
+    times: dict[str, list[float]] = {"floor": [], "plan": [], "outline": []}
+    requests: list[dovetail.Request] = []
+    for _ in range(repeat):
+        times["floor"].append(timed(lambda: floor(gm))[0])
+        seconds, requests = timed(lambda: plan(gm, RULES[rule]))
+        times["plan"].append(seconds)
+        times["outline"].append(timed(lambda requests=requests: dovetail.outline(gm, requests))[0])
+    row: dict[str, Any] = {k: statistics.median(v) for k, v in times.items()}
+    count = len(gm.graph.nodes)
+    row |= {"shape": shape, "rule": rule, "bodies": "distinct" if distinct else "equal", "nodes": count}
+    row |= {"regions": len(requests), "ratio": (row["plan"] + row["outline"]) / row["floor"]}
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = "| shape | rule | bodies | nodes | regions | floor s | plan s | µs per node | outline s | ratio | growth¹ |"
+    lines = [head, "|---" * 11 + "|"]
+    before: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        last = before.get((row["shape"], row["rule"], row["bodies"]))
+        growth = f"{row['ratio'] / last['ratio']:.2f}" if last else ""
+        cells = [row["shape"], row["rule"], row["bodies"], f"{row['nodes']:,}", f"{row['regions']:,}"]
+        cells += [f"{row['floor']:.2f}", f"{row['plan']:.2f}", f"{row['plan'] / row['nodes'] * 1e6:.1f}"]
+        cells += [f"{row['outline']:.2f}", f"{row['ratio']:.2f}", growth]
+        lines.append("| " + " | ".join(cells) + " |")
+        before[row["shape"], row["rule"], row["bodies"]] = row
+    lines.append("")
+    lines.append(
+        "ratio: plan and outline together to the floor; ¹ its growth from the row above of the same kind"
+    )
+    return "\n".join(lines)
+
+
+class _Supported(OperatorSupportBase):
+    def is_node_supported(self, submodules: Any, node: Node) -> bool:
+        return node.op == "call_function" and node.target is not aten.mm.default
+
+
+def partitioned(gm: GraphModule) -> GraphModule:
+    """torch's partitioner: propose and fuse, on a graph that it may edit."""
+    partitioner = CapabilityBasedPartitioner(gm, _Supported(), allows_single_node_partition=False)
+    return partitioner.fuse_partitions(partitioner.propose_partitions())
+
+
+def replaced(gm: GraphModule) -> None:
+    """torch's replace_pattern with two operations in a row, on a graph that it may edit."""
+
+    def pattern(x: torch.Tensor) -> torch.Tensor:
+        return aten.mul.Tensor(aten.mul.Tensor(x, 2.0), 2.0)
+
+    def replacement(x: torch.Tensor) -> torch.Tensor:
+        return aten.mul.Tensor(x, 4.0)
+
+    replace_pattern(gm, pattern, replacement)
+
+
+def peers(shape: str, nodes: int, *, torch_too: bool, python: str | None) -> dict[str, Any]:
+    program = PROGRAMS[shape](nodes)
+    gm = drawn(program, distinct=False)
+    row: dict[str, Any] = {"shape": shape, "nodes": len(gm.graph.nodes)}
+    steps: list[tuple[str, Callable[[GraphModule], Any]]] = [
+        ("partitioner", partitioned),
+        ("replace_pattern", replaced),
+    ]
+    for name, step in steps if torch_too else ():
+        copy = floor(gm)
+        row[name] = timed(lambda copy=copy, step=step: step(copy))[0]
+    if python is not None:
+        row |= _tvm(python, shape, nodes)
+    return row
+
+
+def _tvm(python: str, shape: str, nodes: int) -> dict[str, Any]:
+    command = [python, "-m", "benchmarks.fuse_tvm", shape, str(nodes)]
+    here = Path(__file__).parent.parent
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=here, timeout=_LONGEST, check=False)
+    except subprocess.TimeoutExpired:
+        return {"FuseOps": f"over {_LONGEST} s"}
+    found: dict[str, Any] = {}
+    for line in ran.stdout.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    for name in ("FuseOps", "FuseOpsByPattern"):
+        if name not in found and ran.returncode:
+            found[name] = "crashed"
+            break
+    return found
+
+
+def peer_table(rows: list[dict[str, Any]], ours: dict[tuple[str, str, int], dict[str, Any]]) -> str:
+    names = ("partitioner", "replace_pattern", "FuseOps", "FuseOpsByPattern")
+    head = "| shape | nodes | groups: plan | + outline | capability: plan | + outline | torch partitioner "
+    lines = [head + "| torch replace_pattern | TVM FuseOps | TVM FuseOpsByPattern |", "|---" * 10 + "|"]
+    for row in rows:
+        cells = [row["shape"], f"{row['nodes']:,}"]
+        for rule in RULES:
+            own = ours.get((row["shape"], rule, row["nodes"]))
+            cells += [f"{own['plan']:.3f}", f"{own['plan'] + own['outline']:.3f}"] if own else ["", ""]
+        for name in names:
+            value = row.get(name, "")
+            cells.append(value if isinstance(value, str) else f"{value:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.append("")
+    lines.append("seconds; empty: not run at this size")
+    return "\n".join(lines)
+
+
+def _tvm_python(given: str | None) -> str | None:
+    if given is not None:
+        return given
+    return sys.executable if importlib.util.find_spec("tvm") is not None else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--shapes", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--peer-nodes", type=int, default=1_000, help="largest graph that torch's peers are given"
+    )
+    parser.add_argument("--tvm", help="a Python that can import tvm, if this one cannot")
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for shape in options.shapes:
+        for rule in options.rules:
+            for distinct in (False, True):
+                for nodes in sorted(options.nodes):
+                    row = measure(shape, nodes, rule, distinct=distinct, repeat=options.repeat)
+                    rows.append(row)
+                    _tell(
+                        f"{shape:14} {rule:10} {row['bodies']:8} {row['nodes']:>7,}: {row['ratio']:.2f} x the floor"
+                    )
+    python = _tvm_python(options.tvm)
+    if python is None:
+        _tell("tvm is not installed here (extra `bench`): its columns stay empty; --tvm names another Python")
+    ours = {(r["shape"], r["rule"], r["nodes"]): r for r in rows if r["bodies"] == "equal"}
+    others: list[dict[str, Any]] = []
+    for shape in options.shapes:
+        for nodes in sorted(options.nodes):
+            others.append(peers(shape, nodes, torch_too=nodes <= options.peer_nodes, python=python))
+            _tell(f"{shape:14} {nodes:>7,}: peers done")
+    report = f"{table(rows)}\n\n{peer_table(others, ours)}\n\n{machine()}\n"
+    print(report)
+    if options.write:
+        options.write.write_text(
+            f"# Planning and outlining against copying the FX graph, and against peers\n\n{report}"
+        )
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

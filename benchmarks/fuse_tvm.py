@@ -1,0 +1,90 @@
+"""TVM's FuseOps and FuseOpsByPattern on one program: prints seconds as JSON. Run by benchmarks.fuse, one at a time.
+
+python -m benchmarks.fuse_tvm chain 10000
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from benchmarks.programs import PROGRAMS, Program
+
+
+def lowered(program: Program) -> Any:
+    """The program as calls of primitive functions, which is what FuseOps takes."""
+    from tvm import relax, te, topi
+
+    kind = relax.TensorType((16, 16), "float32") if hasattr(relax, "TensorType") else None
+    kind = kind or relax.TensorStructInfo((16, 16), "float32")
+    builder = relax.BlockBuilder()
+    made = {}
+    for name, inputs, compute in (
+        ("mul", 1, lambda a: topi.multiply(a, a)),
+        ("add", 2, topi.add),
+        ("mm", 2, topi.matmul),
+    ):
+        given = [te.placeholder((16, 16), name=f"a{i}") for i in range(inputs)]
+        function = te.create_prim_func([*given, compute(*given)])
+        made[name] = builder.add_func(function.with_attr("tir.noalias", True), name)
+    x, w = relax.Var("x", kind), relax.Var("w", kind)
+    with builder.function("main", [x, w]):
+        with builder.dataflow():
+            values = []
+            for op, reads in program:
+                given = [x if i < 0 else values[i] for i in reads]
+                if op == "mm":
+                    given.append(w)
+                values.append(builder.emit(relax.call_tir(made[op], given, kind)))
+            out = builder.emit_output(values[-1])
+        builder.emit_func_output(out)
+    return relax.transform.AnnotateTIROpPattern()(builder.get())
+
+
+def spelled(program: Program) -> Any:
+    """The program as high-level operators, which is what patterns are about."""
+    from tvm import relax
+
+    kind = relax.TensorType((16, 16), "float32") if hasattr(relax, "TensorType") else None
+    kind = kind or relax.TensorStructInfo((16, 16), "float32")
+    builder = relax.BlockBuilder()
+    x, w = relax.Var("x", kind), relax.Var("w", kind)
+    with builder.function("main", [x, w]):
+        with builder.dataflow():
+            values = []
+            for op, reads in program:
+                given = [x if i < 0 else values[i] for i in reads]
+                if op == "mm":
+                    made = relax.op.matmul(given[0], w)
+                else:
+                    made = relax.op.add(*given) if op == "add" else relax.op.multiply(given[0], given[0])
+                values.append(builder.emit(made))
+            out = builder.emit_output(values[-1])
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+def main() -> int:
+    from tvm import relax
+    from tvm.relax.dpl import is_op, wildcard
+
+    shape, nodes = sys.argv[1], int(sys.argv[2])
+    program = PROGRAMS[shape](nodes)
+    module = lowered(program)
+    start = time.perf_counter()
+    relax.transform.FuseOps()(module)
+    found = {"FuseOps": time.perf_counter() - start}
+    print(json.dumps(found), flush=True)
+    first = is_op("relax.multiply")(wildcard(), wildcard())
+    second = is_op("relax.multiply")(first, first)
+    module = spelled(program)
+    start = time.perf_counter()
+    relax.transform.FuseOpsByPattern([("two", second)])(module)
+    print(json.dumps({"FuseOpsByPattern": time.perf_counter() - start}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
