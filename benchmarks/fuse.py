@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node, replace_pattern
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
@@ -46,6 +47,8 @@ _LONGEST = 600
 def drawn(program: Program, *, distinct: bool) -> GraphModule:
     """A program as an FX graph with the meta that exporters put on nodes."""
     sketch = Sketch(distinct=distinct)
+    with FakeTensorMode():
+        sketch.value = torch.empty(16, 16)
     x, w = sketch.input("x"), sketch.input("w")
     made: list[Node] = []
     for op, reads in program:

@@ -14,7 +14,7 @@ from dovetail.errors import InvalidArgument, UnknownNode
 from dovetail.outlining.record import call_of, walk
 from dovetail.outlining.requests import is_projection
 from dovetail.rules.modules import matches_path
-from dovetail.rules.modulestack import frame, stack_of
+from dovetail.rules.modulestack import frame
 
 Wish = Node | str | Callable[[Node], bool]
 _GLOB = frozenset("*?[")
@@ -120,10 +120,14 @@ class _Place:
         """The operations of each module, by its path."""
         found: dict[str, list[str]] = {}
         for node in self.nodes:
-            if node.op in _NO_OPERATION:
-                continue
-            for path in module_paths(node):
-                found.setdefault(path, []).append(node.name)
+            if node.op not in _NO_OPERATION:
+                leaf = node.op == "call_module" and call_of(node.meta) is None
+                for path in _module_paths(node.meta, cast("str", node.target) if leaf else ""):
+                    found.setdefault(path, []).append(node.name)
+        for call in self.calls:
+            for member in walk(call):
+                for path in _module_paths(member.meta):
+                    found.setdefault(path, []).append(member.name)
         return found
 
     def find(self, which: str, item: Any) -> Asked:
@@ -179,16 +183,15 @@ class _Place:
                 ) from error
             if wanted:
                 chosen.append(frozenset([node.name]))
-        if which == "must" and not chosen:
+        if which == "must" and not chosen and not self.calls:
             raise InvalidArgument(f"must: the predicate {label} holds for no operation of this graph.")
         return Asked(f"{which}={label}", groups=tuple(chosen))
 
 
-def module_paths(node: Node) -> list[str]:
-    """The paths of the modules that an operation came from, outermost first."""
-    found = [frame(key, entry).path for key, entry in stack_of(node).items()]
-    if node.op == "call_module" and call_of(node.meta) is None:
-        found.append(cast("str", node.target))
+def _module_paths(meta: Mapping[str, Any], leaf: str = "") -> list[str]:
+    """The paths of the modules that an operation came from, and of the one it calls."""
+    stack = cast("Mapping[str, Any]", meta.get("nn_module_stack") or {})
+    found = [*(frame(key, entry).path for key, entry in stack.items()), leaf]
     return [path for path in dict.fromkeys(found) if path]
 
 

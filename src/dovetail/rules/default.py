@@ -4,4 +4,5 @@ from dovetail.rules.groups import groups
 from dovetail.rules.library import ALL
 from dovetail.rules.rule import RuleSet
 
-DEFAULT = RuleSet(ALL, groups())
+# What a kind is known by stays in sight: groups do not take well-known regions in.
+DEFAULT = RuleSet(ALL, groups(grows=False))

@@ -30,11 +30,13 @@ class Grouping:
     group, `owner` the anchor that an operation follows, -1 if none.
     """
 
-    def __init__(self, scene: Scene, name: str, kind: str, min_size: int, nests: bool) -> None:
-        self.scene, self.kind, self.nests = scene, kind, nests
+    def __init__(
+        self, scene: Scene, name: str, kind: str, min_size: int, nests: bool, grows: bool = True
+    ) -> None:
+        self.scene, self.kind, self.nests, self.grows = scene, kind, nests, grows
         self.on = ground(scene)
         self.classes = classify(scene)
-        self.closed = closed(scene, kind, nests)
+        self.closed = closed(scene, kind, nests, grows)
         # What takes no producer in.
         self.shut = [shut or c >= _ANCHOR for shut, c in zip(self.closed, self.classes, strict=True)]
         self.weight = [1] * len(scene.nodes)
@@ -250,7 +252,9 @@ class Grouping:
         if early == late or (self.group[early] == self.group[late]):
             return []
         nodes, classes = self.scene.nodes, self.classes
-        found = [r for i in (early, late) if (r := why_closed(self.scene, self.kind, self.nests, i))]
+        found = [
+            r for i in (early, late) if (r := why_closed(self.scene, self.kind, self.nests, i, self.grows))
+        ]
         if late in self.on.readers[early]:
             return found or self._why_apart(early, late, self.group)
         for i in (early, late):

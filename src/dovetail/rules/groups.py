@@ -18,6 +18,7 @@ def groups(
     priority: int = -10,
     min_size: int = 2,
     nests: bool = False,
+    grows: bool = True,
 ) -> Rule:
     """A rule for classic vertical fusion by op classes and post-dominators.
 
@@ -26,9 +27,10 @@ def groups(
     which nothing fuses. An anchor is followed by elementwise work of its shape, and takes no producer in. Of
     several anchors that one operation could follow, the deepest takes it. A group returns one value; an operation
     that would stay alone, for some of its readers do not fuse with it, is cloned into the one group that does, if
-    redoing it is cheap. Groups of nothing but views are not made.
+    redoing it is cheap. Groups of nothing but views are not made. Regions of other kinds are taken in by the class of
+    what they compute, unless `grows` is off; with `nests`, those of its own kind too.
     """
-    return Groups(kind, name, priority, min_size, nests)
+    return Groups(kind, name, priority, min_size, nests, grows)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Groups(Rule):
     priority: int = -10
     min_size: int = 2
     nests: bool = False
+    grows: bool = True
 
     def __post_init__(self) -> None:
         require_rule(self.name, self.kind, self.priority, min_size=(self.min_size, 1))
@@ -66,4 +69,4 @@ class Groups(Rule):
         return plan.why_not(early, late)
 
     def _plan(self, scene: Scene) -> Grouping:
-        return Grouping(scene, self.name, self.kind, self.min_size, self.nests)
+        return Grouping(scene, self.name, self.kind, self.min_size, self.nests, self.grows)

@@ -65,8 +65,11 @@ def _ground(scene: Scene) -> Ground:
     return Ground(home, parts, readers, listed)
 
 
-def closed(scene: Scene, kind: str, nests: bool) -> list[bool]:
-    """Which positions a rule of a kind may not take: what is barred, regions of the kind, what is no operation."""
+def closed(scene: Scene, kind: str, nests: bool, grows: bool = True) -> list[bool]:
+    """Which positions a rule of a kind may not take: what is barred, regions of the kind, what is no operation.
+
+    A rule that does not grow leaves all regions alone.
+    """
     found = [node.op in ("placeholder", "get_attr", "output") for node in scene.nodes]
     home = ground(scene).home
     for i in scene.barred:
@@ -76,14 +79,13 @@ def closed(scene: Scene, kind: str, nests: bool) -> list[bool]:
         # A part that waits for an effect which its tuple does not wait for cannot be one with it.
         if any(not set(effects.get(p, ())) <= set(effects.get(unit, ())) for p in parts):
             found[unit] = True
-    if not nests:
-        for i, call in scene.calls.items():
-            if call.identity.kind == kind:
-                found[i] = True
+    for i, call in scene.calls.items():
+        if not grows or (not nests and call.identity.kind == kind):
+            found[i] = True
     return found
 
 
-def why_closed(scene: Scene, kind: str, nests: bool, position: int) -> str:
+def why_closed(scene: Scene, kind: str, nests: bool, position: int, grows: bool = True) -> str:
     """The reason for the same of one position, "" if it may be taken."""
     node = scene.nodes[position]
     if node.op in ("placeholder", "get_attr", "output"):
@@ -92,6 +94,8 @@ def why_closed(scene: Scene, kind: str, nests: bool, position: int) -> str:
         return f"'{node.name}' may not be taken: {scene.barred[position]}"
     if not nests and scene.kind_of(position) == kind:
         return f"'{node.name}' is a region of kind '{kind}' already"
+    if not grows and position in scene.calls:
+        return f"'{node.name}' is a region, and regions are left as they are"
     return ""
 
 

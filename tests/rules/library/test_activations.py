@@ -1,0 +1,199 @@
+"""Softmax, GELU, sigmoid and hard sigmoid, as operators and as people write them out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dovetail.rules.library.activations import gelu, hard_sigmoid, sigmoid, softmax
+from tests.rules.library.helpers import candidates, found, graph_of, refused, why
+
+X = torch.randn(2, 3, 8)
+Step = Callable[[Tensor], Tensor]
+
+
+def by_maximum(x: Tensor) -> Tensor:
+    top = torch.max(x, dim=-1, keepdim=True)[0]
+    powers = torch.exp(x - top)
+    return powers / torch.sum(powers, dim=-1, keepdim=True)
+
+
+def by_amax(x: Tensor) -> Tensor:
+    powers = (x - x.amax(dim=2, keepdim=True)).exp()
+    return powers / powers.sum(2, keepdim=True)
+
+
+def bare(x: Tensor) -> Tensor:
+    return x.exp() / x.exp().sum(-1, keepdim=True)
+
+
+def bare_once(x: Tensor) -> Tensor:
+    powers = x.exp()
+    return powers.div(powers.sum(-1, True))
+
+
+SOFTMAX: list[Step] = [
+    by_maximum,
+    by_amax,
+    bare_once,
+    nn.Softmax(dim=-1),
+    lambda x: F.softmax(x, dim=-1),
+    lambda x: x.softmax(2),
+    lambda x: torch.softmax(x, 2),
+]
+
+
+@pytest.mark.parametrize("spelled", SOFTMAX)
+def test_softmax(spelled: Step) -> None:
+    assert found(softmax, spelled, X) == {"dim": 2}
+
+
+def test_softmax_over_another_dimension() -> None:
+    assert found(softmax, lambda x: x.softmax(0), X) == {"dim": 0}
+    assert found(softmax, lambda x: (x - x.amax(1, True)).exp() / (x - x.amax(1, True)).exp().sum(1, True), X) == {
+        "dim": 1
+    }
+
+
+def test_softmax_in_float32() -> None:
+    low = X.bfloat16()
+    assert found(softmax, lambda x: F.softmax(x, -1, dtype=torch.float32).to(x.dtype), low) == {"dim": 2}
+    assert found(softmax, lambda x: F.softmax(x.float(), -1).to(x.dtype), low) == {"dim": 2}
+
+
+SOFTMAX_REFUSED: dict[str, Step] = {
+    "maximum over another dimension": lambda x: (x - x.amax(1, True)).exp()
+    / (x - x.amax(1, True)).exp().sum(-1, True),
+    "sum over another dimension": lambda x: by_part(x, 1),
+    "powers of something else": lambda x: (x - x.amax(-1, True)).exp() / x.sum(-1, True),
+    "minimum taken off": lambda x: (x - x.amin(-1, True)).exp() / x.amin(-1, True).exp().sum(-1, True),
+}
+
+
+def by_part(x: Tensor, dim: int) -> Tensor:
+    powers = (x - x.amax(-1, True)).exp()
+    return powers / powers.sum(dim, True)
+
+
+@pytest.mark.parametrize("name", SOFTMAX_REFUSED)
+def test_what_is_no_softmax(name: str) -> None:
+    missed = refused(softmax, SOFTMAX_REFUSED[name], X)
+    assert any(r.matched >= 2 for r in missed)
+
+
+def new_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def cubed_gelu(x: Tensor) -> Tensor:
+    return x * (0.5 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))))
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def cdf_gelu(x: Tensor) -> Tensor:
+    return x * (0.5 * (1 + torch.erf(0.70710678 * x)))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+GELU: list[tuple[Step, str]] = [
+    (new_gelu, "tanh"),
+    (fast_gelu, "tanh"),
+    (cubed_gelu, "tanh"),
+    (nn.GELU(approximate="tanh"), "tanh"),
+    (erf_gelu, "none"),
+    (cdf_gelu, "none"),
+    (nn.GELU(), "none"),
+    (F.gelu, "none"),
+    (quick_gelu, "sigmoid"),
+]
+
+
+@pytest.mark.parametrize(("spelled", "approximate"), GELU)
+def test_gelu(spelled: Step, approximate: str) -> None:
+    assert found(gelu, spelled, X) == {"approximate": approximate}
+
+
+def test_gelu_of_transformers() -> None:
+    activations = pytest.importorskip("transformers.activations")
+    for name, approximate in (("gelu_new", "tanh"), ("gelu_fast", "tanh"), ("gelu_python", "none"), ("quick_gelu", "sigmoid")):
+        assert found(gelu, activations.ACT2FN[name], X) == {"approximate": approximate}
+
+
+GELU_REFUSED: dict[str, tuple[Step, str]] = {
+    "another factor": (
+        lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))),
+        "0.8 where 0.7978846 is meant",
+    ),
+    "another cubic": (
+        lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.04 * x**3))),
+        "0.04 where 0.044715 is meant",
+    ),
+    "a silu": (lambda x: x * torch.sigmoid(x * 1.0), "1.0 where 1.702 is meant"),
+    "not halved": (lambda x: x * 0.7 * (1 + torch.erf(x / math.sqrt(2))), "0.7 where the pattern has 0.5"),
+    "of two values": (lambda x: 0.5 * x * (1 + torch.erf((x + 1) / math.sqrt(2))), ""),
+}
+
+
+@pytest.mark.parametrize("name", GELU_REFUSED)
+def test_what_is_no_gelu(name: str) -> None:
+    spelled, reason = GELU_REFUSED[name]
+    assert reason in why(gelu, spelled, X)
+
+
+SIGMOID: list[Step] = [
+    lambda x: 1 / (1 + torch.exp(-x)),
+    lambda x: 1.0 / (torch.exp(-x) + 1.0),
+    lambda x: (1 + (-x).exp()).reciprocal(),
+    lambda x: x.exp() / (1 + x.exp()),
+    lambda x: 0.5 * (torch.tanh(0.5 * x) + 1),
+    lambda x: (torch.tanh(x / 2) + 1) / 2,
+]
+
+
+@pytest.mark.parametrize("spelled", SIGMOID)
+def test_sigmoid(spelled: Step) -> None:
+    assert found(sigmoid, spelled, X) == {}
+
+
+def test_what_is_no_sigmoid() -> None:
+    refused(sigmoid, lambda x: 1 / (1 + torch.exp(x)), X)
+    assert "2 where the pattern has 1" in why(sigmoid, lambda x: 1 / (2 + torch.exp(-x)), X)
+    refused(sigmoid, lambda x: torch.tanh(x) * 0.5 + 0.5, X)
+
+
+HARD: list[Step] = [
+    lambda x: F.relu6(x + 3) / 6,
+    lambda x: (x + 3).clamp(0, 6) / 6,
+    lambda x: torch.clamp(x + 3.0, min=0.0, max=6.0) * (1 / 6),
+    lambda x: F.hardtanh(x + 3, 0.0, 6.0) / 6.0,
+    lambda x: (x / 6 + 0.5).clamp(0, 1),
+    lambda x: (0.1666667 * x + 0.5).clamp(0, 1),
+    nn.Hardsigmoid(),
+    F.hardsigmoid,
+]
+
+
+@pytest.mark.parametrize("spelled", HARD)
+def test_hard_sigmoid(spelled: Step) -> None:
+    assert found(hard_sigmoid, spelled, X) == {}
+
+
+def test_what_is_no_hard_sigmoid() -> None:
+    assert "it has 0.2 where 0.1666667 is meant" in why(hard_sigmoid, lambda x: (0.2 * x + 0.5).clamp(0, 1), X)
+    assert "where the pattern has" in why(hard_sigmoid, lambda x: (x + 3).clamp(0, 5) / 6, X)
+    assert not candidates(hard_sigmoid, graph_of(lambda x: F.relu6(x) / 6, (X,)))
