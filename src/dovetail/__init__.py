@@ -1,6 +1,6 @@
 """Operator fusion as a graph-to-graph step of its own for PyTorch."""
 
-from dovetail import rules
+from dovetail import rules as rules
 from dovetail.errors import (
     CallMismatch,
     CaptureError,
@@ -104,6 +104,5 @@ __all__ = [
     "outline",
     "regions",
     "rule",
-    "rules",
     "text",
 ]

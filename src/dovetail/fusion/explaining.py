@@ -130,10 +130,11 @@ def _homes(a: _Place, b: _Place) -> Iterator[str]:
 def _dependence(scene: Scene, a: _Place, b: _Place) -> list[str]:
     index = scene.index
     early, late = sorted((a.position, b.position))
-    between = index.between([early, late])
+    ends = [_with_parts(scene, i) for i in (early, late)]
+    between = index.between(ends[0] | ends[1])
     if not between:
-        return [] if index.reaches(early, late) else _unconnected(scene, early, late)
-    chain = _through(scene, early, late, between)
+        return [] if index.reaches(early, late) else _unconnected(scene, ends[0], ends[1])
+    chain = _through(scene, ends[0], ends[1], between)
     names = [scene.nodes[i].name for i in chain]
     shown = " -> ".join(names if len(names) <= 12 else [*names[:8], f"({len(names) - 10} more)", *names[-2:]])
     many = f" with all {len(between)} operations between them" if len(between) > 1 else f" with '{names[1]}'"
@@ -148,27 +149,34 @@ def _dependence(scene: Scene, a: _Place, b: _Place) -> list[str]:
     return found
 
 
-def _through(scene: Scene, early: int, late: int, between: set[int]) -> list[int]:
+def _with_parts(scene: Scene, position: int) -> set[int]:
+    """An operation with the parts of the tuple it makes: they go wherever it goes."""
+    parts = {scene.index.position[u] for u in scene.nodes[position].users if is_projection(u)}
+    return {position, *parts}
+
+
+def _through(scene: Scene, early: set[int], late: set[int], between: set[int]) -> list[int]:
     """A chain from one to the other by way of something else, even where they are direct neighbours."""
     index = scene.index
-    came = {i: early for i in index.after[early] if i in between}
+    came = {j: i for i in sorted(early) for j in index.after[i] if j in between}
     queue = list(came)
     for i in queue:
         for j in index.after[i]:
-            if j == late:
-                chain = [late, i]
-                while chain[-1] != early:
+            if j in late:
+                chain = [j, i]
+                while chain[-1] not in early:
                     chain.append(came[chain[-1]])
                 return chain[::-1]
             if j in between and j not in came:
                 came[j] = i
                 queue.append(j)
-    return [early, late]
+    return [min(early), min(late)]
 
 
-def _unconnected(scene: Scene, early: int, late: int) -> list[str]:
+def _unconnected(scene: Scene, early: set[int], late: set[int]) -> list[str]:
     index = scene.index
-    common = [j for j in index.data[early] if j in set(index.data[late])]
+    read = {j for i in late for j in index.data[i]}
+    common = [j for i in sorted(early) for j in index.data[i] if j in read]
     if common:
         names = ", ".join(f"'{scene.nodes[j].name}'" for j in common[:4])
         return [f"neither reads the other's result; both read {names}: only a rule for siblings joins such."]

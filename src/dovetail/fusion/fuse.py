@@ -33,7 +33,7 @@ from dovetail.rules.limits import Limits
 from dovetail.rules.rule import Rule, RuleSet
 from dovetail.rules.scene import Scene
 
-_LOG = logging.getLogger("dovetail.fusion")
+_LOG = logging.getLogger(__name__)
 _OUT_OF_FUEL = "the fuel was used up"
 _MOST_WHYS = 8
 

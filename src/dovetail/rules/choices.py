@@ -26,6 +26,7 @@ class Const:
 
     @property
     def has_example(self) -> bool:
+        """Whether an example was given."""
         return self.example is not ...
 
     def __repr__(self) -> str:

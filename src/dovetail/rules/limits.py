@@ -30,6 +30,7 @@ class Limits:
 
     @property
     def unlimited(self) -> bool:
+        """Whether there is no limit at all."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
 

@@ -23,22 +23,27 @@ class Value:
 
     @property
     def name(self) -> str:
+        """The name of its node."""
         return self.node.name
 
     @property
     def dtype(self) -> torch.dtype:
+        """Its dtype; TypeError if it is no tensor, as for the next three."""
         return self._tensor.dtype
 
     @property
     def shape(self) -> torch.Size:
+        """Its sizes; some may be symbols."""
         return self._tensor.shape
 
     @property
     def ndim(self) -> int:
+        """How many dimensions it has."""
         return self._tensor.dim()
 
     @property
     def device(self) -> torch.device:
+        """The device it is on."""
         return self._tensor.device
 
     @property
@@ -58,6 +63,7 @@ class Value:
 
     @property
     def is_parameter(self) -> bool:
+        """Whether it is a parameter of the model."""
         return self.node.op == "get_attr" and isinstance(
             attribute(self.owner, str(self.node.target)), nn.Parameter
         )

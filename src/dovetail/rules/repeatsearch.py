@@ -71,7 +71,7 @@ class Search:
             if family is None:
                 continue
             if not self._is_enough(family):
-                if stretch.in_a_row:
+                if stretch.in_a_row and family.length > 1:
                     self.small.append(family)
                 continue
             tried.append(family)

@@ -46,6 +46,7 @@ class Scene:
 
     @property
     def nodes(self) -> list[Node]:
+        """The nodes of the graph by position."""
         return self.index.nodes
 
     @cached_property

@@ -27,18 +27,23 @@ def close_to(match: Match, name: str, meant: float) -> Decline | None:
     return Decline(f"it has {value!r} where {meant:.7g} is meant")
 
 
-@known(
-    kind="softmax",
-    needs="softmax|_softmax|exp",
-    says=lambda m: {"dim": m["dim"]},
-)
-def softmax(x: Tensor, dim: Any = Const(1)) -> Tensor:
+def _dim(match: Match) -> dict[str, Any]:
+    literals = match.literals
+    return {"dim": literals["dim"] if "dim" in literals else literals["dims"][0]}
+
+
+# Of one element, so that every alternative has one shape whatever the dimension.
+_ONE = torch.empty(1, 1, 1, device="meta")
+
+
+@known(kind="softmax", needs="softmax|_softmax|exp", says=_dim, examples=[(_ONE,)])
+def softmax(x: Tensor, dim: Any = Const(1), dims: Any = Const([1])) -> Tensor:
     """A softmax over one dimension; by hand with or without taking the largest value off first."""
 
     def by_hand() -> Tensor:
-        top = either(lambda: x.amax(dim, keepdim=True), lambda: x.max(dim, keepdim=True).values)
+        top = either(lambda: x.amax(dims, keepdim=True), lambda: x.max(dim, keepdim=True).values)
         powers = either(lambda: torch.exp(x - top), lambda: torch.exp(x))
-        return powers / powers.sum(dim, keepdim=True)
+        return powers / powers.sum(dims, keepdim=True)
 
     return either(
         lambda: torch.softmax(x, dim),
@@ -46,6 +51,14 @@ def softmax(x: Tensor, dim: Any = Const(1)) -> Tensor:
         lambda: torch.softmax(x.float(), dim).to(x.dtype),
         by_hand,
     )
+
+
+@softmax.guard
+def one_dimension_throughout(match: Match) -> Decline | None:
+    dims, dim = match.literals.get("dims"), match.literals.get("dim")
+    if dims is not None and (len(dims) != 1 or dim not in (None, dims[0])):
+        return Decline(f"it sums over {dims}, which is not one dimension throughout")
+    return None
 
 
 def halved(x: Tensor, gate: Tensor) -> Tensor:

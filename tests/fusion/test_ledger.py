@@ -1,0 +1,264 @@
+"""The ledger: what it says, how it travels, and that it stays small."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import dovetail
+from dovetail.errors import InvalidArgument, UnknownNode
+from dovetail.fusion.fuse import fuse
+from dovetail.fusion.ledger import MOST, Ledger, explain
+from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule
+from dovetail.rules.scene import Scene
+from tests.fusion.helpers import Fixed
+from tests.outlining.helpers import drawn, node, trace
+
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+def chain(x: Tensor) -> Tensor:
+    return x.relu().exp().tanh().sigmoid()
+
+
+def example() -> GraphModule:
+    gm = trace(chain)
+    for n in gm.graph.nodes:
+        n.meta["val"] = X
+    rules = [
+        Fixed("wide", "relu exp tanh"),
+        Fixed("pair", "tanh sigmoid", refusals=[("relu exp", "no reason")]),
+    ]
+    return fuse(gm, rules)
+
+
+def test_what_was_accepted_and_what_it_saves() -> None:
+    ledger = explain(example())
+    (entry,) = ledger.accepted
+    assert (entry.region, entry.kind, entry.rule, entry.round) == ("wide_0", "wide", "wide", 1)
+    assert entry.nodes == ("relu", "exp", "tanh")
+    # Two values are neither stored nor loaded.
+    assert (entry.launches_saved, entry.bytes_saved, entry.bytes_recomputed) == (2, 4 * X.nbytes, 0)
+    assert (ledger.launches_saved, ledger.bytes_saved, ledger.rounds) == (2, 4 * X.nbytes, 1)
+
+
+def test_what_was_declined_and_how_far_it_got() -> None:
+    near, lost = explain(example()).declined
+    assert (near.rule, near.nodes, near.reason) == ("pair", ("relu", "exp"), "no reason")
+    assert (near.place, near.matched, near.wanted) == ("exp", 2, 3)
+    assert lost.reason == "'tanh' went to region 'wide_0' (rule 'wide')"
+    assert (lost.nodes, lost.place) == (("tanh", "sigmoid"), "tanh")
+
+
+def test_a_graph_that_was_never_fused_has_an_empty_one() -> None:
+    ledger = explain(trace(chain))
+    assert ledger == Ledger()
+    assert str(ledger) == "nothing was fused, and nothing was declined"
+    with pytest.raises(InvalidArgument, match=r"expected a torch\.fx\.GraphModule"):
+        explain(torch.nn.ReLU())  # type: ignore[arg-type]
+
+
+def test_it_prints_as_a_short_table() -> None:
+    assert str(explain(example())).splitlines() == [
+        "1 region in 1 round",
+        "  kind  rule  regions  launches saved  bytes saved",
+        "  wide  wide        1               2         96 B",
+        "2 times declined",
+        "      1  pair: '…' went to region '…' (rule '…')",
+        "         tanh, sigmoid: 'tanh' went to region 'wide_0' (rule 'wide')",
+        "      1  pair: no reason",
+        "         relu, exp at exp (2 of 3 matched)",
+    ]
+
+
+def test_json_and_back() -> None:
+    ledger = explain(example())
+    text = ledger.to_json()
+    assert json.loads(text)["rounds"] == 1
+    assert Ledger.from_json(text) == ledger
+    for wrong in ("{}", "nonsense", '{"version": 99}', "[]"):
+        with pytest.raises(InvalidArgument):
+            Ledger.from_json(wrong)
+
+
+@pytest.mark.parametrize(
+    "carry",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda gm: pickle.loads(pickle.dumps(gm)),
+        lambda gm: dovetail.outline(gm, ["sigmoid"], kind="s"),
+        lambda gm: dovetail.inline(gm),
+    ],
+)
+def test_it_comes_along_wherever_the_graph_goes(carry: Any) -> None:
+    gm = example()
+    # What was inlined again stays in the history: it tells what was decided, not what is there.
+    assert explain(carry(gm)) == explain(gm)
+
+
+def test_the_text_of_a_graph_does_not_show_it() -> None:
+    gm = example()
+    plain = copy.copy(gm)
+    plain.meta = {k: v for k, v in gm.meta.items() if k != "dovetail.ledger"}
+    assert dovetail.text(plain) == dovetail.text(gm)
+    assert explain(plain) == Ledger()
+
+
+def test_later_fusing_adds_to_it() -> None:
+    first = fuse(trace(chain), Fixed("a", "relu exp"))
+    second = fuse(first, Fixed("b", "tanh sigmoid"))
+    assert [(e.rule, e.round) for e in explain(second).accepted] == [("a", 1), ("b", 2)]
+    assert [e.rule for e in explain(first).accepted] == ["a"]
+    assert explain(fuse(second, Fixed("b", "tanh sigmoid"))).rounds == 2
+
+
+class Many(Rule):
+    """Makes a region of every pair of a long chain, and has a refusal for every operation."""
+
+    name = kind = "many"
+
+    def propose(self, scene: Scene) -> Iterator[Proposal]:
+        plain = [i for i, n in enumerate(scene.nodes) if n.op == "call_function" and n.target is torch.sin]
+        for k in range(0, len(plain) - 1, 2):
+            yield Candidate(self.name, self.kind, (plain[k], plain[k + 1]))
+        for i in plain:
+            yield Refusal(self.name, (i,), f"'{scene.nodes[i].name}' costs {i} bytes", i)
+
+
+def test_it_stays_small_on_large_graphs() -> None:
+    def draw(graph: Any) -> Any:
+        at = graph.placeholder("x")
+        for _ in range(3000):
+            at = graph.call_function(torch.sin, (at,))
+        return at
+
+    ledger = explain(fuse(drawn(draw), Many()))
+    assert len(ledger.accepted) == MOST
+    assert len(ledger.declined) <= MOST
+    assert ledger.saved[0].regions == 1500
+    assert ledger.launches_saved == 1500
+    assert [(r.rule, r.reason, r.count) for r in ledger.refused] == [("many", "'…' costs N bytes", 3000)]
+    assert len(ledger.to_json()) < 300_000
+    assert len(str(ledger).splitlines()) < 12
+
+
+# why_not
+
+
+def diamond(x: Tensor) -> Tensor:
+    a = x.relu()
+    return a.exp() + a.tanh().sin()
+
+
+def why(gm: GraphModule, first: Any, second: Any) -> tuple[str, ...]:
+    return tuple(explain(gm).why_not(first, second))
+
+
+def test_two_that_are_together_already() -> None:
+    gm = example()
+    assert why(gm, "relu", "tanh") == (
+        "they are together already, in region 'wide_0' (kind 'wide', made by rule 'wide' in round 1).",
+    )
+    assert why(gm, "relu", "relu") == ("'relu' is one operation.",)
+
+
+def test_all_reasons_are_told_not_just_the_first() -> None:
+    gm = example()
+    found = why(gm, "tanh", "sigmoid")
+    assert found[0] == (
+        "'tanh' is in region 'wide_0' (kind 'wide', made by rule 'wide' in round 1), and 'sigmoid' is in none."
+    )
+    assert found[1:] == (
+        "rule 'pair' declined both in round 1: 'tanh' went to region 'wide_0' (rule 'wide').",
+    )
+    near = why(gm, "exp", "sigmoid")
+    assert near[1:] == (
+        "rule 'pair' declined 'exp' in round 1, 2 of 3 operations matched: no reason.",
+        "rule 'pair' declined 'sigmoid' in round 1: 'tanh' went to region 'wide_0' (rule 'wide').",
+    )
+    assert str(explain(gm).why_not("tanh", "sigmoid")).startswith("- 'tanh' is in region")
+
+
+def test_two_regions_a_path_and_a_node_for_a_name() -> None:
+    gm = fuse(trace(diamond), [Fixed("a", "relu"), Fixed("b", "add")])
+    assert why(gm, node(gm, "tanh"), node(gm, "sin"))[0].startswith("nothing speaks against it")
+    both = why(gm, "relu", "add")
+    assert both[0] == (
+        "they are in two regions: 'relu' in region 'a_0' (kind 'a', made by rule 'a' in round 1), "
+        "'add' in region 'b_0' (kind 'b', made by rule 'b' in round 1)."
+    )
+    assert both[1] == (
+        "a region of the two alone would depend on itself: relu -> exp -> b_0. "
+        "It would have to be made with all 3 operations between them."
+    )
+
+
+def test_what_lies_between_is_named_before_anything_was_fused() -> None:
+    gm = trace(diamond)
+    assert why(gm, "tanh", "add") == (
+        "a region of the two alone would depend on itself: tanh -> sin -> add. "
+        "It would have to be made with 'sin'.",
+    )
+    assert why(gm, "relu", "exp") == ("nothing speaks against it; no rule has proposed them together.",)
+    assert why(gm, "exp", "tanh") == (
+        "neither reads the other's result; both read 'relu': only a rule for siblings joins such.",
+    )
+    assert why(gm, "exp", "sin") == ("neither depends on the other, and they read nothing in common.",)
+
+
+def test_effects_and_never_are_among_the_reasons() -> None:
+    def draw(graph: Any) -> Any:
+        x = graph.placeholder("x")
+        drawn_ = [graph.call_function(torch.bernoulli, (x,), name=n) for n in ("a", "b", "c")]
+        return tuple(drawn_)
+
+    gm = fuse(drawn(draw), Fixed("p", "a b"), never="c")
+    found = why(gm, "a", "c")
+    assert "'c' may not be taken: never was asked for, by never='c'." in found
+    plain = why(drawn(draw), "a", "c")
+    assert plain == (
+        "a region of the two alone would depend on itself: a -> b -> c. It would have to be made with 'b'.",
+        "the order of effects keeps them apart: 'a' must stay before 'b' (both draw from the random stream).",
+        "the order of effects keeps them apart: 'b' must stay before 'c' (both draw from the random stream).",
+    )
+
+
+class Picky(Fixed):
+    def why_not(self, scene: Scene, first: int, second: int) -> list[str]:
+        if scene.nodes[first].name == "exp":
+            raise LookupError("no table")
+        return [f"'{scene.nodes[second].name}' is not to its taste"]
+
+
+def test_rules_have_their_say_in_this_process() -> None:
+    gm = fuse(trace(chain), Picky("picky"))
+    assert why(gm, "relu", "exp") == ("rule 'picky': 'exp' is not to its taste.",)
+    assert why(gm, "exp", "tanh") == ("rule 'picky': it could not say: LookupError: no table.",)
+    assert why(copy.deepcopy(gm), "relu", "exp") == ("rule 'picky': 'exp' is not to its taste.",)
+    assert why(dovetail.outline(gm, ["tanh"], kind="t"), "relu", "exp")
+    # Rules do not travel in a pickle; what was recorded does.
+    far = pickle.loads(pickle.dumps(gm))
+    assert why(far, "relu", "exp") == ("nothing speaks against it; no rule has proposed them together.",)
+
+
+def test_names_inside_regions_and_names_that_are_not_there() -> None:
+    gm = fuse(trace(chain), [Fixed("inner", "relu exp"), Fixed("outer", "tanh sigmoid")])
+    gm = dovetail.outline(gm, ["inner_0"], kind="around")
+    assert "region 'around_0/inner_0' (kind 'inner'" in why(gm, "relu", "sigmoid")[0]
+    with pytest.raises(UnknownNode, match="Did you mean sigmoid"):
+        explain(gm).why_not("relu", "sigmod")
+    with pytest.raises(UnknownNode, match="a graph's placeholder is not an operation"):
+        explain(gm).why_not("relu", "x")
+    with pytest.raises(InvalidArgument, match="nodes or names"):
+        explain(gm).why_not("relu", 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="not that of a graph at hand"):
+        Ledger.from_json(explain(gm).to_json()).why_not("relu", "exp")
