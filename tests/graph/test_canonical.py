@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import dovetail
 from dovetail import zoo
 from dovetail.graph.canonical import canonicalise
 from dovetail.graph.capture import capture
@@ -262,3 +263,17 @@ def test_time_grows_with_the_graph_and_not_faster() -> None:
 
     small = seconds(500)
     assert seconds(4000) < 8 * small * 3
+
+
+def test_a_conversion_to_the_dtype_of_another_tensor_names_the_dtype() -> None:
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return (x.float() * 2).type_as(x) + 1
+
+    x = torch.randn(3).to(torch.bfloat16)
+    gm = dovetail.capture(normed, (x,))
+    assert "type_as" not in dovetail.text(gm)
+    assert dovetail.text(gm).count("_to_copy") == 2
+    assert torch.equal(gm(x), normed(x))
+    plain = dovetail.capture(normed, (torch.randn(3),))
+    assert "_to_copy" not in dovetail.text(plain)
+    assert "type_as" not in dovetail.text(plain)

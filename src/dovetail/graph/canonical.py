@@ -31,7 +31,7 @@ from dovetail.graph.normalform import (
 _RESHAPE = torch.ops.aten.reshape.default
 _VIEW_NAMES = """
     view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
-    expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
+    expand_as view_as type_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
 """
 _VIEWS = frozenset(_VIEW_NAMES.split())
 _COPIES = frozenset({"cat", "clone", "_to_copy", "lift_fresh_copy"})
@@ -114,6 +114,8 @@ class _Rewriting:
                 self.made[node] = same
             elif self._is_reshape(node):
                 self.made[node] = self._reshaped(node)
+            elif node.target is torch.ops.aten.type_as.default and isinstance(node.meta.get("val"), Tensor):
+                self.made[node] = self._cast(node)
             else:
                 self.made[node] = self._respelled(node)
         self.graph.set_codegen(self.source._codegen)
@@ -170,6 +172,19 @@ class _Rewriting:
         new = self.graph.create_node("call_function", _RESHAPE, (source, sizes), {}, "reshape")
         new.meta = dict(node.meta)
         self.counts["reshapes respelled"] += 1
+        return new
+
+    def _cast(self, node: Node) -> Node:
+        """A conversion that reads another tensor only for its dtype and device, with these written out."""
+        value, source = node.meta["val"], self.made[cast(Node, by_name(node)["self"])]
+        kwargs: dict[str, Any] = {"dtype": value.dtype}
+        was = source.meta.get("val")
+        if not isinstance(was, Tensor) or was.device != value.device:
+            kwargs["device"] = value.device
+        new = self.graph.create_node("call_function", torch.ops.aten._to_copy.default, (source,), kwargs)
+        new.meta = dict(node.meta)
+        new.args, new.kwargs = written(torch.ops.aten._to_copy.default, normalised(new, by_name(new)))
+        self.counts["conversions respelled"] += 1
         return new
 
     def _before_copy(self, operand: Node, node: Node) -> Node | None:
