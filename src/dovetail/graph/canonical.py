@@ -181,7 +181,9 @@ class _Rewriting:
         was = source.meta.get("val")
         if not isinstance(was, Tensor) or was.device != value.device:
             kwargs["device"] = value.device
-        new = self.graph.create_node("call_function", torch.ops.aten._to_copy.default, (source,), kwargs)
+        new = self.graph.create_node(
+            "call_function", torch.ops.aten._to_copy.default, (source,), kwargs, "_to_copy"
+        )
         new.meta = dict(node.meta)
         new.args, new.kwargs = written(torch.ops.aten._to_copy.default, normalised(new, by_name(new)))
         self.counts["conversions respelled"] += 1
