@@ -229,7 +229,7 @@ def _only_operand(node: Node) -> Any:
     if op_name(node.target) != "cat":
         return arguments.get("self", arguments.get("input"))
     tensors = normalised(node, arguments)["tensors"]
-    return tensors[0] if len(tensors) == 1 else None
+    return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else None
 
 
 def _draws(node: Node) -> bool:

@@ -212,6 +212,8 @@ def explicit_sizes(sizes: Any, result: Any) -> list[Any]:
 def _cat(node: Node, arguments: Arguments) -> None:
     """Leave out what concatenating has skipped since the days of one kind of empty tensor: shape (0,)."""
     result = node.meta.get("val")
+    if isinstance(arguments["tensors"], Node):
+        return  # a list that another operator returned
     tensors = list(arguments["tensors"])
     kept = [t for t in tensors if not _is_nothing(value_of(t), result)]
     if kept:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from dovetail.errors import EmptyRegion, EscapingValue
-from dovetail.graph.describe import makes_tuple, nbytes
+from dovetail.graph.describe import makes_tuple, nbytes, same_kind
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
 from dovetail.graph.spellings import traits
@@ -158,6 +158,8 @@ def _weigh(index: Index, members: set[int], position: int) -> tuple[str, str]:
     if isinstance(value, (int, torch.SymInt)):
         return "duplicate", "a size costs nothing to read again"
     if _is_view(index, position):
+        if _may_be_handed_on(index, position):
+            return "output", "what reads it may return the very same tensor"
         return "duplicate", "a view costs nothing to take again"
     if not (traits(node).pointwise if node.op != "call_module" else False):
         return "output", "more than reading and writing to redo"
@@ -176,6 +178,16 @@ def _weigh(index: Index, members: set[int], position: int) -> tuple[str, str]:
 def _is_view(index: Index, position: int) -> bool:
     told = index.dependencies.effects.get(position)
     return told is not None and bool(told.aliases) and not told.looks
+
+
+def _may_be_handed_on(index: Index, position: int) -> bool:
+    """Whether a reader may return the value itself, as `to` and dropout do: a clone would be another object."""
+    found, value = index.dependencies.effects, index.nodes[position].meta.get("val")
+    for user in index.nodes[position].users:
+        told = found.get(index.position[user])
+        if told is not None and told.aliases and told.looks and same_kind(value, user.meta.get("val")):
+            return True
+    return False
 
 
 def _bytes(nodes: list[Node]) -> int | None:

@@ -161,6 +161,14 @@ def complete(index: Index, listed: set[int], label: str) -> set[int]:
             members.update(at[user] for user in node.users if is_projection(user))
         if isinstance(node.target, HigherOrderOperator):
             members.update(at[n] for n in node.all_input_nodes if is_subgraph(root, n))
+    # A sub-graph is no value: it is only ever where the operator is that runs it.
+    members -= {
+        i
+        for i in members
+        if nodes[i].op == "get_attr"
+        and is_subgraph(root, nodes[i])
+        and not any(at[user] in members for user in nodes[i].users)
+    }
     # A part of a tuple stays with what makes the tuple: tuples do not cross a region's border.
     kept = {
         i
