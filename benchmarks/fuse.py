@@ -3,20 +3,23 @@
     python -m benchmarks.fuse [--nodes 1000 10000 100000] [--repeat 3] [--peer-nodes 1000] [--tvm PYTHON]
 
 The floor is `Graph.graph_copy` plus `GraphModule`. Every step is timed with the garbage of the one before collected,
-floor, plan and outline in turns; medians of `--repeat` turns. A plan starts from the graph alone. Peers are torch's
-CapabilityBasedPartitioner and replace_pattern, at sizes they survive, and TVM's FuseOps and FuseOpsByPattern on the
-same programs, if `tvm` can be imported by this Python or by the one given with `--tvm`; each in a process of its own,
-for one of them ends in a stack overflow. Prints a table; `make` targets may keep it.
+floor, plan, outline and fuse in turns, in seconds of the process; medians of `--repeat` turns. A plan starts from the
+graph alone; `fuse` is all of it, the choice and the last round that finds nothing included. Memory is the peak of
+Python's own allocations, measured in a run apart. Peers are torch's CapabilityBasedPartitioner and replace_pattern, at
+sizes they survive, and TVM's FuseOps and FuseOpsByPattern on the same programs, if this Python can import `tvm` or the
+one given with `--tvm` can; each in a process of its own, for one of them ends in a stack overflow.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 import dovetail
-from benchmarks.outline import floor, machine, timed
+from benchmarks.outline import floor, machine, peak_megabytes
 from benchmarks.programs import PROGRAMS, Program
 from benchmarks.shapes import Sketch
 from dovetail.rules.capability import capability
@@ -41,7 +44,15 @@ RULES: dict[str, Rule] = {
     "groups": groups(),
     "capability": capability(lambda node: node.target is not aten.mm.default, "taken"),
 }
-_LONGEST = 600
+_LONGEST = 120
+
+
+def timed(step: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of this process and the result: what else the machine does counts less than on the wall's clock."""
+    gc.collect()
+    start = time.process_time()
+    made = step()
+    return time.process_time() - start, made
 
 
 def drawn(program: Program, *, distinct: bool) -> GraphModule:
@@ -71,37 +82,48 @@ def plan(gm: GraphModule, rule: Rule) -> list[dovetail.Request]:
     return found
 
 
-def measure(shape: str, nodes: int, rule: str, *, distinct: bool, repeat: int) -> dict[str, Any]:
+def measure(
+    shape: str, nodes: int, rule: str, *, distinct: bool, repeat: int, memory: bool
+) -> dict[str, Any]:
     gm = drawn(PROGRAMS[shape](nodes), distinct=distinct)
-    times: dict[str, list[float]] = {"floor": [], "plan": [], "outline": []}
+    times: dict[str, list[float]] = {"floor": [], "plan": [], "outline": [], "fuse": []}
     requests: list[dovetail.Request] = []
     for _ in range(repeat):
         times["floor"].append(timed(lambda: floor(gm))[0])
         seconds, requests = timed(lambda: plan(gm, RULES[rule]))
         times["plan"].append(seconds)
         times["outline"].append(timed(lambda requests=requests: dovetail.outline(gm, requests))[0])
+        times["fuse"].append(timed(lambda: dovetail.fuse(gm, RULES[rule]))[0])
     row: dict[str, Any] = {k: statistics.median(v) for k, v in times.items()}
     count = len(gm.graph.nodes)
     row |= {"shape": shape, "rule": rule, "bodies": "distinct" if distinct else "equal", "nodes": count}
     row |= {"regions": len(requests), "ratio": (row["plan"] + row["outline"]) / row["floor"]}
+    if memory:
+        row["floor MiB"] = peak_megabytes(lambda: floor(gm))
+        row["fuse MiB"] = peak_megabytes(lambda: dovetail.fuse(gm, RULES[rule]))
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = "| shape | rule | bodies | nodes | regions | floor s | plan s | µs per node | outline s | ratio | growth¹ |"
-    lines = [head, "|---" * 11 + "|"]
+    head = "| shape | rule | bodies | nodes | regions | floor s | plan s | µs per node | outline s | ratio¹ | growth² "
+    lines = [head + "| fuse s | ratio | growth² | MiB, floor | fuse |", "|---" * 16 + "|"]
     before: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         last = before.get((row["shape"], row["rule"], row["bodies"]))
-        growth = f"{row['ratio'] / last['ratio']:.2f}" if last else ""
+        whole = row["fuse"] / row["floor"]
+        growth = ["", ""]
+        if last is not None:
+            growth = [f"{row['ratio'] / last['ratio']:.2f}", f"{whole / (last['fuse'] / last['floor']):.2f}"]
         cells = [row["shape"], row["rule"], row["bodies"], f"{row['nodes']:,}", f"{row['regions']:,}"]
         cells += [f"{row['floor']:.2f}", f"{row['plan']:.2f}", f"{row['plan'] / row['nodes'] * 1e6:.1f}"]
-        cells += [f"{row['outline']:.2f}", f"{row['ratio']:.2f}", growth]
+        cells += [f"{row['outline']:.2f}", f"{row['ratio']:.2f}", growth[0]]
+        cells += [f"{row['fuse']:.2f}", f"{whole:.2f}", growth[1]]
+        cells += [f"{row[k]:.0f}" if k in row else "" for k in ("floor MiB", "fuse MiB")]
         lines.append("| " + " | ".join(cells) + " |")
         before[row["shape"], row["rule"], row["bodies"]] = row
     lines.append("")
     lines.append(
-        "ratio: plan and outline together to the floor; ¹ its growth from the row above of the same kind"
+        "¹ plan and outline together to the floor ² growth of the ratio from the row above of the same kind"
     )
     return "\n".join(lines)
 
@@ -198,6 +220,7 @@ def main() -> int:
     parser.add_argument(
         "--peer-nodes", type=int, default=1_000, help="largest graph that torch's peers are given"
     )
+    parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--tvm", help="a Python that can import tvm, if this one cannot")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
@@ -206,7 +229,14 @@ def main() -> int:
         for rule in options.rules:
             for distinct in (False, True):
                 for nodes in sorted(options.nodes):
-                    row = measure(shape, nodes, rule, distinct=distinct, repeat=options.repeat)
+                    row = measure(
+                        shape,
+                        nodes,
+                        rule,
+                        distinct=distinct,
+                        repeat=options.repeat,
+                        memory=not options.no_memory,
+                    )
                     rows.append(row)
                     _tell(
                         f"{shape:14} {rule:10} {row['bodies']:8} {row['nodes']:>7,}: {row['ratio']:.2f} x the floor"

@@ -73,16 +73,16 @@ def main() -> int:
     shape, nodes = sys.argv[1], int(sys.argv[2])
     program = PROGRAMS[shape](nodes)
     module = lowered(program)
-    start = time.perf_counter()
+    start = time.process_time()
     relax.transform.FuseOps()(module)
-    found = {"FuseOps": time.perf_counter() - start}
+    found = {"FuseOps": time.process_time() - start}
     print(json.dumps(found), flush=True)
     first = is_op("relax.multiply")(wildcard(), wildcard())
     second = is_op("relax.multiply")(first, first)
     module = spelled(program)
-    start = time.perf_counter()
+    start = time.process_time()
     relax.transform.FuseOpsByPattern([("two", second)])(module)
-    print(json.dumps({"FuseOpsByPattern": time.perf_counter() - start}), flush=True)
+    print(json.dumps({"FuseOpsByPattern": time.process_time() - start}), flush=True)
     return 0
 
 

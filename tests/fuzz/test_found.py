@@ -279,3 +279,56 @@ def test_views_that_come_in_a_list_do_not_move_across_a_write() -> None:
     with pytest.raises(dovetail.EffectOrder, match="mul_"):
         # autograd forbids the use of such views once their base is written
         dovetail.outline(gm, ["sub", "unbind"], kind="fused")
+
+
+def test_a_view_of_a_view_from_a_list_does_not_move_across_a_write() -> None:
+    def f(x, y):
+        base = x - y
+        part = torch.unbind(base)[0]
+        flat = base.view(-1)
+        turned = torch.permute(part, (0,))
+        base.mul_(0.5)
+        return flat, turned
+
+    gm = traced(f)
+    out = dovetail.outline(gm, ["mul_"], kind="fused")
+    for attempt in (["fused_0", "view"], ["fused_0", "sub"]):
+        # autograd forbids any use of `part` after the write, so `permute` may not come after the call
+        try:
+            made = dovetail.outline(out, attempt, kind="fused")
+        except dovetail.RegionError:
+            continue
+        x, y = inputs()
+        made(x.requires_grad_(), y)
+
+
+def test_the_order_comes_back_around_a_reshape_in_place() -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    parts = call(graph, "parts", torch.ops.aten.split.Tensor, y, 1)
+    part = call(graph, "part", operator.getitem, parts, 1)
+    turned = call(graph, "turned", torch.ops.aten.t_.default, y)
+    call(graph, "wider", operator.getitem, part, (slice(None), None))
+    gelu = call(graph, "gelu", torch.nn.functional.gelu, x)
+    call(graph, "product", torch.matmul, gelu, turned)
+    graph.output(x)
+    gm = GraphModule(nn.Module(), graph)
+
+    out = dovetail.outline(gm, ["turned"], kind="fused")
+    out = dovetail.outline(out, ["product", "fused_0"], kind="fused")
+    same_program(gm, out)
+
+
+def test_a_view_does_not_move_across_a_region_that_reshapes_in_place() -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    turned = call(graph, "turned", torch.ops.aten.t_.default, y)
+    row = call(graph, "row", operator.getitem, y, 0)
+    gelu = call(graph, "gelu", torch.nn.functional.gelu, x)
+    product = call(graph, "product", torch.matmul, gelu, turned)
+    graph.output((row, product))
+    gm = GraphModule(nn.Module(), graph)
+
+    out = dovetail.outline(gm, ["turned"], kind="fused")
+    out = dovetail.outline(out, ["product", "fused_0"], kind="fused")
+    same_program(gm, out)

@@ -27,8 +27,8 @@ PROGRAMS = {
     "memory": 150,
     "world": 120,
     "modules": 80,
-    "sizes": 80,
-    "everything": 120,
+    "sizes": 50,
+    "everything": 80,
     "traced": 15,
 }
 

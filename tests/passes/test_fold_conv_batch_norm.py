@@ -132,7 +132,7 @@ LINE = torch.linspace(-1, 1, 30).reshape(2, 3, 5)
 def test_other_spellings_of_the_norm(target: Any) -> None:
     assert called(applied(FoldConvBatchNorm(), by_hand(target), LINE)) == ["convolution", "relu"]
     assert "the statistics of the batch" in left_alone(FoldConvBatchNorm(), by_hand(target, training=True))
-    assert left_alone(FoldConvBatchNorm(), by_hand(target, written=True)) == "'mean' is written in this graph"
+    assert "is written in this graph" in left_alone(FoldConvBatchNorm(), by_hand(target, written=True))
 
 
 # Refusals

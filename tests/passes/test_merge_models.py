@@ -162,10 +162,10 @@ def test_the_dialect_of_training_graphs() -> None:
     torch.testing.assert_close(new(weights, x), gm(weights, x))
 
 
-@pytest.mark.parametrize("start", range(0, 160, 40))
+@pytest.mark.parametrize("start", range(0, 90, 30))
 def test_random_siblings(start: int) -> None:
     merged = 0
-    for seed in range(start, start + 40):
+    for seed in range(start, start + 30):
         gm, inputs = draw(Random(seed))
         before = dovetail.text(gm)
         step = MergeParallel(materialise=seed % 3 == 0)
@@ -182,7 +182,7 @@ def test_random_siblings(start: int) -> None:
         assert _sharing(got[0]) == _sharing(want[0])
         assert same_graph(step(new), new)
         _expect_true_values(new, inputs)
-    assert merged > 20
+    assert merged > 15
 
 
 def _sharing(results: tuple[Tensor, ...]) -> list[int]:

@@ -69,20 +69,22 @@ def test_frozen_weights_are_not_joined_with_trained_ones() -> None:
     assert MergeParallel(materialise=True).explain(gm)[0].nodes == ("linear", "linear_1", "linear_2")
 
 
-def test_tied_weights_and_weights_used_elsewhere() -> None:
+def test_weights_used_elsewhere_and_products_that_are_equal() -> None:
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, tie: bool) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            self.b.weight = self.a.weight
+            if tie:
+                self.b.weight = self.a.weight
 
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x).sin() + self.b(x).cos() + self.a.weight.sum()
 
-    gm = captured(Tied(), X)
+    gm = captured(Tied(tie=False), X)
     new = applied(MergeParallel(), gm, X)
     torch.testing.assert_close(gradients(new, [X]), gradients(gm, [X]))
-    assert len(list(new.parameters())) == 1
+    reasons = left_alone(MergeParallel(), captured(Tied(tie=True), X))
+    assert "it computes the same as 'linear', and Cleanup makes them one" in reasons
 
 
 def test_a_computed_weight_is_no_weight() -> None:
@@ -169,17 +171,30 @@ def test_a_guard_that_fails_is_an_error(guard: Any, words: str) -> None:
     assert dovetail.text(gm) == before
 
 
-def test_the_default_guard_declines_only_what_is_large_in_every_way() -> None:
-    def branch(rows: int | None, depth: int | None, width: int) -> Branch:
-        return Branch("a", "aten.linear.default", rows, depth, width, torch.float32, torch.device("cpu"))
+def branch(rows: int | None, depth: int | None, width: int, *, joined: int = 0) -> Branch:
+    sizes = (rows, depth, width, torch.float32, torch.device("cpu"))
+    return Branch("a", "aten.linear.default", *sizes, weight_bytes=joined, each_call=bool(joined))
 
+
+def test_the_default_guard_declines_what_is_large_by_itself() -> None:
     assert pays([branch(512, 2048, 2048), branch(512, 2048, 512)]) is None
     assert pays([branch(1 << 20, 64, 64), branch(1 << 20, 64, 64)]) is None
-    assert pays([branch(None, 4096, 4096), branch(None, 4096, 4096)]) is None
+    assert pays([branch(None, 4096, 4096), branch(1 << 20, 4096, 4096)]) is None
     assert pays([branch(16384, 4096, 4096), branch(16384, 4096, 64)]) is None
     declined = pays([branch(16384, 4096, 4096), branch(16384, 4096, 1024)])
     assert declined is not None
-    assert "16384 rows" in declined.reason
+    assert "large enough by itself" in declined.reason
+
+
+def test_the_default_guard_declines_what_costs_more_to_join_than_it_saves() -> None:
+    assert pays([branch(16, 2048, 2048, joined=8 << 20), branch(16, 2048, 2048, joined=8 << 20)]) is None
+    declined = pays([branch(16, 2048, 5632, joined=23 << 20), branch(16, 2048, 5632, joined=23 << 20)])
+    assert declined is not None
+    assert "joining 46 MiB of weights at each call" in declined.reason
+    large = captured(Two(nn.Linear(2048, 1024), nn.Linear(2048, 1536)), torch.randn(1, 2048))
+    assert "materialise=True joins them once" in left_alone(MergeParallel(), large)
+    assert MergeParallel(materialise=True)(large) is not large
+    assert MergeParallel(guard=None)(large) is not large
 
 
 def test_fuel_stops_after_so_many() -> None:

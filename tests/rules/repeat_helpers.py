@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch import Tensor
+from torch.fx import GraphModule, symbolic_trace
 
 import dovetail
 from dovetail import Request
 from dovetail.graph.index import Index
+from dovetail.rules.repeats import repeats
 from dovetail.rules.rule import Candidate, Refusal, Rule
 from dovetail.rules.scene import Scene
+from tests.outlining.helpers import equal
 
 
 def proposed(rule: Rule, gm: GraphModule, **scene: Any) -> tuple[Scene, list[Candidate], list[Refusal]]:
@@ -76,8 +80,7 @@ def same_run(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
     for program in (a, b):
         torch.manual_seed(7)
         results.append(copy.deepcopy(program)(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-    flat = [torch.utils._pytree.tree_leaves(r) for r in results]
-    return len(flat[0]) == len(flat[1]) and all(torch.equal(x, y) for x, y in zip(*flat, strict=True))
+    return equal(*(torch.utils._pytree.tree_leaves(r) for r in results))
 
 
 def relisted(gm: GraphModule, seed: int) -> GraphModule:
@@ -111,3 +114,30 @@ def relisted(gm: GraphModule, seed: int) -> GraphModule:
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def layer(x: Tensor, scale: float = 1.0) -> Tensor:
+    """A residual block of six operations."""
+    h = torch.sin(x) * scale
+    return x + torch.tanh(torch.exp(h) - h)
+
+
+def an_input() -> Tensor:
+    return torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def blocks(function: Callable[..., Any], **options: Any) -> list[list[str]]:
+    """The operations of each candidate, after proof that outlining them all changes nothing and shares a body."""
+    gm = symbolic_trace(function)
+    scene, candidates, _ = proposed(repeats(**options), gm)
+    if candidates:
+        out = dovetail.outline(gm, requests(scene, candidates))
+        dovetail.check(out)
+        assert bodies(out) < len(candidates)
+        assert same_run(gm, out, an_input())
+        assert dovetail.text(dovetail.inline(out)) == dovetail.text(gm)
+    return member_names(scene, candidates)
+
+
+def reasons(function: Callable[..., Any], **options: Any) -> list[str]:
+    return [refusal.reason for refusal in proposed(repeats(**options), symbolic_trace(function))[2]]

@@ -193,6 +193,18 @@ def test_sizes_and_what_is_no_operation_are_opaque() -> None:
     ]
 
 
+def test_what_picks_by_a_mask_is_opaque() -> None:
+    gm, _ = captured(lambda x: x[torch.tensor([1, 0])], (4, 4))
+    assert last(gm) is INJECTIVE
+    graph = Graph()
+    x, mask = graph.placeholder("x"), graph.placeholder("mask")
+    mask.meta["val"] = torch.ones(4, dtype=torch.bool)
+    graph.output(graph.call_function(aten.index.Tensor, (x, [mask])))
+    assert last(GraphModule(nn.Module(), graph)) is OPAQUE
+    assert called(aten.nonzero.default) is OPAQUE
+    assert called(aten.repeat_interleave.Tensor) is OPAQUE
+
+
 def test_parts_of_a_tuple_have_the_class_of_what_made_it() -> None:
     gm, _ = captured(lambda x: x.max(1).values, (4, 4))
     assert classify(Scene(gm))[1:3] == [REDUCTION, REDUCTION]

@@ -191,6 +191,18 @@ def test_a_producer_with_two_readers_that_fuse_is_not_cloned() -> None:
     assert proposed(gm, groups()) == []
 
 
+def test_only_elementwise_work_is_cloned_into_what_follows_an_anchor() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        t = x.transpose(0, 1)
+        return torch.mm(x, w) + torch.exp(t), torch.mm(t, w)
+
+    gm, inputs = captured(function, SQUARE, SQUARE)
+    (group,) = proposed(gm, groups())
+    assert "exp" in group
+    assert "transpose" not in group
+    fused(gm, groups(), *inputs)
+
+
 def test_what_draws_at_random_is_grouped_but_never_cloned() -> None:
     gm, inputs = captured(lambda x: F.dropout(x + 1, 0.5, True) * 2, SQUARE)
     (group,) = proposed(gm, groups())

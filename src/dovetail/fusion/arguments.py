@@ -14,7 +14,10 @@ from dovetail.rules.rule import RuleSet, as_rules
 
 def require_rules(rules: Any) -> RuleSet:
     if rules is None:
-        rules = _default_rules()
+        # The library traces its patterns when it is first asked for.
+        from dovetail.rules import DEFAULT
+
+        rules = DEFAULT
     chosen = as_rules(rules)
     for rule in chosen:
         for name, kind in (("name", str), ("kind", str), ("priority", int)):
@@ -22,15 +25,6 @@ def require_rules(rules: Any) -> RuleSet:
                 label = str(getattr(rule, "name", type(rule).__name__))
                 raise RuleError(label, f"its {name} is not a {kind.__name__}")
     return chosen
-
-
-def _default_rules() -> RuleSet:
-    from dovetail import rules as package
-
-    found: Any = getattr(package, "DEFAULT", None)
-    if found is None:
-        raise InvalidArgument("give the rules to fuse by: fuse(gm, rules).")
-    return cast("RuleSet", found)
 
 
 def require_count(name: str, value: Any, least: int) -> int | None:

@@ -6,15 +6,17 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from dovetail.fusion.cost import NOTHING, Gain
+from dovetail.fusion.contracting import Contraction
+from dovetail.fusion.cost import Gain
 from dovetail.fusion.exact import best_choice
-from dovetail.fusion.legality import Contraction, Loop, describe_loop, finds_way_back, tangled
 from dovetail.fusion.parts import split_at, stages
 from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
-from dovetail.outlining.requests import readers_among, unread
+from dovetail.fusion.taken import Taken, clusters
+from dovetail.fusion.tangles import Loop, describe_loop, finds_way_back, tangled
+from dovetail.outlining.requests import readers_among
 
 # How many candidates of one cluster are weighed against each other exactly.
 _FEW = 24
@@ -65,10 +67,8 @@ class _Chooser:
 
     def __init__(self, planner: Planner) -> None:
         self.planner, self.scene, self.index = planner, planner.scene, planner.scene.index
-        self.accepted: dict[Plan, None] = {}
+        self.taken = Taken(planner.cost, planner.figures)
         self.refused: list[Refused] = []
-        self.owner: dict[int, Plan] = {}
-        self.cloned: dict[int, dict[Plan, None]] = {}
 
     def weighed(self, proposals: Sequence[Proposed]) -> list[Plan]:
         """The plans of candidates; what cannot be a region by itself is refused."""
@@ -112,14 +112,14 @@ class _Chooser:
             free: list[Plan] = []
             again: list[Plan] = []
             for plan in work:
-                winners = self._winners(plan)
+                winners = self.taken.winners(plan)
                 if winners:
                     again.extend(self._lose(plan, winners, lost))
                 elif self._pays(plan):
                     free.append(plan)
-            for cluster in _clusters(free):
+            for cluster in clusters(free):
                 if len(cluster) == 1:
-                    self._accept(cluster[0])
+                    self.taken.accept(cluster[0])
                     chosen.extend(cluster)
                 elif len(cluster) <= _FEW:
                     again.extend(self._exactly(cluster, chosen, lost))
@@ -139,7 +139,7 @@ class _Chooser:
         """Whether no way back to it is near; one that can be cut is left for later."""
         if plan.proposed.candidate.divisible:
             return True
-        loop = finds_way_back(self.index, plan, _NEAR)
+        loop = finds_way_back(self.scene, plan, _NEAR)
         if loop is not None:
             self._refuse_loop(plan, loop)
         return loop is None
@@ -154,24 +154,24 @@ class _Chooser:
                     clashes[j] |= 1 << i
         taken = best_choice([plan.weight for plan in cluster], clashes)
         for i in taken:
-            self._accept(cluster[i])
+            self.taken.accept(cluster[i])
             chosen.append(cluster[i])
         again: list[Plan] = []
         for i, plan in enumerate(cluster):
-            if plan in self.accepted:
+            if plan in self.taken:
                 continue
             winners = [cluster[j] for j in taken if clashes[i] >> j & 1]
             again.extend(self._lose(plan, winners, lost))
         return again
 
     def _greedily(self, cluster: list[Plan], chosen: list[Plan], lost: list[Refused]) -> None:
-        queue: list[tuple[tuple[Any, ...], int, Plan]] = []
+        queue: list[tuple[tuple[Any, ...], int, Plan, Gain]] = []
         sharing: dict[int, list[Plan]] = {}
         served: dict[int, int] = {}
         numbers = itertools.count()
 
         def push(plan: Plan) -> None:
-            heapq.heappush(queue, (plan.strength, next(numbers), plan))
+            heapq.heappush(queue, (plan.strength, next(numbers), plan, plan.bonus))
 
         for plan in cluster:
             push(plan)
@@ -179,10 +179,10 @@ class _Chooser:
                 if not self.planner.figures.free(c):
                     sharing.setdefault(c, []).append(plan)
         while queue:
-            strength, _, plan = heapq.heappop(queue)
-            if plan in self.accepted or strength != plan.strength:
-                continue
-            winners = self._winners(plan)
+            _, _, plan, bonus = heapq.heappop(queue)
+            if plan in self.taken or bonus is not plan.bonus:
+                continue  # it was weighed again since
+            winners = self.taken.winners(plan)
             if winners:
                 for part in self._lose(plan, winners, lost):
                     if self._pays(part):
@@ -190,7 +190,7 @@ class _Chooser:
                 continue
             if not self._possible(plan):
                 continue
-            self._accept(plan)
+            self.taken.accept(plan)
             chosen.append(plan)
             for c in plan.draft.clones & sharing.keys():
                 # Only the last readers of an original are worth more than the others.
@@ -198,30 +198,8 @@ class _Chooser:
                 if len(self.index.nodes[c].users) - served[c] > _LAST:
                     continue
                 for other in sharing[c]:
-                    if other not in self.accepted and self._recost(other):
+                    if other not in self.taken and self.taken.recost(other):
                         push(other)
-
-    def _recost(self, plan: Plan) -> bool:
-        """Count in what a plan saves now that others have clones of what it clones; whether that changed it."""
-        bonus = NOTHING
-        for c in plan.draft.clones:
-            if c in unread(self.index, [p.draft for p in (*self.cloned.get(c, ()), plan)]):
-                bonus = _sum(bonus, self.planner.cost.freed(self.planner.figures, c))
-        changed, plan.bonus = plan.bonus != bonus, bonus
-        return changed
-
-    def _winners(self, plan: Plan) -> list[Plan]:
-        """What was taken before and excludes a plan."""
-        found: dict[Plan, None] = {}
-        for i in plan.members:
-            if i in self.owner:
-                found[self.owner[i]] = None
-            if i in self.cloned:
-                found.update(self.cloned[i])
-        for i in plan.draft.clones:
-            if i in self.owner:
-                found[self.owner[i]] = None
-        return list(found)
 
     def _lose(self, plan: Plan, winners: list[Plan], lost: list[Refused]) -> list[Plan]:
         """What is left of a plan beside the regions that won some of its operations."""
@@ -229,7 +207,7 @@ class _Chooser:
         gone = {i for i in inside if any(i in w.members or i in w.draft.clones for w in winners)}
         gone -= {i for i in plan.draft.clones if not any(i in w.members for w in winners)}
         if plan.proposed.candidate.divisible:
-            parts = self._sorted_in(self.planner.parts(plan, stages(self.scene, inside, gone)))
+            parts = self._sorted_in(self.planner.parts(plan.proposed, stages(self.scene, inside, gone)))
             if parts:
                 return parts
         order = self.scene.order
@@ -240,29 +218,14 @@ class _Chooser:
         lost.append(Refused(plan.proposed, tuple(inside), reason, at, tuple(winners), plan))
         return []
 
-    def _accept(self, plan: Plan) -> None:
-        self.accepted[plan] = None
-        self.owner.update(dict.fromkeys(plan.members, plan))
-        for c in plan.draft.clones:
-            self.cloned.setdefault(c, {})[plan] = None
-
-    def _take_back(self, plan: Plan) -> None:
-        del self.accepted[plan]
-        for i in plan.members:
-            del self.owner[i]
-        for c in plan.draft.clones:
-            del self.cloned[c][plan]
-            if not self.cloned[c]:
-                del self.cloned[c]
-
     # Whether they can all be called
 
     def _sort_out(self, chosen: list[Plan]) -> set[Plan]:
         """Take back what cannot be called at one place beside the rest, the weakest first."""
-        suspects, positions = tangled(self.index, list(self.accepted))
+        new = set(chosen)
+        suspects, positions = tangled(self.index, list(self.taken.plans), new)
         if not suspects:
             return set()
-        new = set(chosen)
         graph = Contraction(self.scene, positions, budget=64 * len(positions) + 10_000)
         for plan in suspects:
             if plan not in new:
@@ -271,23 +234,23 @@ class _Chooser:
         waiting = deque(sorted((p for p in suspects if p in new), key=lambda p: p.strength))
         while waiting:
             plan = waiting.popleft()
-            winners = [] if plan in self.accepted else self._winners(plan)
+            winners = [] if plan in self.taken else self.taken.winners(plan)
             if winners:
                 self._lose(plan, winners, self.refused)
                 continue
             loop = graph.draw_together(plan)
             if loop is None:
-                if plan not in self.accepted:
-                    self._accept(plan)
+                if plan not in self.taken:
+                    self.taken.accept(plan)
                 continue
-            if plan in self.accepted:
-                self._take_back(plan)
+            if plan in self.taken:
+                self.taken.take_back(plan)
                 dropped.add(plan)
             parts: list[Plan] = []
             if plan.proposed.candidate.divisible and loop.chain:
                 reached = graph.draw_together(plan, whole=True)
                 groups = split_at(self.scene, plan.members, reached.reached if reached else ())
-                parts = self._sorted_in(self.planner.parts(plan, groups)) if len(groups) > 1 else []
+                parts = self._sorted_in(self.planner.parts(plan.proposed, groups)) if len(groups) > 1 else []
             if parts:
                 waiting.extendleft(reversed([p for p in parts if self._pays(p)]))
             else:
@@ -301,48 +264,4 @@ class _Chooser:
         self.refused.append(Refused(plan.proposed, members, reason, at, loop.through, plan))
 
     def choice(self) -> Choice:
-        """What was chosen, in an order that no listing can change, each with all that it saves."""
-        accepted = sorted(self.accepted, key=lambda p: (not p.wished, p.places))
-        credited: dict[int, Plan] = {}
-        for plan in accepted:
-            plan.bonus = NOTHING
-            credited.update(dict.fromkeys(plan.draft.clones, plan))
-        for c in unread(self.index, [plan.draft for plan in accepted]):
-            plan = credited[c]
-            plan.bonus = _sum(plan.bonus, self.planner.cost.freed(self.planner.figures, c))
-        return Choice(tuple(accepted), tuple(self.refused))
-
-
-def _sum(a: Gain, b: Gain) -> Gain:
-    return replace(
-        a,
-        bytes_saved=a.bytes_saved + b.bytes_saved,
-        launches_saved=a.launches_saved + b.launches_saved,
-        score=a.score + b.score,
-    )
-
-
-def _clusters(plans: Sequence[Plan]) -> list[list[Plan]]:
-    """Plans that exclude one another, directly or by way of others, together."""
-    parent = list(range(len(plans)))
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    claimed: dict[int, int] = {}
-    for n, plan in enumerate(plans):
-        for i in plan.members:
-            other = claimed.setdefault(i, n)
-            if other != n:
-                parent[find(n)] = find(other)
-    for n, plan in enumerate(plans):
-        for c in plan.draft.clones:
-            if c in claimed:
-                parent[find(n)] = find(claimed[c])
-    found: dict[int, list[Plan]] = {}
-    for n, plan in enumerate(plans):
-        found.setdefault(find(n), []).append(plan)
-    return list(found.values())
+        return Choice(tuple(self.taken.listed()), tuple(self.refused))

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, UnknownNode
+from dovetail.fusion.wishes import locate
 from dovetail.outlining.record import Call, call_of
 from dovetail.outlining.requests import is_projection
 from dovetail.rules.rule import RuleSet
@@ -51,7 +52,8 @@ def why_not(
     rules: RuleSet,
 ) -> Reasons:
     """All reasons that are known. `declined` are the ledger's refusals, `never` what the user kept out."""
-    scene = Scene(gm)
+    nodes = list(gm.graph.nodes)
+    scene = Scene(gm, barred={i: never[name] for name, i in locate(nodes, never).items()})
     places = _places(scene)
     a, b = (_locate(scene, places, item) for item in (first, second))
     if a.name == b.name:

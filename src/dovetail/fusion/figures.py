@@ -89,11 +89,19 @@ class Figures:
     def view_of(self, position: int) -> int | None:
         """The position whose memory a view names anew, None for anything that makes a value of its own."""
         told = self.index.dependencies.effects.get(position)
-        if told is None or told.looks or not told.aliases:
+        if told is None or not told.aliases:
             return None
+        base = self.index.position[told.aliases[0]]
         if is_projection(self.index.nodes[position]):
-            return None
-        return self.index.position[told.aliases[0]]
+            return base if self._splits(base) else None
+        return base if not told.looks or self._splits(position) else None
+
+    def _splits(self, position: int) -> bool:
+        """Whether it returns several views, as `split` does."""
+        node, told = self.index.nodes[position], self.index.dependencies.effects.get(position)
+        if told is None or not told.aliases or told.writes or told.doubtful_aliases:
+            return False
+        return node.op in ("call_function", "call_method") and traits(node).several
 
     def writes(self, position: int) -> bool:
         """Whether it writes memory that was there before."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from dovetail.errors import RegionError, RuleError
 from dovetail.fusion.arguments import (
@@ -20,7 +20,8 @@ from dovetail.fusion.arguments import (
 )
 from dovetail.fusion.choose import choose
 from dovetail.fusion.cost import CostModel
-from dovetail.fusion.ledger import Accepted, Declined, Writer, ledger_of, short, write_ledger
+from dovetail.fusion.entries import accepted_entry, declined_entry, near_miss, quoted, said
+from dovetail.fusion.ledger import Declined, Writer, ledger_of, write_ledger
 from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
 from dovetail.fusion.proposals import Failure, Proposals, collect
 from dovetail.fusion.wishes import Word, locate, pending, understand, unmet
@@ -142,7 +143,9 @@ class _Fusing:
         accepted, refused = choice.accepted, [*unwanted, *choice.refused]
         if self.options.fuel is not None:
             left = self.options.fuel - self.made
-            refused += [_refuse(plan, _OUT_OF_FUEL) for plan in accepted[left:]]
+            refused += [
+                Refused(plan.proposed, tuple(plan.draft.inside), _OUT_OF_FUEL) for plan in accepted[left:]
+            ]
             accepted = accepted[:left]
         names: list[str] = []
         if accepted:
@@ -180,37 +183,18 @@ class _Fusing:
         names: list[str],
         refused: list[Refused],
     ) -> None:
-        writer, number, nodes = self.writer, scene.round, scene.nodes
+        writer = self.writer
         regions = dict(zip(accepted, names, strict=True))
-        writer.accept(_entry(scene, plan, name) for plan, name in regions.items())
+        writer.accept(accepted_entry(scene, plan, name) for plan, name in regions.items())
         for failure in found.failures:
             writer.fail(failure)
-        entries = [
-            Declined(
-                r.rule,
-                short(_names(nodes, r.members)),
-                r.reason.rstrip("."),
-                None if r.at is None else nodes[r.at].name,
-                r.matched,
-                r.wanted,
-                number,
-                len(r.members),
-            )
-            for r in found.refusals
-        ]
+        entries = [near_miss(scene, refusal) for refusal in found.refusals]
         self.unkept.clear()
-        for r in refused:
-            entry = Declined(
-                r.proposed.candidate.rule,
-                short(_names(nodes, r.members)),
-                _reason(r, regions),
-                None if r.at is None else nodes[r.at].name,
-                round=number,
-                size=len(r.members),
-            )
+        for one in refused:
+            entry = declined_entry(scene, one, regions)
             entries.append(entry)
-            if self._is_unkept(scene, r):
-                self.unkept.setdefault(r.proposed.candidate.kind, []).append(entry)
+            if self._is_unkept(scene, one):
+                self.unkept.setdefault(one.proposed.candidate.kind, []).append(entry)
         for entry in entries:
             writer.decline(entry)
         if self.word.must:
@@ -230,13 +214,11 @@ class _Fusing:
             return
         problems: list[str] = []
         for asked, missing in unmet(self.word, list(self.gm.graph.nodes)):
-            what = (
-                f"{_quoted(sorted(missing))} in no region" if missing else "no region of this kind was made"
-            )
+            what = f"{quoted(sorted(missing))} in no region" if missing else "no region of this kind was made"
             problems.append(f"{asked.text}: {what}. {self._why(missing, asked.kinds)}")
         for asked in self.word.must:
             for entry in [e for kind in asked.kinds for e in self.unkept.get(kind, ())]:
-                problems.append(f"{asked.text}: {_said(entry)}")
+                problems.append(f"{asked.text}: {said(entry)}")
         if problems:
             lines = list(dict.fromkeys(problems))
             more = f"\n... and {len(lines) - _MOST_WHYS} more" if len(lines) > _MOST_WHYS else ""
@@ -248,13 +230,13 @@ class _Fusing:
 
     def _why(self, missing: frozenset[str], kinds: frozenset[str]) -> str:
         about = {rule.name for rule in self.rules if rule.kind in kinds}
-        said = [
-            _said(entry)
+        told = [
+            said(entry)
             for entry in self.concerns
             if entry.rule in about or not missing.isdisjoint((*entry.nodes, entry.place))
         ]
         failed = [f"rule '{f.rule}' failed: {f.error}" for f in self.writer.errors if f.rule in self.failed]
-        listed = list(dict.fromkeys([*said, *failed]))
+        listed = list(dict.fromkeys([*told, *failed]))
         if not listed:
             return "No rule proposed it."
         more = f"; and {len(listed) - _MOST_WHYS} more" if len(listed) > _MOST_WHYS else ""
@@ -267,53 +249,6 @@ class _Fusing:
             if self.options.strict:
                 raise RuleError(name, what)
             self.writer.fail(Failure(name, what, "", self.writer.rounds))
-
-
-def _entry(scene: Scene, plan: Plan, name: str) -> Accepted:
-    candidate, gain, bonus = plan.proposed.candidate, plan.gain, plan.bonus
-    names = _names(scene.nodes, plan.draft.inside)
-    return Accepted(
-        name,
-        candidate.kind,
-        candidate.rule,
-        scene.round,
-        short(names),
-        len(names),
-        gain.bytes_saved + bonus.bytes_saved,
-        gain.launches_saved + bonus.launches_saved,
-        gain.bytes_recomputed,
-    )
-
-
-def _names(nodes: list[Node], positions: Iterable[int]) -> tuple[str, ...]:
-    return tuple(nodes[i].name for i in positions)
-
-
-def _refuse(plan: Plan, reason: str) -> Refused:
-    return Refused(plan.proposed, tuple(plan.draft.inside), reason, plan=plan)
-
-
-def _reason(refused: Refused, regions: Mapping[Plan, str]) -> str:
-    if not refused.others:
-        return refused.reason.rstrip(".")
-    others = [
-        f"region '{regions[p]}' (rule '{p.proposed.candidate.rule}')"
-        if p in regions
-        else f"another candidate (kind '{p.draft.identity.kind}', rule '{p.proposed.candidate.rule}')"
-        for p in sorted(refused.others, key=lambda p: p.places)
-    ]
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f"{refused.reason} {', '.join(others[:3])}{more}"
-
-
-def _said(entry: Declined) -> str:
-    near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
-    return f"rule '{entry.rule}' on {_quoted(entry.nodes)}: {entry.reason}{near}"
-
-
-def _quoted(names: Iterable[str]) -> str:
-    listed = [f"'{name}'" for name in names]
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 
 
 def _size(gm: GraphModule) -> tuple[int, int]:

@@ -21,6 +21,9 @@ MOST = 1000
 _MOST_ALIKE = 100
 _MOST_SUMS = 200
 _MOST_NODES = 64
+_MOST_LETTERS = 1000
+# Refusals that were counted once are not counted again by a later call; this many are remembered in this process.
+_MOST_TOLD = 100_000
 _OTHER = "other reasons"
 _VERSION = 1
 
@@ -96,6 +99,7 @@ class Ledger:
     never: Mapping[str, str] = field(default_factory=dict[str, str])
     _rules: RuleSet | None = field(default=None, repr=False)
     _graph: GraphModule | None = field(default=None, repr=False)
+    _told: frozenset[int] = field(default=frozenset(), repr=False)
 
     @property
     def bytes_saved(self) -> int:
@@ -211,7 +215,7 @@ class Writer:
         self._saved = {(s.rule, s.kind): s for s in ledger.saved}
         self._refused = {(s.rule, s.reason): s.count for s in ledger.refused}
         self._alike: dict[tuple[str, str], int] = {}
-        self._known: set[Any] = set()
+        self._known = set(ledger._told)
         for entry in ledger.declined:
             self._count(entry)
         self._failed = {(f.rule, f.error) for f in ledger.errors}
@@ -233,18 +237,18 @@ class Writer:
 
     def decline(self, entry: Declined) -> None:
         """Note a refusal, once for the same operations and reason."""
-        known = (entry.rule, entry.nodes, entry.reason)
-        if known in self._known:
+        if hash((entry.rule, entry.nodes, entry.reason)) in self._known:
             return
         key = self._count(entry)
         if len(self._refused) >= _MOST_SUMS and key not in self._refused:
             key = (entry.rule, _OTHER)
         self._refused[key] = self._refused.get(key, 0) + 1
         if len(self.declined) < MOST and self._alike[entry.rule, generic(entry.reason)] <= _MOST_ALIKE:
-            self.declined.append(entry)
+            self.declined.append(replace(entry, reason=entry.reason[:_MOST_LETTERS]))
 
     def _count(self, entry: Declined) -> tuple[str, str]:
-        self._known.add((entry.rule, entry.nodes, entry.reason))
+        if len(self._known) < _MOST_TOLD:
+            self._known.add(hash((entry.rule, entry.nodes, entry.reason)))
         key = (entry.rule, generic(entry.reason))
         self._alike[key] = self._alike.get(key, 0) + 1
         return key
@@ -253,7 +257,8 @@ class Writer:
         """Note a rule that failed, once for the same error."""
         if (failure.rule, failure.error) not in self._failed and len(self.errors) < _MOST_ALIKE:
             self._failed.add((failure.rule, failure.error))
-            self.errors.append(failure)
+            kept = failure.traceback[-8 * _MOST_LETTERS :]
+            self.errors.append(replace(failure, error=failure.error[:_MOST_LETTERS], traceback=kept))
 
     def ledger(self, rules: RuleSet, never: Mapping[str, str]) -> Ledger:
         """The ledger with everything that was added."""
@@ -269,4 +274,5 @@ class Writer:
             self.rounds,
             kept,
             RuleSet(*known.values()),
+            _told=frozenset(self._known),
         )

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
-
-from torch import nn
-from torch.fx import GraphModule, Node
+from typing import Any, Protocol
 
 from dovetail.errors import RegionError
+from dovetail.fusion.checks import nesting_obstacle, over_limits, too_many
 from dovetail.fusion.cost import NOTHING, CostModel, Gain
 from dovetail.fusion.figures import Figures
 from dovetail.fusion.parts import connected, halves, stages
-from dovetail.graph.module import attribute
 from dovetail.outlining.escapes import settle
-from dovetail.outlining.outline import DEEPEST
-from dovetail.outlining.record import Identity, call_of, make_identity, walk
+from dovetail.outlining.record import Identity, make_identity
 from dovetail.outlining.requests import Draft, Request, complete, is_projection, readers_among
 from dovetail.rules.rule import Candidate, Rule
 from dovetail.rules.scene import Scene
@@ -118,58 +114,66 @@ class Planner:
         self._identities: dict[tuple[str, int], Identity] = {}
         self._requests: dict[tuple[str, str], Request] = {}
 
-    def plans(self, proposed: Proposed, gone: Collection[int] = ()) -> Iterator[Plan | Refused]:
-        """The plan of a candidate, or why there is none; for a divisible one those of its parts.
-
-        `gone` are operations that it cannot have; only a divisible one can do without.
-        """
-        candidate = proposed.candidate
-        if not candidate.divisible:
-            yield self.plan(proposed, candidate.members)
+    def plans(self, proposed: Proposed) -> Iterator[Plan | Refused]:
+        """The plan of a candidate, or why there is none; for a divisible one those of its parts, if need be."""
+        members, order = proposed.candidate.members, self.scene.order
+        if not proposed.candidate.divisible:
+            yield self.plan(proposed, members)
             return
-        barred = {i for i in candidate.members if self._obstacle(proposed, i)}
-        missing = barred.union(gone)
-        if not missing:
-            found = self.plan(proposed, candidate.members)
-            if isinstance(found, Plan) or not found.limited:
-                yield found
+        barred = [i for i in members if self._obstacle(proposed, i)]
+        if len(barred) == len(members):
+            at = min(barred, key=order.__getitem__)
+            yield Refused(proposed, members, self._obstacle(proposed, at), at)
+        elif barred:
+            yield from self.parts(proposed, stages(self.scene, members, barred))
+        else:
+            found = self._too_many(proposed, members) or self.plan(proposed, members)
+            if isinstance(found, Refused) and found.limited:
+                yield from self.parts(proposed, halves(self.scene, members), found)
             else:
-                yield from self._divided(proposed, [candidate.members], found)
-            return
-        if barred.issuperset(candidate.members):
-            i = min(barred, key=self.scene.order.__getitem__)
-            yield Refused(proposed, candidate.members, self._obstacle(proposed, i), i)
-            return
-        yield from self._divided(proposed, stages(self.scene, candidate.members, missing), None)
+                yield found
 
-    def parts(self, plan: Plan, groups: Iterable[Iterable[int]]) -> Iterator[Plan | Refused]:
-        """Plans for parts of a divisible plan."""
-        yield from self._divided(plan.proposed, groups, None)
-
-    def _divided(
-        self, proposed: Proposed, groups: Iterable[Iterable[int]], refused: Refused | None
+    def parts(
+        self, proposed: Proposed, groups: Iterable[Iterable[int]], over: Refused | None = None
     ) -> Iterator[Plan | Refused]:
+        """Plans for parts of a divisible candidate, cut further where limits want it.
+
+        Parts are in one piece if the candidate was. `over` is the limit that the whole broke: the reason if no part
+        can be had.
+        """
         least = getattr(proposed.rule, "min_size", 2)
         least = least if isinstance(least, int) else 2
-        stack = [part for group in groups for part in connected(self.scene, group)]
-        made = refused is None
-        while stack:
-            part = stack.pop()
-            if self._count(part) < least:
-                continue
-            found = (
-                self.plan(proposed, part) if refused is None or len(part) < len(refused.members) else refused
-            )
-            if isinstance(found, Refused) and found.limited:
-                stack.extend(p for half in halves(self.scene, part) for p in connected(self.scene, half))
-                refused = refused or found
-                continue
-            made = True
-            yield found
-        if not made and refused is not None:
-            yield refused
+        loose = len(connected(self.scene, proposed.candidate.members)) > 1
 
-    def _count(self, members: Iterable[int]) -> int:
+        def pieces(group: Iterable[int]) -> list[list[int]]:
+            return [list(group)] if loose else connected(self.scene, group)
+
+        waiting = [piece for group in groups for piece in pieces(group)]
+        made = False
+        while waiting:
+            part = waiting.pop()
+            if self.count(part) < least:
+                continue
+            found = self._too_many(proposed, part) or self.plan(proposed, part)
+            if isinstance(found, Refused) and found.limited:
+                over = over or found
+                waiting.extend(piece for half in halves(self.scene, part) for piece in pieces(half))
+            else:
+                made = True
+                yield found
+        if over is not None and not made:
+            yield over
+
+    def _too_many(self, proposed: Proposed, members: Collection[int]) -> Refused | None:
+        """The refusal of a set that is plainly over the limit on nodes, before anything is settled about it."""
+        most, escapes = self.scene.limits.nodes, proposed.candidate.escapes
+        policies = escapes.values() if isinstance(escapes, Mapping) else (escapes,)
+        if most is None or len(members) <= most or "leave" in policies or self.scene.calls:
+            return None
+        return Refused(proposed, tuple(members), too_many(len(members), most), limited=True)
+
+    def count(self, members: Iterable[int]) -> int:
+        """How many operations there are among positions, the parts of a tuple counted with it."""
         nodes = self.scene.nodes
         return sum(nodes[i].op != "get_attr" and not is_projection(nodes[i]) for i in members)
 
@@ -189,15 +193,15 @@ class Planner:
             draft, gain = self._settled(proposed, inside)
         except RegionError as error:
             return refused(str(error))
-        if scene.calls and (reason := self._nesting(candidate, draft)):
+        if scene.calls and (reason := nesting_obstacle(scene, draft, self.count(draft.inside))):
             return refused(reason)
-        if reason := self._over_limits(draft):
+        if reason := over_limits(scene, self.figures, draft):
             return refused(reason, limited=True)
         order = scene.order
         places = tuple(sorted([order[i] for i in draft.members]))
         cloned = tuple(sorted([order[i] for i in draft.clones]))
         wished = self.wishes.met(candidate.kind, draft.members | draft.clones)
-        operations = self._count(draft.members) + self._count(draft.clones)
+        operations = self.count(draft.members) + self.count(draft.clones)
         return Plan(proposed, draft, gain, operations, places, cloned, wished)
 
     def _settled(self, proposed: Proposed, inside: set[int]) -> tuple[Draft, Gain]:
@@ -251,73 +255,3 @@ class Planner:
             name = self.scene.nodes[position].name
             return f"'{name}' is a region of kind '{candidate.kind}' already, and the rule does not nest them"
         return ""
-
-    def _nesting(self, candidate: Candidate, draft: Draft) -> str:
-        scene, calls = self.scene, self.scene.calls
-        inner = [calls[i] for i in draft.inside if i in calls]
-        if any(call.depth >= DEEPEST for call in inner):
-            return f"it would nest more than {DEEPEST} deep"
-        whole = [i for i in draft.outputs if i in calls]
-        if whole:
-            return f"the results of '{scene.nodes[whole[0]].name}' are used as one, so they cannot leave a region"
-        if len(inner) == 1 and self._count(draft.inside) == 1:
-            at = next(i for i in draft.inside if i in calls)
-            if candidate.kind in _wrapped_kinds(scene.gm, scene.nodes[at]):
-                return f"it is a region of kind '{candidate.kind}' already"
-        return ""
-
-    def _over_limits(self, draft: Draft) -> str:
-        """Which limit a draft breaks, in words; empty if it keeps to all."""
-        limits, index, figures = self.scene.limits, self.scene.index, self.figures
-        if limits.unlimited:
-            return ""
-        if limits.nodes is not None:
-            count = self._originals(draft)
-            if count > limits.nodes:
-                return f"it computes {count} operations, and the limit is {limits.nodes}"
-        if limits.outputs is not None and len(draft.outputs) > limits.outputs:
-            return f"it returns {len(draft.outputs)} values, and the limit is {limits.outputs}"
-        inside = draft.members | draft.clones
-        operands = {j for i in inside for j in index.data[i] if j not in inside}
-        if limits.operands is not None and len(operands) > limits.operands:
-            return f"it reads {len(operands)} values, and the limit is {limits.operands}"
-        if limits.bytes is not None:
-            ends = [*sorted(operands), *draft.outputs]
-            unknown = next((i for i in ends if not figures.known(i)), None)
-            if unknown is not None:
-                name = index.nodes[unknown].name
-                return f"the size of '{name}' is not known, so the limit on bytes could not be kept"
-            total = sum(figures.bytes(i) for i in ends)
-            if total > limits.bytes:
-                return f"it reads and returns {total} bytes, and the limit is {limits.bytes}"
-        return ""
-
-    def _originals(self, draft: Draft) -> int:
-        """How many operations it computes, counted as `Region.nodes` lists them."""
-        calls, nodes = self.scene.calls, self.scene.nodes
-        inner = [i for i in draft.inside if i in calls]
-        if not inner:
-            return len(draft.members) + len(draft.clones)
-        names = {nodes[i].name for i in draft.inside if i not in calls}
-        for i in inner:
-            names.update(m.name for m in walk(calls[i]) if call_of(m.meta) is None)
-        return len(names)
-
-
-def _wrapped_kinds(root: nn.Module, node: Node) -> set[str]:
-    """The kinds of a call and of what it does nothing but wrap."""
-    kinds: set[str] = set()
-    call = call_of(node.meta)
-    while call is not None:
-        kinds.add(call.identity.kind)
-        body = attribute(root, cast("str", node.target))
-        if not isinstance(body, GraphModule):
-            break
-        inside = [
-            n for n in body.graph.nodes if n.op not in ("placeholder", "output") and not is_projection(n)
-        ]
-        if len(inside) != 1:
-            break
-        root, node = body, inside[0]
-        call = call_of(node.meta)
-    return kinds

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 _MOST_KINDS = 20
 _MOST_REASONS = 15
-_MOST_PLACES = 3
+_MOST_PLACES = 2
 _WIDTH = 100
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from dovetail.graph.describe import makes_tuple
 from dovetail.graph.effects import PURE, Effects, Reader
+from dovetail.graph.module import attribute
 from dovetail.graph.spellings import traits
 from dovetail.graph.storages import storages
 
@@ -102,9 +104,13 @@ def _order_memory(
 ) -> set[int]:
     """Reads and writes of one memory keep their order. Returns the positions whose memory is written."""
     classes = storages(root, nodes, [found.get(i, PURE) for i in range(len(nodes))])
+    inner = _Inner(root)
     written = {classes.of(w) for e in found.values() for w in e.writes}
     written |= {classes.of_state(t) for e in found.values() for t in e.state_written}
-    reshaped = {classes.of(w) for e in found.values() if e.reshapes_in_place for w in e.writes}
+    reshaped = {
+        classes.of(w) for i, e in found.items() if e.writes and inner.reshapes(nodes[i]) for w in e.writes
+    }
+    listed = _views_from_lists(nodes, found, inner)
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -112,7 +118,8 @@ def _order_memory(
         writes = {classes.of(w) for w in told.writes} | {classes.of_state(t) for t in told.state_written}
         reads = {classes.of(n) for n in node.all_input_nodes} | {classes.of_state(t) for t in told.state_read}
         if not told.looks:
-            reads &= reshaped
+            # A view reads the form of what it views, if not the data; some may not be taken after a write.
+            reads &= reshaped | {classes.of(n) for n in node.all_input_nodes if n in listed}
         for c in (reads & written) - writes:
             if c in last_write:
                 edges.setdefault(i, []).append(last_write[c])
@@ -125,6 +132,67 @@ def _order_memory(
                 edges.setdefault(i, []).extend(b for b in before if b != i)
             last_write[c] = i
     return {i for i, node in enumerate(nodes) if classes.of(node) in written}
+
+
+def _views_from_lists(nodes: list[Node], found: dict[int, Effects], inner: _Inner) -> set[Node]:
+    """Values that are views which came in a list with others, or views of those.
+
+    Autograd lets nobody use them, not even for another view, once their base was written.
+    """
+    lists: set[Node] = set()
+    views: set[Node] = set()
+    for i, node in enumerate(nodes):
+        told = found.get(i, PURE)
+        if not told.aliases:
+            continue
+        taken = any(n in views or n in lists for n in told.aliases)
+        if inner.makes_lists(node) or (taken and makes_tuple(node)):
+            lists.add(node)
+        elif taken:
+            views.add(node)
+    return views
+
+
+class _Inner:
+    """What a node does at any depth, in its own right or in the graphs it calls, that its effects do not tell."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._known: dict[int, tuple[bool, bool]] = {}
+
+    def reshapes(self, node: Node) -> bool:
+        """Whether what it writes may have other sizes or strides afterwards."""
+        return self._facts(node, self._root)[0]
+
+    def makes_lists(self, node: Node) -> bool:
+        """Whether a result may be one of several views that came in a list."""
+        return self._facts(node, self._root)[1]
+
+    def _facts(self, node: Node, root: nn.Module) -> tuple[bool, bool]:
+        if node.op in ("call_function", "call_method"):
+            told = traits(node)
+            if not told.higher_order:
+                shares = told.aliases is None or any(name != "out" for name in told.aliases)
+                return told.reshapes_in_place, told.several and shares
+        reshapes = lists = False
+        for body in _called(node, root):
+            if id(body) not in self._known:
+                each = [self._facts(n, body) for n in body.graph.nodes]
+                self._known[id(body)] = (any(r for r, _ in each), any(several for _, several in each))
+            reshapes, lists = reshapes or self._known[id(body)][0], lists or self._known[id(body)][1]
+        return reshapes, lists
+
+
+def _called(node: Node, root: nn.Module) -> list[GraphModule]:
+    """The graphs that a node runs: a body, or those that a higher-order operator is given."""
+    if node.op == "call_module":
+        targets = [node.target]
+    elif node.op == "call_function":
+        targets = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+    else:
+        return []
+    found = [attribute(root, cast("str", target)) for target in targets]
+    return [value for value in found if isinstance(value, GraphModule)]
 
 
 def _order_barriers(nodes: list[Node], found: dict[int, Effects], edges: dict[int, list[int]]) -> None:

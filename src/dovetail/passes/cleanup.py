@@ -235,7 +235,7 @@ class _Sweep:
         else:
             pairs = [(ours, theirs)]
         tensors = [(x, y) for x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor)]
-        if not all(_is_strided(x) and _is_strided(y) for x, y in tensors):
+        if not all(_is_strided(x) and same_geometry(x, y) for x, y in tensors):
             return False
         for x, y in tensors:
             if storage_key(x) != storage_key(y):

@@ -30,13 +30,13 @@ class MergeParallel(Pass):
     float tolerance, not bit for bit: a wider product may sum in another order.
 
     Weights are joined by a `cat` in the graph, so parameters, `state_dict` and training stay as they are, and the
-    joining is paid at each call, unless a backend folds it. Frozen weights are not joined with trained ones. A branch
-    that no loss reaches gets gradients of zero where it had none. With `materialise` they are joined once, into buffers
-    that no `state_dict` has: for inference, where reading the weights is what costs. Weights loaded or trained after
-    that are not seen, and gradients do not reach them.
+    joining is paid at each call. Frozen weights are not joined with trained ones. A branch that no loss reaches gets
+    gradients of zero where it had none. With `materialise` weights are joined once, into buffers that no `state_dict`
+    has: the way to go for inference, where reading the weights is what costs. Weights loaded or trained after that
+    are not seen, and gradients do not reach them.
 
-    `guard` is shown the branches (`Branch`) and returns None or a `Decline`; None for no guard. The default declines
-    only where every product is so large that nothing is saved. `fuel` stops after so many merges.
+    `guard` is shown the branches (`Branch`) and returns None or a `Decline`; None for no guard. The default, `pays`,
+    declines what is clearly no gain. `fuel` stops after so many merges.
     """
 
     min_branches: int = 2
@@ -70,5 +70,5 @@ class MergeParallel(Pass):
             min_branches=self.min_branches,
             guard=self.guard,
             fuel=self.fuel,
-            by_training=not self.materialise,
+            materialise=self.materialise,
         )

@@ -38,8 +38,8 @@ class Branching:
         self.scene, self.of, self.name, self.kind, self.nests = scene, of, name, kind, nests
         self.least, self.alike = least, alike
         self.on = ground(scene)
-        self.classes = classify(scene)
         self.closed = closed(scene, kind, nests)
+        self.classes = classify(scene, self.closed)
         self.refused = Refusals(name)
         self.left = max(_LEAST_STEPS, _STEPS_PER_NODE * len(scene.nodes))
         self._said: dict[int, str] = {}

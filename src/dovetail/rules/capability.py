@@ -25,8 +25,9 @@ def capability(
 ) -> Rule:
     """A rule for "my backend takes these operations": regions of what is accepted, as large as they can be.
 
-    `accepts` is a predicate on nodes that says True, False or a `Decline`, or a set of operators: overloads, packets,
-    torch functions, module classes, or names such as "aten.add.Tensor" and "add". Regions are connected unless
+    `accepts` is a predicate that says True, False or a `Decline` of each operation (parts of tuples go with what made
+    them), or a set of operators: overloads, packets, torch functions, module classes, or names such as
+    "aten.add.Tensor" and "add", or kinds of regions. Regions are connected unless
     `join_siblings` is set. None depends on itself through what lies outside, by data or by effects. No two neighbours
     could be one region; on very large graphs the search for that is bounded (see `Contraction`).
     """

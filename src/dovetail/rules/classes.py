@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -45,29 +45,43 @@ class OpClass(IntEnum):
         return name
 
 
-def classify(scene: Scene) -> list[OpClass]:
+def classify(scene: Scene, closed: Sequence[bool] | None = None) -> list[OpClass]:
     """The class of each position. What is no operation is opaque; a part of a tuple is what made the tuple.
 
     Effects other than drawing at random elementwise make an operation opaque. Where values are not known, shapes
-    are taken to agree.
+    are taken to agree. With `closed`, the bodies of regions that are are not looked into: those are opaque.
     """
-    return scene.fact(_classify)
+    reader = scene.fact(_classify)
+    if not reader.calls:
+        return reader.found
+    found = list(reader.found)
+    for i, body in reader.calls.items():
+        if closed is None or not closed[i]:
+            found[i] = class_of_body(body)
+            for user in scene.nodes[i].users:
+                if is_projection(user):
+                    found[scene.index.position[user]] = found[i]
+    return found
 
 
-def _classify(scene: Scene) -> list[OpClass]:
-    found = scene.index.dependencies.effects
+def _classify(scene: Scene) -> _Classes:
+    effects = scene.index.dependencies.effects
     reader = _Classes(scene.gm, scene.index.position)
     for i, node in enumerate(scene.nodes):
-        reader.add(node, found.get(i, PURE))
-    return reader.found
+        reader.add(node, effects.get(i, PURE))
+    return reader
 
 
 class _Classes:
-    """Classes of the nodes of one graph, in its order. What depends on the target alone is asked once."""
+    """Classes of the nodes of one graph, in its order. What depends on the target alone is asked once.
+
+    `calls` has the sub-graphs that are called, by position; they count as opaque here.
+    """
 
     def __init__(self, root: nn.Module, position: Mapping[Node, int]) -> None:
         self.root, self.position = root, position
         self.found: list[OpClass] = []
+        self.calls: dict[int, GraphModule] = {}
         self._targets: dict[tuple[str, Any], tuple[OpClass, str]] = {}
         self._sizes: dict[int, tuple[Any, ...] | None] = {}
 
@@ -81,6 +95,11 @@ class _Classes:
             return OpClass.OPAQUE
         if node.target is operator.getitem and is_projection(node):
             return self.found[self.position[cast("Node", node.args[0])]]
+        if node.op == "call_module":
+            called = attribute(self.root, cast("str", node.target))
+            if isinstance(called, GraphModule):
+                self.calls[len(self.found)] = called
+                return OpClass.OPAQUE
         key = (node.op, node.target)
         known = self._targets.get(key)
         if known is None:
@@ -92,14 +111,9 @@ class _Classes:
 
     def _of_target(self, node: Node) -> tuple[OpClass, str]:
         """The class by what is called, and the name of that."""
-        target: Any = node.target
-        module = attribute(self.root, target) if node.op == "call_module" else None
-        if isinstance(module, GraphModule):
-            # Whatever it draws was found to be drawn elementwise.
-            return class_of_body(module), "dropout"
         name = operation_name(node, self.root)
-        if isinstance(target, OpOverload):
-            return _of_overload(target), name
+        if isinstance(node.target, OpOverload):
+            return _of_overload(node.target), name
         return (_of_name(name) if name else OpClass.OPAQUE), name
 
     def _at(self, node: Node, found: OpClass, name: str) -> OpClass:
@@ -109,7 +123,7 @@ class _Classes:
             return OpClass.OPAQUE  # a size or a number: there is nothing to fuse
         if found is OpClass.REDUCTION and name in ("max", "min") and _of_two(node):
             found = OpClass.ELEMENTWISE
-        if name == "getitem" and value is None and _of_a_shape(node):
+        if name in ("getitem", "index", "_unsafe_index") and _depends_on_data(node):
             return OpClass.OPAQUE
         if name in optables.CASTS and _moves(node):
             return OpClass.OPAQUE
@@ -147,10 +161,13 @@ def _of_two(node: Node) -> bool:
     return not overloaded and len(node.args) > 1 and isinstance(node.args[1], Node)
 
 
-def _of_a_shape(node: Node) -> bool:
-    """Whether a getitem takes a size out of a shape."""
+def _depends_on_data(node: Node) -> bool:
+    """Whether an index takes a size out of a shape, or picks as many elements as a mask says."""
     source = node.args[0] if node.args else None
-    return isinstance(source, Node) and (source.target is getattr or source.target in ("size", "stride"))
+    if isinstance(source, Node) and (source.target is getattr or source.target in ("size", "stride")):
+        return True
+    values = [n.meta.get("val") for n in node.all_input_nodes[1:]]
+    return any(isinstance(v, torch.Tensor) and v.dtype in (torch.bool, torch.uint8) for v in values)
 
 
 def _moves(node: Node) -> bool:
@@ -172,6 +189,8 @@ def _of_overload(op: OpOverload) -> OpClass:
     parameters = [a.name for a in op._schema.arguments]
     if name in ("max", "min") and "other" in parameters:
         return OpClass.ELEMENTWISE
+    if torch.Tag.dynamic_output_shape in op.tags and name not in ("index", "_unsafe_index"):
+        return OpClass.OPAQUE
     return _of_name(name) if namespace in ("aten", "prims") else _of_schema([op])
 
 

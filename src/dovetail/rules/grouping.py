@@ -19,8 +19,8 @@ from dovetail.rules.scene import Scene
 from dovetail.rules.untangle import untangle
 
 _BROADCAST, _INJECTIVE = OpClass.BROADCAST, OpClass.INJECTIVE
-_MOST_REASONS = 4
 _REDUCTION, _ANCHOR, _OPAQUE = OpClass.REDUCTION, OpClass.ANCHOR, OpClass.OPAQUE
+_MOST_REASONS = 4
 
 
 class Grouping:
@@ -35,8 +35,8 @@ class Grouping:
     ) -> None:
         self.scene, self.kind, self.nests, self.grows = scene, kind, nests, grows
         self.on = ground(scene)
-        self.classes = classify(scene)
         self.closed = closed(scene, kind, nests, grows)
+        self.classes = classify(scene, self.closed)
         # What takes no producer in.
         self.shut = [shut or c >= _ANCHOR for shut, c in zip(self.closed, self.classes, strict=True)]
         self.weight = [1] * len(scene.nodes)
@@ -96,11 +96,10 @@ class Grouping:
                 continue
             sink[unit] = unit
             readers = self.on.readers[unit]
-            last = sink[readers[0]] if readers else -1
-            if (
-                all(label[r] == anchor and sink[r] == last and self._feeds(unit, r) for r in readers)
-                and readers
-            ):
+            if not readers:
+                continue
+            last = sink[readers[0]]
+            if all(label[r] == anchor and sink[r] == last and self._feeds(unit, r) for r in readers):
                 sink[unit] = last
         return [
             anchor if anchor >= 0 and sink[anchor] != anchor and sink[anchor] == sink[unit] else -1
@@ -130,16 +129,16 @@ class Grouping:
                 if shut[reader] or group[reader] != last:
                     fits = False
                     break
-            if fits and self._fits(unit, last) and size[last] + weights[unit] <= self.most:
+            if fits and self._fits(unit, self.owner[last]) and size[last] + weights[unit] <= self.most:
                 group[unit] = last
                 size[last] += weights[unit]
             elif not self.refused.full:
                 self._refuse(unit, readers, group)
         return group
 
-    def _fits(self, unit: int, last: int) -> bool:
-        """Whether an operation may be in the group of its readers, by its class alone."""
-        own, theirs = self.owner[unit], self.owner[last]
+    def _fits(self, unit: int, theirs: int) -> bool:
+        """Whether an operation may be in a group that follows an anchor, or none (-1), by its class alone."""
+        own = self.owner[unit]
         if own >= 0 or theirs >= 0:
             return own == theirs or (own < 0 and self.classes[unit] <= _BROADCAST)
         return self.classes[unit] <= _INJECTIVE
@@ -186,18 +185,19 @@ class Grouping:
         found: dict[int, list[int]] = {}
         copied: set[int] = set()
         size = {number: sum(self.weight[u] for u in units) for number, units in members.items()}
+        anchors = {number: max(self.owner[u] for u in units) for number, units in members.items()}
         for unit in reversed(self.on.listed):
             readers = self.on.readers[unit]
             if len(readers) < 2 or len(members.get(self.group[unit], ())) != 1 or self.group[unit] in found:
                 continue
             if self.classes[unit] > _INJECTIVE or self.owner[unit] >= 0:
                 continue
-            fitting = {self.group[r] for r in readers if not self.shut[r] and self._fits(unit, r)}
-            if len(fitting) != 1:
+            open_to = [r for r in readers if not self.shut[r] and self._fits(unit, anchors[self.group[r]])]
+            fitting = {self.group[r] for r in open_to}
+            if len(fitting) != 1 or len(open_to) == len(readers):
                 continue
             into = fitting.pop()
-            others = [r for r in readers if self.shut[r] or not self._fits(unit, r)]
-            if not others or into in copied or any(self.group[r] == into for r in others):
+            if into in copied or any(self.group[r] == into for r in set(readers).difference(open_to)):
                 continue
             reason = why_not_redone(self.scene.index, unit)
             if reason or size[into] + self.weight[unit] > self.most:
@@ -237,7 +237,7 @@ class Grouping:
         own, theirs = self.owner[unit], self.owner[last]
         if own < 0 and theirs < 0 and self.classes[unit] is _ANCHOR:
             return f"'{name}' is an anchor: only elementwise work of its shape may follow it"
-        if self._fits(unit, last):
+        if self._fits(unit, theirs):
             return f"the group would be larger than {self.most} operations"
         anchor = self.scene.nodes[theirs if theirs >= 0 else own].name
         if theirs >= 0:

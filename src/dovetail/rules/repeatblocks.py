@@ -27,6 +27,11 @@ class Family:
         return len(self.blocks) * self.length
 
     @property
+    def saved(self) -> int:
+        """What need not be said again if the blocks share one body."""
+        return (len(self.blocks) - 1) * self.length
+
+    @property
     def first(self) -> int:
         return min(min(block) for block in self.blocks)
 
@@ -55,6 +60,17 @@ def results(line: Line, block: Block) -> tuple[tuple[int, int], ...]:
     inside = set(block)
     found = {(k, part) for k, q in enumerate(block) for part, user, _ in line.uses[q] if user not in inside}
     return tuple(sorted(found))
+
+
+def border(line: Line, family: Family) -> int:
+    """How many computed values go into a block and out of it, without those that go into all of them alike."""
+    read: list[set[int]] = []
+    for block in family.blocks[:2]:
+        inside = set(block)
+        values = {v for q in block for v in line.reads[q]}
+        read.append({v for v in values if line.place[v] >= 0 and line.place[v] not in inside})
+    first, second = read
+    return max(len(first - second), len(second - first)) + len(results(line, family.blocks[0]))
 
 
 def same(line: Line, blocks: Iterable[Block]) -> list[list[Block]]:

@@ -12,14 +12,14 @@ _MANY = 64
 
 
 class Growth:
-    """Blocks that take in their surroundings as far as these are alike for all of them.
+    """Blocks that take in what is `free` around them, as far as it is alike for all of them.
 
     First towards operands, so that a block has what its results need; then towards readers. Where the surroundings
     differ, or are one and the same operation for several blocks, or belong to another block, the border stays.
     """
 
-    def __init__(self, line: Line, blocks: Sequence[Block], taken: Set[int]) -> None:
-        self.line, self.taken = line, taken
+    def __init__(self, line: Line, blocks: Sequence[Block], free: Set[int]) -> None:
+        self.line, self.free = line, free
         self.blocks = [list(block) for block in blocks]
         self.owner = {q: (b, k) for b, block in enumerate(self.blocks) for k, q in enumerate(block)}
         self.lowest = [min(block) for block in self.blocks]
@@ -54,7 +54,7 @@ class Growth:
         return self.line.place[self.line.reads[place][slot]]
 
     def _is_open(self, place: int) -> bool:
-        return place >= 0 and place not in self.owner and place not in self.taken and self.line.free[place]
+        return place in self.free and place not in self.owner
 
     def _readers(self, b: int, k: int) -> dict[int, list[int]]:
         """Operations outside of a block that read one inside, by label, in the order of the line."""

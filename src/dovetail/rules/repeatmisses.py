@@ -70,6 +70,10 @@ def _miss(
             value = line.scene.nodes[line.reads[at][failed.slot]].name
             wanted = _called(line, model[failed.found])
             return f"'{_name(line, at)}' reads '{value}' where the others read the result of {wanted}", at
+        if line.free[other] and line.rough[other] != line.rough[model[failed.found]]:
+            mine, theirs = ((_name(line, q), _called(line, q)) for q in (other, model[failed.found]))
+            read = f"reads '{mine[0]}' ({mine[1]}) where '{_name(line, model[failed.known])}' reads"
+            return f"'{_name(line, at)}' {read} '{theirs[0]}' ({theirs[1]})", at
         return difference(line, model[failed.found], other), other
     gone = next((q for q in places.values() if q in taken), None)
     if gone is not None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from dovetail.errors import RuleError
 from dovetail.graph.module import without_collector
 from dovetail.outlining.record import make_identity
-from dovetail.rules.repeatblocks import Block, Family
+from dovetail.rules.repeatblocks import Family
 from dovetail.rules.repeatline import Line
 from dovetail.rules.repeatmisses import apart, beside
-from dovetail.rules.repeatsearch import Search, Sight, Wanted
+from dovetail.rules.repeatsearch import Search, Wanted
+from dovetail.rules.repeatsight import Sight
 from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule
 from dovetail.rules.scene import Scene
 
@@ -94,32 +95,21 @@ class Repeats(Rule):
         if not self.nests:
             return [(family, 0) for family in families]
         found: list[tuple[Family, int | None]] = [(family, None) for family in families]
-        heights: list[int] = [0] * len(found)
-        everything = frozenset(range(len(line)))
+        wanted = Wanted(self.min_size, self.min_repeats, line.scene.limits.nodes)
         for n, (family, _) in enumerate(found):  # grows while it is walked
-            model = family.blocks[0]
-            index = {q: k for k, q in enumerate(model)}
-            wanted = Wanted(self.min_size, self.min_repeats, line.scene.limits.nodes)
-            for part in Search(line, wanted).families(everything.difference(model)):
-                spots = [[index[q] for q in block] for block in part.blocks]
-                blocks = [tuple(block[k] for k in spot) for block in family.blocks for spot in spots]
-                found.append((Family(tuple(blocks)), n))
-                heights.append(0)
+            found.extend((inner, n) for inner in Search(line, wanted).inside(family))
+        heights = [0] * len(found)
         for n in range(len(found) - 1, -1, -1):
             around = found[n][1]
             if around is not None:
                 heights[around] = max(heights[around], heights[n] + 1)
-        taken = frozenset(q for family in families for block in family.blocks for q in block)
+        taken = {q for q, free in enumerate(line.free) if not free}
+        taken.update(q for family in families for block in family.blocks for q in block)
+        outside = Sight(line, taken)
         return [
-            (family if around is None else self._everywhere(line, family, taken), height)
+            (family if around is None else outside.extended(family), height)
             for (family, around), height in zip(found, heights, strict=True)
         ]
-
-    @staticmethod
-    def _everywhere(line: Line, family: Family, taken: frozenset[int]) -> Family:
-        """A family with those of its blocks that are outside of where it was found."""
-        blocks: list[Block] = [*family.blocks, *Sight(line, taken).elsewhere(family)]
-        return Family(tuple(blocks))
 
     def _refusals(self, line: Line, search: Search, families: list[Family]) -> Iterator[Refusal]:
         taken = {q for family in families for block in family.blocks for q in block}

@@ -1,15 +1,16 @@
-"""What a rule makes of a function: the widest match, moved into a region and run; or the reason why there is none."""
+"""What a rule makes of functions: the widest match of each, moved into a region and run; or the reason why there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 import dovetail
+from dovetail.outlining.requests import Request
 from dovetail.rules.rule import Candidate, Refusal, Rule
 from dovetail.rules.scene import Scene
 from tests.outlining.helpers import equal
@@ -37,61 +38,116 @@ def member_names(graph: GraphModule, found: Candidate) -> list[str]:
     return [nodes[i].name for i in found.members]
 
 
-def left_over(graph: GraphModule, found: Candidate) -> list[str]:
-    """The operators that are not part of a match."""
-    nodes = list(graph.graph.nodes)
-    rest = [n for i, n in enumerate(nodes) if i not in found.members and n.op == "call_function"]
-    return [getattr(n.target, "_opname", getattr(n.target, "__name__", "")) for n in rest]
+@dataclass(frozen=True)
+class Look:
+    """What a rule proposes for one of several functions in a graph: its widest match, what that leaves, and refusals."""
+
+    match: Candidate | None
+    left: tuple[str, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def look_at(rule: Rule, models: Sequence[Model], *inputs: Any) -> tuple[GraphModule, list[Look]]:
+    """Several functions of the same inputs in one graph, and what a rule makes of each.
+
+    One graph, since making it takes far longer than looking at it. No operation is shared, so each proposal
+    belongs to one of them.
+    """
+
+    def all_of_them(*values: Any) -> tuple[Any, ...]:
+        return tuple(model(*values) for model in models)
+
+    single = models[0] if len(models) == 1 else all_of_them
+    graph = graph_of(single, inputs)
+    at = {node: i for i, node in enumerate(graph.graph.nodes)}
+    told = proposals(rule, graph)
+    looks: list[Look] = []
+    for results in _results(graph, len(models)):
+        operations = {at[n]: n for n in _computed_for(results)}
+        here = [p for p in told if p.members and operations.keys() >= set(p.members)]
+        found = [p for p in here if isinstance(p, Candidate)]
+        widest = max(found, key=lambda c: len(c.members), default=None)
+        left = [n for i, n in operations.items() if widest is None or i not in widest.members]
+        names = tuple(sorted(getattr(n.target, "_opname", str(n.target)) for n in left))
+        looks.append(Look(widest, names, tuple(p for p in here if isinstance(p, Refusal))))
+    return graph, looks
+
+
+def _results(graph: GraphModule, count: int) -> list[list[Node]]:
+    returned = graph.graph.output_node().all_input_nodes
+    if count == 1:
+        return [returned]
+    assert len(returned) == count, "of several functions each returns one value of its own"
+    return [[node] for node in returned]
+
+
+def _computed_for(results: Iterable[Node]) -> set[Node]:
+    seen: set[Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def found_each(
+    rule: Rule, models: Sequence[Model], *inputs: Any, leaving: Iterable[str] = ()
+) -> list[dict[str, Any]]:
+    """The attributes of the widest match in each function; it must take in all but the operators named `leaving`.
+
+    The matches are outlined and run: same values, same random numbers; the graph they were found in stays as it was.
+    """
+    graph, looks = look_at(rule, models, *inputs)
+    before = dovetail.text(graph)
+    requests: list[Request] = []
+    for model, look in zip(models, looks, strict=True):
+        name = getattr(model, "__name__", type(model).__name__)
+        assert look.match is not None, f"'{name}': {[r.reason for r in look.refusals]}"
+        assert look.left == tuple(sorted(leaving)), name
+        assert (look.match.rule, look.match.kind) == (rule.name, rule.kind)
+        match = look.match
+        assert isinstance(match.escapes, str)
+        requests.append(
+            Request(member_names(graph, match), match.kind, match.version, match.attrs, match.escapes)
+        )
+    fused = dovetail.outline(graph, requests)
+    assert [r.kind for r in dovetail.regions(fused)] == [rule.kind] * len(models)
+    assert equal(_run([fused], inputs), _run([graph], inputs))
+    if not isinstance(models[0], GraphModule):
+        assert equal(_run([fused], inputs), _run(models, inputs))
+    assert dovetail.text(graph) == before
+    return [dict(look.match.attrs or {}) for look in looks if look.match is not None]
 
 
 def found(rule: Rule, model: Model, *inputs: Any, leaving: Iterable[str] = ()) -> dict[str, Any]:
-    """The attributes of the widest match, which must take in every operation but those named `leaving`.
-
-    The match is outlined and run: same values, same random numbers; the graph it was found in stays as it was.
-    """
-    graph = graph_of(model, inputs)
-    before = dovetail.text(graph)
-    every = candidates(rule, graph)
-    assert every, [p.reason for p in proposals(rule, graph) if isinstance(p, Refusal)]
-    widest = every[0]
-    assert sorted(left_over(graph, widest)) == sorted(leaving)
-    fused = dovetail.outline(
-        graph,
-        member_names(graph, widest),
-        kind=widest.kind,
-        attrs=widest.attrs,
-        version=widest.version,
-        escapes=widest.escapes,
-    )
-    assert [r.kind for r in dovetail.regions(fused)] == [widest.kind]
-    assert equal(_run(fused, inputs), _run(graph, inputs))
-    if not isinstance(model, GraphModule):
-        assert equal(_run(fused, inputs), _run(model, inputs))
-    assert dovetail.text(graph) == before
-    assert widest.rule == rule.name
-    assert widest.kind == rule.kind
-    return dict(widest.attrs or {})
+    """As `found_each`, of one function."""
+    return found_each(rule, [model], *inputs, leaving=leaving)[0]
 
 
-def refused(rule: Rule, model: Model, *inputs: Any) -> list[Refusal]:
-    """The near-misses of a rule that must not match anything."""
-    told = proposals(rule, graph_of(model, inputs))
-    assert not [p for p in told if isinstance(p, Candidate)]
-    return [p for p in told if isinstance(p, Refusal)]
+def refused_each(rule: Rule, models: Sequence[Model], *inputs: Any) -> list[str]:
+    """For each function, in which nothing may be found, the reasons that were given, the nearest miss first."""
+    reasons: list[str] = []
+    for model, look in zip(models, look_at(rule, models, *inputs)[1], strict=True):
+        assert look.match is None, getattr(model, "__name__", "")
+        nearest = sorted(look.refusals, key=lambda r: -r.matched)
+        reasons.append("; ".join(r.reason for r in nearest))
+    return reasons
 
 
 def why(rule: Rule, model: Model, *inputs: Any) -> str:
-    """The reason of the nearest miss."""
-    missed = refused(rule, model, *inputs)
-    assert missed, "nothing was said of it"
-    return max(missed, key=lambda r: r.matched).reason
+    """The reasons why nothing is found in a function; there must be one."""
+    (reasons,) = refused_each(rule, [model], *inputs)
+    assert reasons, "nothing was said of it"
+    return reasons
 
 
-def _run(model: Model, inputs: tuple[Any, ...]) -> list[Any]:
+def _run(models: Sequence[Model], inputs: tuple[Any, ...]) -> list[Any]:
     torch.manual_seed(3)
-    training = model.training if isinstance(model, nn.Module) else False
+    results: list[Any] = []
     with torch.no_grad():
-        made = model(*inputs)
-    if isinstance(model, nn.Module):
-        assert model.training == training
-    return [made] if isinstance(made, torch.Tensor) else list(made)
+        for model in models:
+            made = model(*inputs)
+            results += [made] if isinstance(made, torch.Tensor) else list(made)
+    return results

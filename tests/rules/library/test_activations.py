@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.rules.library.activations import gelu, hard_sigmoid, sigmoid, softmax
-from tests.rules.library.helpers import candidates, found, graph_of, refused, why
+from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
 
 X = torch.randn(2, 3, 8)
 Step = Callable[[Tensor], Tensor]
@@ -44,9 +44,8 @@ SOFTMAX: list[Step] = [
 ]
 
 
-@pytest.mark.parametrize("spelled", SOFTMAX)
-def test_softmax(spelled: Step) -> None:
-    assert found(softmax, spelled, X) == {"dim": 2}
+def test_softmax() -> None:
+    assert found_each(softmax, SOFTMAX, X) == [{"dim": 2}] * len(SOFTMAX)
 
 
 def test_softmax_over_another_dimension() -> None:
@@ -81,13 +80,9 @@ def over(powers: Tensor, dims: list[int]) -> Tensor:
     return powers / powers.sum(dims, True)
 
 
-@pytest.mark.parametrize("name", SOFTMAX_REFUSED)
-def test_what_is_no_softmax(name: str) -> None:
-    refused(softmax, SOFTMAX_REFUSED[name], X)
-
-
-def test_a_softmax_over_two_dimensions_is_told() -> None:
-    assert "it sums over [1, 2]" in why(softmax, SOFTMAX_REFUSED["a sum over two dimensions"], X)
+def test_what_is_no_softmax() -> None:
+    told = dict(zip(SOFTMAX_REFUSED, refused_each(softmax, list(SOFTMAX_REFUSED.values()), X), strict=True))
+    assert "it sums over [1, 2]" in told["a sum over two dimensions"]
 
 
 def new_gelu(x: Tensor) -> Tensor:
@@ -127,20 +122,16 @@ GELU: list[tuple[Step, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spelled", "approximate"), GELU)
-def test_gelu(spelled: Step, approximate: str) -> None:
-    assert found(gelu, spelled, X) == {"approximate": approximate}
+def test_gelu() -> None:
+    told = found_each(gelu, [spelled for spelled, _ in GELU], X)
+    assert [attrs["approximate"] for attrs in told] == [approximate for _, approximate in GELU]
 
 
 def test_gelu_of_transformers() -> None:
     activations = pytest.importorskip("transformers.activations")
-    for name, approximate in (
-        ("gelu_new", "tanh"),
-        ("gelu_fast", "tanh"),
-        ("gelu_python", "none"),
-        ("quick_gelu", "sigmoid"),
-    ):
-        assert found(gelu, activations.ACT2FN[name], X) == {"approximate": approximate}
+    names = {"gelu_new": "tanh", "gelu_fast": "tanh", "gelu_python": "none", "quick_gelu": "sigmoid"}
+    told = found_each(gelu, [activations.ACT2FN[name] for name in names], X)
+    assert [attrs["approximate"] for attrs in told] == list(names.values())
 
 
 GELU_REFUSED: dict[str, tuple[Step, str]] = {
@@ -158,10 +149,10 @@ GELU_REFUSED: dict[str, tuple[Step, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", GELU_REFUSED)
-def test_what_is_no_gelu(name: str) -> None:
-    spelled, reason = GELU_REFUSED[name]
-    assert reason in why(gelu, spelled, X)
+def test_what_is_no_gelu() -> None:
+    told = refused_each(gelu, [spelled for spelled, _ in GELU_REFUSED.values()], X)
+    for name, reasons in zip(GELU_REFUSED, told, strict=True):
+        assert GELU_REFUSED[name][1] in reasons, name
 
 
 SIGMOID: list[Step] = [
@@ -174,15 +165,17 @@ SIGMOID: list[Step] = [
 ]
 
 
-@pytest.mark.parametrize("spelled", SIGMOID)
-def test_sigmoid(spelled: Step) -> None:
-    assert found(sigmoid, spelled, X) == {}
+def test_sigmoid() -> None:
+    assert found_each(sigmoid, SIGMOID, X) == [{}] * len(SIGMOID)
 
 
 def test_what_is_no_sigmoid() -> None:
-    refused(sigmoid, lambda x: 1 / (1 + torch.exp(x)), X)
-    assert "2 where the pattern has 1" in why(sigmoid, lambda x: 1 / (2 + torch.exp(-x)), X)
-    refused(sigmoid, lambda x: torch.tanh(x) * 0.5 + 0.5, X)
+    wrong: list[Step] = [
+        lambda x: 1 / (1 + torch.exp(x)),
+        lambda x: 1 / (2 + torch.exp(-x)),
+        lambda x: torch.tanh(x) * 0.5 + 0.5,
+    ]
+    assert "2 where the pattern has 1" in refused_each(sigmoid, wrong, X)[1]
 
 
 HARD: list[Step] = [
@@ -197,9 +190,8 @@ HARD: list[Step] = [
 ]
 
 
-@pytest.mark.parametrize("spelled", HARD)
-def test_hard_sigmoid(spelled: Step) -> None:
-    assert found(hard_sigmoid, spelled, X) == {}
+def test_hard_sigmoid() -> None:
+    assert found_each(hard_sigmoid, HARD, X) == [{}] * len(HARD)
 
 
 def test_what_is_no_hard_sigmoid() -> None:

@@ -18,7 +18,7 @@ from dovetail.rules.library.attention import (
     attention_of_batches,
     attention_of_columns,
 )
-from tests.rules.library.helpers import candidates, found, graph_of, why
+from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
 
 B, H, G, S, D = 2, 4, 2, 6, 8
 Attend = Callable[..., Tensor]
@@ -41,21 +41,14 @@ QKV = (heads(), heads(), heads())
 GROUPED = (heads(), heads(G), heads(G))
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({}, {"causal": False, "scale": None, "dropout": 0.0, "mask": "none", "groups": 1}),
-        ({"is_causal": True}, {"causal": True, "scale": None, "dropout": 0.0, "mask": "none", "groups": 1}),
-        ({"scale": 0.5}, {"causal": False, "scale": 0.5, "dropout": 0.0, "mask": "none", "groups": 1}),
-        ({"dropout_p": 0.2}, {"causal": False, "scale": None, "dropout": 0.2, "mask": "none", "groups": 1}),
-    ],
-    ids=["plain", "causal", "scaled", "with dropout"],
-)
-def test_the_operator(settings: dict[str, Any], told: dict[str, Any]) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, **settings)
+def test_the_operator() -> None:
+    def attend(**settings: Any) -> Attend:
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **settings)
 
-    assert found(attention, attend, *QKV) == told
+    plain = {"causal": False, "scale": None, "dropout": 0.0, "mask": "none", "groups": 1}
+    settings = [{}, {"is_causal": True}, {"scale": 0.5}, {"dropout_p": 0.2}]
+    told = found_each(attention, [attend(**each) for each in settings], *QKV)
+    assert told == [plain, {**plain, "causal": True}, {**plain, "scale": 0.5}, {**plain, "dropout": 0.2}]
 
 
 @pytest.mark.parametrize(("mask", "kind"), [(boolean(), "boolean"), (torch.randn(S, S), "additive")])
@@ -75,8 +68,8 @@ def test_the_operator_with_grouped_heads() -> None:
         k, v = k.repeat_interleave(H // G, dim=1), v.repeat_interleave(H // G, dim=1)
         return F.scaled_dot_product_attention(q, k, v)
 
-    for spelled in (native, repeated, interleaved):
-        assert found(attention, spelled, *GROUPED)["groups"] == H // G
+    told = found_each(attention, [native, repeated, interleaved], *GROUPED)
+    assert [attrs["groups"] for attrs in told] == [H // G] * 3
 
 
 def test_heads_repeated_a_wrong_way_stay_outside() -> None:
@@ -110,22 +103,15 @@ def softmax_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return powers / powers.sum(dim=-1, keepdim=True) @ v
 
 
-@pytest.mark.parametrize(
-    "spelled", [multiplied, divided, scaled_first, divided_first, softmax_by_hand], ids=lambda f: f.__name__
-)
-def test_by_hand(spelled: Attend) -> None:
-    told = found(attention_by_hand, spelled, *QKV)
-    assert told["scale"] == pytest.approx(D**-0.5)
-    assert told["mask"] == "none"
-    assert told["groups"] == 1
+def test_by_hand() -> None:
+    spelled = [multiplied, divided, scaled_first, divided_first, softmax_by_hand]
+    for told in found_each(attention_by_hand, spelled, *QKV):
+        assert told["scale"] == pytest.approx(D**-0.5)
+        assert (told["mask"], told["groups"]) == ("none", 1)
 
 
 def test_by_hand_without_a_scale() -> None:
     assert found(attention_by_hand, lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *QKV)["scale"] == 1.0
-
-
-def additive(x: Tensor, mask: Tensor) -> Tensor:
-    return x + torch.zeros_like(x).masked_fill(mask, -1e9)
 
 
 MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
@@ -138,15 +124,14 @@ MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_by_hand_with_a_mask(name: str) -> None:
-    lay, kind = MASKS[name]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return torch.softmax(lay(q @ k.mT / D**0.5, m), -1) @ v
+@pytest.mark.parametrize("kind", ["additive", "boolean"])
+def test_by_hand_with_a_mask(kind: str) -> None:
+    def attend(lay: Callable[[Tensor, Tensor], Tensor]) -> Attend:
+        return lambda q, k, v, m: torch.softmax(lay(q @ k.mT / D**0.5, m), -1) @ v
 
     mask = torch.randn(S, S) if kind == "additive" else boolean()
-    assert found(attention_by_hand, attend, *QKV, mask)["mask"] == kind
+    ways = [attend(lay) for lay, each in MASKS.values() if each == kind]
+    assert {told["mask"] for told in found_each(attention_by_hand, ways, *QKV, mask)} == {kind}
 
 
 def test_by_hand_with_a_bias_and_a_mask() -> None:
@@ -181,12 +166,11 @@ def test_by_hand_with_a_wide_softmax_and_grouped_heads(dtype: torch.dtype) -> No
 
     def cast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = q @ spread(k, H // G).mT / 4 + mask
-        return F.softmax(scores.float(), dim=-1).to(scores.dtype) @ spread(v, H // G)
+        return F.softmax(scores.float(), dim=-1).type_as(scores) @ spread(v, H // G)
 
     inputs = [x.to(dtype) for x in (*GROUPED, torch.randn(S, S))]
-    for spelled in (attend, cast):
-        told = found(attention_by_hand, spelled, *inputs)
-        assert told == {"scale": 0.25, "causal": False, "dropout": 0.0, "mask": "additive", "groups": 2}
+    expected = {"scale": 0.25, "causal": False, "dropout": 0.0, "mask": "additive", "groups": 2}
+    assert found_each(attention_by_hand, [attend, cast], *inputs) == [expected, expected]
 
 
 def test_weights_that_are_used_again_come_out_too() -> None:
@@ -237,13 +221,12 @@ CAUSAL: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_a_causal_mask_of_its_own(name: str) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.softmax(CAUSAL[name](q @ k.mT * 0.3), -1) @ v
+def test_a_causal_mask_of_its_own() -> None:
+    def attend(hide: Callable[[Tensor], Tensor]) -> Attend:
+        return lambda q, k, v: torch.softmax(hide(q @ k.mT * 0.3), -1) @ v
 
-    told = found(attention_causal, attend, *QKV)
-    assert (told["causal"], told["mask"]) == (True, "none")
+    told = found_each(attention_causal, [attend(hide) for hide in CAUSAL.values()], *QKV)
+    assert all((attrs["causal"], attrs["mask"]) == (True, "none") for attrs in told)
 
 
 def test_a_causal_mask_that_others_use_stays_outside() -> None:
@@ -280,14 +263,11 @@ REFUSED: dict[str, tuple[Attend, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_attention(name: str) -> None:
-    spelled, reason = REFUSED[name]
+def test_what_is_no_attention() -> None:
     square = tuple(torch.randn(B, S, S, S) for _ in range(3))
-    if reason:
-        assert reason in why(attention_by_hand, spelled, *square)
-    else:
-        assert not candidates(attention_by_hand, graph_of(spelled, square))
+    told = refused_each(attention_by_hand, [spelled for spelled, _ in REFUSED.values()], *square)
+    for name, reasons in zip(REFUSED, told, strict=True):
+        assert REFUSED[name][1] in reasons, name
 
 
 def test_in_the_graph_of_a_compiler() -> None:

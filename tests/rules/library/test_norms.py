@@ -18,7 +18,15 @@ from dovetail.rules.library.norms import (
     layer_norm,
     rms_norm,
 )
-from tests.rules.library.helpers import candidates, found, graph_of, member_names, refused, why
+from tests.rules.library.helpers import (
+    candidates,
+    found,
+    found_each,
+    graph_of,
+    member_names,
+    refused_each,
+    why,
+)
 
 W = 16
 X, R = torch.randn(2, 3, W), torch.randn(2, 3, W)
@@ -31,6 +39,11 @@ def llama(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + EPS)).to(x.dtype)
+
+
+def meta(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).type_as(x) * weight
 
 
 def t5(x: Tensor, weight: Tensor) -> Tensor:
@@ -58,29 +71,31 @@ def operator(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (W,), weight, EPS)
 
 
-RMS = [llama, t5, olmo, gemma, plain, operator]
+RMS = [llama, meta, t5, olmo, gemma, plain, operator]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spelled", RMS, ids=lambda f: f.__name__)
-def test_rms_norm(spelled: Norm, dtype: torch.dtype) -> None:
-    told = found(rms_norm, spelled, X.to(dtype), WEIGHT.to(dtype))
-    assert told == {"eps": EPS, "offset": 1.0 if spelled is gemma else 0.0}
+def test_rms_norm(dtype: torch.dtype) -> None:
+    told = found_each(rms_norm, RMS, X.to(dtype), WEIGHT.to(dtype))
+    assert told == [{"eps": EPS, "offset": 1.0 if spelled is gemma else 0.0} for spelled in RMS]
 
 
-@pytest.mark.parametrize("spelled", RMS, ids=lambda f: f.__name__)
-def test_rms_norm_of_a_sum(spelled: Norm) -> None:
-    def summed(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return spelled(residual + x, weight)
+def test_rms_norm_of_a_sum() -> None:
+    def summed(spelled: Norm) -> Norm:
+        return lambda x, residual, weight: spelled(residual + x, weight)
 
-    assert found(add_rms_norm, summed, X, R, WEIGHT)["eps"] == EPS
+    told = found_each(add_rms_norm, [summed(spelled) for spelled in RMS], X, R, WEIGHT)
+    assert all(attrs["eps"] == EPS for attrs in told)
 
 
 def test_rms_norm_as_a_module_and_without_a_weight() -> None:
-    assert found(rms_norm, nn.RMSNorm(W, eps=1e-3), X)["eps"] == 1e-3
-    assert found(rms_norm, nn.RMSNorm(W), X)["eps"] is None
-    assert found(rms_norm, lambda x: F.rms_norm(x, (W,), eps=0.1), X)["eps"] == 0.1
-    assert found(rms_norm, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5), X)["eps"] == 0.5
+    spelled: list[Norm] = [
+        nn.RMSNorm(W, eps=1e-3),
+        nn.RMSNorm(W),
+        lambda x: F.rms_norm(x, (W,), eps=0.1),
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5),
+    ]
+    assert [told["eps"] for told in found_each(rms_norm, spelled, X)] == [1e-3, None, 0.1, 0.5]
 
 
 def test_rms_norm_at_any_rank() -> None:
@@ -122,11 +137,10 @@ RMS_REFUSED: dict[str, tuple[Norm, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", RMS_REFUSED)
-def test_what_is_no_rms_norm(name: str) -> None:
-    spelled, reason = RMS_REFUSED[name]
-    missed = refused(rms_norm, spelled, X, WEIGHT)
-    assert not reason or any(reason in r.reason for r in missed)
+def test_what_is_no_rms_norm() -> None:
+    told = refused_each(rms_norm, [spelled for spelled, _ in RMS_REFUSED.values()], X, WEIGHT)
+    for name, reasons in zip(RMS_REFUSED, told, strict=True):
+        assert RMS_REFUSED[name][1] in reasons, name
 
 
 def test_a_norm_that_is_rounded_elsewhere_is_another() -> None:
@@ -134,7 +148,7 @@ def test_a_norm_that_is_rounded_elsewhere_is_another() -> None:
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).to(x.dtype) + EPS)).to(x.dtype)
 
-    refused(rms_norm, rounded, X.bfloat16(), WEIGHT.bfloat16())
+    refused_each(rms_norm, [rounded], X.bfloat16(), WEIGHT.bfloat16())
     found(rms_norm, rounded, X, WEIGHT)
 
 
@@ -174,33 +188,29 @@ def layer_operator(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 LAYER = [bert, by_variance, by_moments, wide, layer_operator]
 
 
-@pytest.mark.parametrize("spelled", LAYER, ids=lambda f: f.__name__)
-def test_layer_norm(spelled: Norm) -> None:
-    assert found(layer_norm, spelled, X, WEIGHT, BIAS) == {"eps": EPS}
+def test_layer_norm() -> None:
+    assert found_each(layer_norm, LAYER, X, WEIGHT, BIAS) == [{"eps": EPS}] * len(LAYER)
 
 
-@pytest.mark.parametrize("spelled", [wide, layer_operator], ids=lambda f: f.__name__)
-def test_layer_norm_in_low_precision(spelled: Norm) -> None:
-    found(layer_norm, spelled, X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16())
+def test_layer_norm_in_low_precision() -> None:
+    found_each(layer_norm, [wide, layer_operator], X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16())
 
 
-@pytest.mark.parametrize("spelled", LAYER, ids=lambda f: f.__name__)
-def test_layer_norm_of_a_sum(spelled: Norm) -> None:
-    found(add_layer_norm, lambda x, r, w, b: spelled(x + r, w, b), X, R, WEIGHT, BIAS)
+def test_layer_norm_of_a_sum() -> None:
+    def summed(spelled: Norm) -> Norm:
+        return lambda x, residual, weight, bias: spelled(x + residual, weight, bias)
+
+    found_each(add_layer_norm, [summed(spelled) for spelled in LAYER], X, R, WEIGHT, BIAS)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def test_layer_norm_as_a_module() -> None:
+    modules = [
         nn.LayerNorm(W),
         nn.LayerNorm(W, bias=False),
         nn.LayerNorm(W, elementwise_affine=False),
-        nn.LayerNorm((3, W)),
-    ],
-    ids=["affine", "no bias", "bare", "two dimensions"],
-)
-def test_layer_norm_as_a_module(module: nn.Module) -> None:
-    assert found(layer_norm, module, X) == {"eps": 1e-5}
+        nn.LayerNorm([3, W]),
+    ]
+    assert found_each(layer_norm, modules, X) == [{"eps": 1e-5}] * 4
 
 
 LAYER_REFUSED: dict[str, tuple[Norm, str]] = {
@@ -223,11 +233,10 @@ LAYER_REFUSED: dict[str, tuple[Norm, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYER_REFUSED)
-def test_what_is_no_layer_norm(name: str) -> None:
-    spelled, reason = LAYER_REFUSED[name]
-    missed = refused(layer_norm, spelled, X, WEIGHT, BIAS)
-    assert not reason or any(reason in r.reason for r in missed)
+def test_what_is_no_layer_norm() -> None:
+    told = refused_each(layer_norm, [spelled for spelled, _ in LAYER_REFUSED.values()], X, WEIGHT, BIAS)
+    for name, reasons in zip(LAYER_REFUSED, told, strict=True):
+        assert LAYER_REFUSED[name][1] in reasons, name
 
 
 class Block(nn.Module):
@@ -268,7 +277,7 @@ def test_dropout_after_the_sum_is_another_thing() -> None:
     def after(x: Tensor, b: Tensor, r: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(F.dropout(x + b + r, 0.25), (W,), w)
 
-    refused(dropout_add_layer_norm, after, X, BIAS, R, WEIGHT)
+    refused_each(dropout_add_layer_norm, [after], X, BIAS, R, WEIGHT)
 
 
 @pytest.mark.parametrize("rule", [rms_norm, add_rms_norm, layer_norm, add_layer_norm], ids=lambda r: r.name)

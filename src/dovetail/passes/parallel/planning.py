@@ -14,6 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
 from dovetail.errors import PassError
+from dovetail.graph.describe import nbytes
 from dovetail.graph.effects import PURE
 from dovetail.graph.index import Index
 from dovetail.graph.normalform import same_geometry
@@ -28,6 +29,7 @@ from dovetail.passes.parallel.products import (
     Product,
     is_product,
     read_product,
+    source_of,
     value_read,
 )
 from dovetail.rules.rule import Decline
@@ -37,10 +39,14 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 @dataclass(frozen=True)
 class Slice:
-    """One branch's part of a joint value; `copied` says in which format where the part must be memory of its own."""
+    """One branch's part of a joint value.
+
+    Where the part must be memory of its own, `copied` says in which format, and `copy` is the value of the copy.
+    """
 
     value: Any
     copied: torch.memory_format | None = None
+    copy: Any = None
 
 
 @dataclass
@@ -68,10 +74,10 @@ class Plan:
 
 
 def make_plan(
-    index: Index, *, min_branches: int, guard: Guard | None, fuel: int | None, by_training: bool
+    index: Index, *, min_branches: int, guard: Guard | None, fuel: int | None, materialise: bool
 ) -> Plan:
-    """Decide everything; the graph is only looked at. With `by_training`, frozen and trained are kept apart."""
-    planner = _Planner(index, guard, by_training)
+    """Decide everything; the graph is only looked at."""
+    planner = _Planner(index, guard, materialise)
     with inferring(fake_mode(index.nodes)):
         for candidates in _siblings(index):
             planner.consider(candidates, min_branches, fuel)
@@ -82,7 +88,7 @@ def _siblings(index: Index) -> list[list[int]]:
     """Positions of products that read the same value, by the place of the first; only those that are not alone."""
     found: dict[Node, list[int]] = {}
     for i, node in enumerate(index.nodes):
-        if is_product(node):
+        if is_product(node) and node.users:
             value = value_read(node)
             if value is not None:
                 found.setdefault(value, []).append(i)
@@ -90,8 +96,8 @@ def _siblings(index: Index) -> list[list[int]]:
 
 
 class _Planner:
-    def __init__(self, index: Index, guard: Guard | None, by_training: bool) -> None:
-        self.index, self.guard, self.by_training = index, guard, by_training
+    def __init__(self, index: Index, guard: Guard | None, materialise: bool) -> None:
+        self.index, self.guard, self.materialise = index, guard, materialise
         self.plan = Plan()
         self.claimed: set[Node] = set()
         self.trial: dict[Node, Any] = {}
@@ -99,12 +105,18 @@ class _Planner:
     def consider(self, positions: list[int], min_branches: int, fuel: int | None) -> None:
         """Merge what can be merged of the products of one value."""
         groups: dict[Any, list[Product]] = {}
+        known: dict[Any, Product] = {}
         for i in positions:
-            read = read_product(self.index, i, by_training=self.by_training)
+            read = read_product(self.index, i, by_training=not self.materialise)
             if isinstance(read, str):
                 self._decline([self.index.nodes[i]], read)
-            else:
-                groups.setdefault(read.facts, []).append(read)
+                continue
+            first = known.setdefault((read.facts, read.weight, read.bias), read)
+            if first is not read:
+                words = f"it computes the same as '{first.node.name}', and Cleanup makes them one"
+                self._decline([read.node], words)
+                continue
+            groups.setdefault(read.facts, []).append(read)
         for products in groups.values():
             nodes = [p.node for p in products]
             if len(products) < min_branches:
@@ -133,23 +145,25 @@ class _Planner:
             return "one of their weights cannot be had where the first of them stands"
         if self.guard is None:
             return ""
-        branches = tuple(
-            Branch(
-                p.node.name,
-                target_name(p.node),
-                p.rows,
-                p.depth,
-                p.width,
-                p.weight.meta["val"].dtype,
-                p.weight.meta["val"].device,
-            )
-            for p in products
+        return _asked(self.guard, tuple(self._branch(product) for product in products))
+
+    def _branch(self, product: Product) -> Branch:
+        weight: Tensor = product.weight.meta["val"]
+        return Branch(
+            name=product.node.name,
+            operator=target_name(product.node),
+            rows=product.rows,
+            depth=product.depth,
+            width=product.width,
+            dtype=weight.dtype,
+            device=weight.device,
+            weight_bytes=nbytes(weight),
+            each_call=not self.materialise or source_of(product.weight).op != "get_attr",
         )
-        return _asked(self.guard, branches)
 
     def _join(self, products: Sequence[Product]) -> str:
         """Plan the joint values and slices of a group; the reason if they cannot be had."""
-        group = lift(self.index, products, self.claimed, by_training=self.by_training)
+        group = lift(self.index, products, self.claimed, by_training=not self.materialise)
         joint = Joint(group)
         self.trial = {}
         try:
@@ -205,7 +219,7 @@ class _Planner:
             kept = next((f for f in _FORMATS if _copies_to(part, f, original)), None)
             if kept is None:
                 return False
-            slices[i] = Slice(part, kept)
+            slices[i] = Slice(part, kept, original)
         return True
 
     def _settles(self, node: Node, part: Tensor, members: set[Node]) -> bool:
@@ -246,7 +260,13 @@ class _Planner:
         node = self.index.nodes[position]
         if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
             return False
-        known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        if isinstance(node.target, OpOverload):
+            known = node.target.namespace in (
+                "aten",
+                "prims",
+            )  # a kernel of someone else's may rely on strides
+        else:
+            known = node.target is operator.getitem
         if not known or node.meta.get("val") is None or "unbacked_bindings" in node.meta:
             return False
         return self.index.dependencies.effects.get(position, PURE).pure

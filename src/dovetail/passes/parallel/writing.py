@@ -104,8 +104,7 @@ class _Writer:
             self.about = (node,)
             part = self._call("merged_part", operator.getitem, (parts, branch), {}, cut.value)
             options = {"memory_format": cut.copied}
-            value = node.meta["val"]
-            self.env[node] = self._stand_in(node, _aten.clone.default, (part,), options, value)
+            self.env[node] = self._stand_in(node, _aten.clone.default, (part,), options, cut.copy)
 
     def _stand_in(self, node: Node, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
         """A node that has the name and the meta of the one whose value it is."""

@@ -61,6 +61,16 @@ def one_dimension_throughout(match: Match) -> Decline | None:
     return None
 
 
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return either(lambda: F.silu(x), lambda: x * torch.sigmoid(x))
+
+
+def relu6(x: Tensor) -> Tensor:
+    """min(max(x, 0), 6)."""
+    return either(lambda: F.relu6(x), lambda: F.hardtanh(x, 0.0, 6.0), lambda: x.clamp(0, 6))
+
+
 def halved(x: Tensor, gate: Tensor) -> Tensor:
     """x * gate / 2, however it is put together."""
     return either(lambda: x * 0.5 * gate, lambda: x * (gate * 0.5), lambda: x * gate * 0.5)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.rules.choices import Const, either, optional
+from dovetail.rules.library.activations import relu6, silu
 from dovetail.rules.library.known import Known, has, known
 from dovetail.rules.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -20,8 +21,8 @@ Step = Callable[[Tensor], Tensor]
 _CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 _STEPS: dict[str, tuple[tuple[str, ...], Step]] = {
     "relu": (("relu",), torch.relu),
-    "relu6": (("relu6", "hardtanh"), F.relu6),
-    "silu": (("silu", "sigmoid"), lambda x: either(lambda: F.silu(x), lambda: x * torch.sigmoid(x))),
+    "relu6": (("relu6", "hardtanh"), relu6),
+    "silu": (("silu", "sigmoid"), silu),
     "gelu": (("gelu",), F.gelu),
     "hardswish": (("hardswish",), F.hardswish),
     "sigmoid": (("sigmoid",), torch.sigmoid),
@@ -38,10 +39,10 @@ def _activated(x: Tensor) -> Tensor:
 
 
 def _activation(match: Match) -> str | None:
-    for name, (operators, _) in _STEPS.items():
-        if has(match, *operators):
-            return name
-    return None
+    if has(match, "sigmoid"):
+        return "silu" if has(match, "mul") else "sigmoid"
+    names = (name for name, (operators, _) in _STEPS.items() if has(match, *operators))
+    return next(names, None)
 
 
 def _says(match: Match) -> dict[str, Any]:
@@ -188,15 +189,20 @@ def conv_grad(
     """The gradients of a convolution; where a ReLU followed it, of both."""
     grad = optional(grad, lambda g: torch.ops.aten.threshold_backward.default(g, activated, 0))
 
-    def gradients(transposed: bool) -> tuple[Tensor, ...]:
+    def gradients(transposed: bool) -> tuple[Tensor | None, ...]:
         channels = grad.shape[1] if transposed else x.shape[1]
         groups = channels // weight.shape[1]
         return torch.ops.aten.convolution_backward.default(
             grad, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
         )
 
-    made = either(lambda: gradients(False), lambda: gradients(True))
-    return either(lambda: made[1], lambda: made[0])
+    def one(which: int) -> Tensor:
+        made = either(lambda: gradients(False), lambda: gradients(True))[which]
+        if made is None:
+            raise ValueError("this gradient is not asked for")
+        return made
+
+    return either(lambda: one(1), lambda: one(0))
 
 
 CONVOLUTION = RuleSet(*(rule for rank in (1, 2, 3) for rule in _convolution_rules(rank)), conv_grad)

@@ -41,7 +41,7 @@ class Known(PatternRule):
         self.says, self.when = says, when
 
     def propose(self, scene: Scene) -> Iterable[Proposal]:
-        names = scene.fact(operator_names)
+        names = scene.fact(_operator_names)
         if names is not None and not all(word & names for word in self.needs):
             return ()
         if self.when is not None and not self.when(scene):
@@ -85,7 +85,7 @@ def ahead_of(nodes: Collection[Node], wanted: Set[str], between: Set[str]) -> No
     return None
 
 
-def operator_names(scene: Scene) -> frozenset[str] | None:
+def _operator_names(scene: Scene) -> frozenset[str] | None:
     """The operators of a graph as patterns see it, None where it cannot be seen."""
     shadow = scene.fact(shadow_of)
     if shadow.why_none:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.rules.choices import Const, either, optional
-from dovetail.rules.library.activations import close_to, tanh_gelu
+from dovetail.rules.library.activations import close_to, relu6, silu, tanh_gelu
 from dovetail.rules.library.known import Known, has, known
 from dovetail.rules.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -20,6 +20,8 @@ Activation = Callable[[Tensor], Tensor]
 
 _X, _WEIGHT, _BIAS = (torch.empty(s, device="meta") for s in ((2, 8, 16), (16, 16), (16,)))
 _ONE, _TWO = (_X, _WEIGHT, _BIAS), (_X, _WEIGHT, _WEIGHT, _BIAS, _BIAS)
+# With one dimension before the last there is nothing to flatten.
+_FLAT = (_X[0], _WEIGHT, _BIAS)
 
 
 def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -38,11 +40,6 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     )
 
 
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x)."""
-    return either(lambda: F.silu(x), lambda: x * torch.sigmoid(x))
-
-
 def any_gelu(x: Tensor, factor: Any, cubic: Any) -> Tensor:
     """A GELU as models spell it between products."""
     return either(
@@ -54,7 +51,7 @@ def any_gelu(x: Tensor, factor: Any, cubic: Any) -> Tensor:
 
 _SIMPLE: dict[str, tuple[str, Activation]] = {
     "relu": ("relu", torch.relu),
-    "relu6": ("relu6|hardtanh", F.relu6),
+    "relu6": ("relu6|hardtanh", relu6),
     "squared_relu": ("relu", lambda x: either(lambda: torch.relu(x).square(), lambda: torch.relu(x).pow(2))),
     "silu": ("silu|sigmoid", silu),
     "tanh": ("tanh", torch.tanh),
@@ -74,7 +71,7 @@ def _linear_then(activation: str) -> Known:
         name=f"linear_{activation}",
         needs=f"{_PRODUCT} {needs}",
         says=lambda m: {"activation": activation},
-        examples=[_ONE],
+        examples=[_ONE, _FLAT],
     )
     def linear_then(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return step(projected(x, weight, bias))
@@ -87,7 +84,7 @@ def _which_gelu(match: Match) -> dict[str, Any]:
     return {"activation": "gelu_tanh" if tanh else "gelu"}
 
 
-@known(kind="linear_activation", needs=f"{_PRODUCT} gelu|tanh", says=_which_gelu, examples=[_ONE])
+@known(kind="linear_activation", needs=f"{_PRODUCT} gelu|tanh", says=_which_gelu, examples=[_ONE, _FLAT])
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)
 ) -> Tensor:
@@ -99,7 +96,7 @@ def linear_gelu(
     kind="linear_activation",
     needs=f"{_PRODUCT} leaky_relu",
     says=lambda m: {"activation": "leaky_relu", "slope": m["slope"]},
-    examples=[_ONE],
+    examples=[_ONE, _FLAT],
 )
 def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
     """A product and a leaky ReLU."""
@@ -110,7 +107,7 @@ def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Cons
     kind="linear_residual",
     needs=f"{_PRODUCT} add",
     says=lambda m: {"dropout": m.literals.get("dropout", 0.0)},
-    examples=[(*_ONE, _X)],
+    examples=[(*_ONE, _X), (*_FLAT, _X[0])],
 )
 def linear_residual(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, dropout: Any = Const(0.1202)
@@ -161,7 +158,7 @@ def swiglu(
     return silu(projected(x, gate, gate_bias)) * projected(x, up, up_bias)
 
 
-@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", says=_projections, examples=[_ONE])
+@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", says=_projections, examples=[_ONE, _FLAT])
 def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
     """The same from one product that holds gate and up side by side."""
     return halves(projected(x, packed, bias), silu)
@@ -187,7 +184,7 @@ def geglu(
     return any_gelu(projected(x, gate, gate_bias), factor, cubic) * projected(x, up, up_bias)
 
 
-@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", says=_projections, examples=[_ONE])
+@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", says=_projections, examples=[_ONE, _FLAT])
 def geglu_packed(
     x: Tensor, packed: Tensor, bias: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)
 ) -> Tensor:

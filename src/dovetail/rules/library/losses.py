@@ -62,7 +62,7 @@ def cross_entropy(
 
 @known(
     kind="cross_entropy",
-    needs="gather|index log_softmax|_log_softmax|logsumexp",
+    needs="gather|index log_softmax|_log_softmax|logsumexp|log",
     says=_says,
     examples=[(_LOGITS, _TARGET)],
 )

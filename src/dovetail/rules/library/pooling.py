@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
 from dovetail.rules.choices import Const, either
-from dovetail.rules.library.known import Known, known, operator_names
+from dovetail.rules.library.known import Known, known
 from dovetail.rules.match import Match
 from dovetail.rules.rule import Decline, Proposal, Rule, RuleSet
 from dovetail.rules.scene import Scene
@@ -21,17 +22,22 @@ _IMAGES = torch.empty(2, 3, 8, 8, device="meta")
 
 
 def _has_means_of_images(scene: Scene) -> bool:
+    """Whether there is a mean of something with four dimensions, or of a reshape of such."""
     for node in scene.fact(shadow_of).nodes:
-        value = value_of(by_name(node).get("self")) if op_name(node.target) == "mean" else None
+        if op_name(node.target) != "mean":
+            continue
+        source = by_name(node).get("self")
+        if isinstance(source, Node) and op_name(source.target) in ("reshape", "view", "flatten"):
+            source = by_name(source).get("self")
+        value = value_of(source)
         if isinstance(value, Tensor) and value.dim() == 4:
             return True
-    names = scene.fact(operator_names)
-    return names is None or "mean" not in names
+    return False
 
 
 @known(
     kind="avg_pool",
-    needs="mean|adaptive_avg_pool2d",
+    needs="mean",
     when=_has_means_of_images,
     says=lambda m: {"kernel": "global"},
     examples=[(_IMAGES,)],

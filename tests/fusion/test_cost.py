@@ -1,0 +1,164 @@
+"""What regions save: bytes moved, launches, flops and memory, from shapes and dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dovetail
+from dovetail.fusion.cost import Cost, Gain, Traffic
+from dovetail.fusion.figures import Figures
+from dovetail.graph.index import Index
+from dovetail.outlining.escapes import settle
+from dovetail.outlining.requests import Draft, Request, drafts
+
+X = torch.randn(4, 8)
+N = X.nbytes
+
+
+class Call(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def drafted(
+    function: Any, names: str, *args: Tensor, escapes: str = "auto", **options: Any
+) -> tuple[Figures, Draft]:
+    gm = dovetail.capture(Call(function), args, **options)
+    index = Index(gm)
+    (draft,) = drafts(index, [Request(names.split(), "k", escapes=escapes)])
+    settle(index, draft)
+    return Figures(index), draft
+
+
+def gain(function: Any, names: str, *args: Tensor, **options: Any) -> Gain:
+    figures, draft = drafted(function, names, *args, **options)
+    model = Traffic(launch_bytes=1000)
+    apart, together = model.apart(figures, draft), model.together(figures, draft)
+    found = model.gain(figures, draft)
+    # The quick figures agree with the full ones.
+    assert found.bytes_saved - found.bytes_recomputed == apart.bytes - together.bytes
+    assert found.launches_saved == apart.launches - together.launches
+    return found
+
+
+def test_a_value_inside_is_neither_stored_nor_loaded() -> None:
+    assert gain(lambda x: x.relu().exp(), "relu exp", X) == Gain(2 * N, 1, 0, 2 * N + 1000)
+
+
+def test_an_operand_is_loaded_once_and_a_result_stored_once() -> None:
+    found = gain(lambda x: (x.exp(), x.tanh()), "exp tanh", X)
+    assert (found.bytes_saved, found.launches_saved) == (N, 1)
+
+
+def test_a_value_that_is_returned_too_is_stored_but_not_loaded() -> None:
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        a = x.relu()
+        return a.exp(), a
+
+    assert gain(both, "relu exp", X, escapes="output").bytes_saved == N
+
+
+def test_what_is_done_a_second_time_is_counted() -> None:
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        a = x + y
+        return a.exp(), a
+
+    found = gain(both, "add exp", X, X + 1, escapes="duplicate")
+    assert (found.bytes_saved, found.bytes_recomputed, found.launches_saved) == (N, 2 * N, 0)
+    assert found.score == -N
+
+
+def test_flops_done_a_second_time_count_beyond_the_elements() -> None:
+    weight = torch.randn(16, 8)
+
+    def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        a = F.linear(x, w)
+        return a.exp(), a
+
+    figures, draft = drafted(both, "linear exp", X, weight, escapes="duplicate")
+    found = Traffic(launch_bytes=0, flops_per_byte=1).gain(figures, draft)
+    out = 4 * 16
+    assert found.score == found.bytes_saved - found.bytes_recomputed - (2 * out * 8 - out)
+
+
+def test_views_parts_and_sizes_are_no_launches_and_move_nothing() -> None:
+    def views(x: Tensor) -> Tensor:
+        return x.t().unsqueeze(0).exp()
+
+    found = gain(views, "t unsqueeze exp", X)
+    assert (found.bytes_saved, found.launches_saved) == (0, 0)
+
+    def parts(x: Tensor) -> Tensor:
+        a, b = x.split(4, dim=1)
+        return a.exp() + b
+
+    found = gain(parts, "split exp add", X)
+    # `exp` is half of x: neither stored nor loaded.
+    assert (found.bytes_saved, found.launches_saved) == (N, 1)
+
+
+def test_a_narrow_view_of_something_large_loads_only_what_it_shows() -> None:
+    found = gain(lambda x: x[:1].exp().tanh(), "slice_1 exp tanh", X)
+    assert found.bytes_saved == 2 * N // 4
+
+
+def test_symbolic_sizes_count_by_their_hint() -> None:
+    rows = torch.export.Dim("rows", min=2, max=64)
+    found = gain(lambda x: x.relu().exp(), "relu exp", X, dynamic_shapes=[({0: rows},)])
+    assert found.bytes_saved == 2 * N
+
+
+def test_sizes_that_are_not_known_count_as_nothing() -> None:
+    gm = torch.fx.symbolic_trace(lambda x: x.relu().exp())
+    index = Index(gm)
+    (draft,) = drafts(index, [Request(["relu", "exp"], "k")])
+    settle(index, draft)
+    figures = Figures(index)
+    assert Traffic(launch_bytes=7).gain(figures, draft) == Gain(0, 1, 0, 7)
+    assert not figures.known(index.names["relu"])
+    assert figures.flops(index.names["relu"]) == 0
+
+
+def test_memory_held_one_by_one_and_together() -> None:
+    figures, draft = drafted(lambda x: x.relu().exp().tanh(), "relu exp tanh", X)
+    model = Traffic()
+    elements = X.numel()
+    # The operand, and two values at a time; together the operand and the result.
+    assert model.apart(figures, draft) == Cost(6 * N, 3 * elements, 3, 3 * N)
+    assert model.together(figures, draft) == Cost(2 * N, 3 * elements, 1, 2 * N)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "name", "flops"),
+    [
+        (lambda x, y: x @ y, (torch.randn(4, 8), torch.randn(8, 5)), "matmul", 2 * 4 * 8 * 5),
+        (torch.bmm, (torch.randn(3, 4, 8), torch.randn(3, 8, 5)), "bmm", 2 * 3 * 4 * 8 * 5),
+        (F.linear, (torch.randn(4, 8), torch.randn(5, 8)), "linear", 2 * 4 * 8 * 5),
+        (
+            F.conv2d,
+            (torch.randn(2, 3, 8, 8), torch.randn(5, 3, 3, 3)),
+            "conv2d",
+            2 * 2 * 5 * 6 * 6 * 3 * 3 * 3,
+        ),
+        (
+            F.scaled_dot_product_attention,
+            tuple(torch.randn(1, 2, 6, 4) for _ in range(3)),
+            "scaled_dot_product_attention",
+            4 * 2 * 6 * 6 * 4,
+        ),
+        (torch.exp, (X,), "exp", X.numel()),
+    ],
+)
+def test_flops(function: Any, args: tuple[Tensor, ...], name: str, flops: int) -> None:
+    gm = dovetail.capture(Call(function), args)
+    index = Index(gm)
+    assert Figures(index).flops(index.names[name]) == flops

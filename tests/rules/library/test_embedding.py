@@ -1,0 +1,92 @@
+"""Embeddings and the norm after them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dovetail
+from dovetail.rules.library.embedding import embedding_layer_norm, embedding_rms_norm
+from tests.rules.library.helpers import candidates, found, graph_of, member_names, refused_each, why
+
+V, W, S = 32, 16, 6
+IDS = torch.randint(0, V, (2, S))
+
+
+class Embeddings(nn.Module):
+    """Words, and up to two more tables, normalised."""
+
+    def __init__(self, tables: int, padding: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, W, padding_idx=padding)
+        self.more = nn.ModuleList(nn.Embedding(V, W) for _ in range(tables - 1))
+        self.drop, self.norm = nn.Dropout(dropout), nn.LayerNorm(W, eps=1e-6)
+
+    def forward(self, ids: Tensor, *others: Tensor) -> Tensor:
+        x = self.words(ids)
+        for table, other in zip(self.more, others, strict=True):
+            x = x + table(other)
+        return self.norm(self.drop(x))
+
+
+@pytest.mark.parametrize("tables", [1, 2, 3])
+def test_tables_and_a_layer_norm(tables: int) -> None:
+    others = [torch.randint(0, V, (S,)) for _ in range(tables - 1)]
+    told = found(embedding_layer_norm, Embeddings(tables, padding=3).eval(), IDS, *others)
+    assert told == {"norm": "layer_norm", "eps": 1e-6, "tables": tables, "dropout": 0.0}
+
+
+def test_with_dropout() -> None:
+    told = found(embedding_layer_norm, Embeddings(2, dropout=0.25).train(), IDS, torch.arange(S))
+    assert told["dropout"] == 0.25
+
+
+def test_with_positions_from_elsewhere() -> None:
+    class Model(Embeddings):
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            return self.norm(self.words(ids) + positions)
+
+    assert found(embedding_layer_norm, Model(1), IDS, torch.randn(S, W))["tables"] == 1
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def test_a_table_and_an_rms_norm() -> None:
+    told = found(
+        embedding_rms_norm, lambda i, t, w: rms(F.embedding(i, t), w), IDS, torch.randn(V, W), torch.randn(W)
+    )
+    assert told == {"norm": "rms_norm", "eps": 1e-6, "tables": 1, "dropout": 0.0}
+
+
+def test_the_rows_come_out_too() -> None:
+    class Model(Embeddings):
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            rows = self.words(ids)
+            return self.norm(rows), rows * 2
+
+    model = Model(1)
+    graph = graph_of(model, (IDS,))
+    match = candidates(embedding_layer_norm, graph)[0]
+    fused = dovetail.outline(graph, member_names(graph, match), kind=match.kind, escapes=match.escapes)
+    (region,) = dovetail.regions(fused)
+    assert len(region.outputs) == 2
+    assert all(torch.equal(a, b) for a, b in zip(fused(IDS), model(IDS), strict=True))
+
+
+def test_the_residual_of_a_layer_is_not_part_of_it() -> None:
+    def layer(ids: Tensor, table: Tensor, weight: Tensor) -> Tensor:
+        rows = F.embedding(ids, table)
+        return rms(rows + torch.tanh(rows), weight)
+
+    reason = why(embedding_rms_norm, layer, IDS, torch.randn(V, W), torch.randn(W))
+    assert "is computed from the embedding" in reason
+
+
+def test_a_product_is_no_embedding() -> None:
+    refused_each(
+        embedding_layer_norm, [nn.Sequential(nn.Linear(W, W), nn.LayerNorm(W))], torch.randn(2, S, W)
+    )

@@ -1,0 +1,209 @@
+"""Products with an activation, a residual sum or a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dovetail.rules.library import GATES, LINEAR
+from dovetail.rules.library.linear import (
+    geglu,
+    geglu_gate,
+    geglu_packed,
+    linear_gelu,
+    linear_leaky_relu,
+    linear_residual,
+    swiglu,
+    swiglu_gate,
+    swiglu_packed,
+)
+from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
+
+W, N = 16, 24
+X, R = torch.randn(2, 3, W), torch.randn(2, 3, N)
+LAYER, BARE = nn.Linear(W, N), nn.Linear(W, N, bias=False)
+MATRIX, BIAS = torch.randn(W, N), torch.randn(N)
+Step = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, tuple[Step, ...]] = {
+    "relu": (F.relu, torch.relu, nn.ReLU(), lambda x: x.relu(), lambda x: F.relu(x, inplace=True)),
+    "relu6": (F.relu6,),
+    "squared_relu": (lambda x: F.relu(x).square(), lambda x: F.relu(x) ** 2),
+    "silu": (F.silu, nn.SiLU(), lambda x: x * torch.sigmoid(x)),
+    "tanh": (torch.tanh, nn.Tanh()),
+    "sigmoid": (torch.sigmoid, lambda x: x.sigmoid()),
+    "hardswish": (F.hardswish,),
+    "softplus": (F.softplus,),
+    "elu": (F.elu,),
+    "mish": (F.mish,),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_linear_and_an_activation(name: str) -> None:
+    models = [nn.Sequential(nn.Linear(W, N), _Calls(step)) for step in ACTIVATIONS[name]]
+    told = found_each(LINEAR[f"linear_{name}"], models, X)
+    assert told == [{"activation": name}] * len(models)
+
+
+class _Calls(nn.Module):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The product as GPT-2 has it."""
+    flat = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+    return flat.view((*x.size()[:-1], weight.shape[1]))
+
+
+PRODUCTS: list[Step] = [
+    nn.Linear(W, N),
+    nn.Linear(W, N, bias=False),
+    lambda x: conv1d(x, MATRIX, BIAS),
+    lambda x: x @ MATRIX + BIAS,
+    lambda x: torch.matmul(x, MATRIX),
+]
+
+
+@pytest.mark.parametrize("x", [X, X[0], torch.randn(2, 3, 4, W)], ids=lambda x: f"{x.dim()}-D")
+def test_any_product(x: Tensor) -> None:
+    def then_relu(product: Step) -> Step:
+        return lambda x: torch.relu(product(x))
+
+    found_each(LINEAR["linear_relu"], [then_relu(product) for product in PRODUCTS], x)
+
+
+def new_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def test_linear_and_gelu() -> None:
+    def after_a_product(step: Step) -> Step:
+        return lambda x: step(x @ MATRIX + BIAS)
+
+    steps: dict[Step, str] = {F.gelu: "gelu", nn.GELU(approximate="tanh"): "gelu_tanh", new_gelu: "gelu_tanh"}
+    told = found_each(linear_gelu, [after_a_product(step) for step in steps], X)
+    assert [attrs["activation"] for attrs in told] == list(steps.values())
+
+
+def test_linear_and_leaky_relu() -> None:
+    told = found(linear_leaky_relu, lambda x: F.leaky_relu(x @ MATRIX, 0.2), X)
+    assert told == {"activation": "leaky_relu", "slope": 0.2}
+
+
+def test_another_activation_is_not_taken_for_this_one() -> None:
+    assert not candidates(LINEAR["linear_relu"], graph_of(lambda x: F.silu(x @ MATRIX), (X,)))
+    assert "it has 0.9 where 0.7978846 is meant" in why(
+        linear_gelu, lambda x: 0.5 * (y := x @ MATRIX) * (1 + torch.tanh(0.9 * (y + 0.044715 * y**3))), X
+    )
+
+
+def test_linear_and_a_residual() -> None:
+    spelled: list[Callable[..., Tensor]] = [
+        lambda x, r: r + LAYER(x),
+        lambda x, r: x @ MATRIX + r,
+        lambda x, r: conv1d(x, MATRIX, BIAS) + r,
+    ]
+    assert found_each(linear_residual, spelled, X, R) == [{"dropout": 0.0}] * 3
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_linear_dropout_and_a_residual(mode: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(W, N), nn.Dropout(0.25))
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            return residual + self.inner(x)
+
+    told = found(linear_residual, Block().train(mode == "train"), X, R)
+    assert told == {"dropout": 0.25 if mode == "train" else 0.0}
+
+
+def test_what_is_added_to_every_row_is_a_bias() -> None:
+    assert "it is a bias, not a residual" in why(linear_residual, lambda x, b: BARE(x) + b, X, BIAS)
+
+
+class Gated(nn.Module):
+    """A gated MLP without its last product."""
+
+    def __init__(self, step: Step, *, bias: bool = False, swapped: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(W, N, bias=bias), nn.Linear(W, N, bias=bias)
+        self.step, self.swapped = step, swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.step(self.gate(x)), self.up(x)
+        return up * gate if self.swapped else gate * up
+
+
+def test_gates() -> None:
+    def spelled(*steps: Step) -> list[Gated]:
+        settings = [{"bias": b, "swapped": s} for b in (False, True) for s in (False, True)]
+        return [Gated(step, **setting) for step in steps for setting in settings]
+
+    told = found_each(swiglu, spelled(F.silu, lambda x: x * x.sigmoid()), X)
+    told += found_each(geglu, spelled(F.gelu, nn.GELU("tanh"), new_gelu), X)
+    assert all(attrs == {"projections": "two"} for attrs in told)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gates_in_low_precision(dtype: torch.dtype) -> None:
+    found(swiglu, Gated(F.silu).to(dtype), X.to(dtype))
+
+
+def packed_chunks(x: Tensor) -> Tensor:
+    gate, up = F.linear(x, MATRIX.mT).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def packed_slices(x: Tensor) -> Tensor:
+    both = x @ MATRIX
+    return both[..., : N // 2] * F.silu(both[..., N // 2 :])
+
+
+def test_packed_gates() -> None:
+    assert found(swiglu_packed, packed_chunks, X, leaving=["transpose"]) == {"projections": "packed"}
+    assert found(swiglu_packed, packed_slices, X) == {"projections": "packed"}
+
+    def diffusers(x: Tensor) -> Tensor:
+        hidden, gate = (x @ MATRIX + BIAS).chunk(2, dim=-1)
+        return hidden * F.gelu(gate)
+
+    assert found(geglu_packed, diffusers, X) == {"projections": "packed"}
+
+
+def test_gates_of_values_from_elsewhere() -> None:
+    assert found(swiglu_gate, lambda a, b: F.silu(a) * b, X, X) == {"projections": "none"}
+    assert found(geglu_gate, lambda a, b: b * F.gelu(a), X, X) == {"projections": "none"}
+
+
+def test_gates_of_two_inputs_share_no_product() -> None:
+    def crossed(x: Tensor, y: Tensor) -> Tensor:
+        return F.silu(F.linear(x, MATRIX.mT)) * F.linear(y, MATRIX.mT)
+
+    refused_each(swiglu, [crossed], X, X + 1)
+    assert candidates(swiglu_gate, graph_of(crossed, (X, X + 1)))
+
+
+def test_halves_cut_elsewhere_are_no_gate() -> None:
+    def uneven(x: Tensor) -> Tensor:
+        both = x @ MATRIX
+        return F.silu(both[..., : N // 2]) * both[..., N // 2 - 1 : N - 1]
+
+    assert "where the pattern has" in why(swiglu_packed, uneven, X)
+
+
+def test_gates_and_products_are_told_apart_by_the_whole_set() -> None:
+    graph = graph_of(nn.Sequential(Gated(F.silu), nn.Linear(N, W)), (X,))
+    assert [c.rule for c in candidates(GATES, graph)] == ["swiglu", "swiglu_gate"]

@@ -1,0 +1,127 @@
+"""Rotary embeddings: halves, interleaved, half by half, and as complex numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.rules.library.rotary import rotary, rotary_complex, rotary_pair, rotary_split
+from tests.rules.library.helpers import (
+    candidates,
+    found,
+    found_each,
+    graph_of,
+    member_names,
+    refused_each,
+    why,
+)
+
+B, H, S, D = 2, 4, 6, 8
+Q, K, V = (torch.randn(B, h, S, D) for h in (H, 2, 2))
+COS, SIN = torch.randn(S, D), torch.randn(S, D)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def rotate_chunks(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([b.neg(), a], -1)
+
+
+def rotate_every_two(x: Tensor) -> Tensor:
+    x1, x2 = x[:, :, :, ::2], x[:, :, :, 1::2]
+    return torch.stack((-x2, x1), dim=-1).flatten(-2)
+
+
+def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos) + (rotate_half(x) * sin)
+
+
+def test_rotary() -> None:
+    def turning(turn: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda x, cos, sin: x * cos + turn(x) * sin
+
+    turns = {rotate_half: "halves", rotate_chunks: "halves", rotate_every_two: "interleaved"}
+    told = found_each(rotary, [turning(turn) for turn in turns], Q, COS, SIN)
+    assert [attrs["layout"] for attrs in told] == list(turns.values())
+
+
+def test_rotary_in_float32() -> None:
+    def wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = x.float()
+        return (y * cos + rotate_half(y) * sin).to(x.dtype)
+
+    found(rotary, wide, Q.bfloat16(), COS, SIN)
+    found(rotary, apply, Q.bfloat16(), COS.bfloat16(), SIN.bfloat16())
+
+
+def test_queries_and_keys_of_one_attention() -> None:
+    def two_layers(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for _ in range(2):
+            k = apply(k, cos, sin)
+            q = F.scaled_dot_product_attention(apply(q, cos, sin), k, v, enable_gqa=True)
+        return q
+
+    graph = graph_of(two_layers, (Q, K, V, COS, SIN))
+    pairs = candidates(rotary_pair, graph)
+    assert len(candidates(rotary, graph)) == 4
+    assert [len(c.members) for c in pairs] == [14, 14]
+    first, second = (set(member_names(graph, c)) for c in pairs)
+    assert not first & second
+
+
+def test_what_two_attentions_read_is_no_pair() -> None:
+    def crossed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first = F.scaled_dot_product_attention(apply(q, cos, sin), k, v, enable_gqa=True)
+        return first + F.scaled_dot_product_attention(q, apply(k, cos, sin), v, enable_gqa=True)
+
+    assert not candidates(rotary_pair, graph_of(crossed, (Q, K, V, COS, SIN)))
+
+
+def test_pairs_by_other_angles_are_not_joined() -> None:
+    def other(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(apply(q, cos, sin), apply(k, sin, cos * 2), v, enable_gqa=True)
+
+    assert not candidates(rotary_pair, graph_of(other, (Q, K, V, COS, SIN)))
+
+
+def test_half_by_half() -> None:
+    def split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = torch.chunk(x, 2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    found(rotary_split, split, Q, COS[:, : D // 2], SIN[:, : D // 2])
+
+
+def test_complex_numbers() -> None:
+    def turned(x: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns).flatten(3).to(x.dtype)
+
+    turns = torch.polar(torch.ones(S, D // 2), torch.randn(S, D // 2))
+    assert found(rotary_complex, turned, Q, turns) == {"layout": "interleaved"}
+
+
+def test_turned_the_other_way() -> None:
+    def wrong(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), -1) * sin
+
+    refused_each(rotary, [wrong], Q, COS, SIN)
+
+
+def test_cut_elsewhere() -> None:
+    def wrong(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + torch.cat((-x[..., 3:], x[..., :3]), -1) * sin
+
+    assert "its dtype or shape is not what the pattern would compute" in why(rotary, wrong, Q, COS, SIN)
+
+
+def test_half_of_another_value() -> None:
+    refused_each(rotary, [lambda x, y, c, s: x * c + rotate_half(y) * s], Q, Q + 1, COS, SIN)

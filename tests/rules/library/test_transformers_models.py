@@ -1,0 +1,183 @@
+"""Every attention, norm and MLP of small random Hugging Face models is proposed as what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import dovetail
+from tests.rules.library.census import Census, census, outlined, parts_by_kind, same_results
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+WITHOUT_WORDS = {k: v for k, v in SMALL.items() if k != "vocab_size"}
+Build = Callable[[str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+
+
+def _made(model: str, config: Any, attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    return getattr(transformers, model)._from_config(config, attn_implementation=attention)
+
+
+def decoder(name: str, **settings: Any) -> Build:
+    def build(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        config = getattr(transformers, f"{name}Config")(**GROUPED, **settings)
+        return _made(f"{name}ForCausalLM", config, attention), (IDS,), {"use_cache": False}
+
+    return build
+
+
+def bert(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    model = _made("BertModel", transformers.BertConfig(**SMALL), attention)
+    return model, (IDS,), {"attention_mask": torch.ones_like(IDS)}
+
+
+def gpt2(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, **tokens)
+    return _made("GPT2LMHeadModel", config, attention), (IDS,), {"use_cache": False}
+
+
+def t5(attention: str, feed_forward: str = "relu") -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, feed_forward_proj=feed_forward
+    )
+    kwargs = {"decoder_input_ids": IDS, "use_cache": False}
+    return _made("T5ForConditionalGeneration", config, attention), (IDS,), kwargs
+
+
+def gated_t5(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return t5(attention, "gated-gelu")
+
+
+def vit(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    config = transformers.ViTConfig(**WITHOUT_WORDS, image_size=16, patch_size=8)
+    return _made("ViTModel", config, attention), (torch.randn(2, 3, 16, 16),), {}
+
+
+def whisper(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _WHISPER.items()}
+    config = transformers.WhisperConfig(
+        vocab_size=64,
+        d_model=32,
+        num_mel_bins=8,
+        max_source_positions=8,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        **sizes,
+    )
+    kwargs = {"decoder_input_ids": IDS, "use_cache": False}
+    return _made("WhisperForConditionalGeneration", config, attention), (torch.randn(2, 8, 16),), kwargs
+
+
+_WHISPER = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+
+MODELS: dict[str, tuple[Build, dict[str, int]]] = {
+    "llama": (decoder("Llama"), {"rms_norm": 5, "attention": 2, "swiglu": 2}),
+    "qwen2": (decoder("Qwen2"), {"rms_norm": 5, "attention": 2, "swiglu": 2}),
+    "qwen3": (decoder("Qwen3", head_dim=8), {"rms_norm": 9, "attention": 2, "swiglu": 2}),
+    "mixtral": (
+        decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+        {"rms_norm": 5, "attention": 2, "swiglu": 2},
+    ),
+    "bert": (bert, {"layer_norm": 5, "attention": 2, "linear_activation": 2}),
+    "gpt2": (gpt2, {"layer_norm": 5, "attention": 2, "linear_activation": 2}),
+    "t5": (t5, {"rms_norm": 12, "attention": 6, "linear_activation": 4}),
+    "gated t5": (gated_t5, {"rms_norm": 12, "attention": 6, "geglu": 4}),
+    "vit": (vit, {"layer_norm": 5, "attention": 2, "linear_activation": 2}),
+    "whisper": (whisper, {"layer_norm": 12, "attention": 6, "linear_activation": 4}),
+}
+
+
+def looked_at(
+    name: str, attention: str, *, mode: str = "eval", dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[Census, tuple[Any, ...], dict[str, Any]]:
+    model, args, kwargs = MODELS[name][0](attention)
+    # A custom operator of transformers has no formula that tracing could keep.
+    model = model.to(dtype).train(mode == "train").requires_grad_(name != "mixtral")
+    args = tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
+    graph = dovetail.capture(model, args, {**kwargs, **more})
+    return census(model, graph), args, {**kwargs, **more}
+
+
+def assert_all_found(name: str, found: Census) -> None:
+    assert dict(parts_by_kind(found)) == MODELS[name][1]
+    assert not found.unfound()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_part_is_found(name: str, attention: str) -> None:
+    found, args, kwargs = looked_at(name, attention)
+    assert_all_found(name, found)
+    with torch.no_grad():
+        before = pytree.tree_leaves(found.scene.gm(*args, **kwargs))
+        after = pytree.tree_leaves(outlined(found)(*args, **kwargs))
+    tensors = [[v for v in values if isinstance(v, Tensor)] for values in (before, after)]
+    assert same_results(*tensors)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama", "vit"])
+def test_every_part_is_found_in_training(name: str, attention: str) -> None:
+    found, _, _ = looked_at(name, attention, mode="train")
+    assert_all_found(name, found)
+    if name in ("bert", "gpt2"):
+        dropouts = {c.attrs["dropout"] for c in found.candidates if c.kind == "attention" and c.attrs}
+        assert dropouts == {0.1}
+    if name == "bert":
+        assert found.count("dropout_add_layer_norm") == 4
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
+def test_every_part_is_found_in_bfloat16(name: str, attention: str) -> None:
+    found, _, _ = looked_at(name, attention, dtype=torch.bfloat16)
+    assert_all_found(name, found)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral"])
+def test_queries_and_keys_are_turned(name: str) -> None:
+    found, _, _ = looked_at(name, "eager")
+    assert sum(c.rule == "rotary" for c in found.candidates) == 4
+    assert sum(c.rule == "rotary_pair" for c in found.candidates) == 2
+    grouped = [c.attrs["groups"] for c in found.candidates if c.kind == "attention" and c.attrs]
+    assert grouped.count(2) == 2
+
+
+@pytest.mark.parametrize(("name", "tables"), [("bert", 3), ("gpt2", 2), ("llama", 1)])
+def test_embeddings_and_their_norm(name: str, tables: int) -> None:
+    found, _, _ = looked_at(name, "sdpa")
+    norms = [c.attrs["tables"] for c in found.candidates if c.kind == "embedding_norm" and c.attrs]
+    assert tables in norms
+
+
+def test_the_loss_of_a_language_model() -> None:
+    found, _, _ = looked_at("llama", "sdpa", labels=IDS)
+    assert found.count("cross_entropy") == 1
+
+
+def test_with_a_length_that_is_not_known() -> None:
+    model, _, _ = MODELS["llama"][0]("sdpa")
+    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=64)}, "use_cache": None}
+    graph = dovetail.capture(
+        model.eval().requires_grad_(False), (IDS,), {"use_cache": False}, dynamic_shapes=shapes
+    )
+    assert_all_found("llama", census(model, graph))
