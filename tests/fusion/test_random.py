@@ -49,7 +49,7 @@ class Scattered(Rule):
                 yield Candidate(self.name, self.kind, members, escapes=policy, divisible=self.divisible)
 
 
-def draw_rules(rng: Random, gm: GraphModule) -> list[Rule]:
+def draw_rules(rng: Random, gm: GraphModule) -> list[Scattered]:
     names = [n.name for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     return [Scattered(f"r{k}", rng, names, count=rng.randrange(1, 7)) for k in range(rng.randrange(1, 4))]
 
@@ -91,7 +91,9 @@ def prove(rng: Random, flavour: str) -> int:
     state, inputs = Snapshot(gm), make_inputs(program)
     want, got = observe(gm, state, inputs), observe(new, state, inputs)
     if not want[0].error:
-        assert difference(want, got) == ("", "")
+        # A view of a clone does not share memory with the original: where clones are asked for, that shows.
+        asked = any(policy == "duplicate" for rule in rules for _, policy in rule.sets)
+        assert difference(want, got, aliasing=not asked) == ("", "")
     if not any(e.reshapes_in_place for e in Index(gm).dependencies.effects.values()):
         assert dovetail.text(dovetail.inline(new)) == before
     assert within(new, options.get("limits", Limits()))
