@@ -118,6 +118,50 @@ def test_a_divisible_candidate_is_not_cut_below_the_least_size_of_its_rule() -> 
     assert reasons(gm, "rest")[0] == "'exp' went to region 'op_0' (rule 'op')"
 
 
+def test_what_was_in_several_pieces_may_stay_so_when_it_is_cut() -> None:
+    def siblings(x: Tensor) -> Any:
+        return x.exp().neg(), x.tanh(), x.sin()
+
+    rules = [Fixed("op", "tanh"), Fixed("all", "exp neg tanh sin", priority=-1, divisible=True)]
+    assert sets(fused(trace(siblings), rules, X)) == [("exp", "neg", "sin"), ("tanh",)]
+
+
+def test_a_large_cluster_is_chosen_by_gain_and_what_loses_is_cut_and_weighed_again() -> None:
+    def long(x: Tensor) -> Tensor:
+        for _ in range(60):
+            x = x.sin()
+        return x
+
+    gm = trace(long)
+    names = [n.name for n in gm.graph.nodes if n.op == "call_method"]
+    pairs = [names[k : k + 2] for k in range(59)]
+    whole = fused(gm, Fixed("pair", *pairs), X)
+    assert [len(r.nodes) for r in dovetail.regions(whole)] == [2] * 30
+    wide = Fixed("wide", names[20:40], divisible=False)
+    cut = Fixed("cut", *[names[k : k + 10] for k in range(0, 51, 5)], divisible=True)
+    both = fused(gm, [Fixed("pair", *pairs), wide, cut], X)
+    found = sorted((r.kind, len(r.nodes)) for r in dovetail.regions(both))
+    assert found == [("cut", 10), ("cut", 10), ("cut", 10), ("cut", 10), ("wide", 20)]
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_the_last_reader_of_a_shared_producer_is_credited_with_its_end(count: int) -> None:
+    def shared(x: Tensor) -> Any:
+        a = x.relu()
+        return tuple(a.exp().neg() for _ in range(count))
+
+    gm = trace(shared)
+    for n in gm.graph.nodes:
+        n.meta["val"] = X if n.op != "output" else None
+    ends = ["", *(f"_{k}" for k in range(1, count))]
+    overlapping = [f"relu exp{e} neg{e}" for e in ends] + [f"exp{e} neg{e}" for e in ends]
+    new = fused(gm, Fixed("p", *overlapping), X)
+    assert len(dovetail.regions(new)) == count
+    assert "relu" not in [n.name for n in new.graph.nodes]
+    # Before, the producer and two for each reader; after, one for each.
+    assert explain(new).launches_saved == 1 + 2 * count - count
+
+
 def test_what_is_left_of_a_divisible_candidate_never_closes_around_what_was_taken() -> None:
     def diamond(x: Tensor) -> Tensor:
         a = x.relu()

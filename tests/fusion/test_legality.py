@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import dovetail
+from dovetail.fusion import choose
+from dovetail.fusion.contracting import Contraction
 from dovetail.fusion.ledger import explain
 from tests.fusion.helpers import Fixed, fused, held, reasons, sets
 from tests.outlining.helpers import drawn, trace
@@ -100,6 +102,17 @@ def test_what_lost_to_an_impossible_candidate_gets_another_chance() -> None:
     assert held(gm) == {"pair_0": {"second", "third"}}
     assert reasons(gm, "wide")[0].startswith("it would depend on itself: first -> sin_0")
     assert explain(gm).rounds == 1
+
+
+def test_a_search_that_is_given_up_refuses_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_of_breath(*args: Any, budget: int) -> Contraction:
+        return Contraction(*args, budget=0)
+
+    monkeypatch.setattr(choose, "Contraction", short_of_breath)
+    gm = fused(trace(twins), [Fixed("one", "relu sin"), Fixed("two", "tanh exp")], X)
+    assert not dovetail.regions(gm)
+    words = "it is entangled with so many other candidates that no place was found for it"
+    assert reasons(gm) == [words, words]
 
 
 def test_effects_keep_their_order() -> None:

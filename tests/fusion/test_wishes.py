@@ -85,6 +85,12 @@ def test_a_choice_that_meets_more_wishes_goes_before_one_that_saves_more() -> No
     assert held(gm) == {"label_0": {"exp"}, "pair_0": {"tanh", "sigmoid"}}
 
 
+def test_among_those_that_must_be_priorities_still_count() -> None:
+    rules = [WIDE, Fixed("label", "exp", priority=1)]
+    assert held(fused(trace(chain), rules, X, must="exp")) == {"label_0": {"exp"}}
+    assert held(fused(trace(chain), rules, X, must=["exp", "wide"])) == {"wide_0": {"relu", "exp", "tanh"}}
+
+
 def test_what_must_be_and_cannot_is_an_error_with_every_reason() -> None:
     words = refused(trace(chain), RegionError, [WIDE, PAIR], must=["relu", "sigmoid"])
     assert "must='relu': 'relu' in no region" in words or "must='sigmoid': 'sigmoid' in no region" in words

@@ -24,6 +24,8 @@ _FEW = 24
 _NEAR = 256
 # With so few readers left that have no clone of an operation, what goes with it is counted in.
 _LAST = 4
+# How many steps, for each operation concerned, go into untangling regions that wait for each other.
+_PATIENCE = 32
 # How often candidates that lost to one that then proved impossible get another chance in one round.
 _CHANCES = 8
 
@@ -152,7 +154,7 @@ class _Chooser:
                 if plan.conflicts(cluster[j]):
                     clashes[i] |= 1 << j
                     clashes[j] |= 1 << i
-        taken = best_choice([plan.weight for plan in cluster], clashes)
+        taken = best_choice(_weights(cluster), clashes)
         for i in taken:
             self.taken.accept(cluster[i])
             chosen.append(cluster[i])
@@ -226,7 +228,7 @@ class _Chooser:
         suspects, positions = tangled(self.index, list(self.taken.plans), new)
         if not suspects:
             return set()
-        graph = Contraction(self.scene, positions, budget=64 * len(positions) + 10_000)
+        graph = Contraction(self.scene, positions, budget=_PATIENCE * len(positions) + 10_000)
         for plan in suspects:
             if plan not in new:
                 graph.draw_together(plan)
@@ -265,3 +267,16 @@ class _Chooser:
 
     def choice(self) -> Choice:
         return Choice(tuple(self.taken.listed()), tuple(self.refused))
+
+
+def _weights(cluster: Sequence[Plan]) -> list[tuple[int, ...]]:
+    """What a choice among some plans is to have most of: wishes, then by priority the score and the operations."""
+    ranks = sorted({plan.proposed.priority for plan in cluster}, reverse=True)
+    found: list[tuple[int, ...]] = []
+    for plan in cluster:
+        wished, score, operations = plan.weight
+        weight = [wished]
+        for rank in ranks:
+            weight += (score, operations) if rank == plan.proposed.priority else (0, 0)
+        found.append(tuple(weight))
+    return found

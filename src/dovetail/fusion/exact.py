@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Weight = tuple[int, int, int]
-_NOTHING: Weight = (0, 0, 0)
+Weight = tuple[int, ...]
 
 
 def best_choice(weights: Sequence[Weight], clashes: Sequence[int], most_steps: int = 5_000) -> list[int]:
     """Which to take so that no two clash and their weights add up to the most, compared from the first entry on.
 
-    `clashes[i]` has a bit for each that excludes `i`. Of equal choices the one found first wins, and entries are
+    All weights have as many entries. `clashes[i]` has a bit for each that excludes `i`. Of equal choices the one found first wins, and entries are
     tried in turn. After `most_steps` steps the best choice so far is taken, which is never worse than taking
     whatever does not clash in turn.
     """
@@ -19,7 +18,8 @@ def best_choice(weights: Sequence[Weight], clashes: Sequence[int], most_steps: i
     cliques = _cliques(weights, clashes)
     best: Weight | None = None
     chosen = steps = 0
-    stack: list[tuple[int, int, int, Weight]] = [(0, 0, 0, _NOTHING)]
+    nothing = (0,) * max((len(weight) for weight in weights), default=0)
+    stack: list[tuple[int, int, int, Weight]] = [(0, 0, 0, nothing)]
     while stack and (steps < most_steps or best is None):
         steps += 1
         at, taken, out, total = stack.pop()
@@ -51,14 +51,15 @@ def _cliques(weights: Sequence[Weight], clashes: Sequence[int]) -> list[list[int
 
 def _bound(total: Weight, weights: Sequence[Weight], cliques: list[list[int]], out: int) -> Weight:
     """No choice can come to more than this: the heaviest of each group that is still to be had."""
+    nothing = (0,) * len(total)
     for group in cliques:
         for i in group:
             if not out >> i & 1:
-                if weights[i] > _NOTHING:
+                if weights[i] > nothing:
                     total = _plus(total, weights[i])
                 break
     return total
 
 
 def _plus(a: Weight, b: Weight) -> Weight:
-    return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+    return tuple([x + y for x, y in zip(a, b, strict=True)])

@@ -24,9 +24,9 @@ from dovetail.fusion.entries import accepted_entry, declined_entry, near_miss, q
 from dovetail.fusion.ledger import Declined, Writer, ledger_of, write_ledger
 from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
 from dovetail.fusion.proposals import Failure, Proposals, collect
-from dovetail.fusion.wishes import Word, locate, pending, understand, unmet
+from dovetail.fusion.wishes import Wish, Word, locate, pending, understand, unmet
 from dovetail.graph.index import Index
-from dovetail.graph.module import as_program, without_collector
+from dovetail.graph.module import Program, as_program, without_collector
 from dovetail.outlining.outline import outline_drafts
 from dovetail.outlining.record import call_of
 from dovetail.outlining.requests import is_projection, require_graph
@@ -44,8 +44,8 @@ def fuse(
     rules: Rule | RuleSet | Iterable[Any] | None = None,
     *,
     rounds: int | None = None,
-    must: Any = (),
-    never: Any = (),
+    must: Wish | Iterable[Wish] = (),
+    never: Wish | Iterable[Wish] = (),
     limits: Limits | None = None,
     priorities: Mapping[str, int] | None = None,
     fuel: int | None = None,
@@ -118,8 +118,7 @@ class _Fusing:
                 break
         self._require_must()
         if self.gm is start:
-            self.gm = copy.copy(as_program(start))
-            self.gm.meta = dict(self.gm.meta)
+            self.gm = copy.copy(start) if isinstance(start, Program) else as_program(start)
         write_ledger(self.gm, self.writer.ledger(self.rules, self.word.barred))
         return self.gm
 

@@ -79,7 +79,7 @@ class Plan:
         wished, score, operations = self.weight
         draft = self.draft
         tie = (draft.identity.kind, self.proposed.candidate.rule, draft.identity.attrs, draft.default_policy)
-        rank = (not wished, -self.proposed.priority, -wished, -score, -operations)
+        rank = (-wished, -self.proposed.priority, -score, -operations)
         return (*rank, self.places, self.cloned, tie)
 
     def conflicts(self, other: Plan) -> bool:

@@ -62,12 +62,13 @@ def understand(gm: GraphModule, must: Any, never: Any, kinds: Iterable[str]) -> 
     Raises UnknownNode for what names nothing in the graph, and InvalidArgument where `must` and `never` contradict
     each other or are neither nodes, names, kinds, module paths nor predicates.
     """
-    if not _listed(must) and not _listed(never):
+    wanted, unwanted = _listed(must), _listed(never)
+    if not wanted and not unwanted:
         return Word()
     place = _Place(gm, frozenset(kinds))
     word = Word(
-        tuple(place.find("must", item) for item in _listed(must)),
-        tuple(place.find("never", item) for item in _listed(never)),
+        tuple(place.find("must", item) for item in wanted),
+        tuple(place.find("never", item) for item in unwanted),
     )
     _require_agreement(word)
     return word

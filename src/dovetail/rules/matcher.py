@@ -146,20 +146,21 @@ class Matcher:
         if not self._pairs(ours, theirs.args, theirs.kwargs, found, pairs):
             self._missed(found, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
             return None
-        ways = [pairs]
+        possible = [pairs[::-1]] if self._fit(pairs, found) else []
         if ours in self.template.commuting and commutes(theirs):
             swapped: list[Pair] = []
             args = (theirs.args[1], theirs.args[0], *theirs.args[2:])
-            if self._pairs(ours, args, theirs.kwargs, found, swapped) and not _same_pairs(swapped, pairs):
-                ways.append(swapped)
-        possible: list[list[Pair]] = []
-        for way in ways:
-            unfit = next((p for p in way if not self._may_be(p[0], p[1], found)), None)
-            if unfit is None:
-                possible.append(way[::-1])
-            else:
-                self._refuse(found, unfit[0], unfit[1])
+            fits = self._pairs(ours, args, theirs.kwargs, found, swapped)
+            if fits and not _same_pairs(swapped, pairs) and self._fit(swapped, found):
+                possible.append(swapped[::-1])
         return possible or None
+
+    def _fit(self, pairs: list[Pair], found: Found) -> bool:
+        """Whether arguments side by side could be the same, at first sight; if not, that is a miss."""
+        unfit = next((p for p in pairs if not self._may_be(p[0], p[1], found)), None)
+        if unfit is not None:
+            self._refuse(found, unfit[0], unfit[1])
+        return unfit is None
 
     def _may_be(self, ours: Any, theirs: Any, found: Found) -> bool:
         """Whether a part of the template could be a part of the graph, at first sight."""

@@ -71,8 +71,10 @@ class Search:
         yield from self._near_misses()
 
     def _possible(self, template: Template) -> bool:
+        """Whether the graph has enough of the operators for at least a near-miss."""
         have = self.shadow.by_target
-        return all(len(have.get(target, ())) >= count for target, count in template.needed.items())
+        there = sum(min(len(have.get(target, ())), count) for target, count in template.needed.items())
+        return there >= _FAR_ENOUGH * template.needed.total()
 
     def _look_for(self, template: Template, dialect: str) -> Iterator[Proposal]:
         through = Through(self.rule.through) if self.rule.through else None

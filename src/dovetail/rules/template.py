@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class Template:
     operands: Mapping[str, Node]
     outputs: tuple[Node, ...]
     literals: Mapping[str, tuple[tuple[Node, Path], ...]]
-    needed: Mapping[Any, int] = field(repr=False)
+    needed: Counter[Any] = field(repr=False)
     stage: Stage | None = None
     alike: tuple[Example, ...] = ()
 
@@ -92,8 +92,10 @@ def make_template(
     *,
     dialect: str = CAPTURED,
     stage: Stage | None = None,
+    chooser: Chooser | None = None,
 ) -> Template:
     """Trace one form of a pattern on the given operand values; without a stage, alternatives are joined."""
+    taken = chooser or Chooser(example.picks, joint=stage is None)
     given = [n for n in parameters.operands if n not in example.absent]
 
     def run(*operands: Any) -> Any:
@@ -101,7 +103,8 @@ def make_template(
         arguments.update({k: opaque(v) for k, v in example.literals.items()})
         arguments.update(dict.fromkeys(example.absent))
         arguments.update(zip(given, operands, strict=True))
-        with choosing(Chooser(example.picks, joint=stage is None)):
+        taken.restart()
+        with choosing(taken):
             return _flat_results(function(**arguments), name)
 
     program = trace(run, [values[n] for n in given], dialect)
@@ -116,7 +119,8 @@ def make_template(
     results = cast("tuple[Node, ...]", outputs)
     # What every combination of alternatives has: a graph without it need not be searched.
     needed = Counter(n.target for n in reachable(results, lambda _: None))
-    return Template(program, example, operands, results, {}, needed, stage)
+    shown = replace(example, picks=taken.settled) if taken.joint else example
+    return Template(program, shown, operands, results, {}, needed, stage)
 
 
 def is_choice(node: Node) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
 from dovetail.graph.describe import describe
+from dovetail.rules.choices import Chooser, Site
 from dovetail.rules.found import Found
 from dovetail.rules.probing import Example, Parameters, Prober
 from dovetail.rules.template import (
@@ -71,7 +72,7 @@ class Variants:
         Operands are given as what makes them and their value: two that are one and the same stay so.
         """
         picks = {**example.picks, **found.sites}
-        here = dataclasses.replace(example, picks=picks, literals={**example.literals, **found.literals})
+        here = replace(example, picks=picks, literals={**example.literals, **found.literals})
         symbols: dict[str, str] = {}
         first: dict[int, int] = {}
         same = tuple(first.setdefault(id(n), i) for i, (n, _) in enumerate(operands.values()))
@@ -109,20 +110,27 @@ class Variants:
         key = (dialect, "low" if low is not None else "full")
         if key not in self._loose:
             made: list[Template] = []
-            for example in self.examples:
-                others = _at_precision(example, low) if low is not None else _at_ranks(example, dialect)
-                for shown in _without_repeats(others):
-                    template = self._form(shown, dialect)
+            if low is None:
+                shown = [e for example in self.examples for e in _at_ranks(example, dialect)]
+            else:
+                # Where precisions differ, other alternatives cannot be joined: each is met anew.
+                shown = [replace(e, picks={}) for ex in self.examples for e in _at_precision(ex, low)]
+            for example in _without_repeats(shown):
+                picks: dict[Site, int] | None = dict(example.picks)
+                while picks is not None:
+                    chooser = Chooser(picks, joint=True)
+                    template = self._form(replace(example, picks=picks), dialect, chooser)
                     if template is not None:
                         made.append(template)
+                    picks = chooser.next() if low is not None else None
             self._loose[key] = _distinct(made)
         return self._loose[key]
 
-    def _form(self, example: Example, dialect: str) -> Template | None:
+    def _form(self, example: Example, dialect: str, chooser: Chooser) -> Template | None:
         values = example_values(example)
         try:
             template = make_template(
-                self.function, self.name, self.parameters, example, values, dialect=dialect
+                self.function, self.name, self.parameters, example, values, dialect=dialect, chooser=chooser
             )
         except RuleError:
             raise
@@ -130,7 +138,7 @@ class Variants:
             if dialect == CAPTURED and example in self.examples:
                 raise
             return None  # a rank or precision that was only a guess
-        return dataclasses.replace(template, literals=self._literals(template, values, dialect))
+        return replace(template, literals=self._literals(template, values, dialect))
 
     def _literals(
         self, template: Template, values: Mapping[str, Any], dialect: str
@@ -150,9 +158,7 @@ class Variants:
         """Where a literal stands, told by what changes when it does."""
         others = _other_lists(value) if isinstance(value, list) else _OTHER.get(type(value), ())
         for other in others:
-            example = dataclasses.replace(
-                template.example, literals={**template.example.literals, name: other}
-            )
+            example = replace(template.example, literals={**template.example.literals, name: other})
             try:
                 changed = make_template(
                     self.function, self.name, self.parameters, example, values, dialect=dialect
@@ -217,7 +223,7 @@ def _env(operands: Mapping[str, tuple[Any, Any]]) -> Any:
 
 
 def _without_repeats(examples: list[Example]) -> list[Example]:
-    return list({repr(sorted(e.shapes.items())): e for e in examples}.values())
+    return list({repr((sorted(e.shapes.items()), e.picks, e.absent)): e for e in examples}.values())
 
 
 def _at_precision(example: Example, low: torch.dtype) -> list[Example]:
@@ -227,7 +233,7 @@ def _at_precision(example: Example, low: torch.dtype) -> list[Example]:
     made: list[Example] = []
     for lowered in ways:
         shapes = {n: (s, low if n in lowered else d) for n, (s, d) in example.shapes.items()}
-        made.append(dataclasses.replace(example, shapes=shapes))
+        made.append(replace(example, shapes=shapes))
     return made
 
 
@@ -241,12 +247,12 @@ def _at_ranks(example: Example, dialect: str) -> list[Example]:
     size = next((s[0] for s, _ in example.shapes.values() if s), 8)
     for rank in (2, 3, 4):
         shapes = {n: ((size,) * rank if len(s) == top else s, d) for n, (s, d) in example.shapes.items()}
-        made.append(dataclasses.replace(example, shapes=shapes))
+        made.append(replace(example, shapes=shapes))
     first = next(iter(example.shapes), None)
     if first is not None:
         for rank in (2, 3, 4):
             shapes = {**example.shapes, first: ((size,) * rank, example.shapes[first][1])}
-            made.append(dataclasses.replace(example, shapes=shapes))
+            made.append(replace(example, shapes=shapes))
     return made
 
 
@@ -258,7 +264,7 @@ def _distinct(templates: list[Template]) -> list[Template]:
         first = found.setdefault(form, template)
         known = (first.example, *first.alike)
         if template is not first and all(_taken(template.example) != _taken(e) for e in known):
-            found[form] = dataclasses.replace(first, alike=(*first.alike, template.example))
+            found[form] = replace(first, alike=(*first.alike, template.example))
     return list(found.values())
 
 

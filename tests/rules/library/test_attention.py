@@ -15,6 +15,7 @@ from dovetail.rules.library.attention import (
     attention,
     attention_by_hand,
     attention_causal,
+    attention_einsum,
     attention_of_batches,
     attention_of_columns,
 )
@@ -45,13 +46,21 @@ def test_the_operator() -> None:
     def attend(**settings: Any) -> Attend:
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **settings)
 
-    plain = {"causal": False, "scale": None, "dropout": 0.0, "mask": "none", "groups": 1}
+    plain = {
+        "causal": False,
+        "scale": None,
+        "dropout": 0.0,
+        "mask": "none",
+        "bias": False,
+        "softcap": None,
+        "groups": 1,
+    }
     settings = [{}, {"is_causal": True}, {"scale": 0.5}, {"dropout_p": 0.2}]
     told = found_each(attention, [attend(**each) for each in settings], *QKV)
     assert told == [plain, {**plain, "causal": True}, {**plain, "scale": 0.5}, {**plain, "dropout": 0.2}]
 
 
-@pytest.mark.parametrize(("mask", "kind"), [(boolean(), "boolean"), (torch.randn(S, S), "additive")])
+@pytest.mark.parametrize(("mask", "kind"), [(boolean(), "keep"), (torch.randn(S, S), "additive")])
 def test_the_operator_with_a_mask(mask: Tensor, kind: str) -> None:
     told = found(attention, lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), *QKV, mask)
     assert told["mask"] == kind
@@ -117,14 +126,14 @@ def test_by_hand_without_a_scale() -> None:
 MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "added": (lambda x, m: x + m, "additive"),
     "added the other way round": (lambda x, m: m + x, "additive"),
-    "filled": (lambda x, m: x.masked_fill(m, float("-inf")), "boolean"),
-    "chosen": (lambda x, m: torch.where(m, x, -1e9), "boolean"),
-    "chosen from a tensor": (lambda x, m: torch.where(m, x, torch.full([], -1e4)), "boolean"),
-    "chosen from a constant": (lambda x, m: torch.where(m, x, torch.tensor(-1e4)), "boolean"),
+    "filled": (lambda x, m: x.masked_fill(m, float("-inf")), "hide"),
+    "chosen": (lambda x, m: torch.where(m, x, -1e9), "keep"),
+    "chosen from a tensor": (lambda x, m: torch.where(m, x, torch.full([], -1e4)), "keep"),
+    "chosen from a constant": (lambda x, m: torch.where(m, x, torch.tensor(-1e4)), "keep"),
 }
 
 
-@pytest.mark.parametrize("kind", ["additive", "boolean"])
+@pytest.mark.parametrize("kind", ["additive", "hide", "keep"])
 def test_by_hand_with_a_mask(kind: str) -> None:
     def attend(lay: Callable[[Tensor, Tensor], Tensor]) -> Attend:
         return lambda q, k, v, m: torch.softmax(lay(q @ k.mT / D**0.5, m), -1) @ v
@@ -141,7 +150,22 @@ def test_by_hand_with_a_bias_and_a_mask() -> None:
         return F.softmax(scores + mask, dim=-1) @ v
 
     told = found(attention_by_hand, attend, *QKV, torch.randn(1, H, S, S), torch.randn(B, 1, S, S))
-    assert told == {"scale": 1.0, "causal": False, "dropout": 0.0, "mask": "additive", "groups": 1}
+    assert (told["scale"], told["mask"], told["bias"]) == (1.0, "additive", True)
+
+
+def test_by_hand_with_capped_scores() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.3
+        scores = scores / 50.0
+        scores = torch.tanh(scores)
+        return torch.softmax(scores * 50.0, -1) @ v
+
+    assert found(attention_by_hand, attend, *QKV)["softcap"] == 50.0
+
+    def uneven(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(torch.tanh(q @ k.mT / 50.0) * 40.0, -1) @ v
+
+    refused_each(attention_by_hand, [uneven], *QKV)
 
 
 def test_by_hand_in_training() -> None:
@@ -169,8 +193,8 @@ def test_by_hand_with_a_wide_softmax_and_grouped_heads(dtype: torch.dtype) -> No
         return F.softmax(scores.float(), dim=-1).type_as(scores) @ spread(v, H // G)
 
     inputs = [x.to(dtype) for x in (*GROUPED, torch.randn(S, S))]
-    expected = {"scale": 0.25, "causal": False, "dropout": 0.0, "mask": "additive", "groups": 2}
-    assert found_each(attention_by_hand, [attend, cast], *inputs) == [expected, expected]
+    for told in found_each(attention_by_hand, [attend, cast], *inputs):
+        assert (told["scale"], told["mask"], told["groups"]) == (0.25, "additive", 2)
 
 
 def test_weights_that_are_used_again_come_out_too() -> None:
@@ -268,6 +292,34 @@ def test_what_is_no_attention() -> None:
     told = refused_each(attention_by_hand, [spelled for spelled, _ in REFUSED.values()], *square)
     for name, reasons in zip(REFUSED, told, strict=True):
         assert REFUSED[name][1] in reasons, name
+
+
+def by_einsum(inward: str, outward: str) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum(outward, torch.softmax(torch.einsum(inward, q, k) * 0.3, dim=-1), v)
+
+    return attend
+
+
+def test_by_einsum() -> None:
+    equations = [
+        ("bhid,bhjd->bhij", "bhij,bhjd->bhid"),
+        ("b h q c, b h k c -> b h q k", "bhqk,bhkc->bhqc"),
+        ("blhe,bshe->bhls", "bhls,bshd->blhd"),
+    ]
+    for told in found_each(attention_einsum, [by_einsum(*each) for each in equations], *QKV):
+        assert (told["scale"], told["groups"]) == (0.3, 1)
+
+
+def test_equations_that_are_no_attention() -> None:
+    equations = [
+        ("bhid,bhjd->bhji", "bhji,bhjd->bhid"),
+        ("bhid,bhjd->bhij", "bhij,bhid->bhjd"),
+        ("bhid,bhjd->bhij", "bhij,bhjd->bhd"),
+    ]
+    square = tuple(torch.randn(S, S, S, S) for _ in range(3))
+    for reasons in refused_each(attention_einsum, [by_einsum(*each) for each in equations], *square):
+        assert "are no attention over the last dimension of the scores" in reasons
 
 
 def test_in_the_graph_of_a_compiler() -> None:

@@ -25,7 +25,7 @@ from tests.rules.library.helpers import candidates, found, found_each, graph_of,
 
 W, N = 16, 24
 X, R = torch.randn(2, 3, W), torch.randn(2, 3, N)
-LAYER, BARE = nn.Linear(W, N), nn.Linear(W, N, bias=False)
+LAYER, BARE = (nn.Linear(W, N, bias=bias).requires_grad_(False) for bias in (True, False))
 MATRIX, BIAS = torch.randn(W, N), torch.randn(N)
 Step = Callable[[Tensor], Tensor]
 
@@ -66,8 +66,8 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 PRODUCTS: list[Step] = [
-    nn.Linear(W, N),
-    nn.Linear(W, N, bias=False),
+    LAYER,
+    BARE,
     lambda x: conv1d(x, MATRIX, BIAS),
     lambda x: x @ MATRIX + BIAS,
     lambda x: torch.matmul(x, MATRIX),
@@ -86,11 +86,25 @@ def new_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
+def erf_gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / 2**0.5))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 def test_linear_and_gelu() -> None:
     def after_a_product(step: Step) -> Step:
         return lambda x: step(x @ MATRIX + BIAS)
 
-    steps: dict[Step, str] = {F.gelu: "gelu", nn.GELU(approximate="tanh"): "gelu_tanh", new_gelu: "gelu_tanh"}
+    steps: dict[Step, str] = {
+        F.gelu: "gelu",
+        erf_gelu: "gelu",
+        nn.GELU(approximate="tanh"): "gelu_tanh",
+        new_gelu: "gelu_tanh",
+        quick_gelu: "gelu_quick",
+    }
     told = found_each(linear_gelu, [after_a_product(step) for step in steps], X)
     assert [attrs["activation"] for attrs in told] == list(steps.values())
 

@@ -74,7 +74,12 @@ def test_what_is_no_cross_entropy() -> None:
         torch.randint(0, C, (C,)),
     )
     assert "its dtype or shape is not what the pattern would compute" in reason
-    unsigned: Loss = lambda x, y: F.log_softmax(x, -1).gather(1, y[:, None]).squeeze(1).mean()
+
+
+def test_a_loss_without_its_sign() -> None:
+    def unsigned(x: Tensor, y: Tensor) -> Tensor:
+        return F.log_softmax(x, -1).gather(1, y[:, None]).squeeze(1).mean()
+
     refused_each(cross_entropy_by_hand, [unsigned], LOGITS, TARGET)
 
 

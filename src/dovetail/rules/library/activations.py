@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -95,23 +94,7 @@ def tanh_gelu(x: Tensor, factor: Any, cubic: Any) -> Tensor:
     return halved(x, torch.tanh(inner) + 1.0)
 
 
-def _approximate(match: Match) -> Mapping[str, Any]:
-    if has(match, "sigmoid"):
-        return {"approximate": "sigmoid"}
-    spelled = [node.kwargs.get("approximate") for node in match.nodes if "approximate" in node.kwargs]
-    tanh = has(match, "tanh") or "tanh" in spelled
-    return {"approximate": "tanh" if tanh else "none"}
-
-
-@known(kind="gelu", needs="gelu|erf|tanh|sigmoid", says=_approximate)
-def gelu(
-    x: Tensor,
-    root: Any = Const(1.4143),
-    inverse: Any = Const(0.7072),
-    factor: Any = Const(0.7979),
-    cubic: Any = Const(0.0448),
-    slope: Any = Const(1.7021),
-) -> Tensor:
+def any_gelu(x: Tensor, root: Any, inverse: Any, factor: Any, cubic: Any, slope: Any) -> Tensor:
     """A GELU: exact, its tanh approximation, or the quick one by a sigmoid."""
     return either(
         lambda: F.gelu(x),
@@ -122,8 +105,16 @@ def gelu(
     )
 
 
-@gelu.guard
+def approximation(match: Match) -> str:
+    """Which GELU it is, by the word that torch has for it."""
+    if has(match, "sigmoid"):
+        return "sigmoid"
+    spelled = any(node.kwargs.get("approximate") == "tanh" for node in match.nodes)
+    return "tanh" if spelled or has(match, "tanh") else "none"
+
+
 def gelu_constants(match: Match) -> Decline | None:
+    """Refuse constants that are not those of a GELU."""
     meant = {
         "root": math.sqrt(2.0),
         "inverse": math.sqrt(0.5),
@@ -133,6 +124,22 @@ def gelu_constants(match: Match) -> Decline | None:
     }
     verdicts = (close_to(match, name, value) for name, value in meant.items())
     return next((v for v in verdicts if v is not None), None)
+
+
+@known(kind="gelu", needs="gelu|erf|tanh|sigmoid", says=lambda m: {"approximate": approximation(m)})
+def gelu(
+    x: Tensor,
+    root: Any = Const(1.4143),
+    inverse: Any = Const(0.7072),
+    factor: Any = Const(0.7979),
+    cubic: Any = Const(0.0448),
+    slope: Any = Const(1.7021),
+) -> Tensor:
+    """A GELU, as an operator or by hand."""
+    return any_gelu(x, root, inverse, factor, cubic, slope)
+
+
+gelu.guard(gelu_constants)
 
 
 @known(kind="sigmoid", needs="exp|tanh", says=lambda m: {})

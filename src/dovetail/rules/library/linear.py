@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.rules.choices import Const, either, optional
-from dovetail.rules.library.activations import close_to, relu6, silu, tanh_gelu
-from dovetail.rules.library.known import Known, has, known
+from dovetail.rules.library.activations import any_gelu, approximation, gelu_constants, relu6, silu
+from dovetail.rules.library.known import Known, known
 from dovetail.rules.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
@@ -37,15 +37,6 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         lambda: of_rows(lambda rows: torch.mm(rows, weight)),
         lambda: x @ weight + bias,
         lambda: x @ weight,
-    )
-
-
-def any_gelu(x: Tensor, factor: Any, cubic: Any) -> Tensor:
-    """A GELU as models spell it between products."""
-    return either(
-        lambda: F.gelu(x),
-        lambda: F.gelu(x, approximate="tanh"),
-        lambda: tanh_gelu(x, factor, cubic),
     )
 
 
@@ -79,17 +70,27 @@ def _linear_then(activation: str) -> Known:
     return linear_then
 
 
-def _which_gelu(match: Match) -> dict[str, Any]:
-    tanh = has(match, "tanh") or any(node.kwargs.get("approximate") == "tanh" for node in match.nodes)
-    return {"activation": "gelu_tanh" if tanh else "gelu"}
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_quick"}
 
 
-@known(kind="linear_activation", needs=f"{_PRODUCT} gelu|tanh", says=_which_gelu, examples=[_ONE, _FLAT])
+@known(
+    kind="linear_activation",
+    needs=f"{_PRODUCT} gelu|erf|tanh|sigmoid",
+    says=lambda m: {"activation": _GELUS[approximation(m)]},
+    examples=[_ONE, _FLAT],
+)
 def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    root: Any = Const(1.4143),
+    inverse: Any = Const(0.7072),
+    factor: Any = Const(0.7979),
+    cubic: Any = Const(0.0448),
+    slope: Any = Const(1.7021),
 ) -> Tensor:
     """A product and a GELU."""
-    return any_gelu(projected(x, weight, bias), factor, cubic)
+    return any_gelu(projected(x, weight, bias), root, inverse, factor, cubic, slope)
 
 
 @known(
@@ -143,7 +144,7 @@ def halves(x: Tensor, step: Activation) -> Tensor:
     return either(chunks, lambda: joined(x[..., :middle], x[..., middle:]))
 
 
-_SILU, _GELU = "silu|sigmoid mul", "gelu|tanh mul"
+_SILU, _GELU = "silu|sigmoid mul", "gelu|erf|tanh|sigmoid mul"
 
 
 @known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", says=_projections, examples=[_TWO])
@@ -177,34 +178,48 @@ def geglu(
     up: Tensor,
     gate_bias: Tensor,
     up_bias: Tensor,
+    root: Any = Const(1.4143),
+    inverse: Any = Const(0.7072),
     factor: Any = Const(0.7979),
     cubic: Any = Const(0.0448),
+    slope: Any = Const(1.7021),
 ) -> Tensor:
     """gelu(gate(x)) * up(x)."""
-    return any_gelu(projected(x, gate, gate_bias), factor, cubic) * projected(x, up, up_bias)
+    gated = any_gelu(projected(x, gate, gate_bias), root, inverse, factor, cubic, slope)
+    return gated * projected(x, up, up_bias)
 
 
 @known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", says=_projections, examples=[_ONE, _FLAT])
 def geglu_packed(
-    x: Tensor, packed: Tensor, bias: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor,
+    root: Any = Const(1.4143),
+    inverse: Any = Const(0.7072),
+    factor: Any = Const(0.7979),
+    cubic: Any = Const(0.0448),
+    slope: Any = Const(1.7021),
 ) -> Tensor:
     """The same from one product that holds gate and up side by side."""
-    return halves(projected(x, packed, bias), lambda y: any_gelu(y, factor, cubic))
+    return halves(projected(x, packed, bias), lambda y: any_gelu(y, root, inverse, factor, cubic, slope))
 
 
 @known(kind="geglu", needs=_GELU, says=_projections, examples=[(_X, _X)])
-def geglu_gate(gate: Tensor, up: Tensor, factor: Any = Const(0.7979), cubic: Any = Const(0.0448)) -> Tensor:
+def geglu_gate(
+    gate: Tensor,
+    up: Tensor,
+    root: Any = Const(1.4143),
+    inverse: Any = Const(0.7072),
+    factor: Any = Const(0.7979),
+    cubic: Any = Const(0.0448),
+    slope: Any = Const(1.7021),
+) -> Tensor:
     """gelu(gate) * up, wherever the two come from."""
-    return any_gelu(gate, factor, cubic) * up
+    return any_gelu(gate, root, inverse, factor, cubic, slope) * up
 
 
-@geglu.guard
-@geglu_packed.guard
-@geglu_gate.guard
-@linear_gelu.guard
-def tanh_constants(match: Match) -> Decline | None:
-    return close_to(match, "factor", 0.7978845608) or close_to(match, "cubic", 0.044715)
-
+for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
+    _rule.guard(gelu_constants)
 
 LINEAR = RuleSet(
     *(_linear_then(activation) for activation in _SIMPLE), linear_gelu, linear_leaky_relu, linear_residual

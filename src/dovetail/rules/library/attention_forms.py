@@ -1,0 +1,215 @@
+"""Less usual forms of attention: keys as columns, heads among the batch, a causal mask of its own, by einsum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dovetail.graph.normalform import op_name
+from dovetail.rules.choices import Const, either, optional
+from dovetail.rules.library.attention_steps import (
+    KV,
+    MASK,
+    SHARED,
+    Q,
+    can_be_said,
+    example,
+    masked,
+    says,
+    scaled,
+    scores,
+    shared,
+    weights,
+)
+from dovetail.rules.library.known import ahead_of, known
+from dovetail.rules.match import Match
+from dovetail.rules.rule import Decline
+from dovetail.rules.scene import Scene
+from dovetail.rules.shadow import shadow_of
+
+_TO_SOFTMAX = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
+_COLUMNS = example(2, 4, 16, 8)
+_THREE, _THREE_MASK = example(8, 8, 16), example(8, 8, 8, dtype=torch.bool)
+
+
+def _is_turned(node: Any) -> bool:
+    """Whether a node swaps the last two dimensions of what it reads."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return False
+    return op_name(node.target) == "transpose" and list(node.args[1:]) == [value.dim() - 2, value.dim() - 1]
+
+
+def _has_columns(scene: Scene) -> bool:
+    """Whether there is a softmax of a product with something that was not turned for it."""
+    products = [n for n in scene.fact(shadow_of).nodes if op_name(n.target) == "matmul"]
+    return any(
+        not _is_turned(n.args[1]) and ahead_of([n], {"softmax"}, _TO_SOFTMAX) is not None for n in products
+    )
+
+
+@known(
+    kind="attention",
+    needs="softmax|_softmax|exp matmul|bmm|mm",
+    when=_has_columns,
+    says=says,
+    examples=[(Q, _COLUMNS, KV, MASK)],
+)
+def attention_of_columns(
+    q: Tensor,
+    columns: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: Any = Const(0.2503),
+    divisor: Any = Const(4.2),
+    hidden: Any = Const(-1e9),
+    dropout: Any = Const(0.1202),
+) -> Tensor:
+    """The same where the keys come as columns, so that no transpose is left to be done."""
+    hiding = optional(scaled(q, columns, scale, divisor), lambda x: masked(x, mask, hidden))
+    return weights(hiding, dropout, q.dtype) @ v
+
+
+@attention_of_columns.guard
+def columns_are_as_they_come(match: Match) -> Decline | None:
+    node = match["columns"].node
+    if _is_turned(node):
+        return Decline(f"its keys are turned by '{node.name}', which belongs to it", at=node)
+    return None
+
+
+@known(
+    kind="attention",
+    needs="softmax|_softmax|exp bmm|baddbmm",
+    says=says,
+    examples=[(_THREE, _THREE, _THREE, _THREE_MASK, example(8, 8, 8))],
+)
+def attention_of_batches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    offset: Tensor,
+    scale: Any = Const(0.2503),
+    divisor: Any = Const(4.2),
+    hidden: Any = Const(-1e9),
+    dropout: Any = Const(0.1202),
+) -> Tensor:
+    """The same where heads are counted among the batch, as `torch.nn.MultiheadAttention` does it."""
+    keys = k.transpose(-1, -2)
+    hiding = either(
+        lambda: masked(scores(q, k, scale, divisor, torch.bmm), mask, hidden),
+        lambda: scores(q, k, scale, divisor, torch.bmm),
+        lambda: torch.baddbmm(offset, q * scale, keys),
+    )
+    return torch.bmm(weights(hiding, dropout, q.dtype), v)
+
+
+@known(
+    kind="attention",
+    needs="softmax|_softmax matmul|bmm|mm triu|tril",
+    says=says,
+    examples=[(Q, SHARED, SHARED), (Q, KV, KV)],
+)
+def attention_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Any = Const(0.2503),
+    divisor: Any = Const(4.2),
+    hidden: Any = Const(-1e9),
+    dropout: Any = Const(0.1202),
+) -> Tensor:
+    """softmax(QKᵀ)V from its steps, with a mask of its own that hides what comes later."""
+    k, v = shared(q, k, v)
+    spread = scores(q, k, scale, divisor)
+    size = spread.shape[-2:]
+
+    def ones(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.ones(size, dtype=dtype, device=q.device)
+
+    later = either(
+        lambda: ones(torch.bool).triu(1),
+        lambda: ones(torch.bool).tril().logical_not(),
+        lambda: ~ones(torch.bool).tril(),
+        lambda: ones().tril() == 0,
+        lambda: ones().triu(1) == 1,
+        lambda: ones().triu(1).bool(),
+    )
+    hiding = either(
+        lambda: spread.masked_fill(later, hidden),
+        lambda: spread + torch.full(size, hidden, device=q.device).triu(1),
+    )
+    return weights(hiding, dropout, q.dtype) @ v
+
+
+@attention_causal.guard
+def mask_is_its_own(match: Match) -> Decline | None:
+    inner = set(match.nodes)
+    for node in match.nodes:
+        outside = [user for user in node.users if user not in inner]
+        value = node.meta.get("val")
+        if outside and isinstance(value, Tensor) and value.dim() == 2:
+            return Decline(f"its mask is also used by '{outside[0].name}'", at=node)
+    return None
+
+
+@known(
+    kind="attention",
+    needs="softmax|_softmax|exp einsum",
+    says=says,
+    examples=[(Q, KV, KV, MASK)],
+)
+def attention_einsum(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    inward: Any = Const("bhid,bhjd->bhij"),
+    outward: Any = Const("bhij,bhjd->bhid"),
+    scale: Any = Const(0.2503),
+    divisor: Any = Const(4.2),
+    hidden: Any = Const(-1e9),
+    dropout: Any = Const(0.1202),
+) -> Tensor:
+    """softmax(QKᵀ)V by einsum, whatever its letters and whichever dimension heads are."""
+    plain = scaled(q, k, scale, divisor, lambda a, b: torch.einsum(inward, a, b))
+    hiding = optional(plain, lambda x: masked(x, mask, hidden))
+    return torch.einsum(outward, weights(hiding, dropout, q.dtype), v)
+
+
+@attention_einsum.guard
+def equations_are_of_an_attention(match: Match) -> Decline | None:
+    inward, outward = match["inward"], match["outward"]
+    if _attends(inward, outward):
+        return None
+    return Decline(f"'{inward}' and '{outward}' are no attention over the last dimension of the scores")
+
+
+def _attends(inward: str, outward: str) -> bool:
+    """Whether equations multiply queries and keys, and weights over the keys and values."""
+    first, second = _terms(inward), _terms(outward)
+    if len(first) != 3 or len(second) != 3 or len(second[0]) != len(first[2]):
+        return False
+    q, k, between = first
+    # The second equation in the letters of the first; what only the values have keeps another.
+    renamed = dict(zip(second[0], between, strict=True))
+    v, made = ("".join(renamed.get(letter, letter.upper()) for letter in term) for term in second[1:])
+    query, key = set(q) - set(k), set(k) - set(q)
+    if len(query) != 1 or len(key) != 1 or len((set(q) & set(k)) - set(between)) != 1:
+        return False
+    batch = set(q) & set(k) & set(between)
+    kept = set(made) == batch | query | (set(v) - set(between))
+    return set(between) == batch | query | key and between[-1] in key and set(v) >= batch | key and kept
+
+
+def _terms(equation: str) -> list[str]:
+    plain = equation.replace(" ", "")
+    return [] if "." in plain else plain.replace("->", ",").split(",")
+
+
+for _rule in (attention_of_columns, attention_of_batches, attention_causal, attention_einsum):
+    _rule.guard(can_be_said)
