@@ -215,5 +215,5 @@ class _Look:
             near.update(dict.fromkeys(difflib.get_close_matches(target, known, n=_LISTED)))
             near.update(dict.fromkeys(p for p in known if p.rpartition(".")[2] == last))
         listed = sorted(near)[:_LISTED] or known[:_LISTED]
-        there = "it comes near" if near else "there are"
+        there = "near it are" if near else "there are"
         return f"no module matches {what}; {there} {', '.join(listed)}"

@@ -60,11 +60,9 @@ def _miss(
     if failed is not None:
         at = places[failed.known]
         if failed.forward:
-            wanted = _name(line, model[failed.found])
-            return (
-                f"no {_called(line, model[failed.found])} reads '{_name(line, at)}', as '{wanted}' does",
-                at,
-            )
+            reader = model[failed.found]
+            what = f"no {_called(line, reader)} reads '{_name(line, at)}', as '{_name(line, reader)}' does"
+            return what, at
         other = line.place[line.reads[at][failed.slot]]
         if other < 0:
             value = line.scene.nodes[line.reads[at][failed.slot]].name
@@ -80,14 +78,15 @@ def _miss(
         return f"'{_name(line, gone)}' is part of another block", gone
     block = tuple(places[k] for k in sorted(places))
     if len(set(block)) < len(model) or wiring(line, block) != wiring(line, model):
-        return "its operations are the same but read one another, or what is outside, in another way", block[
-            0
-        ]
+        what = "its operations are the same but read one another, or what is outside, in another way"
+        return what, block[0]
     mine, theirs = results(line, block), results(line, model)
-    for k, _ in [*(r for r in mine if r not in theirs), *(r for r in theirs if r not in mine)]:
-        how = "is also read outside" if (k, _) in mine else "is not read outside"
-        return f"'{_name(line, block[k])}' {how}, unlike '{_name(line, model[k])}' of the others", block[k]
-    return None
+    unlike = set(mine) ^ set(theirs)
+    if not unlike:
+        return None
+    k, _ = value = min(unlike)
+    how = "is also read outside" if value in mine else "is not read outside"
+    return f"'{_name(line, block[k])}' {how}, unlike '{_name(line, model[k])}' of the others", block[k]
 
 
 def apart(line: Line, taken: Set[int], min_size: int) -> Iterator[Miss]:

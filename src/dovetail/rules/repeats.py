@@ -106,10 +106,13 @@ class Repeats(Rule):
         taken = {q for q, free in enumerate(line.free) if not free}
         taken.update(q for family in families for block in family.blocks for q in block)
         outside = Sight(line, taken)
-        return [
-            (family if around is None else outside.extended(family), height)
-            for (family, around), height in zip(found, heights, strict=True)
-        ]
+        levels: list[tuple[Family, int]] = []
+        for (family, around), height in zip(found, heights, strict=True):
+            if around is not None:
+                family = outside.extended(family)
+                outside.open.difference_update(q for block in family.blocks for q in block)
+            levels.append((family, height))
+        return levels
 
     def _refusals(self, line: Line, search: Search, families: list[Family]) -> Iterator[Refusal]:
         taken = {q for family in families for block in family.blocks for q in block}

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
+from dovetail.graph.normalform import op_name
 from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.library.activations import any_gelu, approximation, gelu_constants, relu6, silu
 from dovetail.rules.library.known import Known, known
 from dovetail.rules.match import Match
 from dovetail.rules.rule import Decline, RuleSet
+from dovetail.rules.scene import Scene
+from dovetail.rules.shadow import shadow_of
 
 _PRODUCT = "linear|addmm|mm|matmul|bmm"
 Activation = Callable[[Tensor], Tensor]
@@ -130,6 +134,34 @@ def _projections(match: Match) -> dict[str, Any]:
     return {"projections": "packed" if "packed" in names else "two" if "x" in names else "none"}
 
 
+def _gates(scene: Scene, whole: str, part: frozenset[str]) -> bool:
+    """Whether the result of an activation, an operator or the last of its steps, is multiplied by another value."""
+
+    def multiplied(node: Node) -> list[Node]:
+        ahead = [user for user in node.users if op_name(user.target) == "mul"]
+        return [user for user in ahead if sum(isinstance(a, Node) for a in user.args) == 2]
+
+    for node in scene.fact(shadow_of).nodes:
+        name = op_name(node.target)
+        if name == whole and multiplied(node):
+            return True
+        if name in part:
+            reached = [node, *(user for user in node.users if op_name(user.target) in ("add", "mul"))]
+            for _ in range(3):
+                reached = [user for each in reached for user in multiplied(each)]
+                if reached and any(multiplied(each) for each in reached):
+                    return True
+    return False
+
+
+def _silu_gates(scene: Scene) -> bool:
+    return _gates(scene, "silu", frozenset({"sigmoid"}))
+
+
+def _gelu_gates(scene: Scene) -> bool:
+    return _gates(scene, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
+
+
 def halves(x: Tensor, step: Activation) -> Tensor:
     """One half of the last dimension through an activation, times the other half."""
     middle = x.shape[-1] // 2
@@ -144,10 +176,11 @@ def halves(x: Tensor, step: Activation) -> Tensor:
     return either(chunks, lambda: joined(x[..., :middle], x[..., middle:]))
 
 
+_CUT = "split|split_with_sizes|slice|chunk"
 _SILU, _GELU = "silu|sigmoid mul", "gelu|erf|tanh|sigmoid mul"
 
 
-@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", says=_projections, examples=[_TWO])
+@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", when=_silu_gates, says=_projections, examples=[_TWO])
 def swiglu(
     x: Tensor,
     gate: Tensor,
@@ -159,19 +192,25 @@ def swiglu(
     return silu(projected(x, gate, gate_bias)) * projected(x, up, up_bias)
 
 
-@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", says=_projections, examples=[_ONE, _FLAT])
+@known(
+    kind="swiglu",
+    needs=f"{_PRODUCT} {_CUT} {_SILU}",
+    when=_silu_gates,
+    says=_projections,
+    examples=[_ONE, _FLAT],
+)
 def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
     """The same from one product that holds gate and up side by side."""
     return halves(projected(x, packed, bias), silu)
 
 
-@known(kind="swiglu", needs=_SILU, says=_projections, examples=[(_X, _X)])
+@known(kind="swiglu", needs=_SILU, when=_silu_gates, says=_projections, examples=[(_X, _X)])
 def swiglu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, wherever the two come from."""
     return silu(gate) * up
 
 
-@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", says=_projections, examples=[_TWO])
+@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", when=_gelu_gates, says=_projections, examples=[_TWO])
 def geglu(
     x: Tensor,
     gate: Tensor,
@@ -189,7 +228,13 @@ def geglu(
     return gated * projected(x, up, up_bias)
 
 
-@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", says=_projections, examples=[_ONE, _FLAT])
+@known(
+    kind="geglu",
+    needs=f"{_PRODUCT} {_CUT} {_GELU}",
+    when=_gelu_gates,
+    says=_projections,
+    examples=[_ONE, _FLAT],
+)
 def geglu_packed(
     x: Tensor,
     packed: Tensor,
@@ -204,7 +249,7 @@ def geglu_packed(
     return halves(projected(x, packed, bias), lambda y: any_gelu(y, root, inverse, factor, cubic, slope))
 
 
-@known(kind="geglu", needs=_GELU, says=_projections, examples=[(_X, _X)])
+@known(kind="geglu", needs=_GELU, when=_gelu_gates, says=_projections, examples=[(_X, _X)])
 def geglu_gate(
     gate: Tensor,
     up: Tensor,

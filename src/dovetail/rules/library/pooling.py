@@ -66,9 +66,15 @@ def pools_images(match: Match) -> Decline | None:
     )
 
 
+def _takes_every_other(scene: Scene) -> bool:
+    slices = (n for n in scene.fact(shadow_of).nodes if op_name(n.target) == "slice")
+    return any(by_name(node).get("step") == 2 for node in slices)
+
+
 @known(
     kind="avg_pool",
     needs="slice add",
+    when=_takes_every_other,
     says=lambda m: {"kernel": [2, 2]},
     examples=[(_IMAGES,)],
 )
