@@ -11,7 +11,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint fuzz bench-outline clean
+.PHONY: help demo test test-all lint fuzz bench-outline bench-fuse clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ fuzz: $(READY)  ## outline and inline N=50000 random programs
 
 bench-outline: $(READY)  ## outlining and inlining against copying the same graph; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.outline --write benchmarks/RESULTS.md
+
+bench-fuse: $(READY)  ## planning and fusing against copying the same graph, torch's partitioner and TVM; prints a table
+	@$(PIP) -e '.[bench]'
+	$(BIN)/python -m benchmarks.fuse
 
 clean:  ## remove .venv and everything generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info

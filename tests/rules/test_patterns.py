@@ -100,7 +100,7 @@ def test_a_write_to_an_operand_is_more_than_the_pattern() -> None:
     assert any("writes to memory outside" in reason for reason in declined(relu_one, gm))
 
 
-def test_a_leaf_module_that_only_partly_matches_is_refused() -> None:
+def test_a_leaf_module_of_the_users_own_is_not_looked_into() -> None:
     @rule(kind="tanh_linear")
     def tanh_linear(x, weight, bias):
         return torch.tanh(F.linear(x, weight, bias))
@@ -128,7 +128,30 @@ def test_a_leaf_module_that_only_partly_matches_is_refused() -> None:
     outer = Outer()
     graph = KeepsLeaf().trace(outer)
     gm = dovetail.capture(GraphModule(outer, graph), (torch.randn(2, 4),))
-    assert any("only a part of 'leaf'" in reason for reason in declined(tanh_linear, gm))
+    assert found(tanh_linear, gm) == []
+
+
+def test_what_may_act_on_the_world_is_never_run_to_be_matched() -> None:
+    calls: list[str] = []
+
+    def noisy(x):
+        calls.append("ran")
+        return x * 2
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.relu, (x,))
+    middle = graph.call_function(noisy, (first,))
+    graph.output(graph.call_function(torch.relu, (graph.call_function(torch.add, (middle, 1)),)))
+    gm = dovetail.capture(GraphModule(nn.Module(), graph), (torch.randn(3),))
+    calls.clear()
+
+    @rule(kind="add_relu")
+    def add_relu(x):
+        return torch.relu(x + 1)
+
+    assert found(add_relu, gm) == [["add", "relu_1"]]
+    assert calls == []
 
 
 @rule(kind="twice")

@@ -40,8 +40,11 @@ class Search:
         """Disjoint families of the whole line."""
         taken = {q for q, free in enumerate(self.line.free) if not free}
         found: list[Family] = []
+        effort = 0
         for _ in range(_PASSES):
-            fresh = self._pass(Sight(self.line, taken))
+            sight = Sight(self.line, taken, effort=effort)
+            fresh = self._pass(sight)
+            effort = sight.effort
             if not fresh:
                 break
             found.extend(fresh)
@@ -53,8 +56,11 @@ class Search:
         where = sorted(family.blocks[0])
         found: list[Family] = []
         taken: set[int] = set()
+        effort = 0
         for _ in range(_PASSES):
-            fresh = self._pass(Sight(self.line, taken, where))
+            sight = Sight(self.line, taken, where, effort)
+            fresh = self._pass(sight)
+            effort = sight.effort
             if not fresh:
                 break
             found.extend(fresh)
@@ -100,7 +106,7 @@ class Search:
         """The stretches that cover most, without those inside of blocks already found."""
         tries = 0
         for stretch in sight.names.stretches(max(2, self.wanted.min_size * 3 // 4)):
-            if tries >= _TRIED or sight.effort < 0:
+            if tries >= _TRIED or sight.effort > sight.bearable:
                 return
             last = stretch.start + stretch.length - 1
             ends = [sight.where[i] for i in (stretch.start, last)]

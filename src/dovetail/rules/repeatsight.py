@@ -24,17 +24,19 @@ from dovetail.rules.repeatruns import Names, Stretch
 _BORDERS = 16
 _ROTATIONS = 3
 # Operations looked at in all, at least, and per operation in sight: only hard cases come near.
-_LEAST_EFFORT = 20_000
-_EFFORT = 12
+_LEAST_EFFORT = 50_000
+_EFFORT = 20
 
 
 class Sight:
     """One look at a line, or at the ascending places `where` of it: what repeats of all that is not yet taken.
 
-    Stretches count by index in `where`.
+    Stretches count by index in `where`. `effort` is what was looked at so far, here and in earlier looks.
     """
 
-    def __init__(self, line: Line, taken: Set[int], where: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, line: Line, taken: Set[int], where: Sequence[int] | None = None, effort: int = 0
+    ) -> None:
         self.line = line
         self.where: Sequence[int] = where if where is not None else range(len(line))
         self._index = None if where is None else {q: i for i, q in enumerate(where)}
@@ -43,7 +45,8 @@ class Sight:
         self.names = Names([line.labels[q] if q in self.open else apart + q for q in self.where])
         self._last: dict[int, list[int]] = {}
         self._readers: dict[tuple[int, int, int], list[int]] = {}
-        self.effort = max(_LEAST_EFFORT, _EFFORT * len(self.where))
+        self.effort = effort
+        self.bearable = max(_LEAST_EFFORT, _EFFORT * len(self.where))
 
     def realise(self, stretch: Stretch) -> Family | None:
         """A family of exactly equal blocks that a stretch leads to.
@@ -70,7 +73,7 @@ class Sight:
             tuple([self.where[i] for i in block])
             for block in disjoint(self.names.places(start, length), length)
         ]
-        self.effort -= len(blocks) * length
+        self.effort += len(blocks) * length
         groups: dict[object, list[Block]] = {}
         for block in blocks:
             groups.setdefault(wiring(self.line, block), []).append(block)
@@ -94,7 +97,7 @@ class Sight:
         if len(group) < 2:
             return None
         spanned = windows(self.line, group)
-        self.effort -= sum(window.high - window.low + 1 for window in spanned)
+        self.effort += sum(window.high - window.low + 1 for window in spanned)
         return Family(tuple(group)) if acyclic(self.line, spanned) else None
 
     def _elsewhere(self, family: Family) -> list[Block]:
@@ -106,10 +109,10 @@ class Sight:
         shape = wiring(line, model)
         made: list[Block] = []
         for root in self._readers_alike(model, steps[0]):
-            if root in taken or self.effort < 0:
+            if root in taken or self.effort > self.bearable:
                 continue
             places, _ = follow(line, model, steps, root)
-            self.effort -= len(places)
+            self.effort += len(places)
             block = tuple(places[k] for k in sorted(places))
             if len(set(block)) < len(model) or not self.open.issuperset(block):
                 continue

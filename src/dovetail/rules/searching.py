@@ -164,6 +164,12 @@ class Search:
         if written is not None:
             name = self.scene.nodes[written].name
             return self._refuse(key, f"'{name}' also writes to memory outside the match", written)
+        unseen = next((i for i in key if i in self.shadow.unseen), None)
+        if unseen is not None:
+            name = self.scene.nodes[unseen].name
+            return self._refuse(
+                key, f"the memory of '{name}' is written by what cannot be looked into", unseen
+            )
         barred = next((i for i in key if i in self.scene.barred), None)
         if barred is not None:
             return self._refuse(key, self.scene.barred[barred], barred)

@@ -35,7 +35,8 @@ class Shadow:
     """The graph that patterns are looked for in.
 
     `nodes` are canonical; `origins` tells for each the positions in the scene that it stands for: one operation of a
-    captured graph is one node here, while a leaf module may be several.
+    captured graph is one node here, while a leaf module may be several. `unseen` are positions whose memory is
+    written by what was not run.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Shadow:
         origins: dict[Node, tuple[int, ...]],
         parts: dict[int, set[Node]] | None = None,
         why_none: str = "",
+        unseen: frozenset[int] = frozenset(),
     ) -> None:
         self.root, self.nodes, self.origins = root, nodes, origins
+        self.unseen = unseen
         self.parts = parts or {}
         self.why_none = why_none
         self.by_target: dict[Any, list[Node]] = {}
@@ -145,31 +148,44 @@ def _traced(scene: Scene) -> Shadow:
 
 
 class _Replay:
-    """The graph as a function of its inputs, attributes and the state of the leaf modules it calls."""
+    """The graph as a function of its inputs, attributes and the state of the leaf modules it calls.
+
+    What is not known to be a plain computation is sealed: it is never run, and its results are inputs too.
+    """
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
+        self.sealed = {n for n in scene.nodes if _is_sealed(scene, n)}
         self.functional = not any(
             (n.op == "call_module" and _may_write(attribute(scene.gm, cast("str", n.target))))
             or (n.op in ("call_function", "call_method") and traits(n).writes and not _out_only(n))
             for n in scene.nodes
+            if n not in self.sealed
         )
         self.stage = Stage()
         self.marks = _marks(len(scene.nodes))
-        self.sources: list[tuple[Node, str | None]] = []
+        self.sources: list[tuple[Node, str | int | None]] = []
         self.values: list[Any] = []
         for node in scene.nodes:
             if node.op == "placeholder":
                 self._add(node, None, node.meta["val"])
+            elif node in self.sealed:
+                value = node.meta.get("val")
+                parts = (
+                    enumerate(cast("list[Any]", value))
+                    if isinstance(value, (tuple, list))
+                    else [(None, value)]
+                )
+                for k, part in parts:
+                    self._add(node, k, part)
             elif node.op == "get_attr" and not is_subgraph(scene.gm, node):
                 self._add(node, None, attribute(scene.gm, cast("str", node.target)))
             elif node.op == "call_module":
                 module = attribute(scene.gm, cast("str", node.target))
-                if not isinstance(module, GraphModule):
-                    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                        self._add(node, name, tensor)
+                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                    self._add(node, name, tensor)
 
-    def _add(self, node: Node, name: str | None, value: Any) -> None:
+    def _add(self, node: Node, name: str | int | None, value: Any) -> None:
         self.sources.append((node, name))
         self.values.append(self.stage.stand_in(value))
 
@@ -179,6 +195,8 @@ class _Replay:
         for (node, name), value in zip(self.sources, values, strict=True):
             if name is None:
                 given[node] = value
+            elif isinstance(name, int):
+                given[node] = (*given.get(node, ()), value)
             else:
                 state.setdefault(node, {})[name] = value
         env: dict[Node, Any] = {}
@@ -197,8 +215,8 @@ class _Replay:
         if node.op == "call_function":
             return cast("Callable[..., Any]", node.target)(*args, **kwargs)
         module = attribute(self.scene.gm, cast("str", node.target))
-        if node.op == "get_attr" or isinstance(module, GraphModule):
-            return module if node.op == "get_attr" else module(*args, **kwargs)
+        if node.op == "get_attr":
+            return module
         return torch.func.functional_call(module, state, args, kwargs)
 
     def shadow(self, program: GraphModule) -> Shadow:
@@ -214,7 +232,25 @@ class _Replay:
                 i = cast("int", custom[ORIGIN])
                 origins[node] = (i,)
                 parts.setdefault(i, set()).add(node)
-        return Shadow(program, list(program.graph.nodes), origins, parts)
+        effects = self.scene.index.dependencies
+        hidden = any((e := effects.effects.get(at[n])) is not None and e.writes for n in self.sealed)
+        unseen = frozenset(effects.written) if hidden else frozenset[int]()
+        return Shadow(program, list(program.graph.nodes), origins, parts, unseen=unseen)
+
+
+def _is_sealed(scene: Scene, node: Node) -> bool:
+    """Whether running an operation could do more than compute: code of users, effects on the world, modes."""
+    if node.op == "call_module":
+        module = attribute(scene.gm, cast("str", node.target))
+        ours = type(module).__module__.startswith("torch.nn.") and not isinstance(module, GraphModule)
+        return not ours or bool(module._forward_hooks or module._forward_pre_hooks)
+    if node.op not in ("call_function", "call_method"):
+        return False
+    told = traits(node)
+    if told.opaque or told.higher_order or told.barrier or told.world:
+        return True
+    # An operator of somebody else's is known by its schema alone.
+    return isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prim", "prims")
 
 
 def _marks(count: int) -> list[Node]:

@@ -181,3 +181,17 @@ def test_with_a_length_that_is_not_known() -> None:
         model.eval().requires_grad_(False), (IDS,), {"use_cache": False}, dynamic_shapes=shapes
     )
     assert_all_found("llama", census(model, graph))
+
+
+def test_decoding_with_a_cache() -> None:
+    model, _, _ = MODELS["llama"][0]("sdpa")
+    model = model.eval().requires_grad_(False)
+    cache = model(IDS, use_cache=True).past_key_values
+    grows = [{2: torch.export.Dim.AUTO}] * 2
+    graph = dovetail.capture(
+        model,
+        (IDS[:, :1],),
+        {"past_key_values": cache, "use_cache": True},
+        dynamic_shapes={"input_ids": None, "past_key_values": [grows, grows], "use_cache": None},
+    )
+    assert_all_found("llama", census(model, graph))
