@@ -164,20 +164,15 @@ class _Replay:
         )
         self.stage = Stage()
         self.marks = _marks(len(scene.nodes))
+        self.known: dict[Node, list[Any]] = {}
+        self.several: dict[Node, bool] = {}
         self.sources: list[tuple[Node, str | int | None]] = []
         self.values: list[Any] = []
         for node in scene.nodes:
             if node.op == "placeholder":
                 self._add(node, None, node.meta["val"])
             elif node in self.sealed:
-                value = node.meta.get("val")
-                parts = (
-                    enumerate(cast("list[Any]", value))
-                    if isinstance(value, (tuple, list))
-                    else [(None, value)]
-                )
-                for k, part in parts:
-                    self._add(node, k, part)
+                self._seal(node)
             elif node.op == "get_attr" and not is_subgraph(scene.gm, node):
                 self._add(node, None, attribute(scene.gm, cast("str", node.target)))
             elif node.op == "call_module":
@@ -185,25 +180,37 @@ class _Replay:
                 for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                     self._add(node, name, tensor)
 
+    def _seal(self, node: Node) -> None:
+        """Take what is known of a node's results for granted; numbers and None are no inputs of a trace."""
+        value = node.meta.get("val")
+        several = isinstance(value, (tuple, list))
+        self.known[node] = list(cast("list[Any]", value)) if several else [value]
+        self.several[node] = several
+        for k, part in enumerate(self.known[node]):
+            if isinstance(part, Tensor):
+                self._add(node, k, part)
+
     def _add(self, node: Node, name: str | int | None, value: Any) -> None:
         self.sources.append((node, name))
         self.values.append(self.stage.stand_in(value))
 
     def run(self, *values: Any) -> Any:
         given: dict[Node, Any] = {}
+        results = {node: list(known) for node, known in self.known.items()}
         state: dict[Node, dict[str, Any]] = {}
         for (node, name), value in zip(self.sources, values, strict=True):
             if name is None:
                 given[node] = value
             elif isinstance(name, int):
-                given[node] = (*given.get(node, ()), value)
+                results[node][name] = value
             else:
                 state.setdefault(node, {})[name] = value
+        given.update((n, tuple(r) if self.several[n] else r[0]) for n, r in results.items())
         env: dict[Node, Any] = {}
         for i, node in enumerate(self.scene.nodes):
             if node.op == "output":
-                results = [env[n] for n in node.all_input_nodes]
-                return tuple(r for r in results if isinstance(r, Tensor))
+                returned = [env[n] for n in node.all_input_nodes]
+                return tuple(r for r in returned if isinstance(r, Tensor))
             with traceback.set_current_meta(self.marks[i]):
                 env[node] = given[node] if node in given else self._call(node, env, state.get(node, {}))
         return ()

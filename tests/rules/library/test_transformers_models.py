@@ -134,7 +134,7 @@ def test_every_part_is_found(name: str, attention: str) -> None:
     assert same_results(*tensors)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama", "vit"])
 def test_every_part_is_found_in_training(name: str, attention: str) -> None:
     found, _, _ = looked_at(name, attention, mode="train")
@@ -147,7 +147,9 @@ def test_every_part_is_found_in_training(name: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3", "bert"))]
+)
 def test_every_part_is_found_in_bfloat16(name: str, attention: str) -> None:
     found, _, _ = looked_at(name, attention, dtype=torch.bfloat16)
     assert_all_found(name, found)

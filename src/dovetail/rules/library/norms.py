@@ -13,7 +13,7 @@ from dovetail.rules.library.known import known
 from dovetail.rules.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
-_RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt rms_norm|_fused_rms_norm|mean"
+_RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt"
 _LAYER = "layer_norm|native_layer_norm|rsqrt|sqrt layer_norm|native_layer_norm|sub"
 _X, _WEIGHT = torch.empty(2, 8, 16, device="meta"), torch.empty(16, device="meta")
 
