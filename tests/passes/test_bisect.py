@@ -183,3 +183,9 @@ def test_bad_arguments() -> None:
         bisect(Pipeline([]), graph(), lambda gm: True, errors="maybe")
     with pytest.raises(InvalidArgument, match="a pass or a pipeline"):
         bisect([Nothing()], graph(), lambda gm: True)  # type: ignore[arg-type]
+
+
+def test_a_judge_that_cannot_be_called_is_refused() -> None:
+    gm = dovetail.capture(torch.relu, (torch.randn(3),))
+    with pytest.raises(dovetail.InvalidArgument, match="still_good is a int"):
+        dovetail.bisect(dovetail.Pipeline([]), gm, 3)  # type: ignore[arg-type]

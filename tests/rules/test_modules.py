@@ -311,3 +311,8 @@ def test_a_part_goes_with_its_operation() -> None:
     for candidate in found:
         parts = [i for i in candidate.members if scene.nodes[i].target is operator.getitem]
         assert len(parts) == 2
+
+
+def test_what_is_neither_a_path_nor_a_class_is_refused() -> None:
+    with pytest.raises(dovetail.RuleError, match="rule 'k': 3 is neither a path nor a class"):
+        dovetail.rules.modules(3, kind="k")  # type: ignore[arg-type]

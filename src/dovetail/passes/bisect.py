@@ -74,6 +74,8 @@ def bisect(
     require_graph(gm)
     if not isinstance(pipeline, Pass):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"bisect takes a pass or a pipeline, not {type(pipeline).__name__}.")
+    if not callable(still_good):
+        raise InvalidArgument(f"still_good is a {type(still_good).__name__}; give a function of the graph.")
     if errors not in ("bad", "raise"):
         raise InvalidArgument(f"errors {errors!r} is neither 'bad' nor 'raise'.")
     judge = _Judge(still_good, errors)

@@ -39,8 +39,10 @@ def modules(
     itself or by its bare or qualified name; its subclasses do not count. Of nested matches the outermost is
     proposed; with `nests`, the inner ones become regions first and the outer ones take them in round by round.
     """
-    given = [what] if isinstance(what, (str, type)) else list(what)
     label = name if name is not None else kind
+    if not isinstance(what, (str, type, Iterable)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RuleError(label, f"{what!r} is neither a path nor a class of modules")
+    given = [what] if isinstance(what, (str, type)) else list(what)
     if not given:
         raise RuleError(label, "no path and no class was given")
     targets: list[str] = []

@@ -164,7 +164,7 @@ class Variants:
                     self.function, self.name, self.parameters, example, values, dialect=dialect
                 )
             except Exception:
-                continue
+                continue  # whatever torch says of it, another value was only a probe
             places = differences(template, changed, value, other)
             if places:
                 return whole_lists(places) if isinstance(value, (list, int)) else places
