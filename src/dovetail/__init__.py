@@ -39,9 +39,9 @@ from dovetail.passes.inline import Inline
 from dovetail.passes.merge_parallel import MergeParallel
 from dovetail.passes.outline import Outline
 from dovetail.passes.pipeline import Pipeline, Repeat
-from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.limits import Limits
-from dovetail.rules.match import Match, Value
+from dovetail.rules.matching.choices import Const, either, optional
+from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.pattern import rule
 from dovetail.rules.rule import Candidate, Decline, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene

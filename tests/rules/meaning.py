@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from dovetail.rules.choices import Chooser, choosing
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Chooser, choosing
+from dovetail.rules.matching.match import Match
 from dovetail.rules.pattern import PatternRule
 from dovetail.rules.scene import Scene
 

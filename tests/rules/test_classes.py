@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
 from dovetail import zoo
-from dovetail.rules.classes import OpClass, class_of_body, classify
+from dovetail.rules.growth.classes import OpClass, class_of_body, classify
 from dovetail.rules.scene import Scene
 from tests.outlining.helpers import trace
 from tests.rules.proposing import captured

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dovetail
-from dovetail.rules.choices import Const
+from dovetail.rules.matching.choices import Const
 from dovetail.rules.pattern import rule
 from tests.rules.helpers import declined, found, outlined, proposals
 

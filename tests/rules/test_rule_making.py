@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import dovetail
 from dovetail.errors import InvalidArgument, RuleError
-from dovetail.rules.choices import Const, either, optional
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either, optional
+from dovetail.rules.matching.match import Match
 from dovetail.rules.pattern import rule
 from dovetail.rules.rule import Candidate, Decline, RuleSet
 from tests.rules.helpers import declined, found, proposals

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.rules.accepting import Ops, Predicate, as_accepts, spelled, verdicts
-from dovetail.rules.contraction import GIVEN_UP, Contraction
-from dovetail.rules.growing import Refusals, closed, ground, require_rule, weight, why_closed
+from dovetail.rules.growth.accepting import Ops, Predicate, as_accepts, spelled, verdicts
+from dovetail.rules.growth.common import Refusals, closed, ground, require_rule, weight, why_closed
+from dovetail.rules.growth.contraction import GIVEN_UP, Contraction
 from dovetail.rules.rule import Candidate, Decline, Proposal, Rule
 from dovetail.rules.scene import Scene
 

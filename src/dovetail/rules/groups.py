@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dovetail.rules.grouping import Grouping
-from dovetail.rules.growing import ground, require_rule
+from dovetail.rules.growth.common import ground, require_rule
+from dovetail.rules.growth.grouping import Grouping
 from dovetail.rules.rule import Candidate, Proposal, Rule
 from dovetail.rules.scene import Scene
 

@@ -9,13 +9,13 @@ from typing import Any, cast, overload
 from dovetail.errors import InvalidArgument, RuleError
 from dovetail.outlining.record import make_identity
 from dovetail.outlining.requests import POLICIES
-from dovetail.rules.match import Match
-from dovetail.rules.probing import parameters_of
+from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.probing import parameters_of
+from dovetail.rules.matching.searching import Search
+from dovetail.rules.matching.through import WAYS
+from dovetail.rules.matching.variants import Variants
 from dovetail.rules.rule import Decline, Proposal, Rule
 from dovetail.rules.scene import Scene
-from dovetail.rules.searching import Search
-from dovetail.rules.through import WAYS
-from dovetail.rules.variants import Variants
 
 Guard = Callable[[Match], Decline | None]
 

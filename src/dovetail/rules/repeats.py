@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from dovetail.errors import RuleError
 from dovetail.graph.module import without_collector
 from dovetail.outlining.record import make_identity
-from dovetail.rules.repeatblocks import Family
-from dovetail.rules.repeatline import Line
-from dovetail.rules.repeatmisses import apart, beside
-from dovetail.rules.repeatsearch import Search, Wanted
-from dovetail.rules.repeatsight import Sight
+from dovetail.rules.repeating.blocks import Family
+from dovetail.rules.repeating.line import Line
+from dovetail.rules.repeating.misses import apart, beside
+from dovetail.rules.repeating.search import Search, Wanted
+from dovetail.rules.repeating.sight import Sight
 from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule
 from dovetail.rules.scene import Scene
 

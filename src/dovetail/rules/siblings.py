@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import InvalidArgument
-from dovetail.rules.accepting import Ops, Predicate, as_accepts, spelled
-from dovetail.rules.branching import Branching
-from dovetail.rules.growing import require_rule
+from dovetail.rules.growth.accepting import Ops, Predicate, as_accepts, spelled
+from dovetail.rules.growth.branching import Branching
+from dovetail.rules.growth.common import require_rule
 from dovetail.rules.rule import Candidate, Proposal, Rule
 from dovetail.rules.scene import Scene
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.choices import Const, either
 from dovetail.rules.library.known import has, known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either
+from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _CLOSE = 1e-4

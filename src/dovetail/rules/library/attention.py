@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.library.attention_forms import (
     attention_causal,
     attention_einsum,
@@ -29,6 +28,7 @@ from dovetail.rules.library.attention_steps import (
     weights,
 )
 from dovetail.rules.library.known import known
+from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.rule import RuleSet
 
 _BIAS, _FILLER = example(4, 8, 8), example()

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import op_name
-from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.library.attention_steps import (
     KV,
     MASK,
@@ -25,10 +24,11 @@ from dovetail.rules.library.attention_steps import (
     weights,
 )
 from dovetail.rules.library.known import ahead_of, known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either, optional
+from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.shadow import shadow_of
 from dovetail.rules.rule import Decline
 from dovetail.rules.scene import Scene
-from dovetail.rules.shadow import shadow_of
 
 _TO_SOFTMAX = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
 _COLUMNS = example(2, 4, 16, 8)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.graph.module import attribute
-from dovetail.rules.choices import either, optional
 from dovetail.rules.library.known import has
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import either, optional
+from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.library.activations import relu6, silu
 from dovetail.rules.library.known import Known, has, known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either, optional
+from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 Step = Callable[[Tensor], Tensor]

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.library.known import known
 from dovetail.rules.library.norms import layer_norm_operator, rms_normalised
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either, optional
+from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _IDS = torch.empty(2, 8, dtype=torch.int64, device="meta")

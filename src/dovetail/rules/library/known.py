@@ -8,11 +8,11 @@ from typing import Any
 from torch.fx import Node
 
 from dovetail.graph.normalform import op_name
-from dovetail.rules.match import Match
+from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.shadow import shadow_of
 from dovetail.rules.pattern import PatternRule
 from dovetail.rules.rule import Proposal
 from dovetail.rules.scene import Scene
-from dovetail.rules.shadow import shadow_of
 
 _MOST_BETWEEN = 8
 

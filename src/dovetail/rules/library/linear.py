@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import op_name
-from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.library.activations import any_gelu, approximation, gelu_constants, relu6, silu
 from dovetail.rules.library.known import Known, known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either, optional
+from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.shadow import shadow_of
 from dovetail.rules.rule import Decline, RuleSet
 from dovetail.rules.scene import Scene
-from dovetail.rules.shadow import shadow_of
 
 _PRODUCT = "linear|addmm|mm|matmul|bmm"
 Activation = Callable[[Tensor], Tensor]

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.graph.normalform import by_name
-from dovetail.rules.choices import Const, either
 from dovetail.rules.library.known import known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either
+from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import RuleSet
 
 _REDUCTIONS = ("none", "mean", "sum")

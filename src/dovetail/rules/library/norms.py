@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.choices import Const, either, optional
 from dovetail.rules.library.known import known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either, optional
+from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt"

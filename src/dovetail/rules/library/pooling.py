@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
-from dovetail.rules.choices import Const, either
 from dovetail.rules.library.known import Known, known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, either
+from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.shadow import shadow_of
 from dovetail.rules.rule import Decline, Proposal, Rule, RuleSet
 from dovetail.rules.scene import Scene
-from dovetail.rules.shadow import shadow_of
 
 _IMAGES = torch.empty(2, 3, 8, 8, device="meta")
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.rules.choices import either
 from dovetail.rules.library.known import ahead_of, has, known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import either
+from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.shadow import shadow_of
 from dovetail.rules.rule import Candidate, Proposal, Rule, RuleSet
 from dovetail.rules.scene import Scene
-from dovetail.rules.shadow import shadow_of
 
 _MEETINGS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
 _BETWEEN = frozenset(

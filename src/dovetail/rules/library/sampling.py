@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.choices import Const, optional
 from dovetail.rules.library.known import known
-from dovetail.rules.match import Match
+from dovetail.rules.matching.choices import Const, optional
+from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _EMPTY = torch.empty(8, 8, device="meta")

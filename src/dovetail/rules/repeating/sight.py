@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from dovetail.rules.repeatblocks import (
+from dovetail.rules.repeating.blocks import (
     Block,
     Family,
     Step,
@@ -16,9 +16,9 @@ from dovetail.rules.repeatblocks import (
     windows,
     wiring,
 )
-from dovetail.rules.repeatgrowth import Growth
-from dovetail.rules.repeatline import Line
-from dovetail.rules.repeatruns import Names, Stretch
+from dovetail.rules.repeating.growth import Growth
+from dovetail.rules.repeating.line import Line
+from dovetail.rules.repeating.runs import Names, Stretch
 
 # Borders of a row that are weighed, and of these the ones that blocks are made of.
 _BORDERS = 16

@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from dovetail.graph.effects import PURE, Effects
 from dovetail.graph.module import Body, attribute
 from dovetail.outlining.requests import is_projection
-from dovetail.rules import optables
-from dovetail.rules.opnames import operation_name, packet
+from dovetail.rules.growth import optables
+from dovetail.rules.growth.opnames import operation_name, packet
 from dovetail.rules.scene import Scene
 
 

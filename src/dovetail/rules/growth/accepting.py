@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument, RuleError
 from dovetail.graph.module import attribute
 from dovetail.graph.spellings import target_name
-from dovetail.rules.opnames import function_name, operation_name, packet
+from dovetail.rules.growth.opnames import function_name, operation_name, packet
 from dovetail.rules.rule import Decline
 from dovetail.rules.scene import Scene
 

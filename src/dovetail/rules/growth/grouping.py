@@ -13,10 +13,10 @@ from itertools import pairwise
 
 from dovetail.graph.effects import PURE
 from dovetail.outlining.escapes import why_not_redone
-from dovetail.rules.classes import OpClass, classify, sizes
-from dovetail.rules.growing import Refusals, closed, ground, weight, why_closed
+from dovetail.rules.growth.classes import OpClass, classify, sizes
+from dovetail.rules.growth.common import Refusals, closed, ground, weight, why_closed
+from dovetail.rules.growth.untangle import untangle
 from dovetail.rules.scene import Scene
-from dovetail.rules.untangle import untangle
 
 _BROADCAST, _INJECTIVE = OpClass.BROADCAST, OpClass.INJECTIVE
 _REDUCTION, _ANCHOR, _OPAQUE = OpClass.REDUCTION, OpClass.ANCHOR, OpClass.OPAQUE

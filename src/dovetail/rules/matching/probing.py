@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.errors import RuleError
 from dovetail.graph.capturing.quieting import quietly
-from dovetail.rules.choices import Chooser, Const, ConstMisuse, Site, choosing, opaque
+from dovetail.rules.matching.choices import Chooser, Const, ConstMisuse, Site, choosing, opaque
 
 _RANKS = (3, 2, 4, 1, 0, 5)
 _SIZES = (8, 1, 16, 4, 32)

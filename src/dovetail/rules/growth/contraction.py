@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from dovetail.rules.growing import ground
+from dovetail.rules.growth.common import ground
 from dovetail.rules.scene import Scene
 
 _STEPS_PER_NODE = 16

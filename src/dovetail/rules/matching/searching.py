@@ -14,16 +14,16 @@ from torch.fx import Node
 from dovetail.graph.describe import makes_tuple
 from dovetail.graph.module import attribute
 from dovetail.outlining.requests import is_projection
-from dovetail.rules.found import Found, Miss
-from dovetail.rules.match import Match, Value
-from dovetail.rules.matcher import Matcher
-from dovetail.rules.probing import Parameters
+from dovetail.rules.matching.found import Found, Miss
+from dovetail.rules.matching.match import Match, Value
+from dovetail.rules.matching.matcher import Matcher
+from dovetail.rules.matching.probing import Parameters
+from dovetail.rules.matching.shadow import Shadow, shadow_of
+from dovetail.rules.matching.template import Template, is_tensors
+from dovetail.rules.matching.through import Through
+from dovetail.rules.matching.variants import Variants
 from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal
 from dovetail.rules.scene import Scene
-from dovetail.rules.shadow import Shadow, shadow_of
-from dovetail.rules.template import Template, is_tensors
-from dovetail.rules.through import Through
-from dovetail.rules.variants import Variants
 
 _MOST_MISSES = 200
 _FAR_ENOUGH = 0.5

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dovetail.rules.repeatblocks import Block, Family, acyclic, border, windows
-from dovetail.rules.repeatline import Line
-from dovetail.rules.repeatruns import Stretch
-from dovetail.rules.repeatsight import Sight
+from dovetail.rules.repeating.blocks import Block, Family, acyclic, border, windows
+from dovetail.rules.repeating.line import Line
+from dovetail.rules.repeating.runs import Stretch
+from dovetail.rules.repeating.sight import Sight
 
 # Stretches that are worked out fully before the best of them are taken, and how often what is left is looked at.
 _TRIED = 512

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name
 from dovetail.graph.spellings import traits
-from dovetail.rules.template import Where
+from dovetail.rules.matching.template import Where
 
 _VIEWS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "clone", "alias", "flatten"})
 _CASTS = frozenset({"_to_copy", "to"})

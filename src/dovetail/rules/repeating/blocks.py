@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from dovetail.rules.repeatline import Line
+from dovetail.rules.repeating.line import Line
 
 # Places in the order in which the blocks correspond: the n-th of one is to it what the n-th of another is to that.
 Block = tuple[int, ...]

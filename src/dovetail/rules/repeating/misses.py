@@ -11,9 +11,9 @@ from torch.fx import Node
 from dovetail.graph.describe import short
 from dovetail.graph.spellings import target_name, traits
 from dovetail.outlining.bodies import literal
-from dovetail.rules.repeatblocks import Block, Family, Step, follow, plan, results, wiring
-from dovetail.rules.repeatline import Line
-from dovetail.rules.repeatruns import Names
+from dovetail.rules.repeating.blocks import Block, Family, Step, follow, plan, results, wiring
+from dovetail.rules.repeating.line import Line
+from dovetail.rules.repeating.runs import Names
 
 # Refusals are for people to read.
 _TOLD = 8

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from dovetail.graph.commuting import commutes
 from dovetail.graph.spellings import target_name
-from dovetail.rules.comparing import argument_name, named, same_literal, same_tensor
-from dovetail.rules.found import Found, Miss, Taken
-from dovetail.rules.template import (
+from dovetail.rules.matching.comparing import argument_name, named, same_literal, same_tensor
+from dovetail.rules.matching.found import Found, Miss, Taken
+from dovetail.rules.matching.template import (
     Path,
     Template,
     Where,
@@ -25,7 +25,7 @@ from dovetail.rules.template import (
     leaves,
     site_of,
 )
-from dovetail.rules.through import Through
+from dovetail.rules.matching.through import Through
 
 _MOST_TRIES = 2_000
 # Which library may be used; they say nothing of what is computed.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from dovetail.rules.repeatblocks import Block
-from dovetail.rules.repeatline import Line
+from dovetail.rules.repeating.blocks import Block
+from dovetail.rules.repeating.line import Line
 
 # A value with more readers than this is shared far and wide: none of them is the block's own.
 _MANY = 64

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dovetail.rules.template import Where
+from dovetail.rules.matching.template import Where
 
 
 def argument_name(where: Where) -> str:

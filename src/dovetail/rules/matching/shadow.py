@@ -18,9 +18,9 @@ from dovetail.graph.keys import CANONICAL, ORIGIN
 from dovetail.graph.module import attribute
 from dovetail.graph.spellings import traits
 from dovetail.outlining.requests import is_projection
+from dovetail.rules.matching.template import is_tensors
+from dovetail.rules.matching.tracing import AUTOGRAD, CAPTURED, Stage, trace
 from dovetail.rules.scene import Scene
-from dovetail.rules.template import is_tensors
-from dovetail.rules.tracing import AUTOGRAD, CAPTURED, Stage, trace
 
 # Operators that a captured graph never has: they show that a graph is of AOTAutograd's dialect.
 _AUTOGRAD_NAMES = """

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.fx import Node
 
 from dovetail.graph.effects import PURE
-from dovetail.rules.accepting import Ops, Predicate, spelled, verdict
-from dovetail.rules.alike import Form, difference, form, kind_of_operand
-from dovetail.rules.classes import OpClass, classify
-from dovetail.rules.growing import Refusals, closed, ground, why_closed
+from dovetail.rules.growth.accepting import Ops, Predicate, spelled, verdict
+from dovetail.rules.growth.alike import Form, difference, form, kind_of_operand
+from dovetail.rules.growth.classes import OpClass, classify
+from dovetail.rules.growth.common import Refusals, closed, ground, why_closed
 from dovetail.rules.rule import Decline
 from dovetail.rules.scene import Scene
 

@@ -15,9 +15,9 @@ from torch.fx import Node
 from dovetail.errors import RuleError
 from dovetail.graph.commuting import commutes
 from dovetail.graph.module import Program
-from dovetail.rules.choices import Chooser, Site, choosing, either_op, opaque
-from dovetail.rules.probing import Example, Parameters
-from dovetail.rules.tracing import CAPTURED, Stage, trace
+from dovetail.rules.matching.choices import Chooser, Site, choosing, either_op, opaque
+from dovetail.rules.matching.probing import Example, Parameters
+from dovetail.rules.matching.tracing import CAPTURED, Stage, trace
 
 Path = tuple[Any, ...]
 Where = tuple[Node, Path] | None

@@ -13,10 +13,10 @@ from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
 from dovetail.graph.describe import describe
-from dovetail.rules.choices import Chooser, Site
-from dovetail.rules.found import Found
-from dovetail.rules.probing import Example, Parameters, Prober
-from dovetail.rules.template import (
+from dovetail.rules.matching.choices import Chooser, Site
+from dovetail.rules.matching.found import Found
+from dovetail.rules.matching.probing import Example, Parameters, Prober
+from dovetail.rules.matching.template import (
     Path,
     Template,
     components,
@@ -27,7 +27,7 @@ from dovetail.rules.template import (
     places_of,
     whole_lists,
 )
-from dovetail.rules.tracing import AUTOGRAD, CAPTURED, Stage
+from dovetail.rules.matching.tracing import AUTOGRAD, CAPTURED, Stage
 
 _LOW = (torch.bfloat16, torch.float16)
 _OTHER = {float: (0.31831,), int: (0, 2, -1), bool: (True,), type(None): (0.5, 1)}

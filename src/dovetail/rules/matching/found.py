@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from dovetail.rules.choices import Site
+from dovetail.rules.matching.choices import Site
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""How regions grow operation by operation: what each one does, and what may join it."""
