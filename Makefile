@@ -36,9 +36,10 @@ fuzz: $(READY)  ## outline and inline N=50000 random programs
 bench-outline: $(READY)  ## outlining and inlining against copying the same graph; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.outline --write benchmarks/RESULTS.md
 
-bench-fuse: $(READY)  ## planning and fusing against copying the same graph, torch's partitioner and TVM; prints a table
+bench-fuse: $(READY)  ## planning and fusing against copying the same graph, torch's partitioner and TVM; writes benchmarks/RESULTS.md
 	@$(PIP) -e '.[bench]'
-	$(BIN)/python -m benchmarks.fuse
+	$(BIN)/python -m benchmarks.fuse --write benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.fuse_llama --write benchmarks/RESULTS.md
 
 clean:  ## remove .venv and everything generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info

@@ -1,7 +1,8 @@
-"""Planning and outlining with `groups` and `capability` against copying the same FX graph, and against peers.
+"""Planning and outlining against copying the same FX graph, and against peers.
 
-    python -m benchmarks.fuse [--nodes 1000 10000 100000] [--repeat 3] [--peer-nodes 1000] [--tvm PYTHON]
+    python -m benchmarks.fuse [--nodes 1000 10000 100000] [--repeat 3] [--peer-nodes 1000] [--tvm PYTHON] [--write FILE]
 
+`groups` and `capability` on every shape, and a pattern of three operations on a program a quarter of which it begins.
 The floor is `Graph.graph_copy` plus `GraphModule`. Every step is timed with the garbage of the one before collected,
 floor, plan, outline and fuse in turns, in seconds of the process; medians of `--repeat` turns. A plan starts from the
 graph alone; `fuse` is all of it, the choice and the last round that finds nothing included. Memory is the peak of
@@ -32,7 +33,8 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 import dovetail
 from benchmarks.outline import floor, machine, peak_megabytes
-from benchmarks.programs import PROGRAMS, Program
+from benchmarks.programs import PROGRAMS, QUARTERS, Program
+from benchmarks.results import write_section
 from benchmarks.shapes import Sketch
 from dovetail.rules.capability import capability
 from dovetail.rules.groups import groups
@@ -40,10 +42,21 @@ from dovetail.rules.rule import Candidate, Rule
 from dovetail.rules.scene import Scene
 
 aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.linear.default, aten.matmul.default)
+
+
+@dovetail.rule(kind="gated")
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """Three operations: what `programs.quarters` is made of."""
+    return x * torch.sigmoid(x) + x
+
+
 RULES: dict[str, Rule] = {
     "groups": groups(),
-    "capability": capability(lambda node: node.target is not aten.mm.default, "taken"),
+    "capability": capability(lambda node: node.target not in PRODUCTS, "taken"),
+    "pattern": gated,
 }
+NAMED = {"sigmoid": aten.sigmoid.default, "times": aten.mul.Tensor}
 _LONGEST = 120
 
 
@@ -64,7 +77,12 @@ def drawn(program: Program, *, distinct: bool) -> GraphModule:
     made: list[Node] = []
     for op, reads in program:
         given = [x if i < 0 else made[i] for i in reads]
-        made.append(sketch.call(aten.mm.default, given[0], w) if op == "mm" else sketch.op(*given))
+        if op == "mm":
+            made.append(sketch.call(aten.mm.default, given[0], w))
+        elif op in NAMED:
+            made.append(sketch.call(NAMED[op], *given))
+        else:
+            made.append(sketch.op(*given))
     return sketch.finish(made[-1])[0]
 
 
@@ -130,7 +148,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 class _Supported(OperatorSupportBase):
     def is_node_supported(self, submodules: Any, node: Node) -> bool:
-        return node.op == "call_function" and node.target is not aten.mm.default
+        return node.op == "call_function" and node.target not in PRODUCTS
 
 
 def partitioned(gm: GraphModule) -> GraphModule:
@@ -140,13 +158,13 @@ def partitioned(gm: GraphModule) -> GraphModule:
 
 
 def replaced(gm: GraphModule) -> None:
-    """torch's replace_pattern with two operations in a row, on a graph that it may edit."""
+    """torch's replace_pattern with the same three operations, on a graph that it may edit."""
 
     def pattern(x: torch.Tensor) -> torch.Tensor:
-        return aten.mul.Tensor(aten.mul.Tensor(x, 2.0), 2.0)
+        return aten.add.Tensor(aten.mul.Tensor(x, aten.sigmoid.default(x)), x)
 
     def replacement(x: torch.Tensor) -> torch.Tensor:
-        return aten.mul.Tensor(x, 4.0)
+        return aten.silu.default(x)
 
     replace_pattern(gm, pattern, replacement)
 
@@ -155,13 +173,10 @@ def peers(shape: str, nodes: int, *, torch_too: bool, python: str | None) -> dic
     program = PROGRAMS[shape](nodes)
     gm = drawn(program, distinct=False)
     row: dict[str, Any] = {"shape": shape, "nodes": len(gm.graph.nodes)}
-    steps: list[tuple[str, Callable[[GraphModule], Any]]] = [
-        ("partitioner", partitioned),
-        ("replace_pattern", replaced),
-    ]
-    for name, step in steps if torch_too else ():
+    if torch_too:
+        name, step = ("replace_pattern", replaced) if shape == QUARTERS else ("partitioner", partitioned)
         copy = floor(gm)
-        row[name] = timed(lambda copy=copy, step=step: step(copy))[0]
+        row[name] = timed(lambda: step(copy))[0]
     if python is not None:
         row |= _tvm(python, shape, nodes)
     return row
@@ -178,17 +193,16 @@ def _tvm(python: str, shape: str, nodes: int) -> dict[str, Any]:
     for line in ran.stdout.splitlines():
         if line.startswith("{"):
             found |= json.loads(line)
-    for name in ("FuseOps", "FuseOpsByPattern"):
-        if name not in found and ran.returncode:
-            found[name] = "crashed"
-            break
+    if ran.returncode:
+        found.setdefault("FuseOpsByPattern" if shape == QUARTERS else "FuseOps", "crashed")
     return found
 
 
 def peer_table(rows: list[dict[str, Any]], ours: dict[tuple[str, str, int], dict[str, Any]]) -> str:
     names = ("partitioner", "replace_pattern", "FuseOps", "FuseOpsByPattern")
-    head = "| shape | nodes | groups: plan | + outline | capability: plan | + outline | torch partitioner "
-    lines = [head + "| torch replace_pattern | TVM FuseOps | TVM FuseOpsByPattern |", "|---" * 10 + "|"]
+    head = "| shape | nodes | groups: plan | + outline | capability: plan | + outline | pattern: plan | + outline "
+    head += "| torch partitioner | torch replace_pattern | TVM FuseOps | TVM FuseOpsByPattern |"
+    lines = [head, "|---" * 12 + "|"]
     for row in rows:
         cells = [row["shape"], f"{row['nodes']:,}"]
         for rule in RULES:
@@ -227,7 +241,10 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
         for rule in options.rules:
-            for distinct in (False, True):
+            if (rule == "pattern") != (shape == QUARTERS):
+                continue
+            # The pattern has no literal that could make bodies differ.
+            for distinct in (False,) if rule == "pattern" else (False, True):
                 for nodes in sorted(options.nodes):
                     row = measure(
                         shape,
@@ -253,8 +270,8 @@ def main() -> int:
     report = f"{table(rows)}\n\n{peer_table(others, ours)}\n\n{machine()}\n"
     print(report)
     if options.write:
-        options.write.write_text(
-            f"# Planning and outlining against copying the FX graph, and against peers\n\n{report}"
+        write_section(
+            options.write, "Planning and outlining against copying the FX graph, and against peers", report
         )
     return 0
 

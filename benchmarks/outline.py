@@ -24,6 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 import dovetail
+from benchmarks.results import write_section
 from benchmarks.shapes import SHAPES
 
 
@@ -143,7 +144,7 @@ def main() -> int:
     report = f"{table(rows)}\n\n{machine()}\n"
     print(report)
     if options.write:
-        options.write.write_text(f"# Outlining and inlining against copying the FX graph\n\n{report}")
+        write_section(options.write, "Outlining and inlining against copying the FX graph", report)
     return 0
 
 

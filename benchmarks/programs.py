@@ -88,6 +88,19 @@ def partial(n: int) -> Program:
     return residual(n, every=4)
 
 
+def quarters(n: int) -> Program:
+    """A product, then what a pattern of three operations is about, again and again."""
+    program: Program = []
+    at = -1
+    while len(program) < n:
+        program.append(("mm", (at,)))
+        at = len(program) - 1
+        program += [("sigmoid", (at,)), ("times", (at, at + 1)), ("add", (at + 2, at))]
+        at += 3
+    return program
+
+
+QUARTERS = "quarters"
 PROGRAMS: dict[str, Callable[[int], Program]] = {
     "chain": chain,
     "residual": residual,
@@ -95,4 +108,5 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
     "nested skips": nested_skips,
     "one long skip": long_skip,
     "partial": partial,
+    QUARTERS: quarters,
 }
