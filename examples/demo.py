@@ -1,4 +1,4 @@
-"""Capture a small Llama, outline its norms and MLPs, run both graphs, and take everything back.
+"""Capture a small Llama, fuse it by rules, ask why, run both graphs, and take everything back.
 
 Run it with `make demo`. It exits with 1 if anything disagrees.
 """
@@ -7,20 +7,17 @@ import re
 import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
 import dovetail
-from dovetail import Request, zoo
-from dovetail.zoo.common import RMSNorm
-from dovetail.zoo.llama import SwiGLU
+from dovetail import zoo
 
 SHOWN = ("layers.0.mlp_norm", "layers.0.mlp")
+ASKED = ("linear_6", "mul_8")
 
 T = TypeVar("T")
 
@@ -36,17 +33,23 @@ def main() -> int:
     print(f"   {len(before.graph.nodes)} nodes in {seconds:.1f} s. Its first MLP, with the norm before it:\n")
     print(excerpt(original, [node.name for path in SHOWN for node in operations(before, path)]))
 
-    say("2. outline: every RMSNorm and every SwiGLU a region, in one sweep")
-    requests = list(wanted(before, model))
-    after, seconds = timed(lambda: dovetail.outline(before, requests))
+    say("2. fuse: the default rules propose, one choice is made, one sweep moves the operations")
+    after, seconds = timed(lambda: dovetail.fuse(before))
     found = dovetail.regions(after)
-    print(f"   {summary(found)} in {1000 * seconds:.0f} ms, {len(after.graph.nodes)} nodes left.")
+    print(f"   {len(found)} regions in {seconds:.1f} s, {len(after.graph.nodes)} nodes left.")
     print("   Weights are operands, so equal computations share one body:\n")
     print(table(found))
-    print("\n   The same place of the graph now, and each distinct body once:\n")
+    print("\n   The same place of the graph now, and the bodies called there:\n")
     print(excerpt(dovetail.text(after), shown_calls(found)))
 
-    say("3. nothing changed")
+    say("3. explain: what was decided, and why not something else")
+    log = dovetail.explain(after)
+    print(indented(str(log).split("times declined")[0].rsplit("\n", 1)[0]))
+    first, second = ASKED
+    print(f"\n   Why are {first} and {second} not in one region?\n")
+    print(indented(str(log.why_not(first, second))))
+
+    say("4. nothing changed")
     with torch.no_grad():
         expected = model(*inputs.args, **inputs.kwargs)
         once = before(*inputs.args, **inputs.kwargs)
@@ -72,39 +75,30 @@ def operations(gm: GraphModule, path: str) -> list[Node]:
     ]
 
 
-def wanted(gm: GraphModule, model: nn.Module) -> Iterator[Request]:
-    for path, module in model.named_modules():
-        if isinstance(module, RMSNorm):
-            yield Request(operations(gm, path), kind="rms_norm", attrs={"eps": module.eps})
-        elif isinstance(module, SwiGLU):
-            yield Request(operations(gm, path), kind="swiglu")
-
-
-def summary(found: list[dovetail.Region]) -> str:
-    counts = Counter(region.kind for region in found)
-    return ", ".join(f"{count} regions of kind {kind}" for kind, count in counts.items())
-
-
 def table(found: list[dovetail.Region]) -> str:
     """One line per region: its name, its operations, where it came from, and its body."""
     rows = [("region", "operations", "module", "body")]
     for region in found:
-        path = list(region.node.meta["nn_module_stack"].values())[-1][0]
-        rows.append((region.name, str(len(region.nodes)), path, region.key[:8]))
+        rows.append((region.name, str(len(region.nodes)), place(region), region.key[:8]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
+def place(region: dovetail.Region) -> str:
+    """The innermost module that the call's operations came from."""
+    stack = region.node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][0] if stack else ""
+
+
 def shown_calls(found: list[dovetail.Region]) -> list[str]:
     """The calls that stand for the operations shown before, with their results."""
-    modules = [(region, list(region.node.meta["nn_module_stack"].values())[-1][0]) for region in found]
-    chosen = [region for region, path in modules if path in SHOWN]
+    chosen = [region for region in found if place(region) in SHOWN]
     return [node.name for region in chosen for node in (region.node, *region.outputs)]
 
 
 def excerpt(text: str, names: Iterable[str]) -> str:
-    """A graph's text with only the lines of some nodes; bodies stay whole."""
+    """A graph's text with only the lines of some nodes, and whole the bodies that those call."""
     keep = set(names)
     graph, *bodies = text.rstrip("\n").split("\n\n")
     lines: list[str] = []
@@ -118,7 +112,9 @@ def excerpt(text: str, names: Iterable[str]) -> str:
         cut = 0
         lines.append(f"  {line}")
     lines += elided(cut)
-    return fitted("\n\n".join(["\n".join(lines), *(indented(body) for body in bodies)]))
+    called = set(re.findall(r" @(\w+)", "\n".join(lines)))
+    shown = [indented(body) for body in bodies if re.split(r"\W+", body.split("@", 1)[1])[0] in called]
+    return fitted("\n\n".join(["\n".join(lines), *shown]))
 
 
 def elided(count: int) -> list[str]:
