@@ -37,6 +37,15 @@ class RuleError(DovetailError, ValueError):
         self.rule = rule
 
 
+class LoweringError(DovetailError):
+    """A backend's code for a region cannot be used; `region` and `backend` are their names."""
+
+    def __init__(self, region: str, backend: str, what: str) -> None:
+        super().__init__(f"region '{region}', backend '{backend}': {what}.")
+        self.region = region
+        self.backend = backend
+
+
 class PassError(DovetailError):
     """A pass broke what passes promise, or left a graph that does not hold together; `name` is the pass."""
 

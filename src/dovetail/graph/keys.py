@@ -18,5 +18,8 @@ CLONE = "dovetail.clone"
 LEDGER = "dovetail.ledger"
 """The `gm.meta` key of what was fused, what was not, and why. Written by `fusion.ledger` alone."""
 
+LOWERING = "dovetail.lowering"
+"""The `gm.meta` key of who runs which region; its value has `execution_graph` and `events`. Written by `lowering` alone."""
+
 ORIGIN = "dovetail.origin"
 """The key in `node.meta["custom"]` of the operation that a traced node came from. Written by `rules.shadow` alone."""

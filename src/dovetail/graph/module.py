@@ -14,6 +14,7 @@ from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
 
 from dovetail.graph import pickling
+from dovetail.graph.keys import LOWERING
 
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
 _DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"})
@@ -53,12 +54,25 @@ class Program(GraphModule):
     def generate(self) -> None:
         """Generate the code now, and that of the bodies it calls, where it is stale."""
         if "forward" not in vars(type(self)):
-            super().recompile()
+            self._write_code()
             bodies = [m for m in self._modules.values() if isinstance(m, Body)]
             self.__dict__["_lends"] = not isinstance(self, Body) and any(b.borrows for b in bodies)
         for child in self._modules.values():
             if isinstance(child, Program):
                 child.generate()
+
+    def _write_code(self) -> None:
+        lowering = self.__dict__.get("meta", {}).get(LOWERING)
+        if lowering is None:
+            super().recompile()
+            return
+        # What runs is not what is edited: regions stay in the graph, and the code calls what they were compiled to.
+        graph = self.__dict__["_graph"]
+        self.__dict__["_graph"] = lowering.execution_graph(self)
+        try:
+            super().recompile()
+        finally:
+            self.__dict__["_graph"] = graph
 
     def _recompile_submodules(self) -> list[tuple[str, PythonCode]]:
         # Bodies are shared with other graphs and know themselves whether they are stale.
@@ -155,6 +169,11 @@ class Body(Program):
         else:
             self.__dict__[name] = value
             self.__dict__.setdefault("_borrowed", {})[name] = target
+
+    @property
+    def borrowed(self) -> Mapping[str, str]:
+        """Where the outermost graph has each object this body holds, by the name it holds it under."""
+        return self.__dict__.get("_borrowed", {})
 
     @property
     def borrows(self) -> bool:

@@ -148,6 +148,8 @@ class _Builder:
             escapes=tuple((nodes[i].name, Escape(*draft.escapes[i])) for i in sorted(draft.escapes)),
             rule=draft.request.rule,
             round=draft.request.round,
+            arguments=_arguments(draft.request, operands),
+            results=_results(draft.request, outputs),
         )
         self._describe(call, record, inside, outputs)
         self.new_ranks[call.name] = rank
@@ -188,6 +190,21 @@ class _Builder:
         self.counters[stem] = number + 1
         self.taken.add(name)
         return name
+
+
+def _arguments(request: Request, operands: list[Node]) -> tuple[tuple[str, int], ...]:
+    """Which operand each argument of a pattern became; arguments that are no operands are left out."""
+    numbers = {node: i for i, node in enumerate(operands)}
+    named = (request.arguments or {}).items()
+    return tuple((name, numbers[node]) for name, node in named if node in numbers)
+
+
+def _results(request: Request, outputs: list[Node]) -> tuple[int | None, ...]:
+    """Which result of a pattern each result of the body is."""
+    if not request.results:
+        return ()
+    numbers = {node: i for i, node in enumerate(request.results)}
+    return tuple(numbers.get(node) for node in outputs)
 
 
 def _taken_names(index: Index) -> set[str]:

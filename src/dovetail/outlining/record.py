@@ -54,7 +54,8 @@ class Identity:
 class Call:
     """The record on a region's call: identity, and what `inline` needs to give the very operations back.
 
-    `members` are in the order of the body's operations. Ranks are comparable within one `epoch`.
+    `members` are in the order of the body's operations. Ranks are comparable within one `epoch`. `arguments` says
+    which operand each argument of a pattern is, `results` which result of the pattern each result of the body is.
     """
 
     identity: Identity
@@ -66,6 +67,18 @@ class Call:
     round: int | None = None
     backend: str | None = None
     depth: int = 1
+    arguments: tuple[tuple[str, int], ...] = ()
+    results: tuple[int | None, ...] = ()
+
+    def lowered(self, backends: Mapping[str, str | None]) -> Call:
+        """This record with the backends of regions nested in it as given by their names."""
+        members = tuple(
+            m._replace(meta={**m.meta, REGION: replace(inner, backend=backends.get(m.name)).lowered(backends)})
+            if (inner := call_of(m.meta)) is not None
+            else m
+            for m in self.members
+        )
+        return replace(self, members=members)
 
     def keeping(self, wanted: Callable[[Any], bool]) -> Call:
         """This record with only those meta entries of its members that are wanted, at every depth."""

@@ -23,7 +23,10 @@ class Region:
     """One call of a region: what it is, what it computes, and which operations it was made of.
 
     `name` is a label (`outer_0/inner_1` when nested); identity is `kind`, `version` and `attrs`. `inputs` are the
-    operands and `outputs` the values taken from the call, as nodes of the graph that has the call.
+    operands and `outputs` the values taken from the call, as nodes of the graph that has the call. `arguments` says
+    which operand each argument of the pattern is, and `results` which result of the pattern each result of the body
+    is, None for an inner value that is used outside; both are empty where no pattern made the region. `backend` is
+    the name of the backend that runs it, None where it runs as it is.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Region:
     rule: str | None = None
     round: int | None = None
     backend: str | None = None
+    arguments: dict[str, int] = field(default_factory=dict[str, int], repr=False)
+    results: tuple[int | None, ...] = field(default=(), repr=False)
 
     @property
     def key(self) -> str:
@@ -103,6 +108,8 @@ class _Collector:
             rule=call.rule,
             round=call.round,
             backend=call.backend,
+            arguments=dict(call.arguments),
+            results=call.results,
         )
 
 

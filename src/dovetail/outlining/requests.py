@@ -39,6 +39,8 @@ class Request:
     escapes: str | Mapping[Node | str, str] = "auto"
     rule: str | None = None
     round: int | None = None
+    arguments: Mapping[str, Node] | None = None
+    results: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.nodes, (str, Node)) and hasattr(self.nodes, "__iter__"):

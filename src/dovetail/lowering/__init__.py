@@ -1,0 +1,1 @@
+"""Lowering: regions to backends, with guards, fallbacks and a cache; compiled state beside the bodies."""

@@ -1,0 +1,158 @@
+"""What a backend is: something that says what it takes, and makes a callable of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Literal, cast
+
+from dovetail.errors import InvalidArgument
+from dovetail.outlining.region import Region
+from dovetail.rules.rule import Decline
+
+GROUP = "dovetail.backends"
+Compiled = Callable[..., Any]
+Answer = Decline | Literal[True]
+
+_BUILT_IN = {
+    "eager": ("dovetail.lowering.backends.eager", "Eager"),
+    "torchscript": ("dovetail.lowering.backends.torchscript", "TorchScript"),
+    "inductor": ("dovetail.lowering.backends.inductor", "Inductor"),
+}
+
+
+class Backend:
+    """Makes fast code of regions. Subclass it, or pass any object that has `name`, `supports` and `compile`.
+
+    `kernels` maps kinds to functions: a backend that has only those need not write either method. A function gets
+    the pattern's arguments by name where the region has them, else the operands in order, and the region's
+    attributes as keywords. `trains` says that autograd can go through what `compile` returns; without it, calls that
+    need gradients run the body. `version` is part of cache keys: change it when the generated code changes.
+    With `isolation = "process"` compiling happens in a process of its own, which may crash, or take longer than
+    `timeout` seconds and be killed; `save` and `load` are needed then. Inline, neither can be survived.
+    """
+
+    name: str = ""
+    version: str = "1"
+    isolation: Literal["inline", "process"] = "inline"
+    timeout: float | None = None
+    trains: bool = False
+    kernels: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What else the generated code depends on; part of cache keys, so its `repr` must tell all."""
+        return {}
+
+    def supports(self, region: Region) -> Answer:
+        """True, or a Decline with the reason."""
+        if region.kind in self.kernels:
+            return True
+        return Decline(f"'{self.name}' has no kernel for kind '{region.kind}'")
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        """A callable that takes the operands of the region's body and returns its results as a tuple.
+
+        `examples` are fake tensors like the operands, with the gradient flags of the calls it will get.
+        """
+        from dovetail.lowering.kernels import kernel_call
+
+        return kernel_call(self.kernels[region.kind], region)
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>"
+
+
+def is_backend(value: object) -> bool:
+    """Whether an object can be asked and told to compile."""
+    return isinstance(getattr(value, "name", None), str) and all(
+        callable(getattr(value, method, None)) for method in ("supports", "compile")
+    )
+
+
+def setting(backend: Any, name: str) -> Any:
+    """An optional attribute of a backend, with the default that `Backend` has."""
+    return getattr(backend, name, getattr(Backend, name))
+
+
+def options_of(backend: Any) -> Mapping[str, Any]:
+    return getattr(backend, "options", None) or {}
+
+
+def saves(backend: Any) -> bool:
+    """Whether what it compiles can be written to disk and read back."""
+    return callable(getattr(backend, "save", None)) and callable(getattr(backend, "load", None))
+
+
+def identity(backend: Any) -> str:
+    """What tells the code of one backend from that of another, in any process."""
+    kind = type(backend)
+    options = sorted(options_of(backend).items())
+    return f"{kind.__module__}.{kind.__qualname__} {backend.name} {setting(backend, 'version')} {options!r}"
+
+
+def resolve(value: Any) -> tuple[Any, ...]:
+    """Backends from a name, a backend, or a list of those; InvalidArgument names what is none."""
+    if isinstance(value, str) or is_backend(value):
+        return (_one(value),)
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise InvalidArgument(
+            f"{value!r} is no backend: give a name, or an object with `name`, `supports` and `compile`."
+        )
+    made = tuple(_one(v) for v in cast("Iterable[Any]", value))
+    names = [b.name for b in made]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise InvalidArgument(f"two backends are named '{twice}'; the ledger could not tell them apart.")
+    return made
+
+
+def _one(value: Any) -> Any:
+    if isinstance(value, str):
+        return _checked(by_name(value))
+    if is_backend(value):
+        return _checked(value)
+    if isinstance(value, type) and is_backend(value):
+        return _checked(value())
+    raise InvalidArgument(
+        f"{value!r} is no backend: give a name, or an object with `name`, `supports` and `compile`."
+    )
+
+
+def _checked(backend: Any) -> Any:
+    if isinstance(backend, type):
+        backend = backend()
+    if not backend.name:
+        raise InvalidArgument(f"the backend {type(backend).__qualname__} has no name.")
+    isolation = setting(backend, "isolation")
+    if isolation not in ("inline", "process"):
+        raise InvalidArgument(
+            f"backend '{backend.name}': isolation {isolation!r}; give 'inline' or 'process'."
+        )
+    if isolation == "process" and not saves(backend):
+        raise InvalidArgument(
+            f"backend '{backend.name}' compiles in a process of its own and so needs `save` and `load`."
+        )
+    return backend
+
+
+def by_name(name: str) -> Any:
+    """A backend that comes with dovetail, or that an installed package brings."""
+    if name in _BUILT_IN:
+        module, attribute = _BUILT_IN[name]
+        return getattr(import_module(module), attribute)()
+    brought = {point.name: point for point in entry_points(group=GROUP)}
+    if name in brought:
+        try:
+            made = brought[name].load()
+        except Exception as error:
+            raise InvalidArgument(
+                f"backend '{name}' ({brought[name].value}) cannot be loaded: {error}"
+            ) from error
+        return made() if isinstance(made, type) or not is_backend(made) else made
+    known = sorted({*_BUILT_IN, *brought})
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else f" There are {', '.join(known)}."
+    raise InvalidArgument(f"there is no backend '{name}'.{hint}")

@@ -1,0 +1,150 @@
+"""Which region goes to which backends: preferences of the caller, answers of the backends, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from torch.fx import GraphModule
+
+from dovetail.errors import InvalidArgument
+from dovetail.lowering.backend import resolve, setting
+from dovetail.lowering.faults import Fault, fault_of
+from dovetail.lowering.unit import unit_of
+from dovetail.outlining.region import Region, regions
+from dovetail.rules.rule import Decline
+
+Granularity = Literal["outer", "inner"]
+Preferences = Mapping[str, tuple[Any, ...]]
+ALL = "*"
+
+
+def preferences(backends: Any, found: Iterable[Region]) -> Preferences:
+    """An ordered preference, or one by region, key or kind, as checked backends; `*` stands for all the others."""
+    if not isinstance(backends, Mapping):
+        return {ALL: resolve(backends)}
+    known = {name for r in found for name in (r.name, r.name.rpartition("/")[2], r.kind, r.key)} | {ALL}
+    made: dict[str, tuple[Any, ...]] = {}
+    same: dict[str, Any] = {}
+    for key, value in cast("Mapping[Any, Any]", backends).items():
+        if not isinstance(key, str) or key not in known:
+            kinds = ", ".join(sorted({r.kind for r in found})) or "none"
+            raise InvalidArgument(
+                f"backends for {key!r}: no region has this name, kind or key. Kinds here: {kinds}; '*' is for all others."
+            )
+        chain = resolve(value)
+        # One backend given by name in two places is one backend.
+        made[key] = tuple(
+            same.setdefault(b.name, b) if isinstance(value, (str, list, tuple)) else b for b in chain
+        )
+    return made
+
+
+def chain_for(region: Region, wanted: Preferences) -> tuple[Any, ...]:
+    """The backends for a region: by its name, else its body's key, else its kind, else those for all."""
+    for key in (region.name, region.name.rpartition("/")[2], region.key, region.kind, ALL):
+        if key in wanted:
+            return wanted[key]
+    return ()
+
+
+@dataclass
+class Assignment:
+    """Regions by name with the backends that will be tried in turn, and the answers of those that will not."""
+
+    chains: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    declined: list[Fault] = field(default_factory=list[Fault])
+
+
+class Assigner:
+    """Asks each backend, in the order of preference, about each region that nobody before it has taken.
+
+    With "outer" a region is asked for before those inside it; with "inner" those inside come first. Who takes a
+    region takes all inside it; a region in which something is taken cannot be taken as a whole any more.
+    """
+
+    def __init__(self, gm: GraphModule, wanted: Preferences, granularity: Granularity, smallest: int) -> None:
+        self.wanted, self.granularity, self.smallest = wanted, granularity, smallest
+        self.regions = regions(gm, nested=True)
+        self.made = Assignment()
+        self._answers: dict[tuple[Any, ...], bool] = {}
+        self._taken: set[str] = set()
+        self._holding: set[str] = set()
+
+    def assign(self) -> Assignment:
+        chains = {r.name: chain_for(r, self.wanted) for r in self.regions}
+        backends = dict.fromkeys(b for chain in chains.values() for b in map(_Same, chain))
+        order = (
+            self.regions
+            if self.granularity == "outer"
+            else sorted(self.regions, key=lambda r: -r.name.count("/"))
+        )
+        for backend in backends:
+            for region in order:
+                if backend in map(_Same, chains[region.name]) and self._free(region.name):
+                    self._offer(region, chains[region.name], backend.value)
+        return self.made
+
+    def _free(self, name: str) -> bool:
+        above = name.split("/")
+        return name not in self._holding and not any(
+            "/".join(above[:n]) in self._taken for n in range(1, len(above) + 1)
+        )
+
+    def _offer(self, region: Region, chain: tuple[Any, ...], backend: Any) -> None:
+        if not self._takes(backend, region):
+            return
+        at = next(i for i, b in enumerate(chain) if b is backend)
+        others = tuple(b for b in chain[at + 1 :] if self._takes(b, region))
+        self.made.chains[region.name.rpartition("/")[2]] = (backend, *others)
+        self._taken.add(region.name)
+        above = region.name.split("/")
+        self._holding.update("/".join(above[:n]) for n in range(1, len(above)))
+
+    def _takes(self, backend: Any, region: Region) -> bool:
+        unit = unit_of(region)
+        key = (id(backend), unit.key, region.kind, unit.roles, region.version, repr(region.attrs))
+        found = self._answers.get(key)
+        if found is None:
+            reason = unit.obstacle or self._too_small(backend, region) or _answer(backend, unit.region)
+            found = self._answers[key] = reason is None
+            if reason is not None:
+                fault = (
+                    reason
+                    if isinstance(reason, Fault)
+                    else Fault(region.name, backend.name, "supports", reason)
+                )
+                self.made.declined.append(fault)
+        return found
+
+    def _too_small(self, backend: Any, region: Region) -> str | None:
+        if region.kind in setting(backend, "kernels") or len(region.nodes) >= self.smallest:
+            return None
+        return f"{len(region.nodes)} operation(s); a call costs more than it saves below {self.smallest}"
+
+
+def _answer(backend: Any, region: Region) -> str | Fault | None:
+    """Why a backend will not take a region; None if it will."""
+    try:
+        answer = backend.supports(region)
+    except Exception as error:
+        return fault_of(region.name, backend.name, "supports", error)
+    if answer is True:
+        return None
+    if isinstance(answer, Decline):
+        return answer.reason
+    return f"it answered {answer!r}, neither True nor a Decline"
+
+
+class _Same:
+    """A backend as a key: the object itself counts, whatever it thinks of equality."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -1,0 +1,125 @@
+"""Between a call and compiled code: the code whose situation the call is in, made on demand, or the body."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dovetail.lowering.artefacts import Artefact, Workshop, obtain
+from dovetail.lowering.backend import setting
+from dovetail.lowering.faults import Fault, fault_of
+from dovetail.lowering.situation import (
+    Fit,
+    Situation,
+    Unguardable,
+    autocast_now,
+    fit_for,
+    situation_of,
+)
+from dovetail.lowering.unit import Unit
+
+Tell = Callable[[Any], None]
+
+
+class Entry:
+    """One specialisation: code, or the body where there is none, and the calls it is for."""
+
+    __slots__ = ("artefact", "fits", "run", "situation")
+
+    def __init__(self, situation: Situation, run: Callable[..., Any], artefact: Artefact | None) -> None:
+        self.situation, self.run, self.artefact = situation, run, artefact
+        self.fits: Fit = fit_for(situation)
+
+    @property
+    def backend(self) -> str | None:
+        return None if self.artefact is None else self.artefact.backend.name
+
+
+class Dispatcher:
+    """A body behind guards: compiled code where a call fits it, a new specialisation where it does not.
+
+    At most `most` specialisations are made; then the body runs. Calls in which another tracer or a dispatch mode looks
+    on, in which autocast is on, or in which a written operand shares memory with another one, run the body too.
+    """
+
+    def __init__(
+        self, unit: Unit, backends: Sequence[Any], workshop: Workshop, tell: Tell, *, most: int, strict: bool
+    ) -> None:
+        self.unit, self.backends, self.workshop, self.tell = unit, tuple(backends), workshop, tell
+        self.most, self.strict = most, strict
+        self.body = unit.region.body
+        self.entries: dict[Situation, Entry] = {}
+        self.compilations = 0
+        self._writes = tuple(sorted(unit.effects.writes))
+        self._lock = threading.RLock()
+        self._warned = False
+
+    def entry_for(self, situation: Situation) -> Entry:
+        """The specialisation for a situation, made now if there is none."""
+        found = self.entries.get(situation)
+        if found is None:
+            with self._lock:
+                found = self.entries.get(situation)
+                if found is None:
+                    found = self.entries[situation] = self._made(situation)
+        return found
+
+    def _made(self, situation: Situation) -> Entry:
+        self.compilations += 1
+        for backend in self.backends:
+            if situation.grad and not setting(backend, "trains"):
+                reason = f"autograd cannot go through what '{backend.name}' makes, and gradients are needed"
+                self.tell(Fault(self.unit.region.name, backend.name, "gradients", reason))
+                continue
+            made = obtain(self.unit, backend, situation, self.workshop)
+            self.tell(made)
+            if isinstance(made, Artefact):
+                return Entry(situation, made.run, made)
+            if self.strict:
+                raise made.raised()
+        return Entry(situation, self.body, None)
+
+    def find(self, args: tuple[Any, ...]) -> Entry | None:
+        """The specialisation for a call; None if the body is to run."""
+        if autocast_now(args) or self.aliased(args):
+            return None
+        try:
+            situation = situation_of(args)
+        except Unguardable:
+            return None
+        for entry in list(self.entries.values()):
+            if not entry.situation.is_static and entry.fits(args):
+                return entry
+        if len(self.entries) >= self.most and situation not in self.entries:
+            self._warn()
+            return None
+        return self.entry_for(situation)
+
+    def aliased(self, args: tuple[Any, ...]) -> bool:
+        """Whether an operand that the body writes shares memory with another one."""
+        if not self._writes:
+            return False
+        places = [a.untyped_storage()._cdata if isinstance(a, Tensor) else -1 for a in args]
+        return any(places.count(places[i]) > 1 for i in self._writes)
+
+    def failed(self, entry: Entry, error: Exception, args: tuple[Any, ...]) -> Any:
+        """What is done after code has raised in a real call: the body from now on, if nothing can have been written."""
+        if entry.artefact is None or self._writes or self.unit.effects.world or self.strict:
+            raise error
+        self.tell(fault_of(self.unit.region.name, entry.artefact.backend.name, "call", error))
+        with self._lock:
+            self.entries[entry.situation] = Entry(entry.situation, self.body, None)
+        return self.body(*args)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"region '{self.unit.region.name}' was called in more than {self.most} ways; further ones run as they "
+                f"are. Capture with dynamic_shapes, or give `specialisations`.",
+                stacklevel=4,
+            )

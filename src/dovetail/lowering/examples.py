@@ -1,0 +1,77 @@
+"""Operands for compiling: fake tensors with the sizes, strides and gradient flags of the calls to come."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from dovetail.lowering.situation import NumberSpec, Situation, TensorSpec
+
+
+def fake_examples(situation: Situation, values: Sequence[Any]) -> list[Any]:
+    """Fakes for a situation: new ones where every size is a number, else those of the graph with its symbols."""
+    if situation.is_static:
+        with FakeTensorMode():
+            return [_made(spec) for spec in situation.operands]
+    return [
+        value.detach().requires_grad_(spec.requires_grad)
+        if isinstance(spec, TensorSpec) and isinstance(value, FakeTensor)
+        else value
+        for spec, value in zip(situation.operands, values, strict=True)
+    ]
+
+
+def _made(spec: Any) -> Any:
+    if isinstance(spec, NumberSpec):
+        return spec.value
+    made = torch.empty_strided(spec.sizes, spec.strides, dtype=spec.dtype, device=spec.device)
+    return made.requires_grad_(spec.requires_grad)
+
+
+def real_examples(examples: Sequence[Any], seed: int = 0) -> list[Any]:
+    """Made-up tensors like fake ones: normal numbers, small whole ones, fair coins; symbols by their hint."""
+    made: list[Any] = []
+    for i, example in enumerate(examples):
+        if not isinstance(example, Tensor):
+            made.append(hint_of(example))
+            continue
+        sizes = [hint_of(n) for n in example.shape]
+        strides = [hint_of(n) for n in example.stride()]
+        generator = torch.Generator().manual_seed(seed + i)
+        made.append(_filled(example, sizes, strides, generator))
+    return made
+
+
+def _filled(like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator) -> Tensor:
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        wide = torch.complex64 if like.dtype.is_complex else torch.float32
+        values = torch.randn(sizes, generator=generator, dtype=wide).to(like.dtype)
+    elif like.dtype is torch.bool:
+        values = torch.rand(sizes, generator=generator) < 0.5
+    else:
+        # Zero and one are indices of anything that has two rows, and positions in any sequence.
+        values = torch.randint(0, 2, sizes, generator=generator).to(like.dtype)
+    made = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+    made.copy_(values)
+    return made.requires_grad_(like.requires_grad)
+
+
+def hint_of(value: Any) -> Any:
+    """A size as a number: a symbol's hint."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return int(hint) if hint is not None else 2
+    return value
+
+
+@contextmanager
+def random_state_kept() -> Generator[None]:
+    """Run something that may draw random numbers and leave the generators as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,147 @@
+"""What a lowered graph carries: who runs which region, the compiled state beside the bodies, and what happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from dovetail.errors import InvalidArgument
+from dovetail.graph.keys import LOWERING
+from dovetail.lowering.artefacts import Artefact
+from dovetail.lowering.backend import by_name, identity
+from dovetail.lowering.dispatch import Dispatcher
+from dovetail.lowering.faults import Fault
+from dovetail.lowering.flattening import Flattener
+from dovetail.lowering.site import Site
+from dovetail.lowering.unit import Unit, unit_of
+from dovetail.lowering.workshop import Settings, workshop_of
+from dovetail.outlining.region import Region, regions
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a backend did with a body: code made or read from disk in so many seconds, or a fault."""
+
+    region: str
+    key: str
+    backend: str
+    outcome: str
+    seconds: float = 0.0
+    reason: str = ""
+    trace: str = field(default="", repr=False)
+
+
+_MOST_EVENTS = 1000
+
+
+class Lowering:
+    """The assignment of regions to backends, and their dispatchers.
+
+    Regions are known by their own names, which no other region of the graph ever has, so the record holds through
+    later passes. Copies and pickles keep the assignment and make the compiled state again when it is needed.
+    """
+
+    def __init__(self, assigned: Mapping[str, tuple[Any, ...]], settings: Settings) -> None:
+        self.assigned, self.settings = dict(assigned), settings
+        self.events: list[Event] = []
+        self.sites: dict[str, Site] = {}
+        self._dispatchers: dict[tuple[Any, ...], Dispatcher] = {}
+        self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lowering:
+        made = Lowering(self.assigned, self.settings)
+        made.events = list(self.events)
+        # Code is never copied; call sites of another graph prepare their own weights.
+        made._dispatchers = dict(self._dispatchers)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assigned = {name: tuple(_portable(b) for b in chain) for name, chain in self.assigned.items()}
+        return _restored, (assigned, self.settings)
+
+    def dispatcher(self, region: Region, backends: Sequence[Any]) -> Dispatcher:
+        """The one dispatcher for a body and the backends that may run it."""
+        unit = unit_of(region)
+        key = (unit.key, unit.roles, tuple(id(b) for b in backends))
+        with self._lock:
+            found = self._dispatchers.get(key)
+            if found is None:
+                found = self._dispatchers[key] = Dispatcher(
+                    unit,
+                    backends,
+                    workshop_of(self.settings),
+                    lambda what, unit=unit: self.tell(unit, what),
+                    most=self.settings.specialisations,
+                    strict=self.settings.strict,
+                )
+        return found
+
+    def tell(self, unit: Unit, what: Artefact | Fault) -> None:
+        """Write down what happened to a body."""
+        if isinstance(what, Artefact):
+            event = Event(unit.region.name, unit.key, what.backend.name, what.source, what.seconds)
+        else:
+            event = Event(what.region, unit.key, what.backend, what.stage, 0.0, what.reason, what.trace)
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append(event)
+
+    def execution_graph(self, program: GraphModule) -> Graph:
+        """The program's operations in one flat graph, calls of compiled code in place of lowered regions."""
+        sites = self._sites(program)
+        graph = Graph(tracer_cls=program.graph._tracer_cls)
+        constants: dict[str, Node] = {}
+
+        def held(node: Node, target: str) -> Node:
+            if target not in constants:
+                constants[target] = graph.create_node("get_attr", target)
+            return constants[target]
+
+        env: dict[Node, Any] = {}
+        flattener = Flattener(graph, lambda name: sites.get(_own(name)), held)
+        flattener.write(program, program.graph.nodes, env)
+        graph.set_codegen(program.graph._codegen)
+        for node in graph.nodes:
+            if isinstance(node.target, Site):
+                listed = enumerate(node.args)
+                node.target.constants = frozenset(
+                    i for i, a in listed if isinstance(a, Node) and a.op == "get_attr"
+                )
+        return graph
+
+    def _sites(self, program: GraphModule) -> dict[str, Site]:
+        for region in regions(program, nested=True):
+            own = _own(region.name)
+            if own in self.assigned and own not in self.sites:
+                self.sites[own] = Site(region.name, self.dispatcher(region, self.assigned[own]))
+        return self.sites
+
+
+def _own(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _portable(backend: Any) -> Any:
+    """A backend's name where that is enough to have it again, else itself."""
+    try:
+        again = by_name(backend.name)
+    except InvalidArgument:
+        return backend
+    return backend.name if identity(again) == identity(backend) else backend
+
+
+def _restored(assigned: dict[str, tuple[Any, ...]], settings: Settings) -> Lowering:
+    made = {name: by_name(name) for chain in assigned.values() for name in chain if isinstance(name, str)}
+    return Lowering(
+        {n: tuple(made[b] if isinstance(b, str) else b for b in chain) for n, chain in assigned.items()},
+        settings,
+    )
+
+
+def lowering_of(gm: GraphModule) -> Lowering | None:
+    """What a graph carries of its lowering, if it was lowered."""
+    found = gm.meta.get(LOWERING)
+    return found if isinstance(found, Lowering) else None

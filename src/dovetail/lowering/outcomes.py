@@ -1,0 +1,103 @@
+"""What a call of compiled code must have done: the results the body would give, and nothing else touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from dovetail.graph.effects import BodySummary
+from dovetail.lowering.examples import hint_of
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a body gives back for certain operands, by a run on fake ones."""
+
+    outputs: tuple[Any, ...]
+    effects: BodySummary
+
+    def wrong(self, made: Any) -> str | None:
+        """What is wrong with results, in words; None if nothing is."""
+        if not isinstance(made, (tuple, list)):
+            return f"it returned a {type(made).__name__}; the body returns a tuple of {len(self.outputs)}"
+        values = cast("Sequence[Any]", made)
+        if len(values) != len(self.outputs):
+            return f"it returned {len(values)} results; the body returns {len(self.outputs)}"
+        for i, (value, wanted) in enumerate(zip(values, self.outputs, strict=True)):
+            reason = _differs(value, wanted)
+            if reason is not None:
+                return f"result {i} {reason}"
+        return None
+
+
+def _differs(value: Any, wanted: Any) -> str | None:
+    if not isinstance(wanted, Tensor):
+        has, needs = type(value).__name__, type(wanted).__name__
+        return None if has == needs else f"is a {has}, not a {needs}"
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, not a tensor"
+    for what, has, needs in (
+        ("shape", tuple(value.shape), tuple(hint_of(n) for n in wanted.shape)),
+        ("dtype", value.dtype, wanted.dtype),
+        ("device", value.device, wanted.device),
+        ("requires_grad", value.requires_grad, wanted.requires_grad),
+    ):
+        if has != needs:
+            return f"has {what} {has}, not {needs}"
+    strides = tuple(hint_of(n) for n in wanted.stride())
+    for size, has, needs in zip(value.shape, value.stride(), strides, strict=True):
+        if size > 1 and value.numel() and has != needs:
+            return f"has strides {tuple(value.stride())}, not {strides}"
+    return None
+
+
+class Watch:
+    """Tells after a run whether operands were written that the body leaves alone, or were returned."""
+
+    def __init__(self, args: Sequence[Any], effects: BodySummary) -> None:
+        self.effects = effects
+        self.tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()]
+        self.copies = {i: a.detach().clone() for i, a in self.tensors if i not in effects.writes}
+
+    def wrong(self, made: Sequence[Any]) -> str | None:
+        """What was done to the operands that the body does not do; None if nothing."""
+        for i, a in self.tensors:
+            if i in self.copies and not same_bits(self.copies[i], a.detach()):
+                return f"it wrote operand {i}, which the body leaves as it is"
+        mine = {a.untyped_storage()._cdata: i for i, a in self.tensors}
+        for k, value in enumerate(made):
+            if isinstance(value, Tensor) and value.numel():
+                i = mine.get(value.untyped_storage()._cdata)
+                if i is not None and i not in self.effects.returns:
+                    return f"result {k} shares memory with operand {i}, which the body's does not"
+        return None
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    flat = [t.contiguous().reshape(-1) for t in (a, b)]
+    return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
+
+
+def expected_of(body: Any, effects: BodySummary, examples: Sequence[Any], *, grad: bool) -> Expected:
+    """A run of the body on fake operands: its results, with the gradients they carry."""
+    mode = next((e.fake_mode for e in examples if isinstance(e, FakeTensor)), None) or FakeTensorMode()
+    with mode, torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
+        made = body(*(_written_to(e) for e in examples))
+    return Expected(tuple(made), effects)
+
+
+def _written_to(value: Any) -> Any:
+    """A fake like another that may be written in place, as what comes from another operation may be."""
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    made.requires_grad_(value.requires_grad)
+    return made.view_as(made) if value.requires_grad else made

@@ -1,0 +1,106 @@
+"""One call of a region in a lowered graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.lowering.backend import Compiled
+from dovetail.lowering.dispatch import Dispatcher, Entry
+from dovetail.lowering.situation import Fit, fit_for
+from dovetail.outlining.region import Region
+
+
+@dataclass(frozen=True, eq=False)
+class CallSite:
+    """What `Backend.prepare` gets: one call of a region, the code made for it, and the operands of its first call.
+
+    `constants` are the numbers of the operands that are parameters, buffers or constants of the model. What is
+    prepared is used until one of those is written or replaced; then it is prepared again.
+    """
+
+    name: str
+    region: Region
+    compiled: Compiled
+    operands: tuple[Any, ...]
+    constants: frozenset[int]
+
+
+class Site:
+    """Calls compiled code for one region, or its body; it knows its name, and what was prepared for it."""
+
+    def __init__(self, name: str, dispatcher: Dispatcher) -> None:
+        self.name, self.dispatcher = name, dispatcher
+        self.lifted = dispatcher.unit.lifted
+        self.constants: frozenset[int] = frozenset()
+        self.__name__ = f"region_{name.replace('/', '__')}"
+        self._entry: Entry | None = None
+        self._run: Callable[..., Any] = dispatcher.body
+        self._fits: Fit = _never
+        self._prepared: dict[Entry, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or is_watched():
+            return self.dispatcher.body(*args)
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+            with torch.profiler.record_function(f"region {self.name}"):
+                return self._called(args)
+        return self._called(args)
+
+    def _called(self, args: tuple[Any, ...]) -> Any:
+        if (
+            self._fits(args)
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_autocast_enabled("cuda")
+            and not self.dispatcher.aliased(args)
+        ):
+            entry, run = self._entry, self._run
+        else:
+            entry = self.dispatcher.find(args)
+            if entry is None:
+                return self.dispatcher.body(*args)
+            run = self._take(entry, args)
+        assert entry is not None
+        try:
+            return run(*args)
+        except Exception as error:
+            error.add_note(f"in region '{self.name}', lowered by '{entry.backend}'")
+            self._fits = _never
+            return self.dispatcher.failed(entry, error, args)
+
+    def _take(self, entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Make an entry the one that is tried first."""
+        run, fits = entry.run, fit_for(entry.situation, args)
+        prepare = getattr(entry.artefact.backend, "prepare", None) if entry.artefact else None
+        if prepare is not None:
+            run, seen = self._prepared.get(entry, (None, ()))
+            now = self._seen(args)
+            if run is None or seen != now:
+                region = self.dispatcher.unit.region
+                run = prepare(CallSite(self.name, region, entry.run, args, self.constants))
+                self._prepared[entry] = (run, now)
+            fits = self._while(fits, now)
+        self._entry, self._run, self._fits = entry, run, fits
+        return run
+
+    def _while(self, fits: Fit, seen: tuple[Any, ...]) -> Fit:
+        return lambda given: fits(given) and self._seen(given) == seen
+
+    def _seen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Where the constants lie and how often they were written: prepared state holds while that is so."""
+        tensors = [args[i] for i in sorted(self.constants) if isinstance(args[i], Tensor)]
+        return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode or a transform looks on: it must see the operations, not one opaque call."""
+    transforms: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return torch._C._len_torch_dispatch_stack() > 0 or transforms.peek_interpreter_stack() is not None
+
+
+def _never(_: tuple[Any, ...]) -> bool:
+    return False

@@ -1,0 +1,234 @@
+"""What compiled code was made for: operands, gradients, grad mode and autocast, and whether a call is like that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._sympy.printers import PythonPrinter
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+Size = int | str
+"""A number, or an expression over the symbols of the operands where it may vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor operand as far as compiled code depends on it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    requires_grad: bool
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every size and stride is a number."""
+        return all(isinstance(n, int) for n in (*self.sizes, *self.strides))
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSpec:
+    """An operand that is a number: its value, or an expression where it may vary."""
+
+    kind: str
+    value: float | str | None
+
+
+Spec = TensorSpec | NumberSpec
+Ranges = tuple[tuple[str, int, int | None], ...]
+"""Symbols with the least and, if there is one, the largest value they may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that a specialisation is keyed by.
+
+    `grad` says that autograd records the call: grad mode is on and an operand requires gradients. Where it does not,
+    no operand counts as requiring any.
+    """
+
+    operands: tuple[Spec, ...]
+    grad: bool
+    autocast: tuple[tuple[str, str], ...] = ()
+    ranges: Ranges = ()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no size may vary."""
+        return not self.ranges and all(
+            s.is_static if isinstance(s, TensorSpec) else not isinstance(s.value, str) for s in self.operands
+        )
+
+
+class Unguardable(Exception):
+    """An operand of a kind that no guard can tell apart; the reason is its text."""
+
+
+def situation_of(args: Sequence[Any]) -> Situation:
+    """The situation of a real call."""
+    flags = [isinstance(a, Tensor) and a.requires_grad for a in args]
+    grad = torch.is_grad_enabled() and any(flags)
+    return Situation(
+        tuple(_spec(a, grad and f) for a, f in zip(args, flags, strict=True)), grad, autocast_now(args)
+    )
+
+
+def expected_situation(values: Sequence[Any], requires_grad: Sequence[bool], *, grad: bool) -> Situation:
+    """The situation that fake values foretell; sizes that are symbols may vary."""
+    ranges: dict[str, tuple[str, int, int | None]] = {}
+    grad = grad and any(requires_grad)
+    specs = tuple(_spec(v, grad and r, ranges) for v, r in zip(values, requires_grad, strict=True))
+    return Situation(specs, grad, autocast_now(values), tuple(ranges.values()))
+
+
+def autocast_now(args: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Device types of the operands for which autocast is on, each with its dtype."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
+    kinds = dict.fromkeys(a.device.type for a in args if isinstance(a, Tensor))
+    return tuple((k, str(torch.get_autocast_dtype(k))) for k in kinds if torch.is_autocast_enabled(k))
+
+
+def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None) -> Spec:
+    if isinstance(value, Tensor):
+        # Fake ones stand for plain ones where a situation is foretold; in a call they are somebody's tracing.
+        if type(value) not in _PLAIN and not (ranges is not None and isinstance(value, FakeTensor)):
+            raise Unguardable(f"a tensor of class {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise Unguardable(f"a tensor of layout {value.layout}")
+        return TensorSpec(
+            value.dtype,
+            value.device,
+            tuple(_size(n, ranges) for n in value.shape),
+            tuple(_size(n, ranges) for n in value.stride()),
+            requires_grad,
+        )
+    if value is None or isinstance(value, (bool, int, float, complex)):
+        return NumberSpec(type(value).__name__, cast("Any", value))
+    if isinstance(value, SymInt):
+        return NumberSpec("int", _size(value, ranges))
+    raise Unguardable(f"a {type(value).__name__}")
+
+
+def _size(n: Any, ranges: dict[str, Any] | None) -> Size:
+    if isinstance(n, int):
+        return n
+    expr = cast("sympy.Expr", n.node.expr)
+    if expr.is_number:
+        return int(expr)
+    if ranges is None:
+        raise Unguardable("a size that is not known")
+    for symbol in sorted(expr.free_symbols, key=str):
+        bounds = n.node.shape_env.var_to_range.get(symbol)
+        if bounds is None:
+            raise Unguardable(f"the size {expr}, of which nothing is known")
+        lower = int(bounds.lower) if bounds.lower.is_finite else 0
+        upper = int(bounds.upper) if bounds.upper.is_finite and bounds.upper < 2**62 else None
+        ranges[str(symbol)] = (str(symbol), lower, upper)
+    return PythonPrinter().doprint(expr)
+
+
+Fit = Callable[[tuple[Any, ...]], bool]
+
+
+def fit_for(situation: Situation, args: Sequence[Any] | None = None) -> Fit:
+    """A test whether a call is as the situation says, autocast aside.
+
+    With operands that are known to fit, torch's own check of tensors does most of it, at a tenth of the cost.
+    """
+    if args is not None and situation.is_static:
+        found = _native_fit(situation, args)
+        if found is not None:
+            return found
+    return _written_fit(situation)
+
+
+def _native_fit(situation: Situation, args: Sequence[Any]) -> Fit | None:
+    if not all(isinstance(s, TensorSpec) for s in situation.operands):
+        return None
+    if not args or any(type(a) not in _PLAIN for a in args):
+        return None
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(a.shape) for a in args]
+        strides: Any = [list(a.stride()) for a in args]
+        check = TensorGuards(*args, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        if not check(*args):
+            return None
+    except Exception:  # the check is torch's own business; ours does the same, slower
+        return None
+
+    # What it holds to is these very operands, gradient flags and all, so grad mode must be what it is now.
+    now, asked = torch.is_grad_enabled(), torch.is_grad_enabled
+    return lambda given: asked() is now and check(*given)
+
+
+def _written_fit(situation: Situation) -> Fit:
+    """The test as generated code: one line per operand, symbols bound where they stand alone."""
+    names: dict[str, Any] = {"plain": _PLAIN, "asked": torch.is_grad_enabled, "math": math}
+    bound: set[str] = set()
+    tests: list[str] = []
+    late: list[str] = []
+    lines = ["def fits(given):", "    grad = asked()"]
+    lines.append(f"    if len(given) != {len(situation.operands)}: return False")
+    for i, spec in enumerate(situation.operands):
+        if isinstance(spec, NumberSpec):
+            tests.append(f"type(given[{i}]).__name__ == {spec.kind!r}")
+            if isinstance(spec.value, str):
+                _match(spec.value, f"given[{i}]", bound, lines, late)
+            else:
+                names[f"n{i}"] = spec.value
+                tests.append(f"given[{i}] == n{i}")
+            continue
+        names[f"d{i}"], names[f"v{i}"] = spec.dtype, spec.device
+        tests += [
+            f"type(given[{i}]) in plain",
+            f"given[{i}].dtype is d{i}",
+            f"given[{i}].device == v{i}",
+            f"given[{i}].dim() == {len(spec.sizes)}",
+            f"(grad and given[{i}].requires_grad) is {spec.requires_grad}",
+        ]
+    if tests:
+        lines.append(f"    if not ({' and '.join(tests)}): return False")
+    for i, spec in enumerate(situation.operands):
+        if isinstance(spec, TensorSpec):
+            _sizes(i, spec, bound, lines, late)
+    for symbol, lower, upper in situation.ranges:
+        if symbol in bound:
+            late.append(f"{lower} <= {symbol}" + ("" if upper is None else f" <= {upper}"))
+        else:
+            late.append("False")  # a symbol that no operand shows alone cannot be told
+    lines.append(f"    return {' and '.join(late) or 'True'}")
+    exec("\n".join(lines), names)
+    return names["fits"]
+
+
+def _sizes(i: int, spec: TensorSpec, bound: set[str], lines: list[str], late: list[str]) -> None:
+    for what, numbers in (("shape", spec.sizes), ("stride()", spec.strides)):
+        if all(isinstance(n, int) for n in numbers):
+            lines.append(f"    if given[{i}].{what} != {tuple(numbers)!r}: return False")
+            continue
+        local = f"{what.removesuffix('()')}{i}"
+        lines.append(f"    {local} = given[{i}].{what}")
+        for at, n in enumerate(numbers):
+            if isinstance(n, int):
+                late.append(f"{local}[{at}] == {n}")
+            else:
+                _match(n, f"{local}[{at}]", bound, lines, late)
+
+
+def _match(expression: str, place: str, bound: set[str], lines: list[str], late: list[str]) -> None:
+    if expression.isidentifier() and expression not in bound:
+        bound.add(expression)
+        lines.append(f"    {expression} = {place}")
+    else:
+        late.append(f"{place} == {expression}")

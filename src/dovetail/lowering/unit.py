@@ -1,0 +1,122 @@
+"""A region as backends get it: constants as operands, and what its body does to the world around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from dovetail.graph.effects import BodySummary, summary
+from dovetail.graph.module import Body, attribute, make_body
+from dovetail.lowering.flattening import Flattener, held_value
+from dovetail.outlining.key import key_of
+from dovetail.outlining.region import Region
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One distinct body to be compiled.
+
+    `region` is the first call of it, its body with constants lifted to operands; `lifted` says where the outermost
+    graph keeps those, in the order of the operands they became. `obstacle` says why nobody but itself can run it.
+    """
+
+    region: Region
+    original: Body
+    lifted: tuple[str, ...]
+    key: str
+    effects: BodySummary
+    obstacle: str | None
+
+    @property
+    def roles(self) -> tuple[Any, ...]:
+        """Which argument of its pattern each operand is, and which result: equal bodies may differ in that."""
+        return (tuple(self.region.arguments.items()), self.region.results)
+
+    @property
+    def values(self) -> list[Any]:
+        """What is known of the operands, lifted ones last."""
+        return [n.meta.get("val") for n in self.region.body.graph.nodes if n.op == "placeholder"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    body: Body
+    lifted: tuple[str, ...]
+    key: str
+    effects: BodySummary
+    obstacle: str | None
+
+
+_FACTS: WeakKeyDictionary[Body, _Facts] = WeakKeyDictionary()
+
+
+def unit_of(region: Region) -> Unit:
+    """The unit a region's body is; facts are kept with the body."""
+    body = cast("Body", region.body)
+    facts = _FACTS.get(body)
+    if facts is None:
+        lifted, targets = _lifted(body) if body.borrows else (body, ())
+        facts = _FACTS[body] = _Facts(lifted, targets, key_of(lifted), summary(lifted), _obstacle(lifted))
+    return Unit(
+        replace(region, body=facts.body), body, facts.lifted, facts.key, facts.effects, facts.obstacle
+    )
+
+
+def _lifted(body: Body) -> tuple[Body, tuple[str, ...]]:
+    """The body written out, with the tensors it holds as operands after the others."""
+    graph = Graph()
+    held: dict[str, Node] = {}
+    constants: dict[str, Node] = {}
+    objects: dict[str, Any] = {}
+
+    def hold(node: Node, target: str) -> Node:
+        if target not in held:
+            value = held_value(body, target)
+            if isinstance(value, Tensor):
+                with graph.inserting_before(next(iter(graph.nodes))):
+                    made = graph.create_node("placeholder", node.name)
+                made.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+                constants[target] = made
+            else:
+                made = graph.create_node("get_attr", f"held_{len(objects)}")
+                objects[cast("str", made.target)] = (value, target)
+            held[target] = made
+        return held[target]
+
+    operands: list[Node] = []
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            operand = graph.create_node("placeholder", node.name, name=node.name)
+            operand.meta = dict(node.meta)
+            operands.append(operand)
+    made = Flattener(graph, lambda _: None, hold).write_body(body, operands)
+    anchor = operands[-1] if operands else None
+    for node in constants.values():
+        if anchor is not None:
+            anchor.append(node)
+        anchor = node
+    graph.output(made)
+    new = make_body(graph, type(body).__name__)
+    new.training = body.training
+    new.meta.update(body.meta)
+    for name, (value, target) in objects.items():
+        new.borrow(name, value, target)
+    return new, tuple(constants)
+
+
+def _obstacle(body: GraphModule) -> str | None:
+    for node in body.graph.nodes:
+        if node.op == "call_module":
+            module = attribute(body, cast("str", node.target))
+            inner = _obstacle(module) if isinstance(module, Body) else None
+            if inner is not None:
+                return inner
+            if isinstance(module, nn.Module) and not isinstance(module, Body):
+                return f"'{node.name}' calls a module ({type(module).__name__}) that is not a graph"
+        elif node.op == "placeholder" and node.meta.get("val") is None:
+            return f"nothing is known of its operand '{node.name}': capture the model, or set `meta['val']`"
+    return None
