@@ -31,7 +31,9 @@ class Foresight:
     def operands(self, gm: GraphModule) -> dict[str, Flags]:
         """For each region by its path, nested ones too, whether each operand requires gradients."""
         found: dict[str, Flags] = {}
-        flags = self._follow(gm, gm.graph.nodes, {n: False for n in gm.graph.nodes if n.op == "placeholder"})
+        flags = self._follow(
+            gm, gm.graph.nodes, {n: _asks(n) for n in gm.graph.nodes if n.op == "placeholder"}
+        )
         self._collect(gm, list(gm.graph.nodes), flags, "", None, found)
         return found
 
@@ -83,6 +85,11 @@ class Foresight:
                 reached = any(flags[a] for a in node.all_input_nodes)
                 flags[node] = reached and node.target not in _STOPS and _differentiable(node.meta.get("val"))
         return flags
+
+
+def _asks(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _body_of(owner: nn.Module, node: Node) -> Any:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from dovetail.errors import InvalidArgument
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import copy_graph, rebuild
-from dovetail.lowering.choosing import Assigner, Granularity, preferences
+from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
 from dovetail.lowering.gradients import Foresight
 from dovetail.lowering.lowering import Lowering
 from dovetail.lowering.situation import Situation, Unguardable, expected_situation
@@ -37,38 +37,31 @@ def lower(
     specialisations: int = 8,
     timeout: float | None = None,
     cache: bool | str | Path = True,
+    grad: bool | None = None,
 ) -> GraphModule:
     """A graph that computes the same, its regions run by backends; the input graph is untouched.
 
     `backends` is an ordered preference, or a mapping from region name, body key or kind to one, with `"*"` for the
     others; names or objects; None is the default, and `[]` takes every lowering back. Whatever goes wrong with a
     backend moves a region to the next one that takes it and finally to its own body; `explain(gm).lowered` tells.
-    With `verify` compiled code is compared with the body on made-up operands, which says nothing of later calls.
+    Code is made now for calls with gradients if `grad` says so, or if it is None and the graph is in train mode; for
+    others when they come. With `verify` compiled code is compared with the body on made-up operands, which says nothing of later calls.
     """
     require_graph(gm)
     settings = _settings(on_error, verify, specialisations, timeout, cache)
     _check(granularity, smallest)
     found = regions(gm, nested=True)
-    if plan is not None:
-        backends = {
-            **dict(plan),
-            **(
-                {"*": DEFAULT if backends is None else backends}
-                if not isinstance(backends, Mapping)
-                else backends
-            ),
-        }
     if backends is None:
         backends = DEFAULT
-    if not isinstance(backends, Mapping) and not isinstance(backends, str) and _is_empty(backends):
+    if plan is None and _is_empty(backends):
         return _with_lowering(gm, None, {})
-    wanted = preferences(backends, found)
+    wanted = preferences(_planned(plan, backends, found), found)
     assignment = Assigner(gm, wanted, granularity, smallest).assign()
     lowering = Lowering(assignment.chains, settings)
     units = {r.name: r for r in found if _own(r.name) in assignment.chains}
     for fault in assignment.declined:
         lowering.tell(unit_of(next(r for r in found if r.name == fault.region)), fault)
-    _compile_all(gm, lowering, list(units.values()))
+    _compile_all(gm, lowering, list(units.values()), gm.training if grad is None else grad)
     return _with_lowering(gm, lowering, _backends(gm, lowering, list(units.values())))
 
 
@@ -92,26 +85,35 @@ def _check(granularity: Any, smallest: Any) -> None:
 
 
 def _is_empty(backends: Any) -> bool:
-    return hasattr(backends, "__len__") and len(backends) == 0
+    return isinstance(backends, (list, tuple)) and not backends
+
+
+def _planned(plan: Mapping[str, Any] | None, backends: Any, found: list[Region]) -> Any:
+    """The preferences of a plan for the bodies that are here, and the others for the rest."""
+    if plan is None:
+        return backends
+    if not isinstance(plan, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"plan {plan!r}; give a mapping from the keys of bodies to backends.")
+    keys = {region.key for region in found}
+    others = backends if isinstance(backends, Mapping) else {ALL: backends}
+    return {**others, **{key: chain for key, chain in plan.items() if key in keys}}
 
 
 def _own(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _compile_all(gm: GraphModule, lowering: Lowering, wanted: list[Region]) -> None:
+def _compile_all(gm: GraphModule, lowering: Lowering, wanted: list[Region], grad: bool) -> None:
     """Make the code that the first calls will need; other situations are met when they come."""
     flags = Foresight().operands(gm)
     for region in wanted:
-        situation = _foreseen(region, flags[region.name], gm)
+        situation = _foreseen(region, flags[region.name], grad)
         if situation is not None:
             lowering.dispatcher(region, lowering.assigned[_own(region.name)]).entry_for(situation)
 
 
-def _foreseen(region: Region, flags: tuple[bool, ...], gm: GraphModule) -> Situation | None:
+def _foreseen(region: Region, flags: tuple[bool, ...], grad: bool) -> Situation | None:
     unit = unit_of(region)
-    # A graph in eval mode is taken to be called without gradients; calls that need them compile again.
-    grad = gm.training and any(flags)
     padded = (*flags, *[False] * (len(unit.values) - len(flags)))
     try:
         return expected_situation(unit.values, padded, grad=grad)

@@ -1,0 +1,1 @@
+"""Doors to and from other systems."""

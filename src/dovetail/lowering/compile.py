@@ -1,0 +1,105 @@
+"""All of it at once: a model captured, fused, lowered, and called as before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from dovetail.errors import InvalidArgument
+from dovetail.lowering.backend import resolve
+from dovetail.lowering.choosing import Granularity
+from dovetail.lowering.compiled import CompiledModule
+from dovetail.lowering.lower import DEFAULT
+from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline
+
+
+def compile(
+    model: nn.Module,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backends: Any = None,
+    rules: Any = None,
+    pipeline: Any = None,
+    plan: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    on_error: Literal["fallback", "raise"] = "fallback",
+    verify: bool = False,
+    granularity: Granularity = "outer",
+    specialisations: int = 8,
+    timeout: float | None = None,
+    cache: bool | str | Path = True,
+) -> CompiledModule:
+    """The model, captured, fused and lowered: called as it is, with the very same parameters.
+
+    With example inputs the work is done now for calls like them, otherwise in the first call. Other shapes, and the
+    other one of train and eval mode, are met by a new capture when they come, `specialisations` times; give
+    `dynamic_shapes` (as `torch.export` takes them) for sizes that vary. `rules` are fused before blocks that repeat
+    are made one body each; `pipeline` takes the place of all passes. The rest is for `lower`.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
+    if isinstance(model, CompiledModule):
+        raise InvalidArgument("the model is compiled already; compile the model it was made from.")
+    recipe, chain = make_recipe(
+        backends=backends,
+        rules=rules,
+        pipeline=pipeline,
+        plan=plan,
+        on_error=on_error,
+        verify=verify,
+        granularity=granularity,
+        specialisations=specialisations,
+        timeout=timeout,
+        cache=cache,
+    )
+    if args is None and kwargs is not None:
+        args = ()
+    made = CompiledModule(model, recipe, dynamic_shapes=dynamic_shapes, most=specialisations)
+    if args is not None:
+        start = _warmed(chain)
+        made.specialise(args, kwargs)
+        start()
+    return made
+
+
+def make_recipe(
+    *, backends: Any = None, rules: Any = None, pipeline: Any = None, **settings: Any
+) -> tuple[Recipe, tuple[Any, ...]]:
+    """What `compile` does to every graph, and every backend that has a part in it."""
+    if rules is not None and pipeline is not None:
+        raise InvalidArgument("give `rules` or a `pipeline`: rules of a pipeline are in its `Fuse` passes.")
+    chain, wanted = _backends(backends)
+    passes = default_pipeline(chain, rules) if pipeline is None else as_pipeline(pipeline)
+    return Recipe(passes, wanted, **settings), chain
+
+
+def _backends(backends: Any) -> tuple[tuple[Any, ...], Any]:
+    """Every backend once, and what `lower` is to be given."""
+    if backends is None:
+        backends = DEFAULT
+    if isinstance(backends, Mapping):
+        wanted = {key: resolve(value) for key, value in backends.items()}
+        return tuple(b for chain in wanted.values() for b in chain), wanted
+    if hasattr(backends, "__len__") and len(backends) == 0:
+        return (), []
+    chain = resolve(backends)
+    return chain, chain
+
+
+def _warmed(backends: tuple[Any, ...]) -> Callable[[], None]:
+    """Let backends load what they always need while the model is being captured; returns how to wait for it."""
+    hooks = [b.warm for b in backends if callable(getattr(b, "warm", None))]
+    threads = [threading.Thread(target=hook, daemon=True) for hook in hooks]
+    for thread in threads:
+        thread.start()
+
+    def wait() -> None:
+        for thread in threads:
+            thread.join()
+
+    return wait

@@ -1,0 +1,186 @@
+"""A model whose calls run lowered graphs: called, trained, saved and moved as the model is."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from dovetail.errors import CallMismatch
+from dovetail.graph.capture import capture
+from dovetail.lowering.recipe import Recipe
+from dovetail.lowering.site import is_watched
+
+# What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """One capture of the model: the modes of its modules then, and the lowered graph."""
+
+    modes: tuple[bool, ...]
+    program: GraphModule
+    run: Callable[..., Any]
+
+
+class CompiledModule(nn.Module):
+    """The model with its graph fused and lowered; what `dovetail.compile` returns.
+
+    It shares parameters, buffers and submodules with the model, so that `state_dict`, optimizers and `.to` see one.
+    Inputs that no capture so far was made for, and another train or eval mode, capture again, `most` times; then
+    the model itself runs. So it does while another tracer looks on.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, *, dynamic_shapes: Any = None, most: int = 8
+    ) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model
+        self.__dict__.update(_recipe=recipe, _dynamic_shapes=dynamic_shapes, _most=most)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        model = self._original
+        self.__dict__.update({name: model.__dict__[name] for name in _SHARED if name in model.__dict__})
+        self.__dict__["training"] = model.training
+        self.__dict__.update(_forms=[], _last=None, _warned=False, _lock=threading.RLock())
+        self._look()
+
+    def _look(self) -> None:
+        """Remember what the captures were made of."""
+        modules = list(self._original.modules())
+        held: list[tuple[dict[str, Any], str, Any]] = []
+        for module in modules:
+            for table in (module._parameters, module._buffers):
+                held += [(table, name, value) for name, value in table.items()]
+        self.__dict__.update(_all=modules, _held=held)
+
+    @property
+    def _original(self) -> nn.Module:
+        return self.__dict__["_model"]
+
+    @property
+    def graphs(self) -> tuple[GraphModule, ...]:
+        """The lowered graphs made so far, one for each kind of call; `dovetail.regions` and `explain` take them."""
+        return tuple(form.program for form in self.__dict__["_forms"])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_model"], name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model; calls in it run a capture of that mode."""
+        self._original.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._original._apply(fn, recurse)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_watched():
+            return self._original(*args, **kwargs)
+        modes = self._modes()
+        last: Form | None = self.__dict__["_last"]
+        if last is not None and last.modes == modes:
+            try:
+                return last.run(*args, **kwargs)
+            except CallMismatch:  # raised before anything ran
+                pass
+        return self._called(modes, args, kwargs)
+
+    def _modes(self) -> tuple[bool, ...]:
+        for table, name, value in self.__dict__["_held"]:
+            if table.get(name) is not value:
+                self.__dict__["_forms"].clear()
+                self.__dict__["_last"] = None
+                self._look()
+                break
+        return tuple([module.training for module in self.__dict__["_all"]])
+
+    def _called(self, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forms: list[Form] = self.__dict__["_forms"]
+        for form in [f for f in forms if f.modes == modes]:
+            try:
+                made = form.run(*args, **kwargs)
+            except CallMismatch:
+                continue
+            else:
+                self.__dict__["_last"] = form
+                return made
+        form = self.specialise(args, kwargs)
+        return self._original(*args, **kwargs) if form is None else form.run(*args, **kwargs)
+
+    def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
+        """Capture and lower for calls like this one; None once there are as many as there may be."""
+        state = self.__dict__
+        with state["_lock"]:
+            if len(state["_forms"]) >= state["_most"]:
+                if not state["_warned"]:
+                    state["_warned"] = True
+                    warnings.warn(
+                        f"the model was called in more than {state['_most']} ways; further ones run as they are. "
+                        f"Give dynamic_shapes, or more `specialisations`.",
+                        stacklevel=4,
+                    )
+                return None
+            modes = self._modes()
+            graph = capture(self._original, args, dict(kwargs or {}), dynamic_shapes=state["_dynamic_shapes"])
+            program = cast("Recipe", state["_recipe"])(graph)
+            form = Form(modes, program, program.forward)
+            state["_forms"].append(form)
+            state["_last"] = form
+            return form
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        state = self.__dict__
+        model = copy.deepcopy(self._original, memo)
+        made = CompiledModule(
+            model, state["_recipe"], dynamic_shapes=state["_dynamic_shapes"], most=state["_most"]
+        )
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = self.__dict__
+        forms = [(form.modes, form.program) for form in state["_forms"]]
+        return _restored, (self._original, state["_recipe"], state["_dynamic_shapes"], state["_most"], forms)
+
+    def __repr__(self) -> str:
+        return f"CompiledModule({self._original!r})"
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._original)})
+
+
+def _restored(model: nn.Module, recipe: Recipe, dynamic: Any, most: int, forms: Any) -> CompiledModule:
+    made = CompiledModule(model, recipe, dynamic_shapes=dynamic, most=most)
+    made.__dict__["_forms"] = [Form(modes, program, program.forward) for modes, program in forms]
+    return made
