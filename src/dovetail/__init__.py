@@ -11,6 +11,7 @@ from dovetail.errors import (
     EscapingValue,
     InvalidArgument,
     InvalidGraph,
+    LoweringError,
     OverlappingRegions,
     PassError,
     RegionError,
@@ -25,6 +26,10 @@ from dovetail.graph.capture import capture
 from dovetail.graph.check import check
 from dovetail.graph.declaring import declare
 from dovetail.graph.text import diff, text
+from dovetail.lowering.backend import Backend
+from dovetail.lowering.compile import compile
+from dovetail.lowering.lower import lower
+from dovetail.lowering.passes import Lower
 from dovetail.outlining.inline import inline
 from dovetail.outlining.outline import outline
 from dovetail.outlining.record import Escape
@@ -49,6 +54,7 @@ from dovetail.rules.scene import Scene
 __version__ = "0.1.0"
 
 __all__ = [
+    "Backend",
     "CallMismatch",
     "Candidate",
     "CaptureError",
@@ -71,6 +77,8 @@ __all__ = [
     "InvalidGraph",
     "Ledger",
     "Limits",
+    "Lower",
+    "LoweringError",
     "Match",
     "MergeParallel",
     "Outline",
@@ -94,12 +102,14 @@ __all__ = [
     "bisect",
     "capture",
     "check",
+    "compile",
     "declare",
     "diff",
     "either",
     "explain",
     "fuse",
     "inline",
+    "lower",
     "optional",
     "outline",
     "regions",

@@ -12,7 +12,7 @@ from torch import nn
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import Granularity
-from dovetail.lowering.compiled import CompiledModule
+from dovetail.lowering.compiled import CompiledModule, CudaGraphs
 from dovetail.lowering.lower import DEFAULT
 from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline
 
@@ -33,13 +33,16 @@ def compile(
     specialisations: int = 8,
     timeout: float | None = None,
     cache: bool | str | Path = True,
+    cuda_graphs: CudaGraphs = "auto",
 ) -> CompiledModule:
     """The model, captured, fused and lowered: called as it is, with the very same parameters.
 
     With example inputs the work is done now for calls like them, otherwise in the first call. Other shapes, and the
     other one of train and eval mode, are met by a new capture when they come, `specialisations` times; give
     `dynamic_shapes` (as `torch.export` takes them) for sizes that vary. `rules` are fused before blocks that repeat
-    are made one body each; `pipeline` takes the place of all passes. The rest is for `lower`.
+    are made one body each; `pipeline` takes the place of all passes. With `cuda_graphs` "auto", calls without
+    gradients on a GPU are recorded and replayed as one where nothing prevents it; what does is in the ledger. The rest
+    is for `lower`.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
@@ -59,7 +62,11 @@ def compile(
     )
     if args is None and kwargs is not None:
         args = ()
-    made = CompiledModule(model, recipe, dynamic_shapes=dynamic_shapes, most=specialisations)
+    if cuda_graphs not in ("auto", True, False):
+        raise InvalidArgument(f"cuda_graphs {cuda_graphs!r}; give 'auto', True or False.")
+    made = CompiledModule(
+        model, recipe, dynamic_shapes=dynamic_shapes, most=specialisations, cuda_graphs=cuda_graphs
+    )
     if args is not None:
         start = _warmed(chain)
         made.specialise(args, kwargs)

@@ -7,16 +7,21 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CallMismatch
+from dovetail.errors import CallMismatch, InvalidArgument
 from dovetail.graph.capture import capture
+from dovetail.lowering.lowering import lowering_of
 from dovetail.lowering.recipe import Recipe
+from dovetail.lowering.replay import Replay, why_not_recorded
 from dovetail.lowering.site import is_watched
+
+CudaGraphs = Literal["auto"] | bool
 
 # What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
 _SHARED = (
@@ -56,11 +61,19 @@ class CompiledModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, *, dynamic_shapes: Any = None, most: int = 8
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        dynamic_shapes: Any = None,
+        most: int = 8,
+        cuda_graphs: CudaGraphs = "auto",
     ) -> None:
         super().__init__()
         self.__dict__["_model"] = model
-        self.__dict__.update(_recipe=recipe, _dynamic_shapes=dynamic_shapes, _most=most)
+        self.__dict__.update(
+            _recipe=recipe, _dynamic_shapes=dynamic_shapes, _most=most, _cuda_graphs=cuda_graphs
+        )
         self._adopt()
 
     def _adopt(self) -> None:
@@ -154,24 +167,39 @@ class CompiledModule(nn.Module):
             modes = self._modes()
             graph = capture(self._original, args, dict(kwargs or {}), dynamic_shapes=state["_dynamic_shapes"])
             program = cast("Recipe", state["_recipe"])(graph)
-            form = Form(modes, program, program.forward)
+            form = state["_last"] = Form(modes, program, self._run(program, (args, kwargs)))
             state["_forms"].append(form)
-            state["_last"] = form
             return form
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+    def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
+        """What a call of a form runs: its graph, recorded on a GPU where nothing prevents it."""
+        wanted = self.__dict__["_cuda_graphs"]
+        if wanted is False:
+            return program.forward
+        reason = why_not_recorded(program, pytree.tree_leaves(example))
+        if reason is None:
+            return Replay(program.forward, program)
+        if wanted is True:
+            raise InvalidArgument(f"cuda_graphs=True, but {reason}.")
+        lowering = lowering_of(program)
+        if lowering is not None:
+            lowering.note("", "cuda_graphs", "declined", reason)
+        return program.forward
+
+    @property
+    def _options(self) -> tuple[Any, Any, Any, Any]:
         state = self.__dict__
+        return state["_recipe"], state["_dynamic_shapes"], state["_most"], state["_cuda_graphs"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
-        made = CompiledModule(
-            model, state["_recipe"], dynamic_shapes=state["_dynamic_shapes"], most=state["_most"]
-        )
+        made = _restored(model, *self._options, [])
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        state = self.__dict__
-        forms = [(form.modes, form.program) for form in state["_forms"]]
-        return _restored, (self._original, state["_recipe"], state["_dynamic_shapes"], state["_most"], forms)
+        forms = [(form.modes, form.program) for form in self.__dict__["_forms"]]
+        return _restored, (self._original, *self._options, forms)
 
     def __repr__(self) -> str:
         return f"CompiledModule({self._original!r})"
@@ -180,7 +208,9 @@ class CompiledModule(nn.Module):
         return sorted({*super().__dir__(), *dir(self._original)})
 
 
-def _restored(model: nn.Module, recipe: Recipe, dynamic: Any, most: int, forms: Any) -> CompiledModule:
-    made = CompiledModule(model, recipe, dynamic_shapes=dynamic, most=most)
+def _restored(
+    model: nn.Module, recipe: Recipe, dynamic: Any, most: int, cuda_graphs: CudaGraphs, forms: Any
+) -> CompiledModule:
+    made = CompiledModule(model, recipe, dynamic_shapes=dynamic, most=most, cuda_graphs=cuda_graphs)
     made.__dict__["_forms"] = [Form(modes, program, program.forward) for modes, program in forms]
     return made

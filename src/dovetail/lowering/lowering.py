@@ -89,6 +89,11 @@ class Lowering:
         if len(self.events) < _MOST_EVENTS:
             self.events.append(event)
 
+    def note(self, region: str, backend: str, outcome: str, reason: str) -> None:
+        """Write down something that is about no body."""
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append(Event(region, "", backend, outcome, 0.0, reason))
+
     def execution_graph(self, program: GraphModule) -> Graph:
         """The program's operations in one flat graph, calls of compiled code in place of lowered regions."""
         sites = self._sites(program)

@@ -1,0 +1,180 @@
+"""Cold start and steady state of compiled models against torch.compile and its regional forms.
+
+    python -m benchmarks.compile [--layers 4 16 48] [--device cpu] [--repeat 30] [--write FILE]
+
+Cold: one process for each method and depth, with caches of its own that are empty; from the call that compiles to the
+first result, imports of the compilers included. Steady: all methods in one process, in turns, medians. The model is
+the zoo's Llama with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.outline import machine
+from benchmarks.results import write_section
+
+COLD = ("torch.compile", "layer by layer", "nested_compile_region", "dovetail")
+STEADY = {"cpu": ("eager", *COLD), "cuda": ("eager", *COLD, "reduce-overhead")}
+TITLE = "Cold start and steady state of a compiled Llama"
+
+
+def build(layers: int, device: str, seq: int) -> tuple[nn.Module, torch.Tensor]:
+    from dovetail.zoo import llama
+
+    torch.manual_seed(0)
+    if device == "cuda":
+        config = llama.Config(
+            vocab=32000, width=2048, hidden=5632, layers=layers, heads=32, kv_heads=8, seq=seq
+        )
+    else:
+        config = llama.Config(vocab=1000, width=512, hidden=1408, layers=layers, heads=8, kv_heads=4, seq=seq)
+    model = llama.Llama(config).eval().to(device)
+    if device == "cuda":
+        model = model.to(torch.bfloat16)
+    return model, torch.randint(0, config.vocab, (1, seq), device=device)
+
+
+def compiled(method: str, model: nn.Module, ids: torch.Tensor) -> Callable[..., Any]:
+    if method == "eager":
+        return model
+    if method == "dovetail":
+        import dovetail
+
+        return dovetail.compile(model, (ids,))
+    if method == "layer by layer":
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.compile()
+        return model
+    if method == "nested_compile_region":
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.forward = torch.compiler.nested_compile_region(layer.forward)
+        return torch.compile(model)
+    return torch.compile(model, mode=None if method == "torch.compile" else method)
+
+
+def cold(method: str, layers: int, device: str, seq: int) -> dict[str, Any]:
+    """Seconds from the call that compiles to the first result, in this process."""
+    model, ids = build(layers, device, seq)
+    if device == "cuda":
+        model(ids)  # the libraries' own start is not the compiler's
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.no_grad():
+        run = compiled(method, model, ids)
+        run(ids)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    found: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    if method == "dovetail":
+        from dovetail.lowering.lowering import lowering_of
+
+        events = [e for g in run.graphs for e in lowering_of(g).events]  # type: ignore[union-attr]
+        found["compilations"] = sum(e.outcome == "compiled" for e in events)
+    return found
+
+
+def cold_apart(method: str, layers: int, device: str, seq: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "DOVETAIL_CACHE_DIR": f"{folder}/dovetail",
+        }
+        env |= {"TRITON_CACHE_DIR": f"{folder}/triton"}
+        command = [sys.executable, "-m", "benchmarks.compile", "--one", method, "--layers", str(layers)]
+        command += ["--device", device, "--seq", str(seq)]
+        ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"error": ran.stderr.strip().splitlines()[-1:]}
+
+
+def steady(layers: int, device: str, seq: int, repeat: int) -> dict[str, float]:
+    """Median milliseconds of each method, all in turns."""
+    runs: dict[str, Callable[..., Any]] = {}
+    ids = torch.empty(0)
+    for method in STEADY[device]:
+        model, ids = build(layers, device, seq)
+        runs[method] = compiled(method, model, ids)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.no_grad():
+        for run in runs.values():
+            for _ in range(3):
+                run(ids)
+        for _ in range(repeat):
+            for name, run in runs.items():
+                times[name].append(_once(run, ids, device))
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+
+
+def _once(run: Callable[..., Any], ids: torch.Tensor, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(ids)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 48])
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"]
+    )
+    parser.add_argument("--seq", type=int)
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--steady-layers", type=int, nargs="*", default=[16])
+    parser.add_argument("--methods", nargs="+", default=list(COLD), choices=list(COLD))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    seq = options.seq or (512 if options.device == "cuda" else 64)
+    if options.one:
+        print(json.dumps(cold(options.one, options.layers[0], options.device, seq)))
+        return 0
+    lines = [
+        "Seconds to the first result, caches empty:",
+        "",
+        f"| layers | {' | '.join(options.methods)} | compilations¹ |",
+    ]
+    lines.append("|---" * (len(options.methods) + 2) + "|")
+    for layers in options.layers:
+        rows = {m: cold_apart(m, layers, options.device, seq) for m in options.methods}
+        cells = [f"{r['seconds']:.1f}" if "seconds" in r else str(r["error"]) for r in rows.values()]
+        lines.append(
+            f"| {layers} | {' | '.join(cells)} | {rows.get('dovetail', {}).get('compilations', '')} |"
+        )
+        print(lines[-1], file=sys.stderr, flush=True)
+    lines += ["", "¹ bodies that dovetail's backend compiled", "", "Milliseconds per call, in turns:", ""]
+    names = STEADY[options.device]
+    lines += [f"| layers | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for layers in options.steady_layers:
+        found = steady(layers, options.device, seq, options.repeat)
+        lines.append(f"| {layers} | {' | '.join(f'{found[n]:.2f}' for n in names)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    report = "\n".join([*lines, "", f"{where}; {machine()}", ""])
+    print(report)
+    if options.write:
+        write_section(options.write, f"{TITLE}, {options.device}", report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Lowering as a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.fx import GraphModule
+
+from dovetail.lowering.choosing import Granularity
+from dovetail.lowering.lower import lower
+from dovetail.passes.base import Pass
+
+
+@dataclass(frozen=True, repr=False)
+class Lower(Pass):
+    """Give regions to backends, as `dovetail.lower` does; its options are the same.
+
+    Needs: regions. Leaves: the same graph with compiled state beside its bodies, values equal within tolerance.
+    """
+
+    backends: Any = None
+    plan: Mapping[str, Any] | None = field(default=None, hash=False)
+    on_error: Literal["fallback", "raise"] = "fallback"
+    verify: bool = False
+    granularity: Granularity = "outer"
+    smallest: int = 2
+    specialisations: int = 8
+    timeout: float | None = None
+    cache: bool | str | Path = True
+
+    def run(self, gm: GraphModule) -> GraphModule:
+        """The graph with its regions lowered."""
+        return lower(
+            gm,
+            self.backends,
+            plan=self.plan,
+            on_error=self.on_error,
+            verify=self.verify,
+            granularity=self.granularity,
+            smallest=self.smallest,
+            specialisations=self.specialisations,
+            timeout=self.timeout,
+            cache=self.cache,
+        )
