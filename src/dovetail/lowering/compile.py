@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ def compile(
     on_error: Literal["fallback", "raise"] = "fallback",
     verify: bool = False,
     granularity: Granularity = "outer",
+    smallest: int = 2,
     specialisations: int = 8,
     timeout: float | None = None,
     cache: bool | str | Path = True,
@@ -56,7 +58,7 @@ def compile(
         on_error=on_error,
         verify=verify,
         granularity=granularity,
-        specialisations=specialisations,
+        smallest=smallest,
         timeout=timeout,
         cache=cache,
     )
@@ -68,9 +70,7 @@ def compile(
         model, recipe, dynamic_shapes=dynamic_shapes, most=specialisations, cuda_graphs=cuda_graphs
     )
     if args is not None:
-        start = _warmed(chain)
-        made.specialise(args, kwargs)
-        start()
+        made.specialise(args, kwargs, _warmed(chain))
     return made
 
 
@@ -101,6 +101,9 @@ def _backends(backends: Any) -> tuple[tuple[Any, ...], Any]:
 def _warmed(backends: tuple[Any, ...]) -> Callable[[], None]:
     """Let backends load what they always need while the model is being captured; returns how to wait for it."""
     hooks = [b.warm for b in backends if callable(getattr(b, "warm", None))]
+    if hooks:
+        # Two threads that import it at once find it half made.
+        import_module("torch._dynamo")
     threads = [threading.Thread(target=hook, daemon=True) for hook in hooks]
     for thread in threads:
         thread.start()

@@ -139,20 +139,36 @@ class CompiledModule(nn.Module):
         return tuple([module.training for module in self.__dict__["_all"]])
 
     def _called(self, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forms: list[Form] = self.__dict__["_forms"]
-        for form in [f for f in forms if f.modes == modes]:
-            try:
-                made = form.run(*args, **kwargs)
-            except CallMismatch:
-                continue
-            else:
-                self.__dict__["_last"] = form
+        state = self.__dict__
+        tried = 0
+        while True:
+            forms: list[Form] = list(state["_forms"])
+            for form in forms[tried:]:
+                if form.modes != modes:
+                    continue
+                try:
+                    made = form.run(*args, **kwargs)
+                except CallMismatch:
+                    continue
+                state["_last"] = form
                 return made
-        form = self.specialise(args, kwargs)
-        return self._original(*args, **kwargs) if form is None else form.run(*args, **kwargs)
+            tried = len(forms)
+            with state["_lock"]:
+                # Another thread may have met the same call first.
+                if len(state["_forms"]) == tried and self.specialise(args, kwargs) is None:
+                    break
+        return self._original(*args, **kwargs)
 
-    def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
-        """Capture and lower for calls like this one; None once there are as many as there may be."""
+    def specialise(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        ready: Callable[[], None] | None = None,
+    ) -> Form | None:
+        """Capture and lower for calls like this one; None once there are as many as there may be.
+
+        `ready` is called before the first backend is asked.
+        """
         state = self.__dict__
         with state["_lock"]:
             if len(state["_forms"]) >= state["_most"]:
@@ -166,7 +182,7 @@ class CompiledModule(nn.Module):
                 return None
             modes = self._modes()
             graph = capture(self._original, args, dict(kwargs or {}), dynamic_shapes=state["_dynamic_shapes"])
-            program = cast("Recipe", state["_recipe"])(graph)
+            program = cast("Recipe", state["_recipe"])(graph, ready)
             form = state["_last"] = Form(modes, program, self._run(program, (args, kwargs)))
             state["_forms"].append(form)
             return form

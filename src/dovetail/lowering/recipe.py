@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,19 +45,25 @@ class Recipe:
     on_error: Literal["fallback", "raise"] = "fallback"
     verify: bool = False
     granularity: Granularity = "outer"
+    smallest: int = 2
     specialisations: int = 8
     timeout: float | None = None
     cache: bool | str | Path = True
     grad: bool | None = None
 
-    def __call__(self, gm: GraphModule) -> GraphModule:
+    def __call__(self, gm: GraphModule, ready: Callable[[], None] | None = None) -> GraphModule:
+        """The lowered graph; `ready` is called between the passes and the lowering."""
+        fused = self.pipeline(gm)
+        if ready is not None:
+            ready()
         return lower(
-            self.pipeline(gm),
+            fused,
             self.backends,
             plan=self.plan,
             on_error=self.on_error,
             verify=self.verify,
             granularity=self.granularity,
+            smallest=self.smallest,
             specialisations=self.specialisations,
             timeout=self.timeout,
             cache=self.cache,

@@ -1,0 +1,195 @@
+"""Which region goes where, and what a lowered graph still is."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dovetail
+from dovetail.zoo.common import RMSNorm
+from tests.lowering.helpers import Blocks, Counting, events, fused
+
+
+def test_equal_layers_are_compiled_once() -> None:
+    torch.manual_seed(0)
+    model, x = Blocks().eval(), torch.randn(3, 8)
+    gm = fused(model, x)
+    before = dovetail.text(gm)
+    mine = Counting()
+    lowered = dovetail.lower(gm, [mine])
+    assert mine.compiled == ["block_0"]
+    with torch.no_grad():
+        assert torch.equal(lowered(x), model(x))
+    assert mine.calls == 5  # four layers, and the trial
+    assert [r.backend for r in dovetail.regions(lowered)] == ["counting"] * 4
+    assert [r.backend for r in dovetail.regions(gm)] == [None] * 4
+    assert dovetail.text(gm) == before
+
+
+def test_a_second_graph_with_equal_bodies_compiles_nothing() -> None:
+    x = torch.randn(3, 8)
+    mine = Counting()
+    first = dovetail.lower(fused(Blocks().eval(), x), [mine])
+    second = dovetail.lower(fused(Blocks(depth=6).eval(), x), [mine])
+    assert mine.compiled == ["block_0"]
+    with torch.no_grad():
+        first(x)
+        second(x)
+    assert mine.compiled == ["block_0"]
+
+
+def test_an_empty_list_takes_everything_back() -> None:
+    model, x = Blocks().eval(), torch.randn(3, 8)
+    mine = Counting()
+    lowered = dovetail.lower(fused(model, x), [mine])
+    back = dovetail.lower(lowered, [])
+    mine.calls = 0
+    assert torch.equal(back(x), model(x))
+    assert mine.calls == 0
+    assert {r.backend for r in dovetail.regions(back)} == {None}
+    assert dovetail.text(dovetail.inline(lowered)) == dovetail.text(dovetail.capture(model, (x,)))
+
+
+def test_preference_by_order_kind_and_name() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.other = RMSNorm(8, 1e-6), RMSNorm(8, 1e-6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(x)) * 3 + self.other(x)
+
+    x = torch.randn(2, 8)
+    gm = fused(Two().eval(), x, rules=dovetail.rules.DEFAULT)
+    kinds = [r.kind for r in dovetail.regions(gm)]
+    assert kinds.count("rms_norm") == 2
+    assert "group" in kinds
+    norms = Counting("norms", lambda r: r.kind == "rms_norm")
+    rest = Counting("rest")
+    by_order = dovetail.lower(gm, [norms, rest])
+    assert {r.kind: r.backend for r in dovetail.regions(by_order)} == {"rms_norm": "norms", "group": "rest"}
+    by_kind = dovetail.lower(gm, {"group": norms, "rms_norm": rest})
+    assert {r.kind: r.backend for r in dovetail.regions(by_kind)} == {"rms_norm": "rest", "group": None}
+    assert "does not take group" in next(e.reason for e in events(by_kind) if e.backend == "norms")
+    by_name = dovetail.lower(gm, {"rms_norm_1": rest})
+    assert [r.backend for r in dovetail.regions(by_name) if r.kind == "rms_norm"] == [None, "rest"]
+    keyed = dovetail.regions(gm, kind="group")[0].key
+    planned = dovetail.lower(gm, norms, plan={keyed: rest, "a body of another graph": "inductor"})
+    assert {r.kind: r.backend for r in dovetail.regions(planned)} == {"rms_norm": "norms", "group": "rest"}
+    for graph in (by_order, by_kind, by_name, planned):
+        assert torch.equal(graph(x), gm(x))
+
+
+def test_outer_or_inner() -> None:
+    x = torch.randn(3, 8)
+
+    @dovetail.rule(kind="act")
+    def act(x: Tensor) -> Tensor:
+        return torch.relu(x) * 2
+
+    gm = dovetail.fuse(fused(Blocks().eval(), x, rules=act), dovetail.rules.repeats(min_size=2))
+    assert [r.kind for r in dovetail.regions(gm)] == ["block"] * 4
+    whole = Counting("whole")
+    outer = dovetail.lower(gm, [whole])
+    names = [r.name for r in dovetail.regions(outer, nested=True) if r.backend == "whole"]
+    assert names
+    assert not any("/" in name for name in names)
+    inner = dovetail.lower(gm, [Counting("parts")], granularity="inner")
+    named = [r.name for r in dovetail.regions(inner, nested=True) if r.backend == "parts"]
+    assert named
+    assert all("/" in name for name in named)
+    # Who is asked first gets what is inside; the one after it cannot have the whole any more.
+    mixed = dovetail.lower(gm, [Counting("acts", lambda r: r.kind == "act"), whole])
+    backends = {r.name.count("/"): r.backend for r in dovetail.regions(mixed, nested=True)}
+    assert backends == {0: None, 1: "acts"}
+    for graph in (outer, inner, mixed):
+        assert torch.equal(graph(x), gm(x))
+
+
+def test_a_region_too_small_is_left_alone() -> None:
+    gm = dovetail.capture(nn.Sequential(nn.ReLU(), nn.Sigmoid()), (torch.randn(3),))
+    gm = dovetail.outline(gm, ["relu"], kind="alone")
+    lowered = dovetail.lower(gm, [Counting()])
+    assert dovetail.regions(lowered)[0].backend is None
+    assert "below 2" in events(lowered)[0].reason
+    assert dovetail.regions(dovetail.lower(gm, [Counting()], smallest=1))[0].backend == "counting"
+
+
+def test_constants_of_the_model_are_operands() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x * torch.tensor([1.0, 2.0, 3.0])) + 1
+
+    model, x = Scaled(), torch.randn(2, 3)
+    gm = dovetail.capture(model, (x,))
+    every = [n for n in gm.graph.nodes if n.op in ("call_function", "get_attr")]
+    gm = dovetail.outline(gm, every, kind="all")
+    mine = Counting()
+    lowered = dovetail.lower(gm, [mine])
+    assert torch.equal(lowered(x), model(x))
+    assert mine.calls == 2
+
+
+def test_passes_copies_and_pickles_keep_it() -> None:
+    model, x = Blocks().eval(), torch.randn(3, 8)
+    lowered = dovetail.lower(fused(model, x), ["eager"])
+    with torch.no_grad():
+        wanted = lowered(x)
+        for again in (copy.deepcopy(lowered), pickle.loads(pickle.dumps(lowered)), copy.copy(lowered)):
+            assert [r.backend for r in dovetail.regions(again)] == ["eager"] * 4
+            assert torch.equal(again(x), wanted)
+    opened = dovetail.inline(lowered, "block_1")
+    assert [r.backend for r in dovetail.regions(opened)] == ["eager"] * 3
+    assert torch.equal(opened(x), wanted)
+    pipeline = dovetail.Pipeline(
+        [dovetail.Fuse(dovetail.rules.repeats()), dovetail.Lower("eager"), dovetail.Cleanup()]
+    )
+    made = pipeline(dovetail.capture(model, (x,)))
+    assert [r.backend for r in dovetail.regions(made)] == ["eager"] * 4
+    assert torch.equal(made(x), wanted)
+
+
+def test_a_profiler_tells_layers_apart() -> None:
+    x = torch.randn(3, 8)
+    lowered = dovetail.lower(fused(Blocks().eval(), x), ["eager"])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        lowered(x)
+    ranges = {event.key for event in profile.key_averages()}
+    assert {f"region block_{i}" for i in range(4)} <= ranges
+
+
+def test_another_tracer_sees_the_operations() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(3, 8)
+    lowered = dovetail.lower(fused(Blocks().eval(), x), [Counting()])
+    traced = make_fx(lowered)(x)
+    assert any(n.target is torch.ops.aten.relu.default for n in traced.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("backends", "options", "words"),
+    [
+        ("inducktor", {}, "Did you mean 'inductor'"),
+        (["nonsense"], {}, "There are"),
+        (3, {}, "is no backend"),
+        ([object()], {}, "is no backend"),
+        (["eager", "eager"], {}, "two backends are named 'eager'"),
+        ({"no_such_kind": "eager"}, {}, "Kinds here: block"),
+        ("eager", {"on_error": "explode"}, "on_error"),
+        ("eager", {"granularity": "middle"}, "granularity"),
+        ("eager", {"smallest": 0}, "smallest"),
+        ("eager", {"specialisations": 0}, "specialisations"),
+        ("eager", {"timeout": -1}, "timeout"),
+        ("eager", {"cache": 3}, "cache"),
+        ("eager", {"plan": "fast"}, "plan"),
+    ],
+)
+def test_bad_arguments_are_told(backends: object, options: dict[str, object], words: str) -> None:
+    gm = fused(Blocks().eval(), torch.randn(3, 8))
+    before = dovetail.text(gm)
+    with pytest.raises(dovetail.InvalidArgument, match=words):
+        dovetail.lower(gm, backends, **options)  # type: ignore[arg-type]
+    assert dovetail.text(gm) == before
