@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
@@ -24,16 +25,19 @@ from dovetail.lowering.site import is_watched
 CudaGraphs = Literal["auto"] | bool
 
 # What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
+_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+)
+_SHARED = (
+    *_HOOKS,
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
     "_backward_hooks",
     "_backward_pre_hooks",
     "_state_dict_hooks",
@@ -80,7 +84,7 @@ class CompiledModule(nn.Module):
         model = self._original
         self.__dict__.update({name: model.__dict__[name] for name in _SHARED if name in model.__dict__})
         self.__dict__["training"] = model.training
-        self.__dict__.update(_forms=[], _last=None, _warned=False, _lock=threading.RLock())
+        self.__dict__.update(_forms=[], _last=None, _warned=False, _busy=None, _lock=threading.RLock())
         self._look()
 
     def _look(self) -> None:
@@ -118,7 +122,7 @@ class CompiledModule(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched():
+        if (torch.compiler.is_compiling() or is_watched()) and not self._captured_elsewhere():
             return self._original(*args, **kwargs)
         modes = self._modes()
         last: Form | None = self.__dict__["_last"]
@@ -129,14 +133,31 @@ class CompiledModule(nn.Module):
                 pass
         return self._called(modes, args, kwargs)
 
+    def _captured_elsewhere(self) -> bool:
+        """Whether it is another thread's capture that is being noticed; it is over then.
+
+        While a model is exported its parameters are fake ones, and torch says to every thread that it is compiling.
+        """
+        busy = self.__dict__["_busy"]
+        if busy is None or busy == threading.get_ident():
+            return False
+        with self.__dict__["_lock"]:
+            return True
+
     def _modes(self) -> tuple[bool, ...]:
-        for table, name, value in self.__dict__["_held"]:
-            if table.get(name) is not value:
-                self.__dict__["_forms"].clear()
-                self.__dict__["_last"] = None
-                self._look()
-                break
-        return tuple([module.training for module in self.__dict__["_all"]])
+        state = self.__dict__
+        if not self._unchanged():
+            with state["_lock"]:
+                # Another thread's capture may have been under way.
+                if not self._unchanged():
+                    state["_forms"].clear()
+                    state["_last"] = None
+                    self._look()
+        return tuple([module.training for module in state["_all"]])
+
+    def _unchanged(self) -> bool:
+        """Whether the model still has the parameters and buffers that the captures were made with."""
+        return all(table.get(name) is value for table, name, value in self.__dict__["_held"])
 
     def _called(self, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self.__dict__
@@ -157,6 +178,7 @@ class CompiledModule(nn.Module):
                 # Another thread may have met the same call first.
                 if len(state["_forms"]) == tried and self.specialise(args, kwargs) is None:
                     break
+        self._captured_elsewhere()
         return self._original(*args, **kwargs)
 
     def specialise(
@@ -181,7 +203,16 @@ class CompiledModule(nn.Module):
                     )
                 return None
             modes = self._modes()
-            graph = capture(self._original, args, dict(kwargs or {}), dynamic_shapes=state["_dynamic_shapes"])
+            state["_busy"] = threading.get_ident()
+            try:
+                graph = capture(
+                    _without_hooks(self._original),
+                    args,
+                    dict(kwargs or {}),
+                    dynamic_shapes=state["_dynamic_shapes"],
+                )
+            finally:
+                state["_busy"] = None
             program = cast("Recipe", state["_recipe"])(graph, ready)
             form = state["_last"] = Form(modes, program, self._run(program, (args, kwargs)))
             state["_forms"].append(form)
@@ -222,6 +253,14 @@ class CompiledModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._original)})
+
+
+def _without_hooks(model: nn.Module) -> nn.Module:
+    """The same model, with none of its own forward hooks: those run around each call, not inside the graph."""
+    made = type(model).__new__(type(model))
+    made.__dict__.update(model.__dict__)
+    made.__dict__.update({name: OrderedDict() for name in _HOOKS if name in model.__dict__})
+    return made
 
 
 def _restored(
