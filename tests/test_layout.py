@@ -13,6 +13,8 @@ import dovetail
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "dovetail"
 MOST_LINES = 400
+# A group of entry points looks like a key of meta, and is none.
+ENTRY_POINTS = "dovetail.backends"
 
 # A part may import from itself and from those before it.
 ORDER = (
@@ -130,6 +132,8 @@ def test_meta_keys_are_spelled_in_one_module_and_documented() -> None:
     for name, path in NAMES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and re.fullmatch(r"dovetail\.[a-z_]+", str(node.value)):
+                if node.value == ENTRY_POINTS:
+                    continue
                 spelled.setdefault(str(node.value), set()).add(name)
     assert not {key: where for key, where in spelled.items() if len(where) > 1}
     documents = (ROOT / "docs" / "internals.md").read_text()

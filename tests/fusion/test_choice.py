@@ -66,6 +66,33 @@ def test_users_priorities_go_by_kind_too_and_a_rule_goes_before_its_kind() -> No
     assert held(both) == {"w_0": {"relu", "exp"}}
 
 
+class Ranked(Rule):
+    """Proposes two pairs, the second with a priority of its own."""
+
+    name = kind = "ranked"
+    priority = 2
+
+    def __init__(self, own: int | None) -> None:
+        self.own = own
+
+    def propose(self, scene: Scene) -> Iterator[Proposal]:
+        at = {n.name: i for i, n in enumerate(scene.nodes)}
+        if {"relu", "exp", "tanh"} <= at.keys():
+            yield Candidate(self.name, self.kind, (at["exp"], at["tanh"]), priority=self.own)
+
+
+@pytest.mark.parametrize(("own", "wins"), [(None, "ranked"), (0, "wide"), (2, "ranked"), (-1, "wide")])
+def test_a_candidates_own_priority_counts_also_if_it_is_zero(own: int | None, wins: str) -> None:
+    gm = fused(trace(chain), [Ranked(own), Fixed("wide", "relu exp", priority=1)], X)
+    assert [r.kind for r in dovetail.regions(gm)] == [wins]
+    # What the user gives for a rule shifts its candidates along.
+    turned = {None: "ranked", 0: "ranked", 2: "ranked", -1: "wide"}[own]
+    shifted = fused(
+        trace(chain), [Ranked(own), Fixed("wide", "relu exp", priority=1)], X, priorities={"ranked": 4}
+    )
+    assert [r.kind for r in dovetail.regions(shifted)] == [turned]
+
+
 def test_the_best_of_a_cluster_is_taken_not_the_first_best() -> None:
     # The middle pair alone saves as much as each outer one; both outer ones together save more.
     gm = fused(trace(chain), Fixed("pair", "exp tanh", "relu exp", "tanh sigmoid"), X)
@@ -194,3 +221,16 @@ def test_several_rounds_nest_regions_of_other_kinds() -> None:
     assert [(a.kind, a.round) for a in explain(gm).accepted] == [("inner", 1), ("outer", 2)]
     once = fused(trace(chain), [Fixed("inner", "relu exp"), Around()], X, rounds=1)
     assert held(once) == {"inner_0": {"relu", "exp"}}
+
+
+def test_what_is_left_of_a_group_is_not_made_if_it_saves_nothing() -> None:
+    @dovetail.rule(kind="pair")
+    def pair(x: Tensor) -> Tensor:
+        return (x * 3).relu()
+
+    def viewed(x: Tensor) -> Tensor:
+        return (x.reshape(3, 2).transpose(0, 1) * 3).relu()
+
+    gm = dovetail.fuse(dovetail.capture(viewed, (X,)), [pair, dovetail.rules.groups(priority=-10, grows=False)])
+    assert sets(gm) == [("mul", "relu")]
+    assert "what is left of it saves nothing" in reasons(gm)

@@ -72,11 +72,54 @@ def test_it_prints_as_a_short_table() -> None:
         "  kind  rule  regions  launches saved  bytes saved",
         "  wide  wide        1               2         96 B",
         "2 times declined",
-        "      1  pair: '…' went to region '…' (rule '…')",
-        "         tanh, sigmoid: 'tanh' went to region 'wide_0' (rule 'wide')",
         "      1  pair: no reason",
         "         relu, exp at exp (2 of 3 matched)",
+        "      1  pair: '…' went to region '…' (rule '…')",
+        "         tanh, sigmoid: 'tanh' went to region 'wide_0' (rule 'wide')",
     ]
+
+
+def test_refusals_that_say_nothing_new_are_folded() -> None:
+    gm = trace(lambda x: chain(x).sin().cos())
+    family = {"kind": "wave", "min_size": 1}
+    by = [
+        Fixed("wide", "relu exp tanh"),
+        Fixed("part", "exp tanh"),
+        Fixed("wave", refusals=[("sigmoid sin cos", "near"), ("sin cos", "less near")], **family),
+        Fixed("swell", refusals=[("sigmoid sin", "no nearer")], **family),
+        Fixed("other", refusals=[("sin cos", "of another kind")]),
+        Fixed("again", kind="wide", refusals=[("relu exp", "the kind is there already")]),
+    ]
+    ledger = explain(fuse(gm, by))
+    told = {(d.rule, d.reason): d.folded for d in ledger.declined}
+    assert told == {
+        ("part", "'exp', 'tanh' went to region 'wide_0' (rule 'wide')"): True,
+        ("wave", "near"): False,
+        ("wave", "less near"): True,
+        ("swell", "no nearer"): True,
+        ("other", "of another kind"): False,
+        ("again", "the kind is there already"): True,
+    }
+    assert [d.folded for d in ledger.declined] == sorted(d.folded for d in ledger.declined)
+    assert {(r.rule, r.reason): r.count for r in ledger.refused} == {
+        ("wave", "near"): 1,
+        ("other", "of another kind"): 1,
+    }
+    assert ledger.folded == 4
+    assert str(ledger).splitlines()[3:] == [
+        "6 times declined",
+        "      1  wave: near",
+        "         sigmoid, sin, cos at cos (3 of 4 matched)",
+        "      1  other: of another kind",
+        "         sin, cos at cos (2 of 3 matched)",
+        "      4  part of regions that were made, or less near than another near-miss at the same place",
+    ]
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_a_candidate_that_loses_to_another_of_the_same_operations_is_not_folded() -> None:
+    ledger = explain(fuse(trace(chain), [Fixed("a", "relu exp"), Fixed("b", "relu exp")]))
+    assert [(d.rule, d.folded) for d in ledger.declined] == [("b", False)]
 
 
 def test_json_and_back() -> None:
@@ -198,7 +241,7 @@ def test_two_regions_a_path_and_a_node_for_a_name() -> None:
     )
     assert both[1] == (
         "a region of the two alone would depend on itself: relu -> exp -> b_0. "
-        "It would have to be made with all 3 operations between them."
+        "It would have to be made with the 3 operations between them."
     )
 
 
@@ -232,6 +275,40 @@ def test_effects_and_never_are_among_the_reasons() -> None:
     )
 
 
+def test_limits_and_what_lies_between_are_among_the_reasons() -> None:
+    gm = fuse(trace(chain), Fixed("pair", "relu exp"), limits=dovetail.Limits(nodes=2), never="tanh")
+    assert why(gm, "relu", "sigmoid")[1:] == (
+        "a region of the two alone would depend on itself: exp -> tanh -> sigmoid. "
+        "It would have to be made with 'tanh'.",
+        "'tanh' between them may not be taken: never was asked for, by never='tanh'.",
+    )
+    gm = fuse(trace(chain), Fixed("pair", "relu exp"), limits=dovetail.Limits(nodes=2))
+    assert why(gm, "relu", "tanh")[1:] == (
+        "they cannot be one region: it computes 3 operations, and the limit is 2.",
+    )
+    assert explain(gm).limits == dovetail.Limits(nodes=2)
+    # Limits are those of the last fusing, and travel along.
+    assert why(pickle.loads(pickle.dumps(gm)), "relu", "tanh")[1:] == why(gm, "relu", "tanh")[1:]
+    assert len(why(fuse(gm, Fixed("none")), "relu", "tanh")) == 1
+
+
+def test_devices_are_among_the_reasons() -> None:
+    gm = trace(chain)
+    for n, device in zip(gm.graph.nodes, ("cpu", "cpu", "cpu", "meta", "meta", "meta"), strict=True):
+        n.meta["val"] = X.to(device)
+    assert why(gm, "exp", "tanh") == ("they are on different devices: 'exp' on cpu and 'tanh' on meta.",)
+    assert why(gm, "relu", "exp")[0].startswith("nothing speaks against it")
+
+
+def test_rules_speak_of_operations_inside_regions_as_if_these_were_open() -> None:
+    gm = dovetail.capture(lambda x, w: torch.relu(x @ w).sum(-1).exp(), (X, torch.randn(3, 3)))
+    new = fuse(gm, dovetail.rules.groups())
+    assert why(new, "relu", "sum_1")[-1] == (
+        "rule 'groups': 'relu' follows the anchor 'matmul', behind which only elementwise work of its shape fuses."
+    )
+    assert "rule 'groups': 'sum_1' is a reduction: nothing fuses behind it." in why(new, "sum_1", "exp")
+
+
 class Picky(Fixed):
     def why_not(self, scene: Scene, first: int, second: int) -> list[str]:
         if scene.nodes[first].name == "exp":
@@ -254,6 +331,11 @@ def test_names_inside_regions_and_names_that_are_not_there() -> None:
     gm = fuse(trace(chain), [Fixed("inner", "relu exp"), Fixed("outer", "tanh sigmoid")])
     gm = dovetail.outline(gm, ["inner_0"], kind="around")
     assert "region 'around_0/inner_0' (kind 'inner'" in why(gm, "relu", "sigmoid")[0]
+    assert why(gm, "around_0/inner_0", "relu") == (
+        "they are together already, in region 'around_0/inner_0' (kind 'inner', made by rule 'inner' in round 1).",
+    )
+    assert why(gm, "around_0", "exp")[0].startswith("they are together already, in region 'around_0'")
+    assert why(gm, "around_0", "tanh")[0].endswith("and 'around_0' is one itself.")
     with pytest.raises(UnknownNode, match="Did you mean sigmoid"):
         explain(gm).why_not("relu", "sigmod")
     with pytest.raises(UnknownNode, match="a graph's placeholder is not an operation"):

@@ -169,7 +169,14 @@ def test_training_mode_is_left_alone() -> None:
 
 def test_a_norm_without_statistics_is_left_alone() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
-    assert "statistics" in left_alone(FoldConvBatchNorm(), captured(model, IMAGE))
+    words = left_alone(FoldConvBatchNorm(), captured(model, IMAGE))
+    assert "the norm keeps no running statistics" in words
+    assert "eval" not in words
+
+
+def test_a_transposed_convolution_is_left_alone_and_named() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2), settled(nn.BatchNorm2d(4)))
+    assert "it is a transposed convolution" in left_alone(FoldConvBatchNorm(), captured(model, IMAGE))
 
 
 def test_a_norm_after_something_else_is_not_looked_at() -> None:

@@ -134,7 +134,9 @@ def test_a_write_or_a_switch_between_the_products_keeps_them_apart() -> None:
 def test_min_branches() -> None:
     gm = captured(QKV(), X)
     assert MergeParallel(min_branches=3)(gm) is not gm
-    assert "there are 3 of them, and 4 are wanted" in left_alone(MergeParallel(min_branches=4), gm)
+    assert "3 such products read this value, and 4 are wanted" in left_alone(
+        MergeParallel(min_branches=4), gm
+    )
 
 
 def test_a_guard_sees_the_sizes_and_declines_with_a_reason() -> None:

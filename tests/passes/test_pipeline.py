@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
 
 import dovetail
 from dovetail.errors import InvalidArgument, InvalidGraph, PassError
@@ -120,6 +121,36 @@ def test_steps_are_dumped_to_a_folder(tmp_path: Path) -> None:
     assert (folder / "002_Nothing.txt").read_text() == dovetail.text(new)
 
 
+def test_a_dump_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp_path: Path) -> None:
+    gm = graph()
+    Pipeline([Nothing(), Nothing()])(gm, dump=tmp_path)
+    (tmp_path / "003_notes.txt").write_text("mine")
+    (tmp_path / "notes.md").write_text("graph: mine too")
+    Pipeline([Rename(RELU, TANH)])(gm, dump=str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "000_input.txt",
+        "001_Rename.txt",
+        "003_notes.txt",
+        "notes.md",
+    ]
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", 3])
+def test_a_folder_that_cannot_be_one_is_told_before_anything_runs(tmp_path: Path, where: Any) -> None:
+    (tmp_path / "file").write_text("taken")
+    ran: list[str] = []
+
+    @dataclass(frozen=True)
+    class Notes(Pass):
+        def run(self, gm: GraphModule) -> GraphModule:
+            ran.append("ran")
+            return gm
+
+    with pytest.raises(InvalidArgument, match="dump"):
+        Pipeline([Notes()])(graph(), dump=tmp_path / where if isinstance(where, str) else where)
+    assert not ran
+
+
 # Repeating
 
 
@@ -182,10 +213,32 @@ class Edits(Pass):
                 next(gm.parameters()).add_(1)
         elif self.what == "graph meta":
             gm.meta["mine"] = 1
+        elif self.what == "what meta holds":
+            relu.meta["nn_module_stack"].clear()
+        elif self.what == "other memory":
+            parameter = next(gm.parameters())
+            parameter.data = parameter.data + 1
+        elif self.what == "mode":
+            gm.train(not gm.training)
+        elif self.what == "signature":
+            gm.graph.set_codegen(CodeGen())
         return copied(gm)
 
 
-@pytest.mark.parametrize("what", ["target", "meta", "new", "state", "graph meta"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "target",
+        "meta",
+        "new",
+        "state",
+        "graph meta",
+        "what meta holds",
+        "other memory",
+        "mode",
+        "signature",
+    ],
+)
 def test_a_pass_that_edits_its_input_is_named(what: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
     gm = captured(model, torch.randn(2, 3))

@@ -131,9 +131,11 @@ class _Chooser:
         return chosen, lost
 
     def _pays(self, plan: Plan) -> bool:
-        if plan.score >= 0 or plan.wished:
+        # A part that saves nothing is no loss: where the rule wants it all the same, it proposes it as a whole.
+        is_part = len(plan.draft.inside) < len(plan.proposed.candidate.members)
+        if plan.score > 0 or plan.wished or (plan.score == 0 and not is_part):
             return True
-        reason = "costs more than it saves"
+        reason = "costs more than it saves" if plan.score else "what is left of it saves nothing"
         self.refused.append(Refused(plan.proposed, tuple(sorted(plan.members)), reason, plan=plan))
         return False
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from dovetail.fusion.ledger import Accepted, Declined, short
 from dovetail.fusion.plan import Plan, Refused
 from dovetail.rules.rule import Refusal
 from dovetail.rules.scene import Scene
+
+# How many near-misses at one operation a further one is compared with.
+_MOST_NEAR = 16
 
 
 def accepted_entry(scene: Scene, plan: Plan, region: str) -> Accepted:
@@ -50,7 +54,50 @@ def declined_entry(scene: Scene, refused: Refused, regions: Mapping[Plan, str]) 
         _name(scene, refused.at),
         round=scene.round,
         size=len(refused.members),
+        folded=any(_holds(plan, refused) for plan in refused.others if plan in regions),
     )
+
+
+def _holds(plan: Plan, refused: Refused) -> bool:
+    """Whether a region has all of a candidate, and more or as the same kind."""
+    inside = plan.draft.members | plan.draft.clones
+    if not inside.issuperset(refused.members):
+        return False
+    return len(inside) > len(refused.members) or plan.draft.identity.kind == refused.proposed.candidate.kind
+
+
+def folded(
+    entries: Iterable[Declined], kinds: Mapping[str, str], accepted: Iterable[Accepted]
+) -> list[Declined]:
+    """Near-misses, those folded that say nothing new. `kinds` has the kind of each rule by name.
+
+    Where one of a kind got further, those on the same operations or on some of them are folded; where a region of
+    the kind was made, all on its operations are.
+    """
+    known: dict[tuple[str, str], list[set[str]]] = {}
+
+    def note(kind: str, nodes: Iterable[str]) -> None:
+        inside = set(nodes)
+        for name in inside:
+            known.setdefault((kind, name), []).append(inside)
+
+    def is_known(kind: str, nodes: tuple[str, ...]) -> bool:
+        return bool(nodes) and any(s.issuperset(nodes) for s in known.get((kind, nodes[0]), ())[:_MOST_NEAR])
+
+    for region in accepted:
+        note(region.kind, region.nodes)
+    listed = list(entries)
+    nearest = sorted(range(len(listed)), key=lambda k: (-listed[k].matched, listed[k].wanted, k))
+    for k in nearest:
+        entry = listed[k]
+        if not entry.wanted:
+            continue
+        kind = kinds.get(entry.rule, entry.rule)
+        if is_known(kind, entry.nodes):
+            listed[k] = replace(entry, folded=True)
+        else:
+            note(kind, entry.nodes)
+    return listed
 
 
 def _reason(refused: Refused, regions: Mapping[Plan, str]) -> str:

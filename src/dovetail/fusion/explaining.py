@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
+import torch
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, UnknownNode
+from dovetail.fusion.cost import Traffic
+from dovetail.fusion.plan import Planner, Proposed, Refused
 from dovetail.fusion.wishes import locate
+from dovetail.outlining.inline import inline
 from dovetail.outlining.record import Call, call_of
 from dovetail.outlining.requests import is_projection
-from dovetail.rules.rule import RuleSet
+from dovetail.rules.limits import Limits
+from dovetail.rules.rule import Candidate, Proposal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 
 _MOST_RECORDED = 10
+_MOST_EFFECTS = 3
 
 
 class Reasons(tuple[str, ...]):
@@ -30,45 +35,71 @@ class Reasons(tuple[str, ...]):
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """What fusing has left to tell by: its refusals, what the user kept out, the limits and the rules."""
+
+    declined: Sequence[Any]
+    never: Mapping[str, str]
+    limits: Limits
+    rules: RuleSet
+
+
+@dataclass(frozen=True)
 class _Place:
-    """Where an operation is: the position of its own node or of the outermost region, and the regions around it."""
+    """Where an operation is: the position of its own node or of the outermost region, and the regions around it.
+
+    A region is an operation too; `call` is its record then.
+    """
 
     name: str
     position: int
+    meta: Mapping[str, Any]
     regions: tuple[tuple[str, Call], ...] = ()
 
+    @property
+    def call(self) -> Call | None:
+        return call_of(self.meta)
+
     def region(self) -> str:
-        name, call = self.regions[-1]
-        by = f", made by rule '{call.rule}' in round {call.round}" if call.rule else ""
-        return f"region '{name}' (kind '{call.identity.kind}'{by})"
+        return _region(*self.regions[-1])
 
 
-def why_not(
-    gm: GraphModule,
-    first: str | Node,
-    second: str | Node,
-    declined: Sequence[Any],
-    never: Mapping[str, str],
-    rules: RuleSet,
-) -> Reasons:
-    """All reasons that are known. `declined` are the ledger's refusals, `never` what the user kept out."""
-    nodes = list(gm.graph.nodes)
-    scene = Scene(gm, barred={i: never[name] for name, i in locate(nodes, never).items()})
+def _region(name: str, call: Call) -> str:
+    by = f", made by rule '{call.rule}' in round {call.round}" if call.rule else ""
+    return f"region '{name}' (kind '{call.identity.kind}'{by})"
+
+
+def why_not(gm: GraphModule, first: str | Node, second: str | Node, told: Recorded) -> Reasons:
+    """All reasons that are known."""
+    scene = _scene(gm, told)
     places = _places(scene)
     a, b = (_locate(scene, places, item) for item in (first, second))
-    if a.name == b.name:
+    if a == b:
         return Reasons([f"'{a.name}' is one operation."])
     shared = _shared(a, b)
     if shared:
         return Reasons([f"they are together already, in {shared}.", *_apart_inside(a, b)])
+    never = told.never
     found = [*_homes(a, b)]
     found += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
+    found += _devices(a, b)
     found += _dependence(scene, a, b)
-    found += _recorded(declined, a, b)
-    found += _by_rules(scene, rules, a, b)
+    found += _as_one(scene, a, b)
+    found += _recorded(told.declined, a, b)
+    found += [reason for reason in _by_rules(scene, told, a, b) if not _is_said(reason, found)]
     if not found:
         found = ["nothing speaks against it; no rule has proposed them together."]
     return Reasons(dict.fromkeys(found))
+
+
+def _scene(gm: GraphModule, told: Recorded) -> Scene:
+    barred = locate(list(gm.graph.nodes), told.never)
+    return Scene(gm, limits=told.limits, barred={i: told.never[name] for name, i in barred.items()})
+
+
+def _is_said(reason: str, found: Sequence[str]) -> bool:
+    """Whether a rule only repeats what was said already."""
+    return reason.partition(": ")[2] in found
 
 
 def _places(scene: Scene) -> dict[str, _Place]:
@@ -76,20 +107,22 @@ def _places(scene: Scene) -> dict[str, _Place]:
     found: dict[str, _Place] = {}
     for i, node in enumerate(scene.nodes):
         if not (is_projection(node) and call_of(cast("Node", node.args[0]).meta) is not None):
-            found[node.name] = _Place(node.name, i)
+            found[node.name] = _Place(node.name, i, node.meta)
     for i, call in scene.calls.items():
         stack: list[tuple[tuple[tuple[str, Call], ...], Call]] = [(((scene.nodes[i].name, call),), call)]
         while stack:
             around, at = stack.pop()
             for member in at.members:
+                place = _Place(member.name, i, member.meta, around)
                 inner = call_of(member.meta)
                 if inner is not None:
                     name = f"{around[-1][0]}/{member.name}"
+                    found[name] = place
                     stack.append(((*around, (name, inner)), inner))
                 known = found.get(member.name)
                 # An original that stands outside goes before its clones, and what is deeper before results.
                 if known is None or len(known.regions) in range(1, len(around)):
-                    found[member.name] = _Place(member.name, i, around)
+                    found[member.name] = place
     return found
 
 
@@ -109,13 +142,21 @@ def _locate(scene: Scene, places: Mapping[str, _Place], item: str | Node) -> _Pl
 
 
 def _shared(a: _Place, b: _Place) -> str:
-    """The innermost region that has both."""
-    common = [x for x, y in zip(a.regions, b.regions, strict=False) if x[0] == y[0]]
-    return _Place(a.name, a.position, tuple(common)).region() if common else ""
+    """The innermost region that has both; a region has itself."""
+    common = [x for x, y in zip(_around(a), _around(b), strict=False) if x == y]
+    return _region(*common[-1]) if common else ""
+
+
+def _around(place: _Place) -> list[tuple[str, Call]]:
+    """The regions around an operation, and itself if it is one."""
+    around = list(place.regions)
+    if place.call is not None:
+        around.append((f"{around[-1][0]}/{place.name}" if around else place.name, place.call))
+    return around
 
 
 def _apart_inside(a: _Place, b: _Place) -> list[str]:
-    depth = sum(x[0] == y[0] for x, y in zip(a.regions, b.regions, strict=False))
+    depth = sum(x == y for x, y in zip(_around(a), _around(b), strict=False))
     deeper = [p for p in (a, b) if len(p.regions) > depth]
     return [f"within it, '{p.name}' is in {p.region()}." for p in deeper]
 
@@ -126,7 +167,21 @@ def _homes(a: _Place, b: _Place) -> Iterator[str]:
         return
     for place, other in ((a, b), (b, a)):
         if place.regions:
-            yield f"'{place.name}' is in {place.region()}, and '{other.name}' is in none."
+            where = "is one itself" if other.call is not None else "is in none"
+            yield f"'{place.name}' is in {place.region()}, and '{other.name}' {where}."
+
+
+def _devices(a: _Place, b: _Place) -> list[str]:
+    known = [_devices_of(p.meta.get("val")) for p in (a, b)]
+    if not all(known) or not known[0].isdisjoint(known[1]):
+        return []
+    there = [f"'{p.name}' on {', '.join(sorted(devices))}" for p, devices in zip((a, b), known, strict=True)]
+    return [f"they are on different devices: {' and '.join(there)}."]
+
+
+def _devices_of(value: Any) -> set[str]:
+    parts = cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,)
+    return {str(part.device) for part in parts if isinstance(part, torch.Tensor)}
 
 
 def _dependence(scene: Scene, a: _Place, b: _Place) -> list[str]:
@@ -139,16 +194,53 @@ def _dependence(scene: Scene, a: _Place, b: _Place) -> list[str]:
     chain = _through(scene, ends[0], ends[1], between)
     names = [scene.nodes[i].name for i in chain]
     shown = " -> ".join(names if len(names) <= 12 else [*names[:8], f"({len(names) - 10} more)", *names[-2:]])
-    many = f" with all {len(between)} operations between them" if len(between) > 1 else f" with '{names[1]}'"
-    found = [f"a region of the two alone would depend on itself: {shown}. It would have to be made{many}."]
-    effects = index.dependencies.before
-    for x, y in pairwise(chain):
-        if x not in index.data[y] and x in effects.get(y, ()):
-            found.append(
-                f"the order of effects keeps them apart: '{scene.nodes[x].name}' must stay before "
-                f"'{scene.nodes[y].name}' ({index.dependencies.why(x, y)})."
-            )
+    several = len(between) > 1
+    more = f" with the {len(between)} operations between them" if several else f" with '{names[1]}'"
+    found = [f"a region of the two alone would depend on itself: {shown}. It would have to be made{more}."]
+    found += [
+        f"the order of effects keeps them apart: '{scene.nodes[x].name}' must stay before "
+        f"'{scene.nodes[y].name}' ({index.dependencies.why(x, y)})."
+        for x, y in _held_apart(scene, ends[0] | between | ends[1])
+    ]
     return found
+
+
+def _held_apart(scene: Scene, positions: set[int]) -> list[tuple[int, int]]:
+    """The first few pairs among some positions that only effects keep in order."""
+    data, effects = scene.index.data, scene.index.dependencies.before
+    pairs = [(x, y) for y in sorted(positions & effects.keys()) for x in effects[y] if x in positions]
+    return [(x, y) for x, y in pairs if x not in data[y]][:_MOST_EFFECTS]
+
+
+def _as_one(scene: Scene, a: _Place, b: _Place) -> list[str]:
+    """What speaks against one region of the two and of what lies between them."""
+    members = _with_parts(scene, a.position) | _with_parts(scene, b.position)
+    between = scene.index.between(members)
+    members |= between
+    barred = [i for i in sorted(between) if i in scene.barred]
+    if barred:
+        at = barred[0]
+        return [f"'{scene.nodes[at].name}' between them may not be taken: {scene.barred[at]}."]
+    if members & scene.barred.keys():
+        return []
+    rule = _Together()
+    made = Planner(scene, Traffic()).plan(
+        Proposed(Candidate(rule.name, rule.kind, tuple(members)), rule, 0), members
+    )
+    if not isinstance(made, Refused):
+        return []
+    return [f"they cannot be one region{' with what lies between' if between else ''}: {made.reason}."]
+
+
+class _Together(Rule):
+    """Stands for whatever rule would put two operations together."""
+
+    name = kind = "together"
+    nests = True
+
+    def propose(self, scene: Scene) -> Iterable[Proposal]:
+        """Nothing: it is only asked about."""
+        return ()
 
 
 def _with_parts(scene: Scene, position: int) -> set[int]:
@@ -189,7 +281,7 @@ def _recorded(declined: Sequence[Any], a: _Place, b: _Place) -> list[str]:
     names = [{p.name, *(name for name, _ in p.regions)} for p in (a, b)]
     both: list[str] = []
     one: list[str] = []
-    for entry in declined:
+    for entry in sorted(declined, key=lambda e: e.folded):
         hits = [bool(mine & {*entry.nodes, entry.place}) for mine in names]
         if not any(hits):
             continue
@@ -204,11 +296,18 @@ def _recorded(declined: Sequence[Any], a: _Place, b: _Place) -> list[str]:
     return [*found[:_MOST_RECORDED], *([f"... and {left} more refusals."] if left > 0 else [])]
 
 
-def _by_rules(scene: Scene, rules: RuleSet, a: _Place, b: _Place) -> list[str]:
+def _by_rules(scene: Scene, told: Recorded, a: _Place, b: _Place) -> list[str]:
+    """What the rules say, of operations inside regions as if all regions were open."""
+    at = (a.position, b.position)
+    if told.rules and (a.regions or b.regions) and a.call is None and b.call is None:
+        opened = _scene(inline(scene.gm), told)
+        names = opened.index.names
+        if a.name in names and b.name in names:
+            scene, at = opened, (names[a.name], names[b.name])
     found: list[str] = []
-    for rule in rules:
+    for rule in told.rules:
         try:
-            said = list(rule.why_not(scene, a.position, b.position))
+            said = list(rule.why_not(scene, *at))
         except Exception as error:
             said = [f"it could not say: {type(error).__name__}: {error}"]
         found += [f"rule '{rule.name}': {reason.rstrip('.')}." for reason in said]

@@ -20,7 +20,7 @@ from dovetail.fusion.arguments import (
 )
 from dovetail.fusion.choose import choose
 from dovetail.fusion.cost import CostModel
-from dovetail.fusion.entries import accepted_entry, declined_entry, near_miss, quoted, said
+from dovetail.fusion.entries import accepted_entry, declined_entry, folded, near_miss, quoted, said
 from dovetail.fusion.ledger import Declined, Writer, ledger_of, write_ledger
 from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
 from dovetail.fusion.proposals import Failure, Proposals, collect
@@ -119,7 +119,7 @@ class _Fusing:
         self._require_must()
         if self.gm is start:
             self.gm = copy.copy(start) if isinstance(start, Program) else as_program(start)
-        write_ledger(self.gm, self.writer.ledger(self.rules, self.word.barred))
+        write_ledger(self.gm, self.writer.ledger(self.rules, self.options.limits, self.word.barred))
         return self.gm
 
     def _round(self) -> tuple[Plan, ...]:
@@ -187,14 +187,15 @@ class _Fusing:
         writer.accept(accepted_entry(scene, plan, name) for plan, name in regions.items())
         for failure in found.failures:
             writer.fail(failure)
-        entries = [near_miss(scene, refusal) for refusal in found.refusals]
+        kinds = {rule.name: rule.kind for rule in self.rules}
+        entries = folded([near_miss(scene, refusal) for refusal in found.refusals], kinds, writer.accepted)
         self.unkept.clear()
         for one in refused:
             entry = declined_entry(scene, one, regions)
             entries.append(entry)
             if self._is_unkept(scene, one):
                 self.unkept.setdefault(one.proposed.candidate.kind, []).append(entry)
-        for entry in entries:
+        for entry in sorted(entries, key=lambda e: e.folded):
             writer.decline(entry)
         if self.word.must:
             self.concerns.extend(entries)

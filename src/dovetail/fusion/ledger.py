@@ -10,10 +10,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import DovetailError, InvalidArgument
-from dovetail.fusion.explaining import Reasons, why_not
+from dovetail.fusion.explaining import Reasons, Recorded, why_not
 from dovetail.fusion.proposals import Failure
 from dovetail.fusion.tables import generic, table
-from dovetail.graph.keys import LEDGER
+from dovetail.graph.keys import LEDGER, LOWERING
+from dovetail.graph.module import without_collector
+from dovetail.rules.limits import UNLIMITED, Limits
 from dovetail.rules.rule import RuleSet
 
 # How much is kept word for word; beyond that only sums grow.
@@ -48,7 +50,11 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Declined:
-    """Operations that were not made a region and why; a near-miss of a pattern says how far it got."""
+    """Operations that were not made a region and why; a near-miss of a pattern says how far it got.
+
+    One that is `folded` says nothing new: it is part of a region that was made, or a lesser near-miss of a kind that
+    came nearer at the same place.
+    """
 
     rule: str
     nodes: tuple[str, ...]
@@ -58,6 +64,7 @@ class Declined:
     wanted: int = 0
     round: int = 1
     size: int = 0
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,13 +88,30 @@ class Tally:
     count: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class Lowered:
+    """What a backend did with the body of a region: `outcome` is "compiled", "disk", or where it failed, and why.
+
+    `calls` says how many regions of the graph have this body.
+    """
+
+    region: str
+    backend: str
+    outcome: str
+    calls: int = 1
+    seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Ledger:
     """What fusing has done to a graph: a history that passes, copies and pickles keep.
 
     `accepted`, `declined` and `errors` have the entries in order, up to a bound; `saved` and `refused` are sums
-    over all of them, also of those that are not kept. `rounds` counts the rounds that changed something. A region
-    that was inlined again stays in the history. `never` has the operations that the user kept out, and why.
+    over all of them, also of those that are not kept; refusals that say nothing new are only counted, in `folded`.
+    `rounds` counts the rounds that changed something. A region that was inlined again stays in the history. `never`
+    has the operations that the user kept out, and why; `limits` are those of the last fusing. `lowered` is what
+    backends did since the graph was last lowered, calls that needed other code included.
     """
 
     accepted: tuple[Accepted, ...] = ()
@@ -95,11 +119,14 @@ class Ledger:
     errors: tuple[Failure, ...] = ()
     saved: tuple[Saved, ...] = ()
     refused: tuple[Tally, ...] = ()
+    folded: int = 0
     rounds: int = 0
-    never: Mapping[str, str] = field(default_factory=dict[str, str])
-    _rules: RuleSet | None = field(default=None, repr=False)
-    _graph: GraphModule | None = field(default=None, repr=False)
-    _told: frozenset[int] = field(default=frozenset(), repr=False)
+    limits: Limits = UNLIMITED
+    never: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    lowered: tuple[Lowered, ...] = ()
+    _rules: RuleSet | None = field(default=None, repr=False, compare=False)
+    _graph: GraphModule | None = field(default=None, repr=False, compare=False)
+    _told: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def bytes_saved(self) -> int:
@@ -121,7 +148,9 @@ class Ledger:
             raise InvalidArgument(
                 "this ledger is not that of a graph at hand; ask `explain(gm)` for one that is."
             )
-        return why_not(self._graph, first, second, self.declined, self.never, self._rules or RuleSet())
+        told = Recorded(self.declined, self.never, self.limits, self._rules or RuleSet())
+        with without_collector():
+            return why_not(self._graph, first, second, told)
 
     def to_json(self) -> str:
         """The ledger as JSON text; `from_json` reads it back."""
@@ -140,18 +169,16 @@ class Ledger:
                 errors=tuple(_read(Failure, row) for row in data["errors"]),
                 saved=tuple(_read(Saved, row) for row in data["saved"]),
                 refused=tuple(_read(Tally, row) for row in data["refused"]),
+                folded=int(data["folded"]),
                 rounds=int(data["rounds"]),
+                limits=Limits(**data["limits"]),
                 never=dict(data["never"]),
+                lowered=tuple(_read(Lowered, row) for row in data.get("lowered", ())),
             )
         except DovetailError:
             raise
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidArgument(f"not the text of a ledger: {type(error).__name__}: {error}.") from error
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and all(getattr(self, f) == getattr(other, f) for f in _FIELDS)
-
-    __hash__ = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 
     def __str__(self) -> str:
         return table(self)
@@ -168,12 +195,25 @@ class Ledger:
         return (Ledger.from_json, (self.to_json(),))
 
 
-_FIELDS = ("accepted", "declined", "errors", "saved", "refused", "rounds", "never")
+_FIELDS = (
+    "accepted",
+    "declined",
+    "errors",
+    "saved",
+    "refused",
+    "folded",
+    "rounds",
+    "limits",
+    "never",
+    "lowered",
+)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [asdict(row) for row in value]
+    if isinstance(value, Limits):
+        return asdict(value)
     return dict(value) if isinstance(value, Mapping) else value
 
 
@@ -182,10 +222,21 @@ def _read(cls: type[Any], row: Mapping[str, Any]) -> Any:
 
 
 def explain(gm: GraphModule) -> Ledger:
-    """What was fused in a graph, what was not, and why; empty if it was never fused."""
+    """What was fused in a graph, what was not, and why, and what backends made of it; empty if nothing was done."""
     if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
-    return replace(ledger_of(gm), _graph=gm)
+    return replace(ledger_of(gm), lowered=_lowered(gm), _graph=gm)
+
+
+def _lowered(gm: GraphModule) -> tuple[Lowered, ...]:
+    told = gm.meta.get(LOWERING)
+    if told is None:
+        return ()
+    calls = told.calls(gm)
+    return tuple(
+        Lowered(e.region, e.backend, e.outcome, calls.get(e.key, 1), round(e.seconds, 3), e.reason)
+        for e in told.events
+    )
 
 
 def ledger_of(gm: GraphModule) -> Ledger:
@@ -211,6 +262,7 @@ class Writer:
         self.accepted = list(ledger.accepted)
         self.declined = list(ledger.declined)
         self.errors = list(ledger.errors)
+        self.folded = ledger.folded
         self.rounds = ledger.rounds
         self._saved = {(s.rule, s.kind): s for s in ledger.saved}
         self._refused = {(s.rule, s.reason): s.count for s in ledger.refused}
@@ -240,9 +292,12 @@ class Writer:
         if hash((entry.rule, entry.nodes, entry.reason)) in self._known:
             return
         key = self._count(entry)
-        if len(self._refused) >= _MOST_SUMS and key not in self._refused:
-            key = (entry.rule, _OTHER)
-        self._refused[key] = self._refused.get(key, 0) + 1
+        if entry.folded:
+            self.folded += 1
+        else:
+            if len(self._refused) >= _MOST_SUMS and key not in self._refused:
+                key = (entry.rule, _OTHER)
+            self._refused[key] = self._refused.get(key, 0) + 1
         if len(self.declined) < MOST and self._alike[entry.rule, generic(entry.reason)] <= _MOST_ALIKE:
             self.declined.append(replace(entry, reason=entry.reason[:_MOST_LETTERS]))
 
@@ -260,7 +315,7 @@ class Writer:
             kept = failure.traceback[-8 * _MOST_LETTERS :]
             self.errors.append(replace(failure, error=failure.error[:_MOST_LETTERS], traceback=kept))
 
-    def ledger(self, rules: RuleSet, never: Mapping[str, str]) -> Ledger:
+    def ledger(self, rules: RuleSet, limits: Limits, never: Mapping[str, str]) -> Ledger:
         """The ledger with everything that was added."""
         before = self._before
         kept = dict(list({**before.never, **never}.items())[:MOST])
@@ -271,8 +326,10 @@ class Writer:
             tuple(self.errors),
             tuple(self._saved.values()),
             tuple(Tally(*key, count) for key, count in self._refused.items()),
+            self.folded,
             self.rounds,
+            limits,
             kept,
-            RuleSet(*known.values()),
+            _rules=RuleSet(*known.values()),
             _told=frozenset(self._known),
         )

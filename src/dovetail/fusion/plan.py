@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dovetail.errors import RegionError
@@ -226,14 +226,22 @@ class Planner:
             identity = make_identity(candidate.kind, candidate.version, candidate.attrs)
             if plain:
                 self._identities[candidate.kind, candidate.version] = identity
-        request = self._requests.get((candidate.rule, candidate.kind))
-        if request is None:
-            request = Request((), candidate.kind, rule=candidate.rule, round=self.scene.round)
-            self._requests[candidate.rule, candidate.kind] = request
+        request = self._request(candidate)
         escapes = candidate.escapes
         policies = dict(escapes) if isinstance(escapes, Mapping) else {}
         default = escapes if isinstance(escapes, str) else "auto"
         return Draft(identity, candidate.kind, request, set(inside), policies, default)
+
+    def _request(self, candidate: Candidate) -> Request:
+        request = self._requests.get((candidate.rule, candidate.kind))
+        if request is None:
+            request = Request((), candidate.kind, rule=candidate.rule, round=self.scene.round)
+            self._requests[candidate.rule, candidate.kind] = request
+        if candidate.arguments is None and not candidate.results:
+            return request
+        nodes = self.scene.nodes
+        named = {name: nodes[i] for name, i in (candidate.arguments or {}).items()}
+        return replace(request, arguments=named, results=tuple(nodes[i] for i in candidate.results))
 
     def _used(self, members: Collection[int]) -> set[int]:
         """The members without constants that none of them reads: a region would only hand them through."""

@@ -73,7 +73,7 @@ def _blame(rule: Rule, error: Exception) -> RuleError:
 
 def _priority(rule: Rule, candidate: Candidate, priorities: Mapping[str, int] | None) -> int:
     """A candidate's priority: its own or else its rule's, shifted to what the user gave for the rule or the kind."""
-    own = candidate.priority if candidate.priority else rule.priority
+    own = rule.priority if candidate.priority is None else candidate.priority
     for key in (rule.name, candidate.kind):
         if priorities is not None and key in priorities:
             return priorities[key] + own - rule.priority
@@ -143,5 +143,6 @@ def _require_candidate(
     for policy in policies:
         if policy not in POLICIES:
             raise RuleError(rule.name, f"escapes {policy!r} is none of {', '.join(POLICIES)}")
-    if not isinstance(candidate.priority, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RuleError(rule.name, f"priority {candidate.priority!r} is not an int")
+    priority: Any = candidate.priority
+    if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool)):
+        raise RuleError(rule.name, f"priority {priority!r} is neither None nor an int")

@@ -26,7 +26,11 @@ class Told(Protocol):
     @property
     def refused(self) -> Sequence[Any]: ...
     @property
+    def folded(self) -> int: ...
+    @property
     def rounds(self) -> int: ...
+    @property
+    def lowered(self) -> Sequence[Any]: ...
 
 
 _QUOTED = re.compile(r"'[^']*'")
@@ -43,13 +47,38 @@ def generic(reason: str) -> str:
 
 def table(told: Told) -> str:
     """What was accepted by kind, then what was declined by rule and reason with places, then what failed."""
-    if not (told.saved or told.refused or told.errors):
+    if not (told.saved or told.refused or told.folded or told.errors or told.lowered):
         return "nothing was fused, and nothing was declined"
     lines = _accepted(told)
     lines += _declined(told)
     for failure in told.errors:
         lines.append(f"rule '{failure.rule}' failed in round {failure.round}: {_cut(failure.error, _WIDTH)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_lowered(told)])
+
+
+def _lowered(told: Told) -> list[str]:
+    """Backends with the bodies they made code for and the calls of those, then what was not to be used."""
+    made: dict[str, list[Any]] = {}
+    wrong: dict[tuple[str, str, str], list[Any]] = {}
+    for entry in told.lowered:
+        if entry.outcome in ("compiled", "disk"):
+            made.setdefault(entry.backend, []).append(entry)
+        else:
+            wrong.setdefault((entry.backend, entry.outcome, generic(entry.reason)), []).append(entry)
+    lines: list[str] = []
+    for backend, entries in made.items():
+        calls = sum({e.region: e.calls for e in entries}.values())
+        read = sum(e.outcome == "disk" for e in entries)
+        kept = f", {read} from disk" if read else ""
+        seconds = sum(e.seconds for e in entries)
+        bodies = _counted(len(entries), "piece")
+        lines.append(f"{backend}: {bodies} of code for {_counted(calls, 'region')} in {seconds:.1f} s{kept}")
+    for (backend, outcome, _), alike in list(wrong.items())[:_MOST_REASONS]:
+        first = alike[0]
+        more = f" and {_counted(len(alike) - 1, 'other')}" if len(alike) > 1 else ""
+        where = f"'{first.region}'{more}, " if first.region else ""
+        lines.append(f"  not {backend}: {where}{outcome}: {_cut(first.reason, _WIDTH)}")
+    return lines
 
 
 def _accepted(told: Told) -> list[str]:
@@ -77,32 +106,44 @@ def _accepted(told: Told) -> list[str]:
 
 
 def _declined(told: Told) -> list[str]:
-    if not told.refused:
+    total = sum(r.count for r in told.refused) + told.folded
+    if not total:
         return []
-    total = sum(r.count for r in told.refused)
+    places = _places(told.declined)
     lines = [f"{_counted(total, 'time')} declined"]
-    ranked = sorted(told.refused, key=lambda r: (-r.count, r.rule, r.reason))
+    # What a pattern almost matched comes first: that is what one wants to mend.
+    near = {key: max(d.matched for d in alike) for key, alike in places.items()}
+    ranked = sorted(
+        told.refused, key=lambda r: (-near.get((r.rule, r.reason), 0), -r.count, r.rule, r.reason)
+    )
     for row in ranked[:_MOST_REASONS]:
         lines.append(f"  {row.count:>5}  {row.rule}: {_cut(row.reason, _WIDTH)}")
-        lines += [f"         {place}" for place in _places(told.declined, row)]
+        alike = places.get((row.rule, row.reason), [])
+        lines += [f"         {_place(entry, row.reason)}" for entry in alike[:_MOST_PLACES]]
     if len(ranked) > _MOST_REASONS:
         rest = sum(r.count for r in ranked[_MOST_REASONS:])
         lines.append(f"  {rest:>5}  for {_counted(len(ranked) - _MOST_REASONS, 'other reason')}")
+    if told.folded:
+        what = "part of regions that were made, or less near than another near-miss at the same place"
+        lines.append(f"  {told.folded:>5}  {what}")
     return lines
 
 
-def _places(declined: Sequence[Any], row: Any) -> list[str]:
-    alike = [d for d in declined if d.rule == row.rule and generic(d.reason) == row.reason]
-    # The nearest misses first: those are what one wants to mend.
-    alike.sort(key=lambda d: (-d.matched, d.round))
-    lines: list[str] = []
-    for entry in alike[:_MOST_PLACES]:
-        nodes = ", ".join(entry.nodes[:4]) + (", ..." if entry.size > 4 else "")
-        near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
-        words = f": {_cut(entry.reason, _WIDTH)}" if entry.reason != row.reason else ""
-        at = f" at {entry.place}" if entry.place and entry.place not in entry.nodes[:1] else ""
-        lines.append(f"{nodes or '-'}{at}{near}{words}")
-    return lines
+def _places(declined: Sequence[Any]) -> dict[tuple[str, str], list[Any]]:
+    """Entries by rule and reason, the nearest misses first."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for entry in sorted(declined, key=lambda d: (-d.matched, d.round)):
+        if not entry.folded:
+            found.setdefault((entry.rule, generic(entry.reason)), []).append(entry)
+    return found
+
+
+def _place(entry: Any, reason: str) -> str:
+    nodes = ", ".join(entry.nodes[:4]) + (", ..." if entry.size > 4 else "")
+    near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
+    words = f": {_cut(entry.reason, _WIDTH)}" if entry.reason != reason else ""
+    at = f" at {entry.place}" if entry.place and entry.place not in entry.nodes[:1] else ""
+    return f"{nodes or '-'}{at}{near}{words}"
 
 
 def amount(count: int) -> str:

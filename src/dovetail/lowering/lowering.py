@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from dovetail.lowering.faults import Fault
 from dovetail.lowering.flattening import Flattener
 from dovetail.lowering.site import Site
 from dovetail.lowering.unit import Unit, unit_of
+from dovetail.lowering.verify import uncovered
 from dovetail.lowering.workshop import Settings, workshop_of
 from dovetail.outlining.region import Region, regions
 
@@ -59,6 +61,12 @@ class Lowering:
         made._dispatchers = dict(self._dispatchers)
         return made
 
+    def restricted(self, names: Iterable[str]) -> Lowering:
+        """A lowering of some of the regions alone, by the code that is there already."""
+        made = Lowering({name: self.assigned[name] for name in names}, self.settings)
+        made._dispatchers = dict(self._dispatchers)
+        return made
+
     def __reduce__(self) -> tuple[Any, ...]:
         assigned = {name: tuple(_portable(b) for b in chain) for name, chain in self.assigned.items()}
         return _restored, (assigned, self.settings)
@@ -83,7 +91,9 @@ class Lowering:
     def tell(self, unit: Unit, what: Artefact | Fault) -> None:
         """Write down what happened to a body."""
         if isinstance(what, Artefact):
-            event = Event(unit.region.name, unit.key, what.backend.name, what.source, what.seconds)
+            unseen = uncovered(unit, unit.values) if self.settings.verify else None
+            reason = "" if unseen is None else f"not verified in full: {unseen}"
+            event = Event(unit.region.name, unit.key, what.backend.name, what.source, what.seconds, reason)
         else:
             event = Event(what.region, unit.key, what.backend, what.stage, 0.0, what.reason, what.trace)
         if len(self.events) < _MOST_EVENTS:
@@ -93,6 +103,10 @@ class Lowering:
         """Write down something that is about no body."""
         if len(self.events) < _MOST_EVENTS:
             self.events.append(Event(region, "", backend, outcome, 0.0, reason))
+
+    def calls(self, program: GraphModule) -> dict[str, int]:
+        """How many regions of a graph have each body, by the key of the unit it is."""
+        return Counter(unit_of(region).key for region in regions(program, nested=True))
 
     def execution_graph(self, program: GraphModule) -> Graph:
         """The program's operations in one flat graph, calls of compiled code in place of lowered regions."""

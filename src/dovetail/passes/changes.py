@@ -13,6 +13,7 @@ from dovetail.graph.effects import declared_in
 from dovetail.graph.keys import REGION
 from dovetail.graph.module import attribute
 from dovetail.graph.normalform import same_number
+from dovetail.graph.storages import storage_key
 from dovetail.outlining.record import call_of
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -162,11 +163,17 @@ def _facts(gm: GraphModule) -> Iterator[tuple[Any, ...]]:
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                yield (node, node.name, node.op, node.target, node.args, node.kwargs, *node.meta.values())
+                filed = node.meta.values()
+                # What is filed is told by identity, and where more can be filed in it, by how much that is.
+                sizes = [len(cast("Any", v)) for v in filed if isinstance(v, (list, dict))]
+                yield (node, node.name, node.op, node.target, node.args, node.kwargs, *filed, *sizes)
+            yield ("its signature", module.graph._codegen)
             yield ("its meta", *module.meta.values())
+        yield ("its mode", module.training)
         yield ("a sub-module", *module._modules.values())
         plain = [v for v in module.__dict__.values() if isinstance(v, torch.Tensor)]
         for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
             if tensor is not None:
-                # The version is raised by every write in place.
-                yield ("its state", tensor, 0 if tensor.is_inference() else tensor._version)
+                # The version is raised by every write in place, but not by putting other memory behind a tensor.
+                version = 0 if tensor.is_inference() else tensor._version
+                yield ("its state", tensor, version, storage_key(tensor))

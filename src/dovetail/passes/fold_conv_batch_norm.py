@@ -33,6 +33,13 @@ _CONVOLUTIONS = frozenset(
         _aten.convolution.default,
     }
 )
+_TRANSPOSED = frozenset(
+    {
+        _aten.conv_transpose1d.default,
+        _aten.conv_transpose2d.input,
+        _aten.conv_transpose3d.input,
+    }
+)
 _WHOLE_NORMS = frozenset({_aten.batch_norm.default})
 _EVAL_NORMS = frozenset({_aten._native_batch_norm_legit_no_training.default})
 _FLAGGED_NORMS = frozenset({_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default})
@@ -98,7 +105,7 @@ def _find(index: Index) -> Iterator[_Pair | Finding]:
         if node.op != "call_function" or node.target not in _NORMS:
             continue
         convolution = by_name(node).get("input")
-        if not isinstance(convolution, Node) or convolution.target not in _CONVOLUTIONS:
+        if not isinstance(convolution, Node) or convolution.target not in _CONVOLUTIONS | _TRANSPOSED:
             continue
         reason = _why_not(index, convolution, node)
         if reason:
@@ -110,11 +117,15 @@ def _find(index: Index) -> Iterator[_Pair | Finding]:
 
 def _why_not(index: Index, convolution: Node, norm: Node) -> str:
     given = normalised(norm, by_name(norm))
+    if given.get("running_mean") is None or given.get("running_var") is None:
+        return "the norm keeps no running statistics: it normalises by those of the batch"
     if norm.target in _TRAIN_NORMS or given.get("training"):
         return "it normalises by the statistics of the batch; capture the model in eval mode"
     if len(convolution.users) > 1:
         others = sorted(user.name for user in convolution.users if user is not norm)
         return f"the convolution's result is also used by '{others[0]}'"
+    if convolution.target in _TRANSPOSED or by_name(convolution).get("transposed"):
+        return "it is a transposed convolution"
     parts = list(norm.users)
     if norm.target not in _WHOLE_NORMS and not (
         len(parts) == 1 and parts[0].target is operator.getitem and parts[0].args[1] == 0
@@ -128,8 +139,6 @@ def _why_not(index: Index, convolution: Node, norm: Node) -> str:
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return "the shapes are not known: give the graph values with `capture`"
     arguments = normalised(convolution, by_name(convolution))
-    if arguments.get("transposed"):
-        return "it is a transposed convolution"
     if before.dim() != cast("Tensor", _held(index.gm, arguments["weight"])).dim():
         return "the convolution has no batch dimension"
     if not same_geometry(before, after):
@@ -141,8 +150,6 @@ def _why_not_state(index: Index, convolution: Node, norm: Node) -> str:
     """Why the numbers to fold cannot be taken from the graph, empty if they can."""
     weights = {k: by_name(convolution).get(k) for k in ("weight", "bias")}
     statistics = {k: by_name(norm).get(k) for k in ("weight", "bias", "running_mean", "running_var")}
-    if statistics["running_mean"] is None or statistics["running_var"] is None:
-        return "the norm has no running statistics"
     for node in (*weights.values(), *statistics.values()):
         if node is None:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from dovetail.passes.record import Run, Step
 
 # A set of passes that is still not done then will hardly ever be.
 _ENDLESS = 100
+# What `dump` calls its files.
+_DUMPED = re.compile(r"\d{3,}_[\w-]+\.txt")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Composite(Pass):
         """Run it and record each pass: time, nodes and regions before and after, and whether it changed anything.
 
         With `check` the graph is checked first and after every pass. With `dump` the text of each step is written to
-        a folder, numbered. With `explain` each pass also tells what it left alone and why.
+        a folder, numbered, in place of what an earlier run wrote there. With `explain` each pass also tells what it left alone and why.
         """
         return trace(self, gm, check=check, dump=dump, explain=explain)
 
@@ -194,7 +197,7 @@ def trace(
 ) -> Run:
     """Run a pipeline and record each pass; the watcher is shown every step with the graph before and after it."""
     require_graph(gm)
-    runner = _Runner(check, None if dump is None else Path(dump), explain, watcher or Watcher())
+    runner = _Runner(check, _as_folder(dump), explain, watcher or Watcher())
     runner.begin(gm)
     graph = pipeline.walk(gm, runner, Place())
     return Run(graph, tuple(runner.steps))
@@ -211,7 +214,6 @@ class _Runner:
         if self.check:
             check_graph(gm)
         if self.dump is not None:
-            self.dump.mkdir(parents=True, exist_ok=True)
             self._write("input", gm)
 
     def __call__(self, step: Pass, gm: GraphModule, place: Place) -> GraphModule:
@@ -244,6 +246,23 @@ class _Runner:
     def _write(self, name: str, gm: GraphModule) -> None:
         plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
         (cast("Path", self.dump) / f"{len(self.steps):03}_{plain}.txt").write_text(text(gm))
+
+
+def _as_folder(dump: object) -> Path | None:
+    """The folder to write to, made if need be; what an earlier run has left there is taken away."""
+    if dump is None:
+        return None
+    if not isinstance(dump, (str, Path)):
+        raise InvalidArgument(f"dump is a {type(dump).__name__}; give the path of a folder.")
+    folder = Path(dump)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            if _DUMPED.fullmatch(old.name) and old.is_file() and old.read_bytes().startswith(b"graph:"):
+                old.unlink()
+    except OSError as error:
+        raise InvalidArgument(f"dump: '{folder}' cannot be a folder to write to: {error}.") from error
+    return folder
 
 
 def _check_after(step: Pass, gm: GraphModule) -> None:

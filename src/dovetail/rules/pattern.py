@@ -110,12 +110,33 @@ class PatternRule(Rule):
                 return verdict
         return None
 
-    def attributes(self, match: Match) -> dict[str, Any]:
-        """The attributes of a match's region: the literals captured, and what `attrs` adds."""
-        extra = self.attrs(match) if callable(self.attrs) else self.attrs
-        attrs = {**match.literals, **(extra or {})}
-        make_identity(self.kind, self.version, attrs)
+    def attributes(self, match: Match) -> dict[str, Any] | Decline:
+        """The attributes of a match's region: the literals captured, and what `attrs` adds.
+
+        A literal that has no form there, an infinity say, is a reason to decline.
+        """
+        for name, value in match.literals.items():
+            try:
+                make_identity(self.kind, self.version, {name: value})
+            except InvalidArgument:
+                return Decline(f"the literal '{name}' is {value!r}, and attributes cannot hold that")
+        attrs = {**match.literals, **self._added(match)}
+        try:
+            make_identity(self.kind, self.version, attrs)
+        except InvalidArgument as error:
+            raise RuleError(self.name, str(error).removesuffix(".")) from error
         return attrs
+
+    def _added(self, match: Match) -> Mapping[str, Any]:
+        if not callable(self.attrs):
+            return self.attrs or {}
+        try:
+            added: Any = self.attrs(match)
+        except Exception as error:
+            raise RuleError(self.name, f"its attrs raised {type(error).__name__}: {error}") from error
+        if added is not None and not isinstance(added, Mapping):
+            raise RuleError(self.name, f"its attrs returned {added!r}; return a dict")
+        return cast("Mapping[str, Any]", added or {})
 
 
 @overload

@@ -36,7 +36,8 @@ class Candidate:
     """Operations that a rule would make one region of, as positions in the scene it was proposed for.
 
     A `divisible` one is as good in parts: where another candidate wins some of its operations, what is left of it
-    is weighed again. `escapes` is a policy, or one per position.
+    is weighed again. `escapes` is a policy, or one per position. `priority` is the rule's unless it is given here.
+    `arguments` and `results` are what a pattern calls the operands, and the order of its results.
     """
 
     rule: str
@@ -45,8 +46,10 @@ class Candidate:
     attrs: Mapping[str, Any] | None = None
     version: int = 1
     escapes: str | Mapping[int, str] = "auto"
-    priority: int = 0
+    priority: int | None = None
     divisible: bool = False
+    arguments: Mapping[str, int] | None = None
+    results: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ GELU: list[tuple[Step, str]] = [
     (nn.GELU(approximate="tanh"), "tanh"),
     (erf_gelu, "none"),
     (cdf_gelu, "none"),
+    (lambda x: x / 2 * (1 + torch.erf(x / math.sqrt(2.0))), "none"),
+    (lambda x: x * (1 + torch.erf(x / math.sqrt(2.0))) / 2, "none"),
     (nn.GELU(), "none"),
     (F.gelu, "none"),
     (quick_gelu, "sigmoid"),
@@ -162,6 +164,8 @@ SIGMOID: list[Step] = [
     lambda x: x.exp() / (1 + x.exp()),
     lambda x: 0.5 * (torch.tanh(0.5 * x) + 1),
     lambda x: (torch.tanh(x / 2) + 1) / 2,
+    lambda x: 0.5 * (1 + torch.tanh(x / 2)),
+    lambda x: torch.tanh(x / 2) * 0.5 + 0.5,
 ]
 
 
@@ -183,6 +187,8 @@ HARD: list[Step] = [
     lambda x: (x + 3).clamp(0, 6) / 6,
     lambda x: torch.clamp(x + 3.0, min=0.0, max=6.0) * (1 / 6),
     lambda x: F.hardtanh(x + 3, 0.0, 6.0) / 6.0,
+    lambda x: (x + 3).clamp(min=0).clamp(max=6) / 6,
+    lambda x: torch.relu(x + 3).clamp(max=6) / 6,
     lambda x: (x / 6 + 0.5).clamp(0, 1),
     lambda x: (0.1666667 * x + 0.5).clamp(0, 1),
     nn.Hardsigmoid(),

@@ -128,6 +128,7 @@ MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "added the other way round": (lambda x, m: m + x, "additive"),
     "filled": (lambda x, m: x.masked_fill(m, float("-inf")), "hide"),
     "chosen": (lambda x, m: torch.where(m, x, -1e9), "keep"),
+    "hidden first": (lambda x, m: torch.where(m, -1e9, x), "hide"),
     "chosen from a tensor": (lambda x, m: torch.where(m, x, torch.full([], -1e4)), "keep"),
     "chosen from a constant": (lambda x, m: torch.where(m, x, torch.tensor(-1e4)), "keep"),
 }

@@ -42,6 +42,8 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "mish": F.mish,
 }
 
 
@@ -64,6 +66,24 @@ def test_convolution_norm_and_activation(name: str) -> None:
 def test_convolution_and_activation(name: str) -> None:
     told = found(ACT, nn.Sequential(conv(bias=True), Calls(ACTIVATIONS[name])), X)
     assert (told["activation"], told["batch_norm"]) == (name, False)
+
+
+def test_a_leaky_relu_has_its_slope() -> None:
+    told = found(ACT, nn.Sequential(conv(), nn.LeakyReLU(0.2)), X)
+    assert (told["activation"], told["slope"]) == ("leaky_relu", 0.2)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_padding_by_a_word(padding: str) -> None:
+    norm = nn.Sequential(conv(padding=padding, dilation=2), nn.BatchNorm2d(6), nn.ReLU()).eval()
+    told = found(CONVOLUTION["conv2d_padded_bn_act"], norm, X)
+    assert (told["padding"], told["dilation"], told["activation"]) == (padding, [2, 2], "relu")
+    assert found(CONVOLUTION["conv2d_padded_act"], nn.Sequential(conv(padding=padding), nn.ReLU()), X)
+    assert not candidates(CONVOLUTION["conv2d_padded_act"], graph_of(nn.Sequential(conv(), nn.ReLU()), (X,)))
+
+
+def test_an_image_by_itself() -> None:
+    assert found(ACT, nn.Sequential(conv(groups=3), nn.ReLU()), X[0])["groups"] == 3
 
 
 def test_convolution_and_norm() -> None:

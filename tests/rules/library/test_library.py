@@ -17,7 +17,8 @@ from dovetail.rules import library
 from dovetail.rules.library import ALL
 from dovetail.rules.library.known import Known
 from dovetail.rules.pattern import PatternRule
-from dovetail.rules.rule import RuleSet
+from dovetail.rules.rule import Candidate, RuleSet
+from dovetail.rules.scene import Scene
 from tests.rules.library.helpers import candidates, graph_of, proposals
 
 PATTERNS = [rule for rule in ALL if isinstance(rule, PatternRule)]
@@ -122,6 +123,22 @@ def test_in_the_graphs_of_autograd() -> None:
     compiled: Any = aot_module(Block(), fw_compiler=keep, bw_compiler=keep)
     compiled(torch.randn(2, 6, 16)).sum().backward()
     assert counts(graphs[0]) == WANTED
+
+
+def test_a_near_miss_of_what_every_graph_has_is_not_told() -> None:
+    def normed(x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return y, F.silu(gate) * x
+
+    told = proposals(ALL, graph_of(normed, (torch.randn(2, 8), torch.randn(2, 8), torch.randn(8))))
+    assert {p.rule for p in told} == {"rms_norm", "swiglu_gate"}
+    assert all(isinstance(p, Candidate) for p in told)
+
+
+def test_what_was_looked_for_once_is_not_looked_for_again() -> None:
+    scene = Scene(graph_of(Block(), (torch.randn(2, 6, 16),)))
+    rule = library.NORMS["layer_norm"]
+    assert rule.propose(scene) is rule.propose(scene)
 
 
 def test_nothing_is_said_of_what_no_rule_knows() -> None:

@@ -31,7 +31,7 @@ Step = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, tuple[Step, ...]] = {
     "relu": (F.relu, torch.relu, nn.ReLU(), lambda x: x.relu(), lambda x: F.relu(x, inplace=True)),
-    "relu6": (F.relu6,),
+    "relu6": (F.relu6, lambda x: x.clamp(0, 6)),
     "squared_relu": (lambda x: F.relu(x).square(), lambda x: F.relu(x) ** 2),
     "silu": (F.silu, nn.SiLU(), lambda x: x * torch.sigmoid(x)),
     "tanh": (torch.tanh, nn.Tanh()),
@@ -121,6 +121,28 @@ def test_another_activation_is_not_taken_for_this_one() -> None:
     )
 
 
+STREAMS: dict[str, tuple[Step, str]] = {
+    "a product for each of a batch": (
+        lambda x: F.relu(x @ torch.ones(2, W, N)),
+        "3 dimensions: it is no weight",
+    ),
+    "a product of the stream with itself": (lambda x: F.relu(x @ x.mT), "3 dimensions: it is no weight"),
+    "a stream that is added": (lambda x: F.relu(x @ MATRIX + R), "3 dimensions: it is no bias"),
+    "a matrix that is added": (
+        lambda x: F.relu(torch.addmm(R.view(-1, N), x.view(-1, W), MATRIX)),
+        "2 dimensions: it is no bias",
+    ),
+}
+
+
+def test_streams_are_neither_weights_nor_biases() -> None:
+    told = refused_each(LINEAR["linear_relu"], [spelled for spelled, _ in STREAMS.values()], X)
+    for name, reasons in zip(STREAMS, told, strict=True):
+        assert STREAMS[name][1] in reasons, name
+    assert "it is no weight" in why(linear_residual, lambda x, r: x @ torch.ones(2, W, N) + r, X, R)
+    assert "it is no weight" in why(swiglu, lambda x: F.silu(x @ x.mT) * (x @ x.mT), X)
+
+
 def test_linear_and_a_residual() -> None:
     spelled: list[Callable[..., Tensor]] = [
         lambda x, r: r + LAYER(x),
@@ -186,7 +208,13 @@ def packed_slices(x: Tensor) -> Tensor:
     return both[..., : N // 2] * F.silu(both[..., N // 2 :])
 
 
+def packed_sizes(x: Tensor) -> Tensor:
+    gate, up = F.linear(x, MATRIX.mT).split([N // 2, N // 2], dim=-1)
+    return F.silu(gate) * up
+
+
 def test_packed_gates() -> None:
+    assert found(swiglu_packed, packed_sizes, X, leaving=["transpose"]) == {"projections": "packed"}
     assert found(swiglu_packed, packed_chunks, X, leaving=["transpose"]) == {"projections": "packed"}
     assert found(swiglu_packed, packed_slices, X) == {"projections": "packed"}
 

@@ -55,6 +55,38 @@ BY_HAND: list[Loss] = [
 ]
 
 
+def picked(x: Tensor, y: Tensor) -> Tensor:
+    return F.log_softmax(x, -1).gather(1, y[:, None])
+
+
+REDUCED: list[tuple[Loss, str]] = [
+    (lambda x, y: -picked(x, y).mean(), "mean"),
+    (lambda x, y: -picked(x, y).squeeze(1).sum(), "sum"),
+    (lambda x, y: -picked(x, y).sum(), "sum"),
+    (lambda x, y: -picked(x, y).squeeze(1), "none"),
+    (lambda x, y: torch.logsumexp(x, -1) - x.gather(1, y[:, None]).squeeze(1), "none"),
+]
+
+
+def test_by_hand_with_other_reductions() -> None:
+    told = found_each(cross_entropy_by_hand, [spelled for spelled, _ in REDUCED], LOGITS, TARGET)
+    assert [attrs["reduction"] for attrs in told] == [reduction for _, reduction in REDUCED]
+
+
+def test_by_hand_of_sequences() -> None:
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return -F.log_softmax(x, dim=-1).gather(-1, y.unsqueeze(-1)).squeeze(-1).mean()
+
+    assert found(cross_entropy_by_hand, loss, torch.randn(2, 3, C), torch.randint(0, C, (2, 3)))
+
+
+def test_several_classes_for_each_row_are_no_target() -> None:
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return -F.log_softmax(x, -1).gather(1, y).mean()
+
+    refused_each(cross_entropy_by_hand, [loss], LOGITS, torch.randint(0, C, (N, 2)))
+
+
 def test_by_hand() -> None:
     told = found_each(cross_entropy_by_hand, BY_HAND, LOGITS, TARGET)
     assert {attrs["reduction"] for attrs in told} == {"mean"}
@@ -83,29 +115,36 @@ def test_a_loss_without_its_sign() -> None:
     refused_each(cross_entropy_by_hand, [unsigned], LOGITS, TARGET)
 
 
-LOW, HIGH, STD = -2.0, 2.0, 0.02
+MEAN, STD, LOW, HIGH = 0.5, 1.5, -2.0, 2.0
+
+
+def end(bound: float, mean: float = 0.0) -> float:
+    return math.erf((bound - mean) / (STD * math.sqrt(2.0)))
 
 
 def drawn_in_place(x: Tensor) -> Tensor:
     t = torch.empty(x.shape)
-    t.uniform_(-0.95, 0.95)
+    t.uniform_(end(LOW, MEAN), end(HIGH, MEAN))
     t.erfinv_()
     t.mul_(STD * math.sqrt(2.0))
-    t.add_(0.5)
+    t.add_(MEAN)
     t.clamp_(min=LOW, max=HIGH)
     return t
 
 
-def drawn(x: Tensor) -> Tensor:
-    uniform = torch.empty_like(x).uniform_(-0.95, 0.95)
-    return torch.clamp(torch.erfinv(uniform) * (STD * math.sqrt(2.0)), LOW, HIGH)
+def between(start: float, stop: float, low: float | None, high: float | None) -> Callable[[Tensor], Tensor]:
+    def drawn(x: Tensor) -> Tensor:
+        uniform = torch.empty_like(x).uniform_(start, stop)
+        return torch.clamp(torch.erfinv(uniform) * (STD * math.sqrt(2.0)), low, high)
+
+    return drawn
 
 
-@pytest.mark.parametrize(("spelled", "mean"), [(drawn_in_place, 0.5), (drawn, 0.0)])
-def test_truncated_normal(spelled: Callable[[Tensor], Tensor], mean: float) -> None:
-    empty = "empty" if spelled is drawn_in_place else "empty_like"
-    attrs = found(trunc_normal, spelled, torch.randn(4, 5), leaving=[empty])
-    assert attrs == {"mean": mean, "std": pytest.approx(STD), "low": LOW, "high": HIGH}
+def test_truncated_normal() -> None:
+    said = {"mean": MEAN, "std": pytest.approx(STD), "low": LOW, "high": HIGH}
+    assert found(trunc_normal, drawn_in_place, torch.randn(4, 5), leaving=["empty"]) == said
+    drawn = between(end(LOW), end(HIGH), LOW, HIGH)
+    assert found(trunc_normal, drawn, torch.randn(4, 5), leaving=["empty_like"]) == {**said, "mean": 0.0}
 
 
 def test_what_is_no_truncated_normal() -> None:
@@ -113,8 +152,12 @@ def test_what_is_no_truncated_normal() -> None:
         return torch.clamp(torch.erfinv(x) * 0.1, LOW, HIGH)
 
     assert not candidates(trunc_normal, graph_of(given, (torch.rand(4),)))
-
-    def backwards(x: Tensor) -> Tensor:
-        return torch.clamp(torch.erfinv(torch.empty_like(x).uniform_(-0.5, 0.5)) * 0.1, 2.0, -2.0)
-
-    assert "its bounds are not in order" in why(trunc_normal, backwards, torch.randn(4))
+    refused = {
+        "its bounds are not in order": between(end(LOW), end(HIGH), HIGH, LOW),
+        "it is not cut off at both ends": between(end(LOW), end(HIGH), LOW, None),
+        "is moved to the bound or never reached": between(end(LOW), end(HIGH), LOW / 2, HIGH / 2),
+        "never reached": between(end(LOW), end(HIGH), LOW, 2 * HIGH),
+    }
+    told = refused_each(trunc_normal, list(refused.values()), torch.randn(4))
+    for wanted, reasons in zip(refused, told, strict=True):
+        assert wanted in reasons

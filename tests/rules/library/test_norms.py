@@ -67,11 +67,19 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt(torch.mean(x * x, dim=-1, keepdim=True) + EPS) * weight
 
 
+def by_power(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.pow(x.pow(2).mean(-1, keepdim=True) + EPS, -0.5) * weight
+
+
+def by_reciprocal(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (1 / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS)) * weight
+
+
 def operator(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (W,), weight, EPS)
 
 
-RMS = [llama, meta, t5, olmo, gemma, plain, operator]
+RMS = [llama, meta, t5, olmo, gemma, plain, by_power, by_reciprocal, operator]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -168,6 +176,11 @@ def by_variance(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return (x - x.mean(dim=-1, keepdim=True)) * torch.rsqrt(spread + EPS) * weight + bias
 
 
+def by_correction(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    spread = torch.var(x, dim=-1, correction=0, keepdim=True)
+    return (x - x.mean(-1, keepdim=True)) / (spread + EPS).sqrt() * weight + bias
+
+
 def by_moments(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     mean = x.mean(-1, keepdim=True)
     spread = (x**2).mean(-1, keepdim=True) - mean**2
@@ -185,7 +198,7 @@ def layer_operator(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, (W,), weight, bias, EPS)
 
 
-LAYER = [bert, by_variance, by_moments, wide, layer_operator]
+LAYER = [bert, by_variance, by_correction, by_moments, wide, layer_operator]
 
 
 def test_layer_norm() -> None:
@@ -194,6 +207,10 @@ def test_layer_norm() -> None:
 
 def test_layer_norm_in_low_precision() -> None:
     found_each(layer_norm, [wide, layer_operator], X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16())
+
+
+def test_layer_norm_with_a_bias_alone() -> None:
+    assert found(layer_norm, lambda x, b: F.layer_norm(x, (W,), None, b, EPS), X, BIAS) == {"eps": EPS}
 
 
 def test_layer_norm_of_a_sum() -> None:
@@ -217,6 +234,12 @@ LAYER_REFUSED: dict[str, tuple[Norm, str]] = {
     "unbiased": (
         lambda x, w, b: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + EPS) * w + b,
         "True where the pattern has False",
+    ),
+    "unbiased by its correction": (
+        lambda x, w, b: (
+            (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, correction=1, keepdim=True) + EPS) * w + b
+        ),
+        "1 where the pattern has 0",
     ),
     "eps outside the root": (
         lambda x, w, b: (

@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.library.rotary import rotary, rotary_complex, rotary_pair, rotary_split
+from dovetail.rules.library.rotary import (
+    rotary,
+    rotary_cached,
+    rotary_complex,
+    rotary_pair,
+    rotary_split,
+)
 from tests.rules.library.helpers import (
     candidates,
     found,
@@ -40,6 +46,11 @@ def rotate_every_two(x: Tensor) -> Tensor:
     return torch.stack((-x2, x1), dim=-1).flatten(-2)
 
 
+def rotate_unbound(x: Tensor) -> Tensor:
+    x1, x2 = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((-x2, x1), dim=-1).flatten(-2)
+
+
 def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos) + (rotate_half(x) * sin)
 
@@ -49,6 +60,7 @@ def test_rotary() -> None:
         return lambda x, cos, sin: x * cos + turn(x) * sin
 
     turns = {rotate_half: "halves", rotate_chunks: "halves", rotate_every_two: "interleaved"}
+    turns[rotate_unbound] = "interleaved"
     told = found_each(rotary, [turning(turn) for turn in turns], Q, COS, SIN)
     assert [attrs["layout"] for attrs in told] == list(turns.values())
 
@@ -125,3 +137,31 @@ def test_cut_elsewhere() -> None:
 
 def test_half_of_another_value() -> None:
     refused_each(rotary, [lambda x, y, c, s: x * c + rotate_half(y) * s], Q, Q + 1, COS, SIN)
+
+
+def woven(sign: int) -> Callable[..., Tensor]:
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.float().reshape(B, H, S, D // 2, 2).unbind(-1)
+        first = a * cos - b * sin if sign > 0 else a * cos + b * sin
+        second = b * cos + a * sin if sign > 0 else b * cos - a * sin
+        return torch.stack((first, second), -1).flatten(3).to(x.dtype)
+
+    return turned
+
+
+def test_even_and_odd_places_apart() -> None:
+    angles = (COS[:, : D // 2], SIN[:, : D // 2])
+    assert found(rotary_split, woven(1), Q, *angles) == {"layout": "interleaved"}
+    assert not candidates(rotary_split, graph_of(woven(-1), (Q, *angles)))
+
+
+def test_angles_in_one_tensor() -> None:
+    def apply_cached(x: Tensor, cache: Tensor) -> Tensor:
+        y = x.float().reshape(*x.shape[:-1], -1, 2)
+        first = y[..., 0] * cache[..., 0] - y[..., 1] * cache[..., 1]
+        second = y[..., 1] * cache[..., 0] + y[..., 0] * cache[..., 1]
+        return torch.stack([first, second], -1).flatten(3).to(x.dtype)
+
+    cache = torch.randn(S, D // 2, 2)
+    assert found(rotary_cached, apply_cached, Q, cache) == {"layout": "interleaved"}
+    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {"layout": "interleaved"}

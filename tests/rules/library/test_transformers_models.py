@@ -11,7 +11,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.rules.library import ATTENTION
 from tests.rules.library.census import Census, census, outlined, parts_by_kind, same_results
+from tests.rules.library.helpers import candidates
 
 transformers = pytest.importorskip("transformers")
 
@@ -178,10 +180,13 @@ def test_the_loss_of_a_language_model() -> None:
 
 def test_with_a_length_that_is_not_known() -> None:
     model, _, _ = MODELS["llama"][0]("sdpa")
-    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=64)}, "use_cache": None}
+    # Which lengths it holds for is for torch.export to say, and differs between its versions.
+    shapes = {"input_ids": {1: torch.export.Dim.AUTO}, "use_cache": None}
     graph = dovetail.capture(
         model.eval().requires_grad_(False), (IDS,), {"use_cache": False}, dynamic_shapes=shapes
     )
+    (ids,) = [n for n in graph.graph.nodes if n.op == "placeholder" and n.name == "input_ids"]
+    assert isinstance(ids.meta["val"].shape[1], torch.SymInt)
     assert_all_found("llama", census(model, graph))
 
 
@@ -197,3 +202,25 @@ def test_decoding_with_a_cache() -> None:
         dynamic_shapes={"input_ids": None, "past_key_values": [grows, grows], "use_cache": None},
     )
     assert_all_found("llama", census(model, graph))
+
+
+BATCHED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bloom": ("BloomConfig", "BloomModel", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}),
+    "deberta": (
+        "DebertaV2Config",
+        "DebertaV2Model",
+        {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 16},
+    ),
+}
+
+
+# DeBERTa's module is scripted when it is imported.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", BATCHED)
+def test_attention_with_heads_among_the_batch(name: str) -> None:
+    config, model, settings = BATCHED[name]
+    made = _made(model, getattr(transformers, config)(**settings), "eager").eval().requires_grad_(False)
+    graph = dovetail.capture(made, (IDS,), {"attention_mask": torch.ones_like(IDS)})
+    found = candidates(ATTENTION, graph)
+    assert [c.rule for c in found] == ["attention_of_batches"] * 2
+    assert all(c.attrs is not None and c.attrs["mask"] != "none" and c.attrs["bias"] for c in found)

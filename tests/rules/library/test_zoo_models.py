@@ -110,5 +110,5 @@ def test_a_part_that_is_not_found_is_told_with_its_near_miss() -> None:
     model = Odd()
     found = census(model, dovetail.capture(model, (torch.randn(2, 6, 8),)))
     norm, attention = sorted(found.unfound(), reverse=True)
-    assert "it has 'aten.amax.default' where the pattern has 'aten.mean.dim'" in norm
+    assert "it has 'aten.amax.default' where the pattern has 'aten.mean" in norm
     assert attention.startswith("attention: ")

@@ -275,7 +275,8 @@ class _Planner:
 def _why_too_few(products: Sequence[Product], others: Sequence[Product], wanted: int) -> str:
     """Why products do not go with the most of their siblings: the first fact in which they differ."""
     if not others:
-        return f"there are {len(products)} of them, and {wanted} are wanted"
+        alike = f"{len(products)} such products read" if len(products) > 1 else "no other such product reads"
+        return f"{alike} this value, and {wanted} are wanted"
     for (name, mine), (_, theirs) in zip(products[0].facts, others[0].facts, strict=False):
         if mine != theirs and name == WRITTEN_BEFORE:
             return f"memory is written or a mode is switched between it and '{others[0].node.name}'"

@@ -67,11 +67,11 @@ class Branching:
         node = nodes[shared]
         readers = [at[u] for u in node.users if self.on.home[at[u]] != self.on.home[shared]]
         units = sorted({self.on.home[r] for r in readers}, key=order.__getitem__)
-        forms: dict[object, list[int]] = {}
+        forms: dict[Form, list[int]] = {}
         for unit in units:
             if self._why_closed(unit):
                 continue
-            key = self._form(unit, node) if self.alike else None
+            key = self._form(unit, node) if self.alike else ()
             forms.setdefault(key, []).append(unit)
         self._refuse_unlike(forms)
         for alike in forms.values():
@@ -116,13 +116,12 @@ class Branching:
             return False, f"'{name}' is opaque"
         return wanted, ""
 
-    def _refuse_unlike(self, forms: dict[object, list[int]]) -> None:
+    def _refuse_unlike(self, forms: Mapping[Form, list[int]]) -> None:
         """The same operator on the same value, but not in the same way."""
         if len(forms) < 2 or not self.alike or self.refused.full:
             return
         first: dict[object, tuple[Form, int]] = {}
-        for key, units in forms.items():
-            own: Form = key  # type: ignore[assignment]
+        for own, units in forms.items():
             known = first.setdefault(own[0], (own, units[0]))
             if known[0] is not own:
                 reason = f"not alike: {difference(known[0], own)}"

@@ -45,6 +45,8 @@ class Grouping:
         self.most = scene.limits.nodes or sum(self.weight)
         self.refused = Refusals(name)
         self._sizes: dict[int, object] = {}
+        # What would follow an anchor if its group had room.
+        self._no_room: dict[int, int] = {}
         self.owner = self._epilogues(self._followed())
         self.joined = self._join()
         self.group = self._untangled()
@@ -85,6 +87,8 @@ class Grouping:
             if best >= 0 and size[label[best]] + self.weight[unit] <= self.most:
                 label[unit] = label[best]
                 size[label[best]] += self.weight[unit]
+            elif best >= 0:
+                self._no_room[unit] = label[best]
         return label
 
     def _epilogues(self, label: list[int]) -> list[int]:
@@ -229,8 +233,12 @@ class Grouping:
             third = self.scene.nodes[min(elsewhere, key=self.scene.order.__getitem__)].name
             found.append(f"'{name}' is also read by '{third}', outside the group of '{other}'")
         if not found:
-            found.append(self._why_unfit(unit, group[reader]))
+            full = self.owner[unit] >= 0 and self._no_room.get(reader) == self.owner[unit]
+            found.append(self._too_large() if full else self._why_unfit(unit, group[reader]))
         return found
+
+    def _too_large(self) -> str:
+        return f"the group would be larger than {self.most} operations"
 
     def _why_unfit(self, unit: int, last: int) -> str:
         name = self.scene.nodes[unit].name
@@ -238,7 +246,7 @@ class Grouping:
         if own < 0 and theirs < 0 and self.classes[unit] is _ANCHOR:
             return f"'{name}' is an anchor: only elementwise work of its shape may follow it"
         if self._fits(unit, theirs):
-            return f"the group would be larger than {self.most} operations"
+            return self._too_large()
         anchor = self.scene.nodes[theirs if theirs >= 0 else own].name
         if theirs >= 0:
             kind = self.classes[unit].words if own < 0 else f"behind '{self.scene.nodes[own].name}'"

@@ -14,18 +14,19 @@ from dovetail.rules.library.attention_forms import (
     attention_of_batches,
     attention_of_columns,
 )
+from dovetail.rules.library.attention_misses import AttentionUnusual
 from dovetail.rules.library.attention_steps import (
     KV,
     MASK,
     SHARED,
     Q,
+    Steps,
     can_be_said,
+    columns_of,
     example,
-    masked,
     says,
-    scores,
     shared,
-    weights,
+    with_steps,
 )
 from dovetail.rules.library.known import known
 from dovetail.rules.matching.choices import Const, either, optional
@@ -69,36 +70,34 @@ def attention(
     says=says,
     examples=[(Q, SHARED, SHARED, MASK, _BIAS, _FILLER), (Q, KV, KV, MASK, _BIAS, _FILLER)],
 )
+@with_steps
 def attention_by_hand(
+    steps: Steps,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
     bias: Tensor,
     filler: Tensor,
-    scale: Any = Const(0.2503),
-    divisor: Any = Const(4.2),
-    hidden: Any = Const(-1e9),
-    dropout: Any = Const(0.1202),
     cap: Any = Const(30.5),
 ) -> Tensor:
     """softmax(QKᵀ)V from its steps; scores may be capped, a bias added to them, and a mask laid over them."""
     keys, values = shared(q, k, v)
-    plain = optional(scores(q, keys, scale, divisor), lambda x: torch.tanh(x / cap) * cap)
+    plain = optional(steps.scaled(q, columns_of(keys)), lambda x: torch.tanh(x / cap) * cap)
     hiding = either(
-        lambda: masked(plain + bias, mask, hidden),
-        lambda: masked(plain, mask, hidden) + bias,
-        lambda: masked(plain, mask, hidden),
+        lambda: steps.masked(plain + bias, mask),
+        lambda: steps.masked(plain, mask) + bias,
+        lambda: steps.masked(plain, mask),
         lambda: torch.where(mask, plain, filler) + bias,
         lambda: torch.where(mask, plain, filler),
         lambda: plain,
     )
-    return weights(hiding, dropout, q.dtype) @ values
+    return steps.weights(hiding, q.dtype) @ values
 
 
 attention_by_hand.guard(can_be_said)
 
-ATTENTION = RuleSet(
+_PATTERNS = (
     attention,
     attention_by_hand,
     attention_of_columns,
@@ -106,3 +105,4 @@ ATTENTION = RuleSet(
     attention_causal,
     attention_einsum,
 )
+ATTENTION = RuleSet(*_PATTERNS, AttentionUnusual(_PATTERNS))

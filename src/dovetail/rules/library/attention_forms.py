@@ -14,14 +14,13 @@ from dovetail.rules.library.attention_steps import (
     MASK,
     SHARED,
     Q,
+    Steps,
     can_be_said,
+    columns_of,
     example,
-    masked,
     says,
-    scaled,
-    scores,
     shared,
-    weights,
+    with_steps,
 )
 from dovetail.rules.library.known import ahead_of, known
 from dovetail.rules.matching.choices import Const, either, optional
@@ -33,6 +32,7 @@ from dovetail.rules.scene import Scene
 _TO_SOFTMAX = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
 _COLUMNS = example(2, 4, 16, 8)
 _THREE, _THREE_MASK = example(8, 8, 16), example(8, 8, 8, dtype=torch.bool)
+_BATCHES = (_THREE, _THREE, _THREE, _THREE_MASK, example(8, 8, 8), example(8, 16, 8), MASK)
 
 
 def _is_turned(node: Any) -> bool:
@@ -58,19 +58,17 @@ def _has_columns(scene: Scene) -> bool:
     says=says,
     examples=[(Q, _COLUMNS, KV, MASK)],
 )
+@with_steps
 def attention_of_columns(
+    steps: Steps,
     q: Tensor,
     columns: Tensor,
     v: Tensor,
     mask: Tensor,
-    scale: Any = Const(0.2503),
-    divisor: Any = Const(4.2),
-    hidden: Any = Const(-1e9),
-    dropout: Any = Const(0.1202),
 ) -> Tensor:
     """The same where the keys come as columns, so that no transpose is left to be done."""
-    hiding = optional(scaled(q, columns, scale, divisor), lambda x: masked(x, mask, hidden))
-    return weights(hiding, dropout, q.dtype) @ v
+    hiding = optional(steps.scaled(q, columns), lambda x: steps.masked(x, mask))
+    return steps.weights(hiding, q.dtype) @ v
 
 
 @attention_of_columns.guard
@@ -85,27 +83,47 @@ def columns_are_as_they_come(match: Match) -> Decline | None:
     kind="attention",
     needs="softmax|_softmax|exp bmm|baddbmm",
     says=says,
-    examples=[(_THREE, _THREE, _THREE, _THREE_MASK, example(8, 8, 8))],
+    examples=[_BATCHES],
 )
+@with_steps
 def attention_of_batches(
+    steps: Steps,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
     offset: Tensor,
-    scale: Any = Const(0.2503),
-    divisor: Any = Const(4.2),
-    hidden: Any = Const(-1e9),
-    dropout: Any = Const(0.1202),
+    columns: Tensor,
+    over: Tensor,
 ) -> Tensor:
-    """The same where heads are counted among the batch, as `torch.nn.MultiheadAttention` does it."""
+    """The same where heads are counted among the batch, as `torch.nn.MultiheadAttention` does it.
+
+    BLOOM, BART and DeBERTa part them again to lay a mask over the scores, and for that alone.
+    """
     keys = k.transpose(-1, -2)
-    hiding = either(
-        lambda: masked(scores(q, k, scale, divisor, torch.bmm), mask, hidden),
-        lambda: scores(q, k, scale, divisor, torch.bmm),
-        lambda: torch.baddbmm(offset, q * scale, keys),
+    plain = either(
+        lambda: steps.scaled(q, keys, torch.bmm),
+        lambda: torch.baddbmm(offset, q * steps.scale, keys),
+        lambda: torch.baddbmm(offset, q, keys, alpha=steps.scale),
+        lambda: torch.bmm(q, columns),
     )
-    return torch.bmm(weights(hiding, dropout, q.dtype), v)
+
+    def over_heads() -> Tensor:
+        total = optional(plain, lambda x: x + offset)
+        return steps.masked(total.reshape(over.shape[0], -1, *total.shape[1:]), over)
+
+    def together() -> Tensor:
+        hiding = either(
+            lambda: steps.masked(plain, mask),
+            lambda: over_heads().reshape(plain.shape),
+            lambda: plain,
+        )
+        return steps.weights(hiding, q.dtype)
+
+    def parted() -> Tensor:
+        return steps.weights(over_heads(), q.dtype).reshape(plain.shape)
+
+    return torch.bmm(either(together, parted), v)
 
 
 @known(
@@ -114,18 +132,16 @@ def attention_of_batches(
     says=says,
     examples=[(Q, SHARED, SHARED), (Q, KV, KV)],
 )
+@with_steps
 def attention_causal(
+    steps: Steps,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: Any = Const(0.2503),
-    divisor: Any = Const(4.2),
-    hidden: Any = Const(-1e9),
-    dropout: Any = Const(0.1202),
 ) -> Tensor:
     """softmax(QKᵀ)V from its steps, with a mask of its own that hides what comes later."""
     k, v = shared(q, k, v)
-    spread = scores(q, k, scale, divisor)
+    spread = steps.scaled(q, columns_of(k))
     size = spread.shape[-2:]
 
     def ones(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -140,10 +156,10 @@ def attention_causal(
         lambda: ones().triu(1).bool(),
     )
     hiding = either(
-        lambda: spread.masked_fill(later, hidden),
-        lambda: spread + torch.full(size, hidden, device=q.device).triu(1),
+        lambda: spread.masked_fill(later, steps.hidden),
+        lambda: spread + torch.full(size, steps.hidden, device=q.device).triu(1),
     )
-    return weights(hiding, dropout, q.dtype) @ v
+    return steps.weights(hiding, q.dtype) @ v
 
 
 @attention_causal.guard
@@ -163,22 +179,20 @@ def mask_is_its_own(match: Match) -> Decline | None:
     says=says,
     examples=[(Q, KV, KV, MASK)],
 )
+@with_steps
 def attention_einsum(
+    steps: Steps,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
     inward: Any = Const("bhid,bhjd->bhij"),
     outward: Any = Const("bhij,bhjd->bhid"),
-    scale: Any = Const(0.2503),
-    divisor: Any = Const(4.2),
-    hidden: Any = Const(-1e9),
-    dropout: Any = Const(0.1202),
 ) -> Tensor:
     """softmax(QKᵀ)V by einsum, whatever its letters and whichever dimension heads are."""
-    plain = scaled(q, k, scale, divisor, lambda a, b: torch.einsum(inward, a, b))
-    hiding = optional(plain, lambda x: masked(x, mask, hidden))
-    return torch.einsum(outward, weights(hiding, dropout, q.dtype), v)
+    plain = steps.scaled(q, k, lambda a, b: torch.einsum(inward, a, b))
+    hiding = optional(plain, lambda x: steps.masked(x, mask))
+    return torch.einsum(outward, steps.weights(hiding, q.dtype), v)
 
 
 @attention_einsum.guard

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
 from dovetail.graph.module import attribute
-from dovetail.rules.library.known import has
+from dovetail.graph.normalform import as_number, by_name, op_name
+from dovetail.rules.library.known import has, taking
 from dovetail.rules.matching.choices import either, optional
-from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.rule import Decline
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def example(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,83 +52,92 @@ def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def scores(
-    q: Tensor,
-    k: Tensor,
-    scale: Any,
-    divisor: Any,
-    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
-) -> Tensor:
-    """QKᵀ with its scale."""
-    return scaled(q, columns_of(k), scale, divisor, multiply)
-
-
 def columns_of(k: Tensor) -> Tensor:
     """Kᵀ."""
     rank = k.dim()
     return either(lambda: k.transpose(-1, -2), lambda: k.permute(*range(rank - 2), rank - 1, rank - 2))
 
 
-def scaled(
-    q: Tensor,
-    columns: Tensor,
-    scale: Any,
-    divisor: Any,
-    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
-) -> Tensor:
-    """A product with its scale: on itself, on one of its factors, or nowhere near."""
-    return either(
-        lambda: multiply(q, columns) * scale,
-        lambda: multiply(q, columns) / divisor,
-        lambda: multiply(q * scale, columns),
-        lambda: multiply(q / divisor, columns),
-        lambda: multiply(q, columns * scale),
-        lambda: multiply(q, columns),
-    )
+@dataclass(frozen=True)
+class Steps:
+    """What is done to scores on their way from one product to the next, with the literals in it."""
+
+    scale: Any
+    divisor: Any
+    hidden: Any
+    dropout: Any
+
+    def scaled(self, q: Tensor, columns: Tensor, multiply: Product = torch.matmul) -> Tensor:
+        """A product with its scale: on itself, on one of its factors, or nowhere near."""
+        return either(
+            lambda: multiply(q, columns) * self.scale,
+            lambda: multiply(q, columns) / self.divisor,
+            lambda: multiply(q * self.scale, columns),
+            lambda: multiply(q / self.divisor, columns),
+            lambda: multiply(q, columns * self.scale),
+            lambda: multiply(q, columns),
+        )
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Scores with a mask added, or filled in where it says so."""
+        return either(
+            lambda: x + mask,
+            lambda: x.masked_fill(mask, self.hidden),
+            lambda: torch.where(mask, x, self.hidden),
+            lambda: torch.where(mask, self.hidden, x),
+            lambda: torch.where(mask, x, torch.full([], self.hidden, dtype=x.dtype, device=x.device)),
+        )
+
+    def weights(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The softmax of scores, in float32 or not, with dropout or without."""
+
+        def by_hand() -> Tensor:
+            top = either(lambda: x.amax(-1, keepdim=True), lambda: x.max(-1, keepdim=True).values)
+            powers = torch.exp(x - top)
+            return powers / powers.sum(-1, keepdim=True)
+
+        spread = either(
+            lambda: torch.softmax(x, -1),
+            lambda: torch.softmax(x, -1, dtype=torch.float32).to(dtype),
+            lambda: torch.softmax(x.float(), -1).to(dtype),
+            by_hand,
+        )
+        return optional(spread, lambda w: F.dropout(w, self.dropout))
 
 
-def masked(x: Tensor, mask: Tensor, hidden: Any) -> Tensor:
-    """Scores with a mask added, or filled in where it says so."""
-    return either(
-        lambda: x + mask,
-        lambda: x.masked_fill(mask, hidden),
-        lambda: torch.where(mask, x, hidden),
-        lambda: torch.where(mask, x, torch.full([], hidden, dtype=x.dtype, device=x.device)),
-    )
+with_steps = taking("steps", {"scale": 0.2503, "divisor": 4.2, "hidden": -1e9, "dropout": 0.1202}, Steps)
+"""Hands a pattern the `Steps`, whose literals `says` and `can_be_said` read."""
 
 
-def weights(x: Tensor, dropout: Any, dtype: torch.dtype) -> Tensor:
-    """The softmax of scores, in float32 or not, with dropout or without."""
-
-    def by_hand() -> Tensor:
-        top = either(lambda: x.amax(-1, keepdim=True), lambda: x.max(-1, keepdim=True).values)
-        powers = torch.exp(x - top)
-        return powers / powers.sum(-1, keepdim=True)
-
-    spread = either(
-        lambda: torch.softmax(x, -1),
-        lambda: torch.softmax(x, -1, dtype=torch.float32).to(dtype),
-        lambda: torch.softmax(x.float(), -1).to(dtype),
-        by_hand,
-    )
-    return optional(spread, lambda w: F.dropout(w, dropout))
+def _operand(match: Match, *names: str) -> Value | None:
+    return next((found for name in names if (found := match.operands.get(name)) is not None), None)
 
 
 def _groups(match: Match) -> int:
     if "inward" in match:
         return 1  # an einsum may have its heads anywhere, and cannot share them
-    q, k = match["q"], match["k" if "k" in match else "columns"]
-    heads, kept = (q.shape[1], k.shape[1]) if q.ndim == k.ndim == 4 else (1, 1)
-    return heads // kept if isinstance(heads, int) and isinstance(kept, int) else 1
+    q, k = match["q"], _operand(match, "k", "columns")
+    if k is None or not q.ndim == k.ndim == 4:
+        return 1
+    heads, kept = as_number(q.shape[1]), as_number(k.shape[1])
+    return heads // kept if heads and kept else 1
 
 
 def _mask(match: Match) -> str:
-    mask = match.operands.get("mask") or match.operands.get("offset")
+    mask = _operand(match, "mask", "over", "offset")
     if mask is None:
         return "none"
-    if has(match, "masked_fill"):
-        return "hide"
-    return "keep" if mask.dtype == torch.bool else "additive"
+    hides = has(match, "masked_fill") or any(
+        op_name(node.target) == "where" and not isinstance(by_name(node).get("self"), Node)
+        for node in match.nodes
+    )
+    return "hide" if hides else "keep" if mask.dtype == torch.bool else "additive"
+
+
+def _has_bias(match: Match) -> bool:
+    """Whether something is added to the scores besides the mask."""
+    masked = _operand(match, "mask", "over") is not None
+    return _operand(match, "bias") is not None or (masked and _operand(match, "offset") is not None)
 
 
 def says(match: Match) -> Mapping[str, Any]:
@@ -143,7 +157,7 @@ def says(match: Match) -> Mapping[str, Any]:
         "causal": bool(literals.get("causal", match.rule == "attention_causal")),
         "dropout": literals.get("dropout", 0.0),
         "mask": _mask(match),
-        "bias": match.operands.get("bias") is not None,
+        "bias": _has_bias(match),
         "softcap": literals.get("cap"),
         "groups": _groups(match),
     }

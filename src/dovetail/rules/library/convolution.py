@@ -10,59 +10,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.library.activations import relu6, silu
 from dovetail.rules.library.known import Known, has, known
+from dovetail.rules.library.steps import SIMPLE, approximation
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
+from dovetail.rules.matching.shadow import shadow_of
 from dovetail.rules.rule import Decline, RuleSet
-
-Step = Callable[[Tensor], Tensor]
+from dovetail.rules.scene import Scene
 
 _CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
-_STEPS: dict[str, tuple[tuple[str, ...], Step]] = {
-    "relu": (("relu",), torch.relu),
-    "relu6": (("relu6", "hardtanh"), relu6),
-    "silu": (("silu", "sigmoid"), silu),
-    "gelu": (("gelu",), F.gelu),
-    "hardswish": (("hardswish",), F.hardswish),
-    "sigmoid": (("sigmoid",), torch.sigmoid),
-    "tanh": (("tanh",), torch.tanh),
-}
+_ACTIVATIONS = "|".join(["gelu", "leaky_relu", *(operators for operators, _ in SIMPLE.values())])
 
 
 def _tensor(*sizes: int) -> Tensor:
     return torch.empty(sizes, device="meta")
 
 
-def _activated(x: Tensor) -> Tensor:
-    return either(*(partial(step, x) for _, step in _STEPS.values()))
+def _activated(x: Tensor, slope: Any) -> Tensor:
+    return either(
+        *(partial(step, x) for _, step in SIMPLE.values()),
+        lambda: F.gelu(x),
+        lambda: F.gelu(x, approximate="tanh"),
+        lambda: F.leaky_relu(x, slope),
+    )
 
 
 def _activation(match: Match) -> str | None:
     if has(match, "sigmoid"):
         return "silu" if has(match, "mul") else "sigmoid"
-    names = (name for name, (operators, _) in _STEPS.items() if has(match, *operators))
-    return next(names, None)
+    if has(match, "gelu"):
+        return "gelu" if approximation(match) == "none" else "gelu_tanh"
+    if has(match, "leaky_relu"):
+        return "leaky_relu"
+    return next((name for name, (told, _) in SIMPLE.items() if has(match, *told.split("|"))), None)
 
 
 def _says(match: Match) -> dict[str, Any]:
+    activation, rank = _activation(match), match["weight"].ndim - 2
     return {
         "stride": match["stride"],
         "padding": match["padding"],
         "dilation": match["dilation"],
-        "groups": match["x"].shape[1] // match["weight"].shape[1],
-        "activation": _activation(match),
+        "groups": _groups(match["x"], match["weight"], rank),
+        "activation": activation,
+        **({"slope": match["slope"]} if activation == "leaky_relu" else {}),
         "batch_norm": "mean" in match,
         "training": has(match, "_native_batch_norm_legit_functional", "_native_batch_norm_legit"),
         "residual": match.operands.get("residual") is not None,
     }
 
 
+def _groups(x: Any, weight: Any, rank: int) -> int:
+    """How many groups a convolution over `rank` dimensions has, as its weight tells."""
+    return x.shape[x.ndim - rank - 1] // weight.shape[1]
+
+
 def convolved(
     rank: int, x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
-    """A convolution over `rank` dimensions; how many groups it has is told by the weight."""
-    groups, convolve = x.shape[1] // weight.shape[1], _CONVOLUTIONS[rank - 1]
+    """A convolution over `rank` dimensions."""
+    groups, convolve = _groups(x, weight, rank), _CONVOLUTIONS[rank - 1]
     return either(
         lambda: convolve(x, weight, bias, stride, padding, dilation, groups),
         lambda: convolve(x, weight, None, stride, padding, dilation, groups),
@@ -93,17 +100,24 @@ def _examples(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _tensor(*image), _tensor(*kernel), _tensor(8), _tensor(2, 8, *[1] * rank)
 
 
-def _convolution_rules(rank: int) -> list[Known]:
+def _pads_by_word(scene: Scene) -> bool:
+    """Whether there is a convolution whose padding is a word, "same" or "valid": an operator of its own."""
+    targets = scene.fact(shadow_of).by_target
+    return any(getattr(target, "_overloadname", "") == "padding" for target in targets)
+
+
+def _convolution_rules(rank: int, *, word: bool) -> list[Known]:
     x, kernel, vector, stream = _examples(rank)
     ones: list[int] = [1] * rank
-    zeros: list[int] = [0] * rank
+    shown: Any = "valid" if word else [0] * rank
+    name, when = f"conv{rank}d{'_padded' if word else ''}", _pads_by_word if word else None
     operators = f"conv{rank}d|convolution"
-    acts = "|".join(name for names, _ in _STEPS.values() for name in names)
     norms = "_native_batch_norm_legit_no_training|_native_batch_norm_legit_functional|native_batch_norm|batch_norm"
 
     @known(
         kind="conv_bn_act",
-        name=f"conv{rank}d_bn_act",
+        name=f"{name}_bn_act",
+        when=when,
         needs=f"{operators} {norms}",
         says=_says,
         examples=[(x, kernel, vector, vector, vector, vector, vector, stream)],
@@ -118,19 +132,21 @@ def _convolution_rules(rank: int) -> list[Known]:
         shift: Tensor,
         residual: Tensor,
         stride: Any = Const(ones),
-        padding: Any = Const(zeros),
+        padding: Any = Const(shown),
         dilation: Any = Const(ones),
         momentum: Any = Const(0.1303),
         eps: Any = Const(0.0404),
+        slope: Any = Const(0.0101),
     ) -> Tensor:
         y = convolved(rank, x, weight, bias, stride, padding, dilation)
         y = normalised(y, mean, variance, scale, shift, momentum, eps)
-        return optional(optional(y, lambda y: y + residual), _activated)
+        return optional(optional(y, lambda y: y + residual), lambda y: _activated(y, slope))
 
     @known(
         kind="conv_bn_act",
-        name=f"conv{rank}d_act",
-        needs=f"{operators} {acts}",
+        name=f"{name}_act",
+        when=when,
+        needs=f"{operators} {_ACTIVATIONS}",
         says=_says,
         examples=[(x, kernel, vector)],
     )
@@ -139,10 +155,11 @@ def _convolution_rules(rank: int) -> list[Known]:
         weight: Tensor,
         bias: Tensor,
         stride: Any = Const(ones),
-        padding: Any = Const(zeros),
+        padding: Any = Const(shown),
         dilation: Any = Const(ones),
+        slope: Any = Const(0.0101),
     ) -> Tensor:
-        return _activated(convolved(rank, x, weight, bias, stride, padding, dilation))
+        return _activated(convolved(rank, x, weight, bias, stride, padding, dilation), slope)
 
     @conv_bn_act.guard
     def residual_has_its_shape(match: Match) -> Decline | None:
@@ -205,4 +222,7 @@ def conv_grad(
     return either(lambda: one(1), lambda: one(0))
 
 
-CONVOLUTION = RuleSet(*(rule for rank in (1, 2, 3) for rule in _convolution_rules(rank)), conv_grad)
+CONVOLUTION = RuleSet(
+    *(rule for word in (False, True) for rank in (1, 2, 3) for rule in _convolution_rules(rank, word=word)),
+    conv_grad,
+)

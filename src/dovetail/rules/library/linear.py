@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import op_name
-from dovetail.rules.library.activations import any_gelu, approximation, gelu_constants, relu6, silu
 from dovetail.rules.library.known import Known, known
+from dovetail.rules.library.steps import (
+    SIMPLE,
+    Step,
+    approximation,
+    by_halves,
+    gelu_constants,
+    silu,
+    square,
+    with_gelu,
+)
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.matching.shadow import shadow_of
@@ -20,10 +29,13 @@ from dovetail.rules.rule import Decline, RuleSet
 from dovetail.rules.scene import Scene
 
 _PRODUCT = "linear|addmm|mm|matmul|bmm"
-Activation = Callable[[Tensor], Tensor]
 
 _X, _WEIGHT, _BIAS = (torch.empty(s, device="meta") for s in ((2, 8, 16), (16, 16), (16,)))
 _ONE, _TWO = (_X, _WEIGHT, _BIAS), (_X, _WEIGHT, _WEIGHT, _BIAS, _BIAS)
+_WEIGHTS = {
+    **dict.fromkeys(("weight", "gate_weight", "up_weight", "packed"), 2),
+    **dict.fromkeys(("bias", "gate_bias", "up_bias"), 1),
+}
 # With one dimension before the last there is nothing to flatten.
 _FLAT = (_X[0], _WEIGHT, _BIAS)
 
@@ -44,22 +56,15 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     )
 
 
-_SIMPLE: dict[str, tuple[str, Activation]] = {
-    "relu": ("relu", torch.relu),
-    "relu6": ("relu6|hardtanh", relu6),
-    "squared_relu": ("relu", lambda x: either(lambda: torch.relu(x).square(), lambda: torch.relu(x).pow(2))),
-    "silu": ("silu|sigmoid", silu),
-    "tanh": ("tanh", torch.tanh),
-    "sigmoid": ("sigmoid", torch.sigmoid),
-    "hardswish": ("hardswish", F.hardswish),
+_STEPS: dict[str, tuple[str, Step]] = {
+    **SIMPLE,
+    "squared_relu": ("relu", lambda x: square(torch.relu(x))),
     "softplus": ("softplus", F.softplus),
-    "elu": ("elu", F.elu),
-    "mish": ("mish", F.mish),
 }
 
 
 def _linear_then(activation: str) -> Known:
-    needs, step = _SIMPLE[activation]
+    needs, step = _STEPS[activation]
 
     @known(
         kind="linear_activation",
@@ -83,18 +88,15 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_quick"}
     says=lambda m: {"activation": _GELUS[approximation(m)]},
     examples=[_ONE, _FLAT],
 )
+@with_gelu
 def linear_gelu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    root: Any = Const(1.4143),
-    inverse: Any = Const(0.7072),
-    factor: Any = Const(0.7979),
-    cubic: Any = Const(0.0448),
-    slope: Any = Const(1.7021),
+    gelu: Step,
 ) -> Tensor:
     """A product and a GELU."""
-    return any_gelu(projected(x, weight, bias), root, inverse, factor, cubic, slope)
+    return gelu(projected(x, weight, bias))
 
 
 @known(
@@ -162,18 +164,9 @@ def _gelu_gates(scene: Scene) -> bool:
     return _gates(scene, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
 
 
-def halves(x: Tensor, step: Activation) -> Tensor:
+def _gated_halves(x: Tensor, step: Step) -> Tensor:
     """One half of the last dimension through an activation, times the other half."""
-    middle = x.shape[-1] // 2
-
-    def joined(a: Tensor, b: Tensor) -> Tensor:
-        return either(lambda: step(a) * b, lambda: a * step(b))
-
-    def chunks() -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return joined(a, b)
-
-    return either(chunks, lambda: joined(x[..., :middle], x[..., middle:]))
+    return by_halves(x, lambda a, b: either(lambda: step(a) * b, lambda: a * step(b)))
 
 
 _CUT = "split|split_with_sizes|slice|chunk"
@@ -183,13 +176,13 @@ _SILU, _GELU = "silu|sigmoid mul", "gelu|erf|tanh|sigmoid mul"
 @known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", when=_silu_gates, says=_projections, examples=[_TWO])
 def swiglu(
     x: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
     gate_bias: Tensor,
     up_bias: Tensor,
 ) -> Tensor:
     """silu(gate(x)) * up(x)."""
-    return silu(projected(x, gate, gate_bias)) * projected(x, up, up_bias)
+    return silu(projected(x, gate_weight, gate_bias)) * projected(x, up_weight, up_bias)
 
 
 @known(
@@ -201,7 +194,7 @@ def swiglu(
 )
 def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
     """The same from one product that holds gate and up side by side."""
-    return halves(projected(x, packed, bias), silu)
+    return _gated_halves(projected(x, packed, bias), silu)
 
 
 @known(kind="swiglu", needs=_SILU, when=_silu_gates, says=_projections, examples=[(_X, _X)])
@@ -211,21 +204,17 @@ def swiglu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", when=_gelu_gates, says=_projections, examples=[_TWO])
+@with_gelu
 def geglu(
     x: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
     gate_bias: Tensor,
     up_bias: Tensor,
-    root: Any = Const(1.4143),
-    inverse: Any = Const(0.7072),
-    factor: Any = Const(0.7979),
-    cubic: Any = Const(0.0448),
-    slope: Any = Const(1.7021),
+    gelu: Step,
 ) -> Tensor:
     """gelu(gate(x)) * up(x)."""
-    gated = any_gelu(projected(x, gate, gate_bias), root, inverse, factor, cubic, slope)
-    return gated * projected(x, up, up_bias)
+    return gelu(projected(x, gate_weight, gate_bias)) * projected(x, up_weight, up_bias)
 
 
 @known(
@@ -235,38 +224,45 @@ def geglu(
     says=_projections,
     examples=[_ONE, _FLAT],
 )
+@with_gelu
 def geglu_packed(
     x: Tensor,
     packed: Tensor,
     bias: Tensor,
-    root: Any = Const(1.4143),
-    inverse: Any = Const(0.7072),
-    factor: Any = Const(0.7979),
-    cubic: Any = Const(0.0448),
-    slope: Any = Const(1.7021),
+    gelu: Step,
 ) -> Tensor:
     """The same from one product that holds gate and up side by side."""
-    return halves(projected(x, packed, bias), lambda y: any_gelu(y, root, inverse, factor, cubic, slope))
+    return _gated_halves(projected(x, packed, bias), gelu)
 
 
 @known(kind="geglu", needs=_GELU, when=_gelu_gates, says=_projections, examples=[(_X, _X)])
+@with_gelu
 def geglu_gate(
     gate: Tensor,
     up: Tensor,
-    root: Any = Const(1.4143),
-    inverse: Any = Const(0.7072),
-    factor: Any = Const(0.7979),
-    cubic: Any = Const(0.0448),
-    slope: Any = Const(1.7021),
+    gelu: Step,
 ) -> Tensor:
     """gelu(gate) * up, wherever the two come from."""
-    return any_gelu(gate, root, inverse, factor, cubic, slope) * up
+    return gelu(gate) * up
 
+
+def operands_are_weights(match: Match) -> Decline | None:
+    """Refuse a product of two streams, and what is no bias: one number for each column."""
+    for name, dims in _WEIGHTS.items():
+        bound = match.operands.get(name)
+        if bound is None or bound.ndim == dims:
+            continue
+        what = "weight" if dims == 2 else "bias"
+        return Decline(f"'{bound.name}' has {bound.ndim} dimensions: it is no {what}", at=bound)
+    return None
+
+
+LINEAR = RuleSet(
+    *(_linear_then(activation) for activation in _STEPS), linear_gelu, linear_leaky_relu, linear_residual
+)
+GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_gate)
 
 for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
     _rule.guard(gelu_constants)
-
-LINEAR = RuleSet(
-    *(_linear_then(activation) for activation in _SIMPLE), linear_gelu, linear_leaky_relu, linear_residual
-)
-GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_gate)
+for _rule in (*LINEAR, *GATES):
+    cast("Known", _rule).guard(operands_are_weights)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.graph.normalform import by_name
-from dovetail.rules.library.known import known
+from dovetail.rules.library.known import has, known
 from dovetail.rules.matching.choices import Const, either
 from dovetail.rules.matching.match import Match
-from dovetail.rules.rule import RuleSet
+from dovetail.rules.rule import Decline, RuleSet
 
 _REDUCTIONS = ("none", "mean", "sum")
 _LOGITS, _TARGET = torch.empty(8, 16, device="meta"), torch.empty(8, dtype=torch.int64, device="meta")
@@ -20,7 +20,7 @@ _WEIGHT = torch.empty(16, device="meta")
 
 
 def _says(match: Match) -> dict[str, Any]:
-    reduction = "mean"
+    reduction = "mean" if has(match, "mean") else "sum" if has(match, "sum") else "none"
     for node in match.nodes:
         number = by_name(node).get("reduction")
         if isinstance(number, int):
@@ -67,30 +67,49 @@ def cross_entropy(
     examples=[(_LOGITS, _TARGET)],
 )
 def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean cross entropy of class scores, whose targets are picked out by hand."""
+    """The cross entropy of class scores along the last dimension, whose targets are picked out by hand."""
+    last = logits.dim() - 1
 
     def picked(x: Tensor) -> Tensor:
-        column = either(lambda: target.unsqueeze(1), lambda: target.reshape(-1, 1))
-        chosen = x.gather(1, column)
+        column = either(lambda: target.unsqueeze(last), lambda: target.reshape(*target.shape, 1))
+        chosen = x.gather(last, column)
         return either(
-            lambda: chosen.squeeze(1),
-            lambda: chosen.reshape(-1),
+            lambda: chosen.squeeze(last),
+            lambda: chosen.reshape(target.shape),
             lambda: x[torch.arange(x.shape[0], device=x.device), target],
         )
 
     def logs() -> Tensor:
-        spread = either(lambda: F.log_softmax(logits, -1), lambda: torch.log(torch.softmax(logits, -1)))
-        chosen = picked(spread)
-        return either(lambda: -chosen.mean(), lambda: (-chosen).mean())
+        return either(lambda: F.log_softmax(logits, -1), lambda: torch.log(torch.softmax(logits, -1)))
 
-    def sums() -> Tensor:
+    def loss() -> Tensor:
         total = torch.logsumexp(logits, -1)
-        return either(
-            lambda: (total - picked(logits)).mean(),
-            lambda: -(picked(logits) - total).mean(),
-        )
+        return either(lambda: -picked(logs()), lambda: total - picked(logits))
 
-    return either(logs, sums)
+    def gain() -> Tensor:
+        total = torch.logsumexp(logits, -1)
+        return either(lambda: picked(logs()), lambda: picked(logits) - total)
+
+    def column() -> Tensor:
+        return logs().gather(last, target.unsqueeze(last))
+
+    return either(
+        lambda: -gain().mean(),
+        lambda: loss().mean(),
+        lambda: -column().mean(),
+        lambda: -gain().sum(),
+        lambda: loss().sum(),
+        lambda: -column().sum(),
+        loss,
+    )
+
+
+@cross_entropy_by_hand.guard
+def target_is_of_classes(match: Match) -> Decline | None:
+    target, logits = match["target"], match["logits"]
+    if target.ndim == logits.ndim - 1 and not target.dtype.is_floating_point:
+        return None
+    return Decline(f"'{target.name}' does not name one class for each row of scores", at=target)
 
 
 LOSSES = RuleSet(cross_entropy, cross_entropy_by_hand)

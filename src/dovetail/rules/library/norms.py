@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.rules.library.known import known
+from dovetail.rules.library.steps import square
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
-_RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt"
-_LAYER = "layer_norm|native_layer_norm|rsqrt|sqrt layer_norm|native_layer_norm|sub"
+_RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt|pow"
+_LAYER = "layer_norm|native_layer_norm|rsqrt|sqrt|pow layer_norm|native_layer_norm|sub"
 _X, _WEIGHT = torch.empty(2, 8, 16, device="meta"), torch.empty(16, device="meta")
 
 
@@ -31,9 +32,8 @@ def _eps_and_dropout(match: Match) -> dict[str, Any]:
     return {"eps": match.literals.get("eps"), "dropout": match.literals.get("dropout", 0.0)}
 
 
-def square(x: Tensor) -> Tensor:
-    """x², as people write it."""
-    return either(lambda: x.pow(2), lambda: x * x, lambda: x.square())
+def _inverse_root(x: Tensor) -> Tensor:
+    return either(lambda: torch.rsqrt(x), lambda: x.pow(-0.5), lambda: 1 / torch.sqrt(x))
 
 
 def rms_normalised(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor:
@@ -43,7 +43,7 @@ def rms_normalised(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor:
         wide = either(lambda: x.float(), lambda: x)
         spread = square(wide).mean(-1, keepdim=True) + eps
         scaled = either(
-            lambda: wide * torch.rsqrt(spread),
+            lambda: wide * _inverse_root(spread),
             lambda: wide / torch.sqrt(spread),
             # The statistics alone are wide, as T5 does it.
             lambda: x * torch.rsqrt(spread),
@@ -74,10 +74,11 @@ def layer_normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tenso
             lambda: square(centred).mean(-1, keepdim=True),
             lambda: square(wide - mean).mean(-1, keepdim=True),
             lambda: wide.var(-1, unbiased=False, keepdim=True),
+            lambda: wide.var(-1, correction=0, keepdim=True),
             lambda: square(wide).mean(-1, keepdim=True) - square(mean),
         )
         scaled = either(
-            lambda: centred / torch.sqrt(variance + eps), lambda: centred * torch.rsqrt(variance + eps)
+            lambda: centred / torch.sqrt(variance + eps), lambda: centred * _inverse_root(variance + eps)
         )
         return either(lambda: affine(scaled.to(x.dtype)), lambda: affine(scaled).to(x.dtype))
 
@@ -88,10 +89,11 @@ def layer_normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tenso
 
 
 def layer_norm_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tensor:
-    """The operator with weight and bias, with the weight alone, or with neither."""
+    """The operator with weight and bias, with one of them, or with neither."""
     return either(
         lambda: F.layer_norm(x, weight.shape, weight, bias, eps),
         lambda: F.layer_norm(x, weight.shape, weight, None, eps),
+        lambda: F.layer_norm(x, bias.shape, None, bias, eps),
         lambda: F.layer_norm(x, x.shape[-1:], None, None, eps),
     )
 

@@ -22,17 +22,19 @@ _IMAGES = torch.empty(2, 3, 8, 8, device="meta")
 
 
 def _has_means_of_images(scene: Scene) -> bool:
-    """Whether there is a mean of something with four dimensions, or of a reshape of such."""
-    for node in scene.fact(shadow_of).nodes:
-        if op_name(node.target) != "mean":
-            continue
-        source = by_name(node).get("self")
-        if isinstance(source, Node) and op_name(source.target) in ("reshape", "view", "flatten"):
-            source = by_name(source).get("self")
-        value = value_of(source)
-        if isinstance(value, Tensor) and value.dim() == 4:
-            return True
-    return False
+    """Whether there is a mean over the last two of four dimensions, at once or one after the other."""
+    return any(_pools(node) for node in scene.fact(shadow_of).nodes if op_name(node.target) == "mean")
+
+
+def _pools(node: Node) -> bool:
+    source = by_name(node).get("self")
+    if not isinstance(source, Node):
+        return False
+    if op_name(source.target) in ("reshape", "view", "flatten", "mean"):
+        first = value_of(by_name(source).get("self"))
+        return isinstance(first, Tensor) and first.dim() == 4
+    value, dims = value_of(source), by_name(node).get("dim")
+    return isinstance(value, Tensor) and value.dim() == 4 and sorted(dims or ()) == [2, 3]
 
 
 @known(
@@ -130,6 +132,7 @@ def _blocks_of(height: int, width: int) -> Known:
             lambda: cut.mean(3).mean(4),
             lambda: cut.sum((3, 5)) / (height * width),
             lambda: cut.sum((5, 3)) / (height * width),
+            lambda: cut.sum((3, 5)) * (1 / (height * width)),
         )
 
     return blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.rules.library.known import ahead_of, has, known
+from dovetail.rules.library.steps import by_halves
 from dovetail.rules.matching.choices import either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.matching.shadow import shadow_of
@@ -39,22 +40,34 @@ def _layout(match: Match) -> dict[str, Any]:
     return {"layout": "interleaved" if has(match, "stack", "view_as_complex") else "halves"}
 
 
+def _by_places(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """What is made of the even and the odd places of the last dimension, however they are told apart."""
+
+    def pairs() -> Tensor:
+        return x.reshape(*x.shape[:-1], -1, 2)
+
+    def unbound() -> Tensor:
+        a, b = pairs().unbind(-1)
+        return join(a, b)
+
+    def selected() -> Tensor:
+        both = pairs()
+        return join(both[..., 0], both[..., 1])
+
+    return either(unbound, selected, lambda: join(x[..., ::2], x[..., 1::2]))
+
+
+def _woven(a: Tensor, b: Tensor) -> Tensor:
+    """Values of even and odd places in one dimension again."""
+    return torch.stack((a, b), dim=-1).flatten(-2)
+
+
 def turned(x: Tensor) -> Tensor:
     """(a, b) made (-b, a): a and b the halves of the last dimension, or its even and odd places."""
-    middle = x.shape[-1] // 2
-
-    def halves() -> Tensor:
-        a, b = x[..., :middle], x[..., middle:]
-        return torch.cat((-b, a), dim=-1)
-
-    def chunks() -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((-b, a), dim=-1)
-
-    def places() -> Tensor:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-
-    return either(halves, chunks, places)
+    return either(
+        lambda: by_halves(x, lambda a, b: torch.cat((-b, a), dim=-1)),
+        lambda: _by_places(x, lambda a, b: _woven(-b, a)),
+    )
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -104,19 +117,39 @@ def _same_angles(scene: Scene, first: Candidate, second: Candidate) -> bool:
 rotary_pair = RotaryPair()
 
 
-@known(kind="rotary", name="rotary_split", needs="cat sub", says=_layout)
+@known(kind="rotary", name="rotary_split", needs="cat|stack sub", says=_layout)
 def rotary_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A rotary embedding half by half: angles are given for one half."""
-    middle = x.shape[-1] // 2
+    """A rotary embedding half by half, or even and odd places apart: angles are given for one of them."""
+    wide = either(lambda: x, lambda: x.float())
 
-    def chunks() -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return joined(a, b)
+    def turn(join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda a, b: join(a * cos - b * sin, b * cos + a * sin)
 
-    def joined(a: Tensor, b: Tensor) -> Tensor:
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    made = either(
+        lambda: by_halves(wide, turn(lambda a, b: torch.cat((a, b), dim=-1))),
+        lambda: _by_places(wide, turn(_woven)),
+    )
+    return made.to(x.dtype)
 
-    return either(chunks, lambda: joined(x[..., :middle], x[..., middle:]))
+
+@known(
+    kind="rotary",
+    needs="stack select sub",
+    says=_layout,
+    examples=[(torch.empty(2, 4, 8, 16, device="meta"), torch.empty(8, 8, 2, device="meta"))],
+)
+def rotary_cached(x: Tensor, angles: Tensor) -> Tensor:
+    """The same where cosines and sines come side by side in one tensor, each picked out wherever it is needed."""
+    wide = either(lambda: x, lambda: x.float())
+    both = wide.reshape(*x.shape[:-1], -1, 2)
+    turned = torch.stack(
+        (
+            both[..., 0] * angles[..., 0] - both[..., 1] * angles[..., 1],
+            both[..., 1] * angles[..., 0] + both[..., 0] * angles[..., 1],
+        ),
+        dim=-1,
+    )
+    return turned.flatten(-2).to(x.dtype)
 
 
 @known(
@@ -134,4 +167,4 @@ def rotary_complex(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(x.dim() - 1).to(x.dtype)
 
 
-ROTARY = RuleSet(rotary, rotary_pair, rotary_split, rotary_complex)
+ROTARY = RuleSet(rotary, rotary_pair, rotary_split, rotary_cached, rotary_complex)

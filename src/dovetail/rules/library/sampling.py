@@ -13,6 +13,7 @@ from dovetail.rules.matching.choices import Const, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
+_CLOSE = 1e-4
 _EMPTY = torch.empty(8, 8, device="meta")
 
 
@@ -46,10 +47,22 @@ def trunc_normal(
 
 
 @trunc_normal.guard
-def bounds_are_ordered(match: Match) -> Decline | None:
-    if match["start"] < match["end"] and match["low"] < match["high"]:
-        return None
-    return Decline("its bounds are not in order")
+def ends_are_the_bounds(match: Match) -> Decline | None:
+    low, high, spread, mean = match["low"], match["high"], match["spread"], match.literals.get("mean", 0.0)
+    if low is None or high is None:
+        return Decline("it is not cut off at both ends")
+    if not low < high:
+        return Decline("its bounds are not in order")
+    if not spread > 0:
+        return Decline(f"its standard deviation is {spread / math.sqrt(2.0):.7g}")
+    for name, bound in (("start", low), ("end", high)):
+        meant = math.erf((bound - mean) / spread)
+        if not math.isclose(match[name], meant, abs_tol=_CLOSE):
+            return Decline(
+                f"it draws from {match[name]!r} where {meant:.7g} would be cut off at {bound!r}: what lies beyond "
+                "is moved to the bound or never reached"
+            )
+    return None
 
 
 SAMPLING = RuleSet(trunc_normal)

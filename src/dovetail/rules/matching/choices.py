@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -81,12 +81,20 @@ class Chooser:
 
     A `joint` run evaluates all alternatives of a site and goes on with one value that stands for any of them, as
     long as they agree in dtype and shape. Sites where they do not are `split`: each run takes one alternative there,
-    the one in `picks`.
+    the one in `picks`. Where a run is only `tried`, one of the alternatives stands for the
+    others; where it is `mixed`, floats of different precisions are joined too, and the widest stands for all.
     """
 
-    def __init__(self, picks: Mapping[Site, int] | None = None, *, joint: bool = False) -> None:
+    def __init__(
+        self,
+        picks: Mapping[Site, int] | None = None,
+        *,
+        joint: bool | Literal["tried"] = False,
+        mixed: bool = False,
+    ) -> None:
         self.picks = dict(picks or {})
-        self.joint = joint
+        self.mixed = mixed
+        self.joint, self.traced = bool(joint), joint != "tried"
         self.split: dict[Site, int] = {}
         self._prefix: Site = ()
         self._met: dict[Site, int] = {}
@@ -132,12 +140,25 @@ class Chooser:
                 failed = error
         if failed is not None and not values:
             raise failed
-        same = all(isinstance(v, torch.Tensor) for v in values) and failed is None
-        if same and all(v.shape == values[0].shape and v.dtype == values[0].dtype for v in values):
-            return either_op()(values, list(site))
+        widest = self._widest(values) if failed is None else None
+        if widest is not None:
+            return either_op()(values, list(site), widest) if self.traced else values[widest]
         # What was met inside the alternatives belongs to a run that takes one of them.
         self.split = known
         return None
+
+    def _widest(self, values: list[Any]) -> int | None:
+        """The place of the one that can stand for all: they agree in dtype and shape, or may be mixed; None if none."""
+        first = values[0]
+        if not all(isinstance(v, torch.Tensor) and v.shape == first.shape for v in values):
+            return None
+        # It is not the pattern that asks for precisions here.
+        with torch._C.DisableTorchFunction():
+            if all(v.dtype == first.dtype for v in values):
+                return 0
+            if not self.mixed or not all(v.is_floating_point() for v in values):
+                return None
+            return max(range(len(values)), key=lambda k: values[k].element_size())
 
     def next(self) -> dict[Site, int] | None:
         """The picks to run with next, None when every combination of split sites was had."""
@@ -160,13 +181,11 @@ class Chooser:
 def either_op() -> Any:
     """The operator that stands for a choice in a traced pattern; no graph of a user's has it."""
 
-    @torch.library.custom_op("dovetail::either", mutates_args=())
-    def either_of(alternatives: list[torch.Tensor], site: list[int]) -> torch.Tensor:
-        return alternatives[0].clone()
+    torch.library.define("dovetail::either", "(Tensor[] alternatives, int[] site, int like) -> Tensor")
 
-    @either_of.register_fake
-    def like_first(alternatives: list[torch.Tensor], site: list[int]) -> torch.Tensor:  # pyright: ignore[reportUnusedFunction]
-        return torch.empty_like(alternatives[0])
+    @torch.library.impl("dovetail::either", "CompositeExplicitAutograd")
+    def like_one(alternatives: list[torch.Tensor], site: list[int], like: int) -> torch.Tensor:  # pyright: ignore[reportUnusedFunction]
+        return torch.empty_like(alternatives[like])
 
     return torch.ops.dovetail.either.default
 

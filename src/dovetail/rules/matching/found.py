@@ -9,11 +9,18 @@ from typing import Any
 from torch.fx import Node
 
 from dovetail.rules.matching.choices import Site
+from dovetail.rules.matching.template import Where
+
+Pair = tuple[Any, Any, Where]
+"""A part of the template, the part of the graph it is to be, and the argument of the template that it is."""
 
 
 @dataclass
 class Found:
-    """Nodes of the graph by nodes of the template; operands by name; captured literals; what was looked through."""
+    """Nodes of the graph by nodes of the template; operands by name; captured literals; what was looked through.
+
+    `skipped` are casts of the template that the graph does without.
+    """
 
     nodes: dict[Node, Node] = field(default_factory=dict[Node, Node])
     operands: dict[Node, Node] = field(default_factory=dict[Node, Node])
@@ -22,6 +29,7 @@ class Found:
     through: list[Node] = field(default_factory=list[Node])
     joined: dict[Node, Node] = field(default_factory=dict[Node, Node])
     sites: dict[Site, int] = field(default_factory=dict[Site, int])
+    skipped: set[Node] = field(default_factory=set[Node])
 
     def copy(self) -> Found:
         return Found(
@@ -32,6 +40,7 @@ class Found:
             list(self.through),
             dict(self.joined),
             dict(self.sites),
+            set(self.skipped),
         )
 
 
@@ -44,6 +53,14 @@ class Taken:
 
 
 @dataclass(frozen=True)
+class Cast:
+    """On an agenda: this cast of the template is one of the graph's, or is not there."""
+
+    node: Node
+    kept: bool
+
+
+@dataclass(frozen=True)
 class Miss:
     """How far an attempt got, and what stopped it."""
 
@@ -51,3 +68,7 @@ class Miss:
     reason: str
     at: Node | None
     sites: Mapping[Site, int]
+
+
+def same_pairs(left: list[Pair], right: list[Pair]) -> bool:
+    return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(left, right, strict=True))

@@ -11,14 +11,25 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.commuting import commutes
+from dovetail.graph.module import attribute
 from dovetail.graph.spellings import target_name
-from dovetail.rules.matching.comparing import argument_name, named, same_literal, same_tensor
-from dovetail.rules.matching.found import Found, Miss, Taken
+from dovetail.rules.matching.comparing import (
+    SameNumber,
+    argument_name,
+    instead,
+    named,
+    same_fact,
+    same_literal,
+    same_tensor,
+    works_on_integers,
+)
+from dovetail.rules.matching.found import Cast, Found, Miss, Pair, Taken, same_pairs
 from dovetail.rules.matching.template import (
     Path,
     Template,
     Where,
     alternatives_of,
+    cast_operand,
     is_choice,
     is_operation,
     is_tensors,
@@ -30,8 +41,6 @@ from dovetail.rules.matching.through import Through
 _MOST_TRIES = 2_000
 # Which library may be used; they say nothing of what is computed.
 _SETTINGS = frozenset({"cudnn_enable", "cudnn_enabled"})
-Pair = tuple[Any, Any, Where]
-"""A part of the template, the part of the graph it is to be, and the argument of the template that it is."""
 
 
 class Matcher:
@@ -47,14 +56,13 @@ class Matcher:
         *,
         strict: bool,
         constant: Callable[[Node], Tensor | None],
-        pattern_constant: Callable[[Node], Tensor | None],
         order: Callable[[Node], int],
         through: Through | None = None,
-        same_number: Callable[[Any, Any], bool] = operator.eq,
+        same_number: SameNumber = operator.eq,
     ) -> None:
         self.template, self.strict = template, strict
-        self.constant, self.pattern_constant = constant, pattern_constant
-        self.order, self.through, self.same_number = order, through, same_number
+        self.constant, self.order = constant, order
+        self.through, self.same_number = through, same_number
         self.literal_at: dict[tuple[Node, Path], str] = {
             place: name for name, places in template.literals.items() for place in places
         }
@@ -102,6 +110,11 @@ class Matcher:
         if isinstance(ours, Taken):
             found.sites[ours.site] = ours.number
             return [[]]
+        if isinstance(ours, Cast):
+            if ours.kept:
+                return self._settle_operation(ours.node, theirs, found)
+            found.skipped.add(ours.node)
+            return [[(cast_operand(ours.node), theirs, None)]]
         if not isinstance(ours, Node):
             return self._settle_literal(ours, theirs, where, found)
         if ours.op == "placeholder":
@@ -119,6 +132,18 @@ class Matcher:
         known = found.nodes.get(ours)
         if known is not None:
             return [[]] if known is theirs else self._refuse(found, ours, theirs)
+        if ours in self.template.skippable:
+            return self._settle_cast(ours, theirs, found)
+        return self._settle_operation(ours, theirs, found)
+
+    def _settle_cast(self, ours: Node, theirs: Node, found: Found) -> list[list[Pair]] | None:
+        """Take a cast that is not there in every precision as one of the graph's, or as not there."""
+        if ours not in found.skipped and theirs.target is ours.target and theirs not in found.taken:
+            return [[(Cast(ours, kept), theirs, None)] for kept in (True, False)]
+        found.skipped.add(ours)
+        return [[(cast_operand(ours), theirs, None)]]
+
+    def _settle_operation(self, ours: Node, theirs: Node, found: Found) -> list[list[Pair]] | None:
         if theirs in found.taken or ours.target is not theirs.target or theirs.op != "call_function":
             return self._look_through(ours, theirs, found)
         if self.strict and not self._same_value(ours, theirs):
@@ -151,7 +176,7 @@ class Matcher:
             swapped: list[Pair] = []
             args = (theirs.args[1], theirs.args[0], *theirs.args[2:])
             fits = self._pairs(ours, args, theirs.kwargs, found, swapped)
-            if fits and not _same_pairs(swapped, pairs) and self._fit(swapped, found):
+            if fits and not same_pairs(swapped, pairs) and self._fit(swapped, found):
                 possible.append(swapped[::-1])
         return possible or None
 
@@ -172,6 +197,8 @@ class Matcher:
             return False
         if is_choice(ours):
             return any(self._may_be(a, theirs, found) for a in alternatives_of(ours))
+        if ours in self.template.skippable and self._may_be(cast_operand(ours), theirs, found):
+            return True
         return ours.target is theirs.target
 
     def _pairs(
@@ -250,10 +277,10 @@ class Matcher:
         if not self.strict:
             return [[]]
         if isinstance(theirs, Node):
-            theirs = theirs.meta.get("val")
+            theirs = theirs.meta.get("val", ...)
         if (
             argument_name(where) in _SETTINGS
-            or self._same_literal(ours, theirs)
+            or self._same_literal(ours, theirs, where)
             or self._same_dim(ours, theirs, where, found)
         ):
             return [[]]
@@ -285,7 +312,7 @@ class Matcher:
         return same_literal(found.literals[name], value)
 
     def _same_constant(self, ours: Node, theirs: Any, found: Found) -> bool:
-        wanted = self.pattern_constant(ours)
+        wanted = attribute(self.template.program, str(ours.target))
         has = self.constant(theirs) if isinstance(theirs, Node) else None
         same = wanted is not None and has is not None and same_tensor(wanted, has)
         if not same:
@@ -304,7 +331,8 @@ class Matcher:
 
     def _beside(self, found: Found) -> tuple[Node, list[Node]] | None:
         """An operation not yet found that reads something found, and the nodes of the graph it may be."""
-        missing = [n for n in self.template.calls(found.sites) if n not in found.nodes]
+        there = found.nodes.keys() | found.skipped
+        missing = [n for n in self.template.calls(found.sites) if n not in there]
         if not missing:
             return None
         for ours in missing:
@@ -334,34 +362,20 @@ class Matcher:
         return node is not None and self.through.same_dim(where, node, ours, theirs)
 
     def _same_value(self, ours: Node, theirs: Node) -> bool:
-        left, right = ours.meta.get("val"), theirs.meta.get("val")
-        return self._same_fact(left, right) or (
-            self.through is not None and self.through.same_value(ours, theirs, self.same_number)
-        )
-
-    def _same_fact(self, ours: Any, theirs: Any) -> bool:
-        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-            return (
-                ours.dtype == theirs.dtype
-                and ours.device == theirs.device
-                and ours.dim() == theirs.dim()
-                and all(self.same_number(a, b) for a, b in zip(ours.shape, theirs.shape, strict=True))
-            )
-        if isinstance(ours, (tuple, list)) and isinstance(theirs, (tuple, list)):
-            left, right = cast("list[Any]", ours), cast("list[Any]", theirs)
-            return len(left) == len(right) and all(
-                self._same_fact(a, b) for a, b in zip(left, right, strict=True)
-            )
-        return theirs is None or isinstance(ours, Tensor) == isinstance(theirs, Tensor)
+        if self.through is not None:
+            return self.through.same_value(ours, theirs, self.same_number)
+        return same_fact(ours.meta.get("val"), theirs.meta.get("val"), self.same_number)
 
     def _same_size(self, ours: Node, theirs: Any) -> bool:
         value = theirs.meta.get("val") if isinstance(theirs, Node) else theirs
         return self.same_number(ours.meta.get("val"), value)
 
-    def _same_literal(self, ours: Any, theirs: Any) -> bool:
+    def _same_literal(self, ours: Any, theirs: Any, where: Where) -> bool:
         if isinstance(ours, (int, torch.SymInt)) and isinstance(theirs, torch.SymInt):
             return self.same_number(ours, theirs)
-        return same_literal(ours, theirs)
+        if not same_literal(ours, theirs):
+            return False
+        return type(ours) is type(theirs) or where is None or not works_on_integers(where[0])
 
     def _refuse(self, found: Found, ours: Node, theirs: Any) -> None:
         if len(found.nodes) <= self._furthest:
@@ -371,10 +385,7 @@ class Matcher:
         if ours.op == "placeholder":
             self._missed(found, f"the pattern has its operand '{self.argument[ours]}' there", theirs)
             return
-        has = f"'{target_name(theirs)}'" if isinstance(theirs, Node) else repr(theirs)
-        if isinstance(theirs, Node) and theirs.op == "placeholder":
-            has = "an input"
-        reason = f"it has {has} where the pattern has '{target_name(ours)}'"
+        reason = instead(ours, theirs)
         if isinstance(theirs, Node) and theirs in found.taken:
             reason = f"'{theirs.name}' would stand for two operations of the pattern"
         self._missed(found, reason, theirs if isinstance(theirs, Node) else None)
@@ -383,7 +394,3 @@ class Matcher:
         if len(found.nodes) > self._furthest:
             self._furthest = len(found.nodes)
             self.miss = Miss(tuple(found.nodes.values()), reason, at, dict(found.sites))
-
-
-def _same_pairs(left: list[Pair], right: list[Pair]) -> bool:
-    return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(left, right, strict=True))

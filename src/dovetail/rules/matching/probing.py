@@ -110,7 +110,7 @@ class Prober:
         self.function, self.name, self.parameters = function, name, parameters
         self.unknown = {n: _unknown(n) for n in parameters.operands}
         self.runs = 0
-        self.quick = True
+        self.quick, self.confirmed = True, True
         self.known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
         self.failure: Exception | None = None
 
@@ -146,13 +146,9 @@ class Prober:
         found: list[Example] = []
         picks: dict[Site, int] | None = {}
         while picks is not None:
-            chooser = Chooser(picks, joint=True)
-            self.quick = False
-            for literals in self._literals():
-                chooser = Chooser(picks, joint=True)
-                if self._search(chooser, absent, dict(shapes), literals, _SIZES[0]) is not None:
-                    found.append(Example(chooser.settled, absent, shapes, literals))
-                    break
+            chooser, literals = self._given(picks, shapes, absent)
+            if literals is not None:
+                found.append(Example(chooser.settled, absent, shapes, literals))
             picks = chooser.next()
         if not found:
             raise RuleError(
@@ -160,15 +156,30 @@ class Prober:
             ) from self.failure
         return found
 
+    def _given(
+        self,
+        picks: Mapping[Site, int],
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        absent: frozenset[str],
+    ) -> tuple[Chooser, dict[str, Any] | None]:
+        """Literals on which the pattern runs with the shapes given, and what was chosen on the way."""
+        chooser = Chooser(picks, joint="tried")
+        for self.quick, self.confirmed in ((True, False), (False, True)):
+            for literals in self._literals():
+                chooser = Chooser(picks, joint="tried")
+                if self._search(chooser, absent, dict(shapes), literals, _SIZES[0]) is not None:
+                    return chooser, literals
+        return chooser, None
+
     def _example(
         self, picks: Mapping[Site, int], absent: frozenset[str]
     ) -> tuple[Example | None, dict[Site, int] | None]:
-        chooser = Chooser(picks, joint=True)
+        chooser = Chooser(picks, joint="tried")
         # Constants that a pattern brings along do not mix with tensors without data.
         for self.quick, size in [*((True, s) for s in _SIZES), *((False, s) for s in _SIZES[:2])]:
             for literals in self._literals():
                 for shapes in self._attempts(size, absent):
-                    chooser = Chooser(picks, joint=True)
+                    chooser = Chooser(picks, joint="tried")
                     outcome = self._search(chooser, absent, dict(shapes), literals, size)
                     if outcome is not None:
                         # What no operation met can be anything.
@@ -238,7 +249,7 @@ class Prober:
             # Tensors without data are quick to try, and forgive more than a device does.
             with torch.device("meta"):
                 wanted = self._run_on("meta", chooser, absent, shapes, literals)
-            if wanted is None or wanted.names:
+            if wanted is None or wanted.names or not self.confirmed:
                 return wanted
             chooser.restart()
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from dovetail.graph.describe import makes_tuple
 from dovetail.graph.module import attribute
 from dovetail.outlining.requests import is_projection
+from dovetail.rules.matching.comparing import same_literal
 from dovetail.rules.matching.found import Found, Miss
 from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.matching.matcher import Matcher
-from dovetail.rules.matching.probing import Parameters
+from dovetail.rules.matching.probing import Example, Parameters
 from dovetail.rules.matching.shadow import Shadow, shadow_of
 from dovetail.rules.matching.template import Template, is_tensors
 from dovetail.rules.matching.through import Through
@@ -43,7 +44,7 @@ class Pattern(Protocol):
 
     def judge(self, match: Match) -> Decline | None: ...
 
-    def attributes(self, match: Match) -> dict[str, Any]: ...
+    def attributes(self, match: Match) -> dict[str, Any] | Decline: ...
 
 
 class Search:
@@ -57,6 +58,8 @@ class Search:
         self.hit: set[int] = set()
         self.matches: list[Match] = []
         self.firm: dict[tuple[int, ...], Refusal] = {}
+        # Other forms, and other ways through one, may come to what was tried already.
+        self.claims: set[Any] = set()
 
     def run(self) -> Iterator[Proposal]:
         """Candidates, guards' refusals, and near-misses where nothing was found."""
@@ -94,22 +97,26 @@ class Search:
                 self._note_miss(template, root, matcher.miss)
 
     def _matcher(self, template: Template, *, strict: bool, through: Through | None) -> Matcher:
-        program = template.program
-
-        def pattern_constant(node: Node) -> Tensor | None:
-            return cast("Tensor | None", attribute(program, cast("str", node.target)))
-
         stage = template.stage
         same_number = stage.same_number if stage is not None else operator.eq
         return Matcher(
             template,
             strict=strict,
-            constant=self.shadow.constant,
-            pattern_constant=pattern_constant,
+            constant=self._constant,
             order=self._order,
             through=through,
             same_number=same_number,
         )
+
+    def _constant(self, node: Node) -> Tensor | None:
+        """The tensor that a node names, if nothing changes it: no parameter, no saved buffer, never written."""
+        origin = self.shadow.origins.get(node, ())
+        real = self.scene.nodes[origin[0]] if len(origin) == 1 else node
+        if real.op != "get_attr" or self.scene.index.dependencies.written.intersection(origin):
+            return None
+        value = attribute(self.scene.gm, cast("str", real.target))
+        plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        return value if plain and not _is_saved(self.scene.gm, cast("str", real.target)) else None
 
     def _proven(
         self, template: Template, root: Node, found: Found, dialect: str, through: Through | None
@@ -129,7 +136,16 @@ class Search:
                 )
         refusal: Refusal | None = None
         for example in (template.example, *template.alike):
+            claim = (dialect, _claim(root, template, example, found))
+            if claim in self.claims:
+                continue
+            self.claims.add(claim)
             exact = self.rule.variants.exact(example, dialect, values, found)
+            shown = found
+            if isinstance(exact, str) and (single := _single(found)) is not None:
+                # A literal that fills a list may have been given for each item.
+                again = self.rule.variants.exact(example, dialect, values, single)
+                shown, exact = (found, exact) if isinstance(again, str) else (single, again)
             if isinstance(exact, str):
                 refusal = refusal or self._refusal(found, template, exact, None)
                 continue
@@ -140,7 +156,7 @@ class Search:
                 if node in found.operands
             }
             for proof in strict.find(root, operands):
-                return self._candidate(exact, proof, found)
+                return self._candidate(exact, proof, shown)
             miss = strict.miss
             reason = miss.reason if miss is not None else "it is another computation"
             refusal = refusal or self._refusal(found, template, reason, miss.at if miss is not None else None)
@@ -179,11 +195,23 @@ class Search:
         if verdict is not None:
             at = self.scene.index.names.get(verdict.place) if verdict.place is not None else None
             return self._refuse(key, verdict.reason, at)
+        rule = self.rule
+        attrs = rule.attributes(match)
+        if isinstance(attrs, Decline):
+            return self._refuse(key, attrs.reason, None)
         self.hit.update(key)
         self.matches.append(match)
-        rule = self.rule
+        at = self.scene.index.position
         return Candidate(
-            rule.name, rule.kind, key, rule.attributes(match), rule.version, rule.escapes, rule.priority
+            rule.name,
+            rule.kind,
+            key,
+            attrs,
+            rule.version,
+            rule.escapes,
+            rule.priority,
+            arguments={name: at[v.node] for name, v in match.operands.items() if v is not None},
+            results=tuple(at[node] for node in match.outputs),
         )
 
     def _refuse(self, members: tuple[int, ...], reason: str, at: int | None) -> Refusal:
@@ -314,3 +342,30 @@ class Search:
     def _position(self, node: Node | None) -> int | None:
         origin = self.shadow.origins.get(node) if node is not None else None
         return origin[-1] if origin else None
+
+
+def _claim(root: Node, template: Template, example: Example, found: Found) -> Any:
+    """All that decides whether the pattern stands at a root."""
+    bound = {name: found.operands.get(node) for name, node in template.operands.items()}
+    picks = {**example.picks, **found.sites}
+    return (
+        root,
+        example.absent,
+        frozenset(picks.items()),
+        frozenset((name, node) for name, node in bound.items() if node is not None),
+        frozenset((name, repr(value)) for name, value in found.literals.items()),
+    )
+
+
+def _single(found: Found) -> Found | None:
+    """What was found, with each list of equal literals as one of them; None if there is no such list."""
+    lists = {n: v for n, v in found.literals.items() if isinstance(v, list) and v}
+    equal = {n: v[0] for n, v in lists.items() if all(same_literal(v[0], item) for item in v)}
+    return replace(found, literals={**found.literals, **equal}) if equal else None
+
+
+def _is_saved(root: nn.Module, target: str) -> bool:
+    """Whether a tensor is part of a model's state, which may be loaded anew."""
+    path, _, name = target.rpartition(".")
+    owner: Any = attribute(root, path) if path else root
+    return name in owner._buffers and name not in owner._non_persistent_buffers_set

@@ -56,7 +56,6 @@ class Shadow:
         for node in nodes:
             if node.op == "call_function":
                 self.by_target.setdefault(node.target, []).append(node)
-        self._constants: dict[Node, Tensor | None] = {}
 
     @property
     def dialects(self) -> tuple[str, ...]:
@@ -70,14 +69,6 @@ class Shadow:
     def dtypes(self) -> set[torch.dtype]:
         values = (n.meta.get("val") for n in self.nodes)
         return {v.dtype for v in values if isinstance(v, Tensor)}
-
-    def constant(self, node: Node) -> Tensor | None:
-        """The tensor that a node names, if it is one that no caller can change: not an input, not a parameter."""
-        if node not in self._constants:
-            value = attribute(self.root, cast("str", node.target)) if node.op == "get_attr" else None
-            plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            self._constants[node] = cast("Tensor", value) if plain else None
-        return self._constants[node]
 
     def members(self, nodes: Iterable[Node]) -> tuple[set[int], Node | None]:
         """The operations that nodes stand for, and one of the others that an operation only partly covered also is."""
@@ -156,10 +147,11 @@ class _Replay:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.sealed = {n for n in scene.nodes if _is_sealed(scene, n)}
+        effects = scene.index.dependencies.effects
         self.functional = not any(
             (n.op == "call_module" and _may_write(attribute(scene.gm, cast("str", n.target))))
-            or (n.op in ("call_function", "call_method") and traits(n).writes and not _out_only(n))
-            for n in scene.nodes
+            or (n.op in ("call_function", "call_method") and i in effects and effects[i].writes)
+            for i, n in enumerate(scene.nodes)
             if n not in self.sealed
         )
         self.stage = Stage()
@@ -267,10 +259,6 @@ def _marks(count: int) -> list[Node]:
     for i, mark in enumerate(marks):
         mark.meta["custom"] = {ORIGIN: i}
     return marks
-
-
-def _out_only(node: Node) -> bool:
-    return traits(node).writes == ("out",) and "out" not in node.kwargs
 
 
 def _may_write(module: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.errors import RuleError
+from dovetail.errors import DovetailError, RuleError
 from dovetail.graph.commuting import commutes
 from dovetail.graph.module import Program
 from dovetail.rules.matching.choices import Chooser, Site, choosing, either_op, opaque
 from dovetail.rules.matching.probing import Example, Parameters
-from dovetail.rules.matching.tracing import CAPTURED, Stage, trace
+from dovetail.rules.matching.recording import NotPlain
+from dovetail.rules.matching.tracing import CAPTURED, Sketch, Stage, sketch, trace
 
 Path = tuple[Any, ...]
 Where = tuple[Node, Path] | None
@@ -30,7 +31,7 @@ class Template:
 
     `operands` are its inputs by argument name; `outputs` the values it returns; `literals` tells for each captured
     literal the places where it stands: a node and a path into its arguments. `alike` are examples of other alternatives
-    that only differ in literals. `stage` has the numbers of the world
+    that only differ in literals. `skippable` are casts that are not there in every precision; a `blind` one has none and is the same in any. `stage` has the numbers of the world
     it was traced in; a template that only shows the form has none.
     """
 
@@ -42,6 +43,8 @@ class Template:
     needed: Counter[Any] = field(repr=False)
     stage: Stage | None = None
     alike: tuple[Example, ...] = ()
+    skippable: frozenset[Node] = frozenset()
+    blind: bool = False
 
     @property
     def root(self) -> Node:
@@ -67,6 +70,8 @@ class Template:
                 stack.extend(reversed(alternatives_of(node)))
             elif is_operation(node):
                 found[node.target] = None
+                if node in self.skippable:
+                    stack.append(cast_operand(node))
         return tuple(found)
 
     def example_value(self, name: str) -> Any:
@@ -83,20 +88,28 @@ class Template:
         return reachable(self.outputs, lambda node: sites.get(site_of(node), 0))
 
 
+class Unproven(Exception):
+    """Why a pattern cannot be what stands in a graph, whatever that is."""
+
+
 def make_template(
     function: Callable[..., Any],
     name: str,
     parameters: Parameters,
     example: Example,
-    values: Mapping[str, Any],
     *,
+    values: Mapping[str, Any] | None = None,
     dialect: str = CAPTURED,
     stage: Stage | None = None,
     chooser: Chooser | None = None,
 ) -> Template:
-    """Trace one form of a pattern on the given operand values; without a stage, alternatives are joined."""
+    """Trace one form of a pattern, on operands as the example has them or else on the values of a stage.
+
+    Without a stage, alternatives are joined.
+    """
     taken = chooser or Chooser(example.picks, joint=stage is None)
     given = [n for n in parameters.operands if n not in example.absent]
+    settled: list[str] = []
 
     def run(*operands: Any) -> Any:
         arguments: dict[str, Any] = dict(parameters.fixed)
@@ -105,27 +118,65 @@ def make_template(
         arguments.update(zip(given, operands, strict=True))
         taken.restart()
         with choosing(taken):
-            return _flat_results(function(**arguments), name)
+            results = _flat_results(function(**arguments), name)
+        if stage is not None:
+            settled.extend(str(guard.expr) for guard in stage.env.guards)
+        return results
 
-    program = trace(run, [values[n] for n in given], dialect)
+    drawn = _sketched(run, example, given, taken) if values is None and dialect == CAPTURED else None
+    if drawn is not None:
+        program = drawn.program
+    else:
+        operands_at = values if values is not None else _fakes(example)
+        program = trace(run, [operands_at[n] for n in given], dialect, quick=values is not None)
+    if settled:
+        raise Unproven(f"what the pattern computes depends on sizes that are not known: {settled[0]}")
     inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
     outputs = cast("tuple[Any, ...]", program.graph.output_node().args[0])
     operands = dict(zip(given, inputs, strict=True))
     for output in outputs:
         if not isinstance(output, Node) or output.op != "call_function":
+            if stage is not None:
+                raise Unproven("the alternative taken hands on an argument or a constant as it is")
             raise RuleError(
                 name, "its pattern returns an argument or a constant as it is; return what it computes"
             )
     results = cast("tuple[Node, ...]", outputs)
+    calls = (n for n in program.graph.nodes if taken.mixed and is_float_cast(n))
+    skippable = frozenset(calls)
     # What every combination of alternatives has: a graph without it need not be searched.
-    needed = Counter(n.target for n in reachable(results, lambda _: None))
+    needed = Counter(n.target for n in reachable(results, lambda _: None) if n not in skippable)
     shown = replace(example, picks=taken.settled) if taken.joint else example
-    return Template(program, shown, operands, results, {}, needed, stage)
+    return Template(
+        program,
+        shown,
+        operands,
+        results,
+        {},
+        needed,
+        stage,
+        skippable=skippable,
+        blind=drawn is not None and drawn.blind,
+    )
 
 
 def is_choice(node: Node) -> bool:
     """Whether a node of a template stands for any of several values."""
     return node.op == "call_function" and node.target is either_op()
+
+
+def is_float_cast(node: Node) -> bool:
+    """Whether a node of a template does nothing but change the precision of floats."""
+    if node.target is not torch.ops.aten._to_copy.default:
+        return False
+    before, after = cast_operand(node).meta.get("val"), node.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.device != after.device:
+        return False
+    return before.is_floating_point() and after.is_floating_point()
+
+
+def cast_operand(cast_: Node) -> Node:
+    return cast("Node", cast_.args[0])
 
 
 def alternatives_of(choice: Node) -> list[Node]:
@@ -227,13 +278,19 @@ def _at(node: Node, path: Path) -> Any:
     return value
 
 
-def whole_lists(places: list[tuple[Node, Path]]) -> list[tuple[Node, Path]]:
-    """Places with those inside a list replaced by the list: what was given for it is captured whole."""
-    found: dict[tuple[Node, Path], None] = {}
+def whole_lists(places: list[tuple[Node, Path]], *, only_full: bool) -> list[tuple[Node, Path]]:
+    """Places with those inside a list replaced by the list: what was given for it is captured whole.
+
+    With `only_full`, a list that has something else in it too is not: the literal is one of its items.
+    """
+    inside: dict[tuple[Node, Path], int] = {}
     for node, path in places:
-        in_list = len(path) > 2 and isinstance(_at(node, path[:-1]), (list, tuple))
-        found[(node, path[:-1] if in_list else path)] = None
-    return list(found)
+        if len(path) > 2 and isinstance(_at(node, path[:-1]), (list, tuple)):
+            inside[node, path[:-1]] = inside.get((node, path[:-1]), 0) + 1
+    whole = {at for at, count in inside.items() if not only_full or count == len(_at(*at))}
+    return list(
+        dict.fromkeys((node, path[:-1] if (node, path[:-1]) in whole else path) for node, path in places)
+    )
 
 
 def places_of(template: Template, value: float | str) -> list[tuple[Node, Path]]:
@@ -263,8 +320,26 @@ def components(template: Template) -> int:
     return len({find(n) for n in calls})
 
 
-def example_values(example: Example) -> dict[str, Any]:
-    """Fake operands as an example has them."""
-    stage = Stage()
-    with stage.mode:
+def _sketched(run: Callable[..., Any], example: Example, given: list[str], chooser: Chooser) -> Sketch | None:
+    """The form as the meta device shows it; None where only a stage will do, or can tell what is wrong."""
+    try:
+        return sketch(run, list(_on_meta(example, given)))
+    except DovetailError:
+        raise
+    except NotPlain:
+        return None
+    except Exception:
+        if chooser.mixed:
+            raise  # a mixture of precisions that was only a guess
+        return None
+
+
+def _on_meta(example: Example, names: Iterable[str]) -> Iterator[Tensor]:
+    for name in names:
+        shape, dtype = example.shapes[name]
+        yield torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _fakes(example: Example) -> dict[str, Tensor]:
+    with Stage().mode:
         return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in example.shapes.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,11 +16,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from dovetail.errors import DovetailError
 from dovetail.graph.canonical import canonicalise
 from dovetail.graph.capture import capture
 from dovetail.graph.capturing.quieting import quiet, quietly, rng_kept
 from dovetail.graph.module import Program, copy_graph, rebuild
 from dovetail.graph.spellings import traits
+from dovetail.rules.matching.recording import record
 
 CAPTURED, AUTOGRAD = "captured", "autograd"
 """The two dialects: what `capture` makes, and what AOTAutograd hands to a compiler."""
@@ -51,18 +55,49 @@ def _may_alias(op: OpOverload) -> bool:
     return any(part.alias_info is not None for part in (*op._schema.returns, *op._schema.arguments))
 
 
-def trace(function: Callable[..., Any], values: Sequence[Any], dialect: str = CAPTURED) -> Program:
-    """The canonical graph of a function on (fake) values; the values' own symbols get no new guards."""
+def trace(
+    function: Callable[..., Any], values: Sequence[Any], dialect: str = CAPTURED, *, quick: bool = False
+) -> Program:
+    """The canonical graph of a function on (fake) values; the values' own symbols get no new guards.
+
+    The `quick` way is tried first where it is asked for; it keeps no record of where an operation came from.
+    """
     with quiet(), quietly(), rng_kept(), torch.no_grad():
         if dialect == AUTOGRAD:
             with enable_python_dispatcher():
                 traced = make_fx(torch.func.functionalize(function))(*values)
         else:
-            table = cast("dict[Any, Any]", taken_apart())
-            traced = make_fx(function, decomposition_table=table, pre_dispatch=True)(*values)
-            if writes(traced):
-                return _captured(function, values)
+            traced = _recorded(function, values) if quick else None
+            if traced is None:
+                table = cast("dict[Any, Any]", taken_apart())
+                traced = make_fx(function, decomposition_table=table, pre_dispatch=True)(*values)
+                if writes(traced):
+                    return _captured(function, values)
     return canonicalise(traced)[0]
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A graph traced on tensors of the meta device; a `blind` one would be the same in any other precision."""
+
+    program: Program
+    blind: bool
+
+
+def sketch(function: Callable[..., Any], values: Sequence[Tensor]) -> Sketch:
+    """The canonical graph of a function on tensors of the meta device; `NotPlain` where it is more than operators."""
+    with quiet(), quietly(), rng_kept(), torch.no_grad():
+        recorded, blind = record(function, values, taken_apart())
+    return Sketch(canonicalise(recorded)[0], blind)
+
+
+def _recorded(function: Callable[..., Any], values: Sequence[Any]) -> Program | None:
+    try:
+        return record(function, values, taken_apart())[0]
+    except DovetailError:
+        raise
+    except Exception:  # whatever it is, the long way meets it again and says so
+        return None
 
 
 def writes(module: GraphModule) -> bool:
@@ -123,10 +158,18 @@ class Stage:
         )
         hint = int(hints.get(symbol, 8))
         source = ConstantSource(f"pattern_{len(self.symbols)}")
-        return self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        made: Any = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        # Within the bounds of the graph's own symbol, a pattern may ask what it likes.
+        known = size.node.shape_env.var_to_range.get(symbol)
+        if known is not None:
+            self.env.var_to_range[made] = known
+        return made
 
     def same_number(self, ours: Any, theirs: Any) -> bool:
         """Whether a number of the stand-ins' world is that of the graph's."""
         left = ours.node.expr if isinstance(ours, torch.SymInt) else ours
-        right = theirs.node.expr.xreplace(self.symbols) if isinstance(theirs, torch.SymInt) else theirs
-        return bool(left == right)
+        if not isinstance(theirs, torch.SymInt):
+            return bool(left == theirs)
+        expr = theirs.node.expr
+        # Symbols of the two worlds may have the same names by chance.
+        return expr.free_symbols <= self.symbols.keys() and bool(left == expr.xreplace(self.symbols))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,9 +20,9 @@ from dovetail.rules.matching.probing import Example, Parameters, Prober
 from dovetail.rules.matching.template import (
     Path,
     Template,
+    Unproven,
     components,
     differences,
-    example_values,
     is_operation,
     make_template,
     places_of,
@@ -29,7 +30,6 @@ from dovetail.rules.matching.template import (
 )
 from dovetail.rules.matching.tracing import AUTOGRAD, CAPTURED, Stage
 
-_LOW = (torch.bfloat16, torch.float16)
 _OTHER = {float: (0.31831,), int: (0, 2, -1), bool: (True,), type(None): (0.5, 1)}
 _MOST_EXACT = 512
 
@@ -58,11 +58,13 @@ class Variants:
 
     def loose(self, dialect: str, dtypes: set[torch.dtype]) -> list[Template]:
         """Templates of the pattern's distinct forms in a dialect, at the precisions that a graph has."""
-        low = next((d for d in _LOW if d in dtypes), None)
-        found = list(self._forms(dialect, None))
-        if low is not None:
-            found += self._forms(dialect, low)
-        return found
+        other = any(d.is_floating_point and d is not torch.float32 for d in dtypes)
+        low = torch.bfloat16 if other else None
+        key = (dialect, "low" if low is not None else "full")
+        full = self._full(dialect)
+        if low is not None and key not in self._loose:
+            self._loose[key] = _distinct([*full, *self._low(dialect, low)])
+        return self._loose[key]
 
     def exact(
         self, example: Example, dialect: str, operands: Mapping[str, tuple[Any, Any]], found: Found
@@ -81,7 +83,7 @@ class Variants:
         key = (dialect, tuple(sorted(picks.items())), example.absent, values, same, written)
         # Numbers of another graph's symbols cannot be compared with this one's.
         if symbols:
-            key = (*key, tuple(symbols), id(_env(operands)))
+            key = (*key, tuple(symbols), _env(operands))
         known = self._exact.get(key)
         if known is None:
             if len(self._exact) >= _MOST_EXACT:
@@ -92,45 +94,52 @@ class Variants:
     def _trace(self, here: Example, dialect: str, operands: Mapping[str, tuple[Any, Any]]) -> Template | str:
         stage = Stage()
         made: dict[int, Any] = {}
-        for source, value in operands.values():
-            if id(source) not in made:
-                made[id(source)] = stage.stand_in(value)
-        values = {name: made[id(source)] for name, (source, _) in operands.items()}
         try:
+            for source, value in operands.values():
+                if id(source) not in made:
+                    made[id(source)] = stage.stand_in(value)
+            values = {name: made[id(source)] for name, (source, _) in operands.items()}
             return make_template(
-                self.function, self.name, self.parameters, here, values, dialect=dialect, stage=stage
+                self.function, self.name, self.parameters, here, values=values, dialect=dialect, stage=stage
             )
         except DovetailError:
             raise
+        except Unproven as error:
+            return str(error)
         except Exception as error:  # whatever torch says of these operands is the reason to decline
             first = (str(error).strip().splitlines() or [""])[0]
             return f"the pattern does not run on these operands: {type(error).__name__}: {first}"
 
-    def _forms(self, dialect: str, low: torch.dtype | None) -> list[Template]:
-        key = (dialect, "low" if low is not None else "full")
+    def _full(self, dialect: str) -> list[Template]:
+        """The forms at the precision of the examples."""
+        key = (dialect, "full")
         if key not in self._loose:
-            made: list[Template] = []
-            if low is None:
-                shown = [e for example in self.examples for e in _at_ranks(example, dialect)]
-            else:
-                # Where precisions differ, other alternatives cannot be joined: each is met anew.
-                shown = [replace(e, picks={}) for ex in self.examples for e in _at_precision(ex, low)]
-            for example in _without_repeats(shown):
-                picks: dict[Site, int] | None = dict(example.picks)
-                while picks is not None:
-                    chooser = Chooser(picks, joint=True)
-                    template = self._form(replace(example, picks=picks), dialect, chooser)
-                    if template is not None:
-                        made.append(template)
-                    picks = chooser.next() if low is not None else None
+            shown = [e for example in self.examples for e in _at_ranks(example, dialect)]
+            choosers = ((e, Chooser(e.picks, joint=True)) for e in _without_repeats(shown))
+            made = [t for e, chooser in choosers if (t := self._form(e, dialect, chooser)) is not None]
             self._loose[key] = _distinct(made)
+            if all(template.blind for template in made):
+                self._loose[dialect, "low"] = self._loose[key]
         return self._loose[key]
 
+    def _low(self, dialect: str, low: torch.dtype) -> list[Template]:
+        """The forms where some operands have a lower precision; what is cast there need not be elsewhere."""
+        shown = [replace(e, picks={}) for example in self.examples for e in _at_precision(example, low)]
+        made: list[Template] = []
+        for example in _without_repeats(shown):
+            picks: dict[Site, int] | None = {}
+            while picks is not None:
+                chooser = Chooser(picks, joint=True, mixed=True)
+                template = self._form(replace(example, picks=picks), dialect, chooser)
+                if template is not None:
+                    made.append(template)
+                picks = chooser.next()
+        return made
+
     def _form(self, example: Example, dialect: str, chooser: Chooser) -> Template | None:
-        values = example_values(example)
         try:
             template = make_template(
-                self.function, self.name, self.parameters, example, values, dialect=dialect, chooser=chooser
+                self.function, self.name, self.parameters, example, dialect=dialect, chooser=chooser
             )
         except RuleError:
             raise
@@ -138,41 +147,42 @@ class Variants:
             if dialect == CAPTURED and example in self.examples:
                 raise
             return None  # a rank or precision that was only a guess
-        return replace(template, literals=self._literals(template, values, dialect))
+        return replace(template, literals=self._literals(template, dialect, mixed=chooser.mixed))
 
     def _literals(
-        self, template: Template, values: Mapping[str, Any], dialect: str
+        self, template: Template, dialect: str, *, mixed: bool
     ) -> dict[str, tuple[tuple[Node, Path], ...]]:
         found: dict[str, tuple[tuple[Node, Path], ...]] = {}
         for name, value in template.example.literals.items():
             if isinstance(value, str) or (type(value) is float and not value.is_integer()):
                 places = places_of(template, value)
             else:
-                places = self._moved(template, name, value, values, dialect)
+                places = self._moved(template, name, value, dialect, mixed=mixed)
             found[name] = tuple(places)
         return found
 
     def _moved(
-        self, template: Template, name: str, value: Any, values: Mapping[str, Any], dialect: str
+        self, template: Template, name: str, value: Any, dialect: str, *, mixed: bool
     ) -> list[tuple[Node, Path]]:
         """Where a literal stands, told by what changes when it does."""
         others = _other_lists(value) if isinstance(value, list) else _OTHER.get(type(value), ())
         for other in others:
             example = replace(template.example, literals={**template.example.literals, name: other})
             try:
+                chooser = Chooser(example.picks, joint=True, mixed=mixed)
                 changed = make_template(
-                    self.function, self.name, self.parameters, example, values, dialect=dialect
+                    self.function, self.name, self.parameters, example, dialect=dialect, chooser=chooser
                 )
             except Exception:
                 continue  # whatever torch says of it, another value was only a probe
             places = differences(template, changed, value, other)
             if places:
-                return whole_lists(places) if isinstance(value, (list, int)) else places
+                return whole_lists(places, only_full=not isinstance(value, list))
         return []
 
     def check(self) -> None:
         """Refuse what cannot be a pattern, while the rule is being made."""
-        forms = self._forms(CAPTURED, None)
+        forms = self._full(CAPTURED)
         used = {n for t in forms for n, node in t.operands.items() if node.users}
         for name in self.parameters.operands:
             if name not in used:
@@ -215,10 +225,12 @@ class Variants:
 
 
 def _env(operands: Mapping[str, tuple[Any, Any]]) -> Any:
+    """The world that symbols are of; another one made later is never taken for it."""
     for _, value in operands.values():
-        for size in value.shape if isinstance(value, Tensor) else ():
-            if isinstance(size, torch.SymInt):
-                return size.node.shape_env
+        sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return weakref.ref(size.node.shape_env)
     return None
 
 
@@ -232,6 +244,8 @@ def _at_precision(example: Example, low: torch.dtype) -> list[Example]:
     ways = [set(floats), set(floats[:1]), set(floats[1:])]
     made: list[Example] = []
     for lowered in ways:
+        if not lowered:
+            continue
         shapes = {n: (s, low if n in lowered else d) for n, (s, d) in example.shapes.items()}
         made.append(replace(example, shapes=shapes))
     return made
