@@ -231,6 +231,8 @@ def test_what_is_left_of_a_group_is_not_made_if_it_saves_nothing() -> None:
     def viewed(x: Tensor) -> Tensor:
         return (x.reshape(3, 2).transpose(0, 1) * 3).relu()
 
-    gm = dovetail.fuse(dovetail.capture(viewed, (X,)), [pair, dovetail.rules.groups(priority=-10, grows=False)])
+    gm = dovetail.fuse(
+        dovetail.capture(viewed, (X,)), [pair, dovetail.rules.groups(priority=-10, grows=False)]
+    )
     assert sets(gm) == [("mul", "relu")]
     assert "what is left of it saves nothing" in reasons(gm)

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from dovetail.lowering.backend import Compiled, identity, saves, setting
-from dovetail.lowering.examples import fake_examples, hint_of, random_state_kept, real_examples
+from dovetail.lowering.examples import fake_examples, hint_of, passed, random_state_kept, real_examples
 from dovetail.lowering.faults import Fault, fault_of
 from dovetail.lowering.outcomes import Expected, Watch, expected_of
 from dovetail.lowering.situation import Situation
+from dovetail.lowering.surroundings import precision
 from dovetail.lowering.unit import Unit
 
 # Inductor and most compilers are not to be entered by two threads at once.
 COMPILING = threading.RLock()
 _LARGEST_TRIAL = 2**31
+_LOG = logging.getLogger("dovetail")
 
 
 class Store(Protocol):
-    """Where compiled code is kept between processes."""
+    """Where compiled code is kept between processes; it never raises for what a disk does."""
 
     def read(self, key: str) -> bytes | None: ...
 
     def write(self, key: str, data: bytes) -> None: ...
 
-    def key(self, unit: Unit, backend: Any, situation: Situation) -> str: ...
+    def key(self, of: Unit, backend: Any, situation: Situation) -> str: ...
+
+    def in_use(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Isolated(Protocol):
+    """Compiles in a process of its own: the job is packed, then waited for, and what comes back is `save`'s bytes."""
+
+    def __call__(self, backend: Any, unit: Unit, situation: Situation) -> Callable[[], bytes]: ...
 
 
 class Verifier(Protocol):
@@ -45,12 +56,11 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """How code is made: where it is kept, how it is checked, and how long a process may take."""
+    """How code is made: where it is kept, how it is checked, and by whom where a process of its own is asked for."""
 
     store: Store | None = None
     verify: Verifier | None = None
-    timeout: float | None = None
-    isolated: Callable[..., bytes] | None = None
+    isolated: Isolated | None = None
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -60,91 +70,169 @@ class Artefact:
     run: Compiled
     backend: Any
     expected: Expected
-    seconds: float
-    source: str
+    seconds: float = 0.0
+    source: str = ""
 
 
 _MADE: WeakValueDictionary[tuple[Any, ...], Artefact] = WeakValueDictionary()
+_GATES: WeakValueDictionary[tuple[Any, ...], _Gate] = WeakValueDictionary()
+
+
+class _Gate:
+    """Lets one thread at a time make the code of one key."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
 
 
 def obtain(unit: Unit, backend: Any, situation: Situation, workshop: Workshop) -> Artefact | Fault:
-    """The code of a backend for a body, made now unless it is there already, or what went wrong."""
-    verified = workshop.verify is not None
-    key = (identity(backend), id(backend), unit.key, unit.roles, situation, verified)
+    """The code of a backend for a body, made now unless it is there already, or what went wrong.
+
+    Threads take turns, but not while a process of its own compiles for one of them.
+    """
+    job = _Job(unit, backend, situation, workshop)
+    key = (
+        identity(backend),
+        id(backend),
+        unit.key,
+        unit.roles,
+        situation,
+        _set(),
+        workshop.verify is not None,
+    )
     with COMPILING:
-        found = _MADE.get(key)
+        gate = _GATES.setdefault(key, _Gate())
+    with gate.lock if job.is_isolated else COMPILING:
+        with COMPILING:
+            found = _MADE.get(key)
         if found is not None:
             return found
-        made = _make(unit, backend, situation, workshop)
+        made = job.made()
         if isinstance(made, Artefact):
-            _MADE[key] = made
+            with COMPILING:
+                _MADE[key] = made
         return made
 
 
-def _make(unit: Unit, backend: Any, situation: Situation, workshop: Workshop) -> Artefact | Fault:
-    name = unit.region.name
-    start = time.perf_counter()
-    stage = "examples"
-    try:
-        with random_state_kept(), torch.set_grad_enabled(situation.grad):
-            examples = fake_examples(situation, unit.values)
-            expected = expected_of(unit.region.body, unit.effects, examples, grad=situation.grad)
-            stage = "compile"
-            run, source = _compiled(unit, backend, situation, examples, workshop)
-            if not callable(run):
-                return Fault(name, backend.name, stage, f"it returned a {type(run).__name__}, not a callable")
-            stage = "trial"
-            reason = _tried(unit, run, examples, expected)
-            if reason is None and workshop.verify is not None:
-                stage = "verify"
-                reason = workshop.verify(unit, run, examples, situation)
-    except Exception as error:
-        return fault_of(name, backend.name, stage, error)
-    if reason is not None:
-        return Fault(name, backend.name, stage, reason)
-    return Artefact(run, backend, expected, time.perf_counter() - start, source)
+def _set() -> str:
+    return repr(sorted(precision().items()))
 
 
-def _compiled(
-    unit: Unit, backend: Any, situation: Situation, examples: list[Any], workshop: Workshop
-) -> tuple[Any, str]:
-    store = workshop.store if saves(backend) else None
-    key = store.key(unit, backend, situation) if store is not None else ""
-    if store is not None:
-        data = store.read(key)
-        if data is not None:
-            try:
-                return backend.load(data, unit.region), "disk"
-            except Exception:  # an entry that cannot be read is a miss: it is made anew and written over
-                pass
-    if setting(backend, "isolation") == "process":
-        if workshop.isolated is None:
+class _Job:
+    """The making of one artefact, step by step; `stage` is where it is."""
+
+    def __init__(self, unit: Unit, backend: Any, situation: Situation, workshop: Workshop) -> None:
+        self.unit, self.backend, self.situation, self.workshop = unit, backend, situation, workshop
+        self.store = workshop.store if saves(backend) else None
+        self.is_isolated = setting(backend, "isolation") == "process"
+        self.stage = "examples"
+        self.key = ""
+
+    def made(self) -> Artefact | Fault:
+        """The artefact, or a fault; whatever a backend raises is one."""
+        start = time.perf_counter()
+        try:
+            run, source = self._from_disk(), "disk"
+            if run is None:
+                self.stage = "examples"
+                run, source = (self._isolated() if self.is_isolated else self._compiled()), "compiled"
+        except Exception as error:
+            return fault_of(self.unit.region.name, self.backend.name, self.stage, error)
+        return (
+            run
+            if isinstance(run, Fault)
+            else replace(run, seconds=time.perf_counter() - start, source=source)
+        )
+
+    def _from_disk(self) -> Artefact | None:
+        """What another process, or this one before, has kept; None if that is nothing that can be used."""
+        if self.store is None:
+            return None
+        self.key = self.store.key(self.unit, self.backend, self.situation)
+        data = self.store.read(self.key)
+        if data is None:
+            return None
+        try:
+            with self._place() as (examples, expected):
+                found = self._tried(self.backend.load(data, self.unit.region), examples, expected)
+        except Exception:  # what cannot be read is made anew and written over
+            return None
+        return found if isinstance(found, Artefact) else None
+
+    def _compiled(self) -> Artefact | Fault:
+        with self._place() as (examples, expected):
+            self.stage = "compile"
+            run = self.backend.compile(self.unit.region, examples)
+            made = self._tried(run, examples, expected)
+            if self.store is not None and isinstance(made, Artefact):
+                self._keep(run)
+            return made
+
+    def _isolated(self) -> Artefact | Fault:
+        self.stage = "compile"
+        if self.workshop.isolated is None:
             raise RuntimeError("compiling in a process of its own is not available here")
-        timeout = workshop.timeout if workshop.timeout is not None else setting(backend, "timeout")
-        data = workshop.isolated(backend, unit, situation, timeout)
-        run = backend.load(data, unit.region)
-    else:
-        run = backend.compile(unit.region, examples)
-        data = None
-    if store is not None:
-        with contextlib.suppress(Exception):  # what cannot be kept is made again next time
-            store.write(key, backend.save(run) if data is None else data)
-    return run, "compiled"
+        with COMPILING:
+            wait = self.workshop.isolated(self.backend, self.unit, self.situation)
+        data = wait()
+        with self._place() as (examples, expected):
+            self.stage = "load"
+            made = self._tried(self.backend.load(data, self.unit.region), examples, expected)
+        if self.store is not None and isinstance(made, Artefact):
+            self.store.write(self.key, data)
+        return made
+
+    def _keep(self, run: Any) -> None:
+        """Write what was compiled to disk. What cannot be saved is made again next time."""
+        try:
+            data = self.backend.save(run)
+        except Exception as error:
+            _LOG.info("%r of '%s' is not kept: %s", self.unit.region.name, self.backend.name, error)
+            return
+        if isinstance(data, bytes) and self.store is not None:
+            self.store.write(self.key, data)
+
+    @contextlib.contextmanager
+    def _place(self) -> Generator[tuple[list[Any], Expected]]:
+        """Where code is made and tried: nobody else compiles, random numbers and grad mode come back as they were."""
+        kept = self.store.in_use() if self.store is not None else contextlib.nullcontext()
+        with COMPILING, random_state_kept(), torch.set_grad_enabled(self.situation.grad), kept:
+            examples = fake_examples(self.situation, self.unit.values)
+            body, effects = self.unit.region.body, self.unit.effects
+            yield examples, expected_of(body, effects, examples, grad=self.situation.grad)
+
+    def _tried(self, run: Any, examples: list[Any], expected: Expected) -> Artefact | Fault:
+        """Code that has given what it must on made-up operands, or what was wrong."""
+        unit, name, backend = self.unit, self.unit.region.name, self.backend.name
+        if not callable(run):
+            return Fault(name, backend, self.stage, f"it returned a {type(run).__name__}, not a callable")
+        self.stage = "trial"
+        reason = _trial(unit, run, examples, expected)
+        if reason is None and self.workshop.verify is not None:
+            self.stage = "verify"
+            reason = self.workshop.verify(unit, run, examples, self.situation)
+        if reason is not None:
+            return Fault(name, backend, self.stage, reason)
+        return Artefact(run, self.backend, expected)
 
 
-def _tried(unit: Unit, run: Compiled, examples: Sequence[Any], expected: Expected) -> str | None:
+def _trial(unit: Unit, run: Compiled, examples: Sequence[Any], expected: Expected) -> str | None:
     """Run code once on made-up operands, so that what is wrong with it shows before anybody's data are touched."""
     if unit.effects.world or _bytes(examples) > _LARGEST_TRIAL:
         return None
     given = real_examples(examples)
     # The body is asked first: made-up operands may be none that it takes.
     try:
-        unit.region.body(*real_examples(examples))
+        unit.region.body(*_passed(unit, real_examples(examples)))
     except Exception:
         return None
     watch = Watch(given, unit.effects)
-    made = run(*[a.view_as(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in given])
+    made = run(*_passed(unit, given))
     return expected.wrong(made) or watch.wrong(made)
+
+
+def _passed(unit: Unit, given: Sequence[Any]) -> list[Any]:
+    return [passed(a, i in unit.effects.writes) for i, a in enumerate(given)]
 
 
 def _bytes(examples: Sequence[Any]) -> int:

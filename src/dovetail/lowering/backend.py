@@ -20,14 +20,19 @@ _BUILT_IN = {
     "eager": ("dovetail.lowering.backends.eager", "Eager"),
     "torchscript": ("dovetail.lowering.backends.torchscript", "TorchScript"),
     "inductor": ("dovetail.lowering.backends.inductor", "Inductor"),
+    "aoti": ("dovetail.lowering.backends.aoti", "Aoti"),
+    "cuda_graphs": ("dovetail.lowering.backends.cuda_graphs", "CudaGraphs"),
 }
+
+_AROUND = ("cuda_graphs",)
+"""Backends around another one, whose name stands in brackets."""
 
 
 class Backend:
     """Makes fast code of regions. Subclass it, or pass any object that has `name`, `supports` and `compile`.
 
     `kernels` maps kinds to functions: a backend that has only those need not write either method. A function gets
-    the pattern's arguments by name where the region has them, else the operands in order, and the region's
+    the pattern's arguments by name where the region has them, else the operands in order, and all the region's
     attributes as keywords. `trains` says that autograd can go through what `compile` returns; without it, calls that
     need gradients run the body. `version` is part of cache keys: change it when the generated code changes.
     With `isolation = "process"` compiling happens in a process of its own, which may crash, or take longer than
@@ -48,9 +53,12 @@ class Backend:
 
     def supports(self, region: Region) -> Answer:
         """True, or a Decline with the reason."""
-        if region.kind in self.kernels:
-            return True
-        return Decline(f"'{self.name}' has no kernel for kind '{region.kind}'")
+        from dovetail.lowering.kernels import misfit
+
+        if region.kind not in self.kernels:
+            return Decline(f"'{self.name}' has no kernel for kind '{region.kind}'")
+        reason = misfit(self.kernels[region.kind], region)
+        return True if reason is None else Decline(reason)
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         """A callable that takes the operands of the region's body and returns its results as a tuple.
@@ -140,9 +148,11 @@ def _checked(backend: Any) -> Any:
 
 def by_name(name: str) -> Any:
     """A backend that comes with dovetail, or that an installed package brings."""
-    if name in _BUILT_IN:
-        module, attribute = _BUILT_IN[name]
-        return getattr(import_module(module), attribute)()
+    outer, _, inner = name.partition("(")
+    if outer in _BUILT_IN and (not inner or outer in _AROUND):
+        module, attribute = _BUILT_IN[outer]
+        made = getattr(import_module(module), attribute)
+        return made(inner.removesuffix(")")) if inner else made()
     brought = {point.name: point for point in entry_points(group=GROUP)}
     if name in brought:
         try:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import resolve, setting
-from dovetail.lowering.faults import Fault, fault_of
+from dovetail.lowering.faults import Failure, Fault, fault_of
 from dovetail.lowering.unit import unit_of
 from dovetail.outlining.region import Region, regions
 from dovetail.rules.rule import Decline
@@ -74,16 +74,17 @@ class Assigner:
 
     def assign(self) -> Assignment:
         chains = {r.name: chain_for(r, self.wanted) for r in self.regions}
-        backends = dict.fromkeys(b for chain in chains.values() for b in map(_Same, chain))
         order = (
             self.regions
             if self.granularity == "outer"
             else sorted(self.regions, key=lambda r: -r.name.count("/"))
         )
-        for backend in backends:
+        # Rank by rank: everybody's first choice is asked before anybody's second.
+        for rank in range(max(map(len, chains.values()), default=0)):
             for region in order:
-                if backend in map(_Same, chains[region.name]) and self._free(region.name):
-                    self._offer(region, chains[region.name], backend.value)
+                chain = chains[region.name]
+                if rank < len(chain) and self._free(region.name):
+                    self._offer(region, chain, rank)
         return self.made
 
     def _free(self, name: str) -> bool:
@@ -92,11 +93,11 @@ class Assigner:
             "/".join(above[:n]) in self._taken for n in range(1, len(above) + 1)
         )
 
-    def _offer(self, region: Region, chain: tuple[Any, ...], backend: Any) -> None:
+    def _offer(self, region: Region, chain: tuple[Any, ...], rank: int) -> None:
+        backend = chain[rank]
         if not self._takes(backend, region):
             return
-        at = next(i for i, b in enumerate(chain) if b is backend)
-        others = tuple(b for b in chain[at + 1 :] if self._takes(b, region))
+        others = tuple(b for b in chain[rank + 1 :] if self._takes(b, region))
         self.made.chains[region.name.rpartition("/")[2]] = (backend, *others)
         self._taken.add(region.name)
         above = region.name.split("/")
@@ -134,17 +135,5 @@ def _answer(backend: Any, region: Region) -> str | Fault | None:
         return None
     if isinstance(answer, Decline):
         return answer.reason
-    return f"it answered {answer!r}, neither True nor a Decline"
-
-
-class _Same:
-    """A backend as a key: the object itself counts, whatever it thinks of equality."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    error = Failure(f"it answered {answer!r}, neither True nor a Decline")
+    return fault_of(region.name, backend.name, "supports", error)

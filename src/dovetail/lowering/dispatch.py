@@ -68,9 +68,13 @@ class Dispatcher:
                     found = self.entries[situation] = self._made(situation)
         return found
 
-    def _made(self, situation: Situation) -> Entry:
+    def _made(self, situation: Situation, after: Any = None) -> Entry:
+        """An entry by the first backend that has no trouble; with `after`, by the first of those that come after it."""
         self.compilations += 1
-        for backend in self.backends:
+        rest = iter(self.backends)
+        if after is not None:
+            next(backend for backend in rest if backend is after)
+        for backend in rest:
             if situation.grad and not setting(backend, "trains"):
                 reason = f"autograd cannot go through what '{backend.name}' makes, and gradients are needed"
                 self.tell(Fault(self.unit.region.name, backend.name, "gradients", reason))
@@ -107,13 +111,25 @@ class Dispatcher:
         return any(places.count(places[i]) > 1 for i in self._writes)
 
     def failed(self, entry: Entry, error: Exception, args: tuple[Any, ...]) -> Any:
-        """What is done after code has raised in a real call: the body from now on, if nothing can have been written."""
-        if entry.artefact is None or self._writes or self.unit.effects.world or self.strict:
+        """What is done after code has raised in a real call: the body now, and from now on the next backend.
+
+        A call that the body does not take either is the caller's mistake, and the code stays. Where the body writes
+        operands or acts on the world it cannot be run after half of that was done, and the error is raised.
+        """
+        if entry.artefact is None:
             raise error
-        self.tell(fault_of(self.unit.region.name, entry.artefact.backend.name, "call", error))
+        backend = entry.artefact.backend
+        fault = fault_of(self.unit.region.name, backend.name, "call", error)
+        runs_again = not (self._writes or self.unit.effects.world or self.strict)
+        made = self.body(*args) if runs_again else None
         with self._lock:
-            self.entries[entry.situation] = Entry(entry.situation, self.body, None)
-        return self.body(*args)
+            if self.entries.get(entry.situation) is entry:
+                self.tell(fault)
+                if not self.strict:
+                    self.entries[entry.situation] = self._made(entry.situation, after=backend)
+        if not runs_again:
+            raise fault.raised()
+        return made
 
     def _warn(self) -> None:
         if not self._warned:

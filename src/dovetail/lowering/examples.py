@@ -48,17 +48,45 @@ def real_examples(examples: Sequence[Any], seed: int = 0) -> list[Any]:
 
 
 def _filled(like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator) -> Tensor:
+    # All the memory that is spanned is filled: elements may lie over each other, as in an expanded tensor.
+    length = [span(sizes, strides)]
     if like.dtype.is_floating_point or like.dtype.is_complex:
         wide = torch.complex64 if like.dtype.is_complex else torch.float32
-        values = torch.randn(sizes, generator=generator, dtype=wide).to(like.dtype)
+        values = torch.randn(length, generator=generator, dtype=wide).to(like.dtype)
     elif like.dtype is torch.bool:
-        values = torch.rand(sizes, generator=generator) < 0.5
+        values = torch.rand(length, generator=generator) < 0.5
     else:
         # Zero and one are indices of anything that has two rows, and positions in any sequence.
-        values = torch.randint(0, 2, sizes, generator=generator).to(like.dtype)
-    made = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
-    made.copy_(values)
+        values = torch.randint(0, 2, length, generator=generator).to(like.dtype)
+    made = values.to(like.device).as_strided(sizes, strides)
     return made.requires_grad_(like.requires_grad)
+
+
+def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of memory a tensor reaches over."""
+    if any(n == 0 for n in sizes):
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+
+
+def memory(value: Tensor) -> Tensor:
+    """A copy of the memory that a tensor reaches over, as a vector; `as_strided` gives the tensor again."""
+    length = span(value.shape, value.stride())
+    return value.detach().as_strided((length,), (1,), value.storage_offset()).clone()
+
+
+def passed(value: Any, written: bool) -> Any:
+    """An operand as it is passed on: where it requires gradients no leaf, for autograd lets none be written.
+
+    Nor does it let a view of a leaf; but what is only read need not be copied.
+    """
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    if not written:
+        return value.view_as(value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
+        value
+    )
 
 
 def hint_of(value: Any) -> Any:

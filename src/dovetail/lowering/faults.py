@@ -26,8 +26,14 @@ class Fault:
         return made
 
 
+class Failure(Exception):
+    """Something went wrong with a lowering, and the text says all of it."""
+
+
 def fault_of(region: str, backend: str, stage: str, error: BaseException) -> Fault:
     """A fault from what was raised."""
     text = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    if isinstance(error, Failure):
+        reason = str(error)
     return Fault(region, backend, stage, reason, "".join(traceback.format_exception(error))[-4000:], error)

@@ -9,52 +9,80 @@ from typing import Any, cast
 import torch
 
 from dovetail.lowering.backend import Compiled
+from dovetail.lowering.faults import Failure
 from dovetail.outlining.region import Region
 
 
-class Unfit(Exception):
-    """A kernel cannot be called for a region; the reason is its text."""
+class Unfit(Failure):
+    """A kernel cannot be called for a region, or did not give what a region needs; the reason is its text."""
 
 
 def kernel_call(kernel: Callable[..., Any], region: Region) -> Compiled:
     """A callable with the operands of a region's body that calls `kernel` by the names of the pattern's arguments.
 
-    Without names the operands go in order. Attributes are passed by keyword as far as the kernel has a parameter for
-    them. Results are put into the order of the body's.
+    Without names the operands go in order. Attributes go by keyword. Results are put into the order of the body's.
+    Raises Unfit with what `misfit` says.
     """
-    keywords = _accepted(kernel, region)
-    order = _order(region)
-    named = sorted(region.arguments.items())
-    count = sum(n.op == "placeholder" for n in region.body.graph.nodes)
-    if named and len({number for _, number in named}) != count:
-        raise Unfit(f"{count} operands, of which the pattern's arguments name {len(named)}")
+    reason = misfit(kernel, region)
+    if reason is not None:
+        raise Unfit(reason)
+    named = tuple(region.arguments.items())
+    keywords = dict(region.attrs)
+    order = cast("tuple[int, ...]", region.results)
+    count = max(order) + 1 if order else len(_results(region))
 
     def call(*operands: Any) -> tuple[Any, ...]:
         if named:
             made = kernel(**{name: operands[number] for name, number in named}, **keywords)
         else:
             made = kernel(*operands, **keywords)
-        flat: Sequence[Any] = (made,) if isinstance(made, torch.Tensor) else tuple(made)
-        return tuple(flat) if order is None else tuple(flat[k] for k in order)
+        flat = _flat(made)
+        if len(flat) < count or (not order and len(flat) > count):
+            raise Unfit(f"the kernel returned {len(flat)} results where the region has {count}")
+        return tuple(flat[k] for k in order) if order else tuple(flat)
 
     return call
 
 
-def _accepted(kernel: Callable[..., Any], region: Region) -> dict[str, Any]:
-    """The attributes that a kernel has parameters for."""
-    try:
-        parameters = inspect.signature(kernel).parameters.values()
-    except (TypeError, ValueError):
-        return dict(region.attrs)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return dict(region.attrs)
-    names = {p.name for p in parameters}
-    return {k: v for k, v in region.attrs.items() if k in names}
+def misfit(kernel: Callable[..., Any], region: Region) -> str | None:
+    """Why a kernel cannot stand for a region; None if it can be called for it.
 
-
-def _order(region: Region) -> tuple[int, ...] | None:
-    if not region.results:
-        return None
+    Every operand must have a name or none; the kernel must take all of them and every attribute, for one that it
+    overlooks may be what makes the difference; and no inner value may be wanted, which only the body computes.
+    """
+    operands = [n.name for n in region.body.graph.nodes if n.op == "placeholder"]
+    named = region.arguments
+    unnamed = [name for i, name in enumerate(operands) if i not in named.values()] if named else []
+    if unnamed:
+        return f"its operand '{unnamed[0]}' is none of the arguments of the pattern ({', '.join(named)})"
+    both = sorted(named.keys() & region.attrs.keys())
+    if both:
+        return f"'{both[0]}' is an argument and an attribute at once"
     if any(k is None for k in region.results):
-        raise Unfit("it also returns a value from inside, which a kernel for the whole does not have")
-    return cast("tuple[int, ...]", region.results)
+        inner = region.results.index(None)
+        return f"its result {inner} is a value from inside, which a kernel for the whole does not have"
+    try:
+        signature = inspect.signature(kernel)
+    except (TypeError, ValueError):
+        return None  # built in, and without a signature; the trial will tell
+    given = () if named else tuple(operands)
+    try:
+        signature.bind(*given, **dict.fromkeys(named), **region.attrs)
+    except TypeError as error:
+        has = ", ".join(named or operands) or "nothing"
+        attrs = f" and the attributes {', '.join(region.attrs)}" if region.attrs else ""
+        return f"the kernel cannot be called with {has}{attrs}: {error}"
+    return None
+
+
+def _results(region: Region) -> Sequence[Any]:
+    (made,) = region.body.graph.output_node().args
+    return cast("Sequence[Any]", made)
+
+
+def _flat(made: Any) -> Sequence[Any]:
+    if isinstance(made, torch.Tensor):
+        return (made,)
+    if isinstance(made, (tuple, list)):
+        return cast("Sequence[Any]", made)
+    raise Unfit(f"the kernel returned a {type(made).__name__}, neither a tensor nor a tuple of them")

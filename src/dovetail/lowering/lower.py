@@ -13,6 +13,8 @@ from dovetail.errors import InvalidArgument
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import copy_graph, rebuild
 from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
+from dovetail.lowering.compiling import make_all
+from dovetail.lowering.dispatch import Dispatcher
 from dovetail.lowering.gradients import Foresight
 from dovetail.lowering.lowering import Lowering
 from dovetail.lowering.situation import Situation, Unguardable, expected_situation
@@ -38,6 +40,7 @@ def lower(
     timeout: float | None = None,
     cache: bool | str | Path = True,
     grad: bool | None = None,
+    progress: bool | None = None,
 ) -> GraphModule:
     """A graph that computes the same, its regions run by backends; the input graph is untouched.
 
@@ -45,7 +48,7 @@ def lower(
     others; names or objects; None is the default, and `[]` takes every lowering back. Whatever goes wrong with a
     backend moves a region to the next one that takes it and finally to its own body; `explain(gm).lowered` tells.
     Code is made now for calls with gradients if `grad` says so, or if it is None and the graph is in train mode; for
-    others when they come. With `verify` compiled code is compared with the body on made-up operands, which says nothing of later calls.
+    others when they come; a terminal is shown how far that is unless `progress` is False. With `verify` compiled code is compared with the body on made-up operands, which says nothing of later calls.
     """
     require_graph(gm)
     settings = _settings(on_error, verify, specialisations, timeout, cache)
@@ -54,15 +57,17 @@ def lower(
     if backends is None:
         backends = DEFAULT
     if plan is None and _is_empty(backends):
-        return _with_lowering(gm, None, {})
+        return with_lowering(gm, None, {})
     wanted = preferences(_planned(plan, backends, found), found)
     assignment = Assigner(gm, wanted, granularity, smallest).assign()
     lowering = Lowering(assignment.chains, settings)
     units = {r.name: r for r in found if _own(r.name) in assignment.chains}
     for fault in assignment.declined:
+        if settings.strict and fault.error is not None:
+            raise fault.raised()
         lowering.tell(unit_of(next(r for r in found if r.name == fault.region)), fault)
-    _compile_all(gm, lowering, list(units.values()), gm.training if grad is None else grad)
-    return _with_lowering(gm, lowering, _backends(gm, lowering, list(units.values())))
+    _compile_all(gm, lowering, list(units.values()), gm.training if grad is None else grad, progress)
+    return with_lowering(gm, lowering, _backends(gm, lowering, list(units.values())))
 
 
 def _settings(on_error: Any, verify: Any, specialisations: Any, timeout: Any, cache: Any) -> Settings:
@@ -103,13 +108,17 @@ def _own(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _compile_all(gm: GraphModule, lowering: Lowering, wanted: list[Region], grad: bool) -> None:
+def _compile_all(
+    gm: GraphModule, lowering: Lowering, wanted: list[Region], grad: bool, progress: bool | None
+) -> None:
     """Make the code that the first calls will need; other situations are met when they come."""
     flags = Foresight().operands(gm)
+    jobs: list[tuple[Dispatcher, Situation]] = []
     for region in wanted:
         situation = _foreseen(region, flags[region.name], grad)
         if situation is not None:
-            lowering.dispatcher(region, lowering.assigned[_own(region.name)]).entry_for(situation)
+            jobs.append((lowering.dispatcher(region, lowering.assigned[_own(region.name)]), situation))
+    make_all(jobs, progress)
 
 
 def _foreseen(region: Region, flags: tuple[bool, ...], grad: bool) -> Situation | None:
@@ -129,9 +138,10 @@ def _backends(gm: GraphModule, lowering: Lowering, wanted: list[Region]) -> dict
     return made
 
 
-def _with_lowering(
+def with_lowering(
     gm: GraphModule, lowering: Lowering | None, backends: Mapping[str, str | None]
 ) -> GraphModule:
+    """A copy of a graph that runs as a lowering says, or with None as it is; `backends` is what its regions tell."""
     graph = copy_graph(gm.graph)
     for node in graph.nodes:
         call = call_of(node.meta)

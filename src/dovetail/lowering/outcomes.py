@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dovetail.graph.effects import BodySummary
-from dovetail.lowering.examples import hint_of
+from dovetail.lowering.examples import hint_of, passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,12 @@ def expected_of(body: Any, effects: BodySummary, examples: Sequence[Any], *, gra
     """A run of the body on fake operands: its results, with the gradients they carry."""
     mode = next((e.fake_mode for e in examples if isinstance(e, FakeTensor)), None) or FakeTensorMode()
     with mode, torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
-        made = body(*(_written_to(e) for e in examples))
+        made = body(*(passed(_like(e), i in effects.writes) for i, e in enumerate(examples)))
     return Expected(tuple(made), effects)
 
 
-def _written_to(value: Any) -> Any:
-    """A fake like another that may be written in place, as what comes from another operation may be."""
+def _like(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    made.requires_grad_(value.requires_grad)
-    return made.view_as(made) if value.requires_grad else made
+    return made.requires_grad_(value.requires_grad)

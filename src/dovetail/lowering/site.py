@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dovetail.lowering.backend import Compiled
 from dovetail.lowering.dispatch import Dispatcher, Entry
+from dovetail.lowering.faults import Failure, fault_of
 from dovetail.lowering.situation import Fit, fit_for
 from dovetail.outlining.region import Region
 
@@ -38,9 +39,8 @@ class Site:
         self.lifted = dispatcher.unit.lifted
         self.constants: frozenset[int] = frozenset()
         self.__name__ = f"region_{name.replace('/', '__')}"
-        self._entry: Entry | None = None
-        self._run: Callable[..., Any] = dispatcher.body
-        self._fits: Fit = _never
+        # One value, so that a thread never has the guard of one specialisation and the code of another.
+        self._first: tuple[Fit, Entry | None, Callable[..., Any]] = _NONE
         self._prepared: dict[Entry, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -52,14 +52,13 @@ class Site:
         return self._called(args)
 
     def _called(self, args: tuple[Any, ...]) -> Any:
-        if (
-            self._fits(args)
+        fits, entry, run = self._first
+        if not (
+            fits(args)
             and not torch.is_autocast_enabled("cpu")
             and not torch.is_autocast_enabled("cuda")
             and not self.dispatcher.aliased(args)
         ):
-            entry, run = self._entry, self._run
-        else:
             entry = self.dispatcher.find(args)
             if entry is None:
                 return self.dispatcher.body(*args)
@@ -69,7 +68,7 @@ class Site:
             return run(*args)
         except Exception as error:
             error.add_note(f"in region '{self.name}', lowered by '{entry.backend}'")
-            self._fits = _never
+            self._first = _NONE
             return self.dispatcher.failed(entry, error, args)
 
     def _take(self, entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -80,12 +79,27 @@ class Site:
             run, seen = self._prepared.get(entry, (None, ()))
             now = self._seen(args)
             if run is None or seen != now:
-                region = self.dispatcher.unit.region
-                run = prepare(CallSite(self.name, region, entry.run, args, self.constants))
+                run = self._ready(prepare, entry, args)
                 self._prepared[entry] = (run, now)
             fits = self._while(fits, now)
-        self._entry, self._run, self._fits = entry, run, fits
+        self._first = fits, entry, run
         return run
+
+    def _ready(self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """What a backend prepares for this call, or its code as it is where that fails."""
+        dispatcher = self.dispatcher
+        site = CallSite(self.name, dispatcher.unit.region, entry.run, args, self.constants)
+        try:
+            made = prepare(site)
+            if not callable(made):
+                raise Failure(f"it returned a {type(made).__name__}, not a callable")
+        except Exception as error:
+            fault = fault_of(self.name, str(entry.backend), "prepare", error)
+            if dispatcher.strict:
+                raise fault.raised() from error
+            dispatcher.tell(fault)
+            return entry.run
+        return made
 
     def _while(self, fits: Fit, seen: tuple[Any, ...]) -> Fit:
         return lambda given: fits(given) and self._seen(given) == seen
@@ -104,3 +118,6 @@ def is_watched() -> bool:
 
 def _never(_: tuple[Any, ...]) -> bool:
     return False
+
+
+_NONE: tuple[Fit, Entry | None, Callable[..., Any]] = (_never, None, _never)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -33,8 +34,13 @@ class Unit:
 
     @property
     def roles(self) -> tuple[Any, ...]:
-        """Which argument of its pattern each operand is, and which result: equal bodies may differ in that."""
-        return (tuple(self.region.arguments.items()), self.region.results)
+        """What the region is said to be, and which argument and result of its pattern each operand and result is.
+
+        Equal bodies may differ in that, and so may what a backend makes of them.
+        """
+        region = self.region
+        said = (region.kind, region.version, json.dumps(region.attrs, sort_keys=True))
+        return (*said, tuple(region.arguments.items()), region.results)
 
     @property
     def values(self) -> list[Any]:

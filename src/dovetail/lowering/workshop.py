@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.lowering.artefacts import Workshop
+from dovetail.lowering.cache import open_cache
+from dovetail.lowering.verify import verify_unit
+from dovetail.lowering.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How regions are lowered; what a pickled graph remembers of it."""
+    """How regions are lowered; what a pickled graph remembers of it. `cache` is True, False or a folder."""
 
     specialisations: int = 8
     strict: bool = False
@@ -21,4 +24,6 @@ class Settings:
 
 def workshop_of(settings: Settings) -> Workshop:
     """The tools for some settings."""
-    return Workshop(timeout=settings.timeout)
+    cache = open_cache(settings.cache)
+    verify = verify_unit if settings.verify else None
+    return Workshop(store=cache, verify=verify, isolated=Workers(settings.timeout, cache))

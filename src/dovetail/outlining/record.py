@@ -73,7 +73,9 @@ class Call:
     def lowered(self, backends: Mapping[str, str | None]) -> Call:
         """This record with the backends of regions nested in it as given by their names."""
         members = tuple(
-            m._replace(meta={**m.meta, REGION: replace(inner, backend=backends.get(m.name)).lowered(backends)})
+            m._replace(
+                meta={**m.meta, REGION: replace(inner, backend=backends.get(m.name)).lowered(backends)}
+            )
             if (inner := call_of(m.meta)) is not None
             else m
             for m in self.members

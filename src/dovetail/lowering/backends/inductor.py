@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
+from dovetail.lowering.cache import tool_folder
 from dovetail.lowering.flattening import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
+# Triton's folder follows from the first unless it is set, and Inductor sets it for good when it first needs it.
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
 
 class Inductor(Backend):
-    """Compiles a region with `torch._inductor.standalone_compile`; options are Inductor's own."""
+    """Compiles a region with `torch._inductor.standalone_compile`; options are those of `torch._inductor.config`."""
 
     name = "inductor"
     trains = True
@@ -27,7 +35,8 @@ class Inductor(Backend):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        return self._options
+        """The options given, and a digest of those in force for everybody."""
+        return {**self._options, "in force": _in_force()}
 
     def supports(self, region: Region) -> Answer:
         if any(word not in ("writes", "random") for word in region.effects):
@@ -41,20 +50,134 @@ class Inductor(Backend):
         dynamic = any(
             isinstance(n, torch.SymInt) for e in examples if isinstance(e, torch.Tensor) for n in e.shape
         )
-        with _backward_at_once():
+
+        def compiled() -> Compiled:
             return inductor.standalone_compile(
                 graph,
                 list(examples),
                 dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
-                options=dict(self._options),
+                options={"config_patches": dict(self._options)} if self._options else {},
             )
+
+        with _backward_at_once(), _in_our_folder():
+            return _without_probing(compiled)
+
+    def save(self, compiled: Any) -> bytes:
+        """The artefact as bytes. Kernels for a CPU are not in them: those lie in the folder it was compiled in."""
+        with _in_our_folder(), tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "artefact")
+            compiled.save(path=path, format="binary")
+            return Path(path).read_bytes()
+
+    def load(self, data: bytes, region: Region) -> Compiled:
+        """The artefact again; what is missing in the folder it was compiled in is built anew."""
+        import torch._inductor as inductor
+
+        with _backward_at_once(), _in_our_folder(), tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "artefact")
+            Path(path).write_bytes(data)
+            artefacts = cast("Any", inductor).CompiledArtifact
+            return _without_probing(lambda: artefacts.load(path=path, format="binary"))
+
+
+_distrusted: list[str] = []
+"""What a compiler said of vector instructions that torch has; not empty where Inductor has to find out by itself."""
+
+
+def _without_probing(make: Callable[[], Compiled]) -> Compiled:
+    """Make code for the vector instructions that torch itself was built for and runs with.
+
+    Inductor would build and load a small program for each kind, which takes longer than most bodies. Where the
+    compiler does not know them after all, it does.
+    """
+    import torch._inductor.config as config
+    import torch._inductor.cpu_vec_isa as vectors
+
+    switch = "cpp.vec_isa_ok"
+    if (
+        _distrusted
+        or not _vectors_are_known()
+        or getattr(getattr(config, "cpp", None), "vec_isa_ok", 0) is not None
+    ):
+        return make()
+    try:
+        with cast("Any", config).patch({switch: True}):
+            return make()
+    except Exception as error:
+        if not _is_of_the_compiler(error):
+            raise
+        _distrusted.append(str(error))
+    remembered: list[Any] = [type(isa).__bool__ for isa in getattr(vectors, "supported_vec_isa_list", ())]
+    for answer in (vectors.valid_vec_isa_list, *remembered):
+        getattr(answer, "cache_clear", bool)()
+    return make()
+
+
+def _vectors_are_known() -> bool:
+    capability = torch.backends.cpu.get_cpu_capability()
+    more = getattr(torch.cpu, "_is_avx512_supported", None)
+    return capability == "AVX512" or (capability == "AVX2" and more is not None and not more())
+
+
+def _is_of_the_compiler(error: Exception) -> bool:
+    """Whether C++ could not be built or loaded. Inductor's own errors name what they were made of in their text."""
+    told = f"{type(error).__name__}: {error}"
+    return any(name in told for name in ("CppCompileError", "ImportError", "OSError"))
+
+
+def _in_force() -> str:
+    """What is set in Inductor and AOTAutograd for the whole process, as a digest."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    told: list[str] = []
+    for config in cast("list[Any]", [inductor, functorch]):
+        portable = getattr(config, "save_config_portable", None) or getattr(config, "get_config_copy", None)
+        if portable is not None:
+            told.append(repr(sorted(portable().items())))
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _in_our_folder() -> Generator[None]:
+    """Let Inductor keep its kernels in the cache, where there is one: an artefact without them is built again."""
+    folder = tool_folder("inductor")
+    if folder is None:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in _FOLDERS}
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ.pop("TRITON_CACHE_DIR", None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
 def _backward_at_once() -> Generator[None]:
-    """Compile forward and backward together, and keep what backward reads, so that it can run twice."""
+    """Compile forward and backward together, and keep what backward reads, so that it can run twice.
+
+    Told by its option to donate nothing, AOTAutograd writes down no list of what is donated, and on the first
+    backward takes that for something. So it gets a list with nothing on it.
+    """
+    import torch._functorch._aot_autograd.graph_compile as graph_compile
     import torch._functorch.config as config
 
-    wanted = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
+    wanted = {"force_non_lazy_backward_lowering": True}
+    lister = "collect_bw_donated_buffer_idxs"
+    before = getattr(graph_compile, lister, None)
+    if before is None:
+        wanted["donated_buffer"] = False
     with config.patch({k: v for k, v in wanted.items() if hasattr(config, k)}):  # pyright: ignore
-        yield
+        if before is not None:
+            setattr(graph_compile, lister, lambda *_, **__: [])  # pyright: ignore
+        try:
+            yield
+        finally:
+            if before is not None:
+                setattr(graph_compile, lister, before)

@@ -1,0 +1,78 @@
+"""torch's older compiler, by tracing: no Python between the operations."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from dovetail.graph.module import Body
+from dovetail.lowering.backend import Answer, Backend, Compiled
+from dovetail.lowering.backends.common import quiet, why_not_fixed, why_not_plain
+from dovetail.lowering.examples import real_examples
+from dovetail.lowering.flattening import flat
+from dovetail.outlining.region import Region
+from dovetail.rules.rule import Decline
+
+_WARM_UPS = 2
+
+
+class TorchScript(Backend):
+    """Traces a region with `torch.jit.trace`, for the sizes of its operands.
+
+    It takes no random operations: dead ones among them would be dropped, and the random stream would be another.
+    """
+
+    name = "torchscript"
+    trains = True
+
+    def __init__(self) -> None:
+        self.version = f"1 {torch.__version__}"
+
+    def supports(self, region: Region) -> Answer:
+        reason = why_not_fixed(region) or why_not_plain(region, "writes")
+        return True if reason is None else Decline(reason)
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        grad = torch.is_grad_enabled() and any(e.requires_grad for e in examples)
+        with quiet():
+            module: Any = torch.jit.trace(
+                flat(cast("Body", region.body)), tuple(_given(examples)), check_trace=False
+            )
+        made = Traced(module, grad)
+        # Its executor watches some runs and then optimises: what is tried must be what will run.
+        for _ in range(_WARM_UPS):
+            made(*_given(examples))
+        return made
+
+    def save(self, compiled: Traced) -> bytes:
+        buffer = io.BytesIO()
+        with quiet():
+            torch.jit.save(compiled.module, buffer)
+        return (b"g" if compiled.grad else b"-") + buffer.getvalue()
+
+    def load(self, data: bytes, region: Region) -> Traced:
+        with quiet():
+            module: Any = torch.jit.load(io.BytesIO(data[1:]))
+        return Traced(module, data[:1] == b"g")
+
+
+class Traced:
+    """A traced body. Where gradients are recorded it runs operation by operation, so that autograd sees them all."""
+
+    def __init__(self, module: Any, grad: bool) -> None:
+        self.module, self.grad = module, grad
+
+    def __call__(self, *operands: Any) -> Any:
+        if not self.grad:
+            return self.module(*operands)
+        # Optimised, whole stretches of it become one node of autograd's, which minds grad mode and `detach` less.
+        with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
+            return self.module(*operands)
+
+
+def _given(examples: Sequence[Any]) -> list[Any]:
+    """Made-up operands that may be written in place."""
+    return [a.clone() if a.requires_grad else a for a in real_examples(examples)]

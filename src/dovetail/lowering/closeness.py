@@ -1,0 +1,142 @@
+"""Whether numbers are as good as their dtype lets them be, judged by the same computation in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# How many roundings more than the body's own a result may be off by: vectorised functions and other orders of
+# summation need tens of them in the wide dtypes; a few in the narrow ones, which are computed in wider ones.
+_STEPS = {torch.float64: 64, torch.float32: 64, torch.complex128: 64, torch.complex64: 64}
+_FEW = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """One value as the body computes it; in float64; and in float64 from operands moved by a few roundings.
+
+    `coarsest` is the largest rounding of any dtype in the body: what it computes cannot be better than that.
+    """
+
+    body: Tensor
+    precise: Tensor | None = None
+    moved: Tensor | None = None
+    coarsest: float = 0.0
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The relative distance between numbers of a dtype; 0 where they are exact."""
+    return float(torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def margin(dtype: torch.dtype) -> float:
+    """How far off, relative to its size, a number may be whatever the body does."""
+    return _STEPS.get(dtype, _FEW) * rounding(dtype)
+
+
+def difference(made: Tensor, reference: Reference) -> str | None:
+    """How a value differs from what it must be, the largest difference and where; None if it is close enough.
+
+    Whole numbers and truth values are exact, those that float64 gives being as good as the body's. NaN and infinities
+    must stand where the body has them; where only a narrow dtype overflowed, the number itself is as good.
+    """
+    body = reference.body
+    for what, has, needs in (("shape", made.shape, body.shape), ("dtype", made.dtype, body.dtype)):
+        if has != needs:
+            return f"has {what} {_plain(has)}, not {_plain(needs)}"
+    if not body.numel():
+        return None
+    if not rounding(body.dtype):
+        return _unequal(made, reference)
+    return _far(made, reference)
+
+
+def _unequal(made: Tensor, reference: Reference) -> str | None:
+    wrong = made != reference.body
+    precise = reference.precise
+    if precise is not None and precise.shape == made.shape and precise.dtype == made.dtype:
+        wrong &= made != precise
+    if not wrong.any():
+        return None
+    off = (made.double() - reference.body.double()).abs().masked_fill(~wrong, -1.0)
+    return _told(off, wrong, made, reference.body, None)
+
+
+def _far(made: Tensor, reference: Reference) -> str | None:
+    given, body = _wide(made.detach()), _wide(reference.body.detach())
+    base = margin(reference.body.dtype)
+    smallest = torch.finfo(reference.body.dtype).tiny
+    exact, allowed = _allowed(reference, body, base)
+    unit = body.abs() + _size(body)
+    beside = base * unit if reference.precise is not None else allowed
+    near = ((given - body).abs() <= beside + smallest) | ((given - exact).abs() <= allowed + smallest)
+    same = (given == body) | (given.isnan() & body.isnan())
+    overflown = ~body.isfinite() & exact.isfinite()
+    wrong = ~torch.where(body.isfinite() | overflown, near & given.isfinite(), same) & ~same
+    if not wrong.any():
+        return None
+    off = (given - body).abs()
+    off = off.masked_fill(off.isnan(), float("inf")).masked_fill(~wrong, -1.0)
+    return _told(off, wrong, given, body, allowed)
+
+
+def _allowed(reference: Reference, body: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """What a value is compared with, and how far each number may be from it."""
+    if reference.precise is None or reference.precise.shape != reference.body.shape:
+        return body, 4 * max(base, _FEW * reference.coarsest) * (body.abs() + _size(body))
+    exact = _wide(reference.precise.detach())
+    error = (body - exact).abs()
+    error = error.masked_fill(~error.isfinite(), 0.0)
+    size = _size(exact)
+    noise = _size(error)
+    limit = max(reference.coarsest, rounding(reference.body.dtype)) ** (1 / 3)
+    if size < limit * noise:
+        # Nothing but rounding is left of it, as of a gradient that is zero by its nature: noise is as good as noise.
+        return exact, torch.full_like(exact, 16 * noise)
+    unit = exact.abs() + size
+    own = _size(error / unit) if size else 0.0
+    if own > limit:
+        # In its own precision the computation is another one, and float64 says nothing about it.
+        return body, max(base, _FEW * reference.coarsest) * (body.abs() + _size(body))
+    allowed = 4 * error + (10 * own + base) * unit
+    if reference.moved is not None and reference.moved.shape == reference.body.shape:
+        shift = (_wide(reference.moved.detach()) - exact).abs()
+        shift = shift.masked_fill(~shift.isfinite(), 0.0)
+        allowed = allowed + shift + (_size(shift / unit) if size else 0.0) * unit
+    return exact, allowed
+
+
+def _wide(value: Tensor) -> Tensor:
+    """The same numbers in float64, real and imaginary parts beside each other."""
+    value = value if value.device.type in ("cpu", "cuda") else value.cpu()
+    if value.dtype.is_complex:
+        return torch.view_as_real(value.resolve_conj().to(torch.complex128))
+    return value.to(torch.float64)
+
+
+def _size(value: Tensor) -> float:
+    """The root of the mean square of what is finite."""
+    finite = value[value.isfinite()]
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+
+
+def _told(off: Tensor, wrong: Tensor, made: Tensor, wanted: Tensor, allowed: Tensor | None) -> str:
+    at = int(off.reshape(-1).argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(at), off.shape)]
+    has, needs = made.reshape(-1)[at].item(), wanted.reshape(-1)[at].item()
+    count = f"{int(wrong.sum())} of {off.numel()} wrong"
+    amount = float(off.reshape(-1)[at])
+    if allowed is None or math.isinf(amount):
+        return f"is {has} at {place} where the body has {needs} ({count})"
+    most = float(allowed.reshape(-1)[at])
+    return (
+        f"is off by {amount:.2g} at {place}: {has:.6g} where the body has {needs:.6g} "
+        f"(allowed {most:.1g}; {count})"
+    )
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, torch.Size) else value

@@ -1,0 +1,189 @@
+"""Verifying: compiled code against the body, on made-up operands, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dovetail.graph.module import Body
+from dovetail.lowering.backend import Compiled
+from dovetail.lowering.closeness import Reference, difference, rounding
+from dovetail.lowering.examples import hint_of, memory, passed, random_state_kept, real_examples
+from dovetail.lowering.outcomes import same_bits
+from dovetail.lowering.precise import Precise, precise_operands, roundings
+from dovetail.lowering.situation import Situation
+from dovetail.lowering.unit import Unit
+
+_SEEDS = (0, 1000, 2000)
+_LARGEST = 2**31
+
+
+def verify_unit(unit: Unit, run: Compiled, examples: Sequence[Any], situation: Situation) -> str | None:
+    """Run code and body on the same made-up operands; what is wrong in words, None if nothing is.
+
+    Results, written operands and, where gradients are recorded, the gradients of all operands are compared, each
+    number by how well the body itself does against float64. It covers these runs, not later ones. `uncovered` says
+    what it does not look at; operands that the body does not take are not tried either.
+    """
+    left_out = uncovered(unit, examples)
+    if left_out is not None and not unit.effects.random:
+        return None
+    with random_state_kept(), torch.set_grad_enabled(situation.grad):
+        trial = _Trial(unit, situation.grad)
+        for seed in _SEEDS:
+            given = real_examples(examples, seed)
+            reason = trial.shapes(run, given) if left_out is not None else trial.values(run, given)
+            if reason is not None:
+                return reason
+    return None
+
+
+def uncovered(unit: Unit, examples: Sequence[Any]) -> str | None:
+    """What of a body verifying cannot compare, and why; None if it compares everything."""
+    if unit.effects.world:
+        return f"not run: it acts on the world ({unit.effects.world})"
+    tensors = [e for e in examples if isinstance(e, Tensor)]
+    if sum(t.element_size() * math.prod(hint_of(n) for n in t.shape) for t in tensors) > _LARGEST:
+        return "not run: its operands are too large to be made up"
+    return "shapes only: it draws random numbers" if unit.effects.random else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    """What a run came to, each value under the words that it is told by."""
+
+    values: dict[str, Any]
+    before: list[Any]
+    after: list[Any]
+
+
+class _Trial:
+    """Runs of one body and of code made for it."""
+
+    def __init__(self, unit: Unit, grad: bool) -> None:
+        self.body, self.writes, self.grad = cast("Body", unit.region.body), unit.effects.writes, grad
+        self.finest, self.coarsest = roundings(self.body)
+
+    def shapes(self, run: Compiled, given: Sequence[Any]) -> str | None:
+        """Whether results have the shapes and dtypes of the body's, whatever their numbers."""
+        try:
+            wanted = self.body(*_fresh(given, self.writes)[1])
+        except Exception:
+            return None
+        made = run(*_fresh(given, self.writes)[1])
+        if len(made) != len(wanted):
+            return f"it returned {len(made)} results; the body returns {len(wanted)}"
+        for i, (has, needs) in enumerate(zip(made, wanted, strict=True)):
+            if isinstance(needs, Tensor) and (has.shape, has.dtype) != (needs.shape, needs.dtype):
+                return f"result {i} is {has.dtype} of shape {tuple(has.shape)}, not {needs.dtype} of {tuple(needs.shape)}"
+        return None
+
+    def values(self, run: Compiled, given: Sequence[Any]) -> str | None:
+        """What is wrong with the numbers of one run."""
+        try:
+            wanted = self._ran(self.body, given)
+        except Exception:
+            # Made-up operands may be none that it takes: an index out of range, a matrix that has no inverse.
+            return None
+        precise, moved = (
+            (self._precise(given, 0.0), self._precise(given, _moved_by(self.finest)))
+            if self.coarsest
+            else (None, None)
+        )
+        made = self._ran(run, given)
+        if len(made.values) != len(wanted.values):
+            missing = next((w for w in wanted.values if w not in made.values), "a result more")
+            return f"it does not give what the body gives: {missing}"
+        for i, (old, new) in enumerate(zip(made.before, made.after, strict=True)):
+            if i not in self.writes and isinstance(old, Tensor) and not same_bits(old, new):
+                return f"it wrote operand {i}, which the body leaves as it is"
+        for label, needs in wanted.values.items():
+            reason = _compared(made.values[label], needs, label, precise, moved, self.coarsest)
+            if reason is not None:
+                return f"{label} {reason}"
+        return None
+
+    def _precise(self, given: Sequence[Any], moved_by: float) -> _Outcome | None:
+        try:
+            return self._ran(Precise(self.body).run, precise_operands(given, moved_by), like=given)
+        except Exception:
+            # Not every operator has double precision; the body alone is compared with then.
+            return None
+
+    def _ran(
+        self, run: Callable[..., Any], given: Sequence[Any], like: Sequence[Any] | None = None
+    ) -> _Outcome:
+        leaves, operands = _fresh(given, self.writes)
+        before = [a.detach().clone() if isinstance(a, Tensor) else a for a in operands]
+        made = list(run(*operands))
+        values: dict[str, Any] = {
+            f"result {i}": v.detach() if isinstance(v, Tensor) else v for i, v in enumerate(made)
+        }
+        if self.grad:
+            values |= _gradients(made, leaves, leaves if like is None else like)
+        after = [a.detach() if isinstance(a, Tensor) else a for a in operands]
+        values |= {f"operand {i} after the call": after[i] for i in sorted(self.writes)}
+        return _Outcome(values, before, after)
+
+
+def _moved_by(finest: float) -> float:
+    return (64 if finest < 1e-6 else 2) * finest
+
+
+def _fresh(given: Sequence[Any], writes: frozenset[int]) -> tuple[list[Any], list[Any]]:
+    """Copies of operands as leaves, and what is passed for them."""
+    leaves: list[Any] = []
+    operands: list[Any] = []
+    for i, a in enumerate(given):
+        if not isinstance(a, Tensor):
+            leaves.append(a)
+            operands.append(a)
+            continue
+        leaf = memory(a).as_strided(a.shape, a.stride()).requires_grad_(a.requires_grad)
+        leaves.append(leaf)
+        operands.append(passed(leaf, i in writes))
+    return leaves, operands
+
+
+def _gradients(made: Sequence[Any], leaves: Sequence[Any], like: Sequence[Any]) -> dict[str, Any]:
+    """Gradients of all operands that require them, for random cotangents that depend on shapes alone."""
+    outputs = [(i, v) for i, v in enumerate(made) if isinstance(v, Tensor) and v.requires_grad]
+    wanted = [i for i, a in enumerate(like) if isinstance(a, Tensor) and a.requires_grad]
+    if not outputs:
+        return {}
+    cotangents: list[Tensor] = []
+    for i, value in outputs:
+        generator = torch.Generator().manual_seed(7 + i)
+        numbers = torch.randn(value.shape, generator=generator, dtype=torch.float32)
+        # Numbers that every dtype holds exactly: all runs must get the same ones.
+        cotangents.append((numbers * 4).round().div(4).to(value.device, value.dtype))
+    found: Any = torch.autograd.grad(
+        [v for _, v in outputs], [leaves[i] for i in wanted], cotangents, allow_unused=True
+    )
+    return {
+        f"the gradient of operand {i}": torch.zeros_like(leaves[i]) if g is None else g.detach()
+        for i, g in zip(wanted, found, strict=True)
+    }
+
+
+def _compared(
+    has: Any, needs: Any, label: str, precise: _Outcome | None, moved: _Outcome | None, coarsest: float
+) -> str | None:
+    if not isinstance(needs, Tensor):
+        return None if type(has) is type(needs) and has == needs else f"is {has!r}, not {needs!r}"
+    if not isinstance(has, Tensor):
+        return f"is a {type(has).__name__}, not a tensor"
+    seen = [_tensor(outcome, label, needs) for outcome in (precise, moved)]
+    return difference(has, Reference(needs, seen[0], seen[1], coarsest))
+
+
+def _tensor(outcome: _Outcome | None, label: str, like: Tensor) -> Tensor | None:
+    value = outcome.values.get(label) if outcome is not None else None
+    if not isinstance(value, Tensor) or value.shape != like.shape:
+        return None
+    return value if bool(rounding(value.dtype)) == bool(rounding(like.dtype)) else None

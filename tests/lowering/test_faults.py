@@ -1,0 +1,228 @@
+"""Backends that fail or lie: another one or the body runs, the values are right, nothing is touched, and it is told."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import dovetail
+from dovetail import LoweringError
+from dovetail.lowering.backend import Compiled
+from dovetail.lowering.lower import lower
+from dovetail.outlining.region import Region
+from tests.lowering import faulty
+from tests.lowering.helpers import Counting, events
+
+# What goes wrong, where it shows, and what is said of it.
+FAULTS = [
+    (faulty.RaisesInSupports, "supports", "ValueError: no idea"),
+    (faulty.AnswersNonsense, "supports", "it answered 'perhaps', neither True nor a Decline"),
+    (faulty.RaisesInCompile, "compile", "ValueError: cannot make it"),
+    (faulty.ReturnsNoCallable, "compile", "it returned a int, not a callable"),
+    (faulty.WrongShape, "trial", "result 0 has shape (1, 2, 3), not (2, 3)"),
+    (faulty.WrongDtype, "trial", "result 0 has dtype torch.float64, not torch.float32"),
+    (faulty.WrongCount, "trial", "it returned 2 results; the body returns 1"),
+    (faulty.NoTuple, "trial", "it returned a Tensor; the body returns a tuple of 1"),
+    (faulty.ReturnsItsInput, "trial", "result 0 shares memory with operand 0, which the body's does not"),
+    (faulty.WritesItsInput, "trial", "it wrote operand 0, which the body leaves as it is"),
+    (faulty.RaisesWhenCalled, "trial", "RuntimeError: out of order"),
+]
+LIES = [faulty.ReturnsNaN, faulty.SlightlyWrong]
+
+
+def scaled(x: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(x + y) * 2
+
+
+def told(gm: GraphModule) -> list[tuple[str, str, str, str]]:
+    return [(e.region, e.backend, e.outcome, e.reason) for e in events(gm)]
+
+
+@pytest.fixture(scope="module")
+def program() -> GraphModule:
+    gm = dovetail.capture(scaled, (torch.ones(2, 3), torch.ones(2, 3)))
+    return dovetail.outline(gm, ["add", "relu", "mul"], kind="scaled")
+
+
+def check_values(lowered: GraphModule) -> None:
+    for _ in range(3):
+        x, y = torch.randn(2, 3), torch.randn(2, 3)
+        copies = x.clone(), y.clone()
+        assert torch.equal(lowered(x, y), scaled(*copies))
+        assert torch.equal(x, copies[0])
+        assert torch.equal(y, copies[1])
+
+
+@pytest.mark.parametrize(("kind", "stage", "reason"), FAULTS, ids=lambda v: getattr(v, "name", ""))
+def test_a_fault_moves_the_region_to_the_next_backend(
+    program: GraphModule, kind: Any, stage: str, reason: str
+) -> None:
+    lowered = lower(program, [kind(), faulty.Sound()], cache=False)
+    check_values(lowered)
+    assert told(lowered) == [("scaled_0", kind.name, stage, reason), ("scaled_0", "sound", "compiled", "")]
+    assert dovetail.regions(lowered)[0].backend == "sound"
+
+
+@pytest.mark.parametrize(("kind", "stage", "reason"), FAULTS, ids=lambda v: getattr(v, "name", ""))
+def test_without_another_backend_the_body_runs(
+    program: GraphModule, kind: Any, stage: str, reason: str
+) -> None:
+    lowered = lower(program, kind(), cache=False)
+    check_values(lowered)
+    assert told(lowered) == [("scaled_0", kind.name, stage, reason)]
+    assert dovetail.regions(lowered)[0].backend is None
+
+
+@pytest.mark.parametrize(("kind", "stage", "reason"), FAULTS, ids=lambda v: getattr(v, "name", ""))
+def test_on_request_a_fault_is_raised(program: GraphModule, kind: Any, stage: str, reason: str) -> None:
+    before = dovetail.text(program)
+    with pytest.raises(LoweringError) as caught:
+        lower(program, [kind(), faulty.Sound()], cache=False, on_error="raise")
+    assert (caught.value.region, caught.value.backend) == ("scaled_0", kind.name)
+    assert str(caught.value) == f"region 'scaled_0', backend '{kind.name}': {stage}: {reason}."
+    if ": " in reason:
+        assert f"{type(caught.value.__cause__).__name__}: {caught.value.__cause__}" == reason
+    assert dovetail.text(program) == before
+
+
+@pytest.mark.parametrize("kind", LIES, ids=lambda v: v.name)
+def test_wrong_numbers_are_found_when_verifying(program: GraphModule, kind: Any) -> None:
+    lowered = lower(program, [kind(), faulty.Sound()], cache=False, verify=True)
+    check_values(lowered)
+    first, second = events(lowered)
+    assert (first.region, first.backend, first.outcome) == ("scaled_0", kind.name, "verify")
+    assert first.reason
+    assert (second.backend, second.outcome) == ("sound", "compiled")
+    with pytest.raises(LoweringError, match=f"'scaled_0', backend '{kind.name}': verify"):
+        lower(program, kind(), cache=False, verify=True, on_error="raise")
+
+
+@pytest.mark.parametrize("kind", LIES, ids=lambda v: v.name)
+def test_and_only_then(program: GraphModule, kind: Any) -> None:
+    lowered = lower(program, kind(), cache=False)
+    x, y = torch.ones(2, 3), torch.ones(2, 3)
+    assert not torch.equal(lowered(x, y), scaled(x, y))
+
+
+def test_code_that_raises_in_a_call_is_replaced_by_the_next(program: GraphModule) -> None:
+    lowered = lower(program, [faulty.RaisesLater(), faulty.Sound()], cache=False)
+    assert dovetail.regions(lowered)[0].backend == "raises_later"
+    check_values(lowered)
+    assert told(lowered)[1:] == [
+        ("scaled_0", "raises_later", "call", "RuntimeError: worn out"),
+        ("scaled_0", "sound", "compiled", ""),
+    ]
+
+
+def test_code_that_raises_in_a_call_is_told_on_request(program: GraphModule) -> None:
+    lowered = lower(program, [faulty.RaisesLater(), faulty.Sound()], cache=False, on_error="raise")
+    with pytest.raises(LoweringError, match="'scaled_0', backend 'raises_later': call") as caught:
+        lowered(torch.ones(2, 3), torch.ones(2, 3))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert str(caught.value.__cause__) == "worn out"
+
+
+def test_a_call_that_the_body_does_not_take_either_costs_no_backend() -> None:
+    def picked(x: Tensor, i: Tensor) -> Tensor:
+        return torch.index_select(x, 0, i) * 2
+
+    x, good, bad = torch.arange(3.0), torch.tensor([1]), torch.tensor([7])
+    gm = dovetail.capture(picked, (x, good))
+    gm = dovetail.outline(gm, ["index_select", "mul"], kind="picked")
+    backend = Counting()
+    lowered = lower(gm, backend, cache=False, smallest=1)
+    with pytest.raises(IndexError):
+        lowered(x, bad)
+    before = backend.calls
+    assert torch.equal(lowered(x, good), torch.tensor([2.0]))
+    assert backend.calls == before + 1
+    assert [e.outcome for e in events(lowered)] == ["compiled"]
+
+
+class WritesHalf(faulty.Sound):
+    """Fails in the second call, after it has written an operand."""
+
+    name = "writes_half"
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        calls: list[int] = []
+
+        def run(*operands: Any) -> Any:
+            calls.append(1)
+            made = region.body(*operands)
+            if len(calls) > 1:
+                raise RuntimeError("half done")
+            return made
+
+        return run
+
+
+def test_what_writes_is_never_run_twice() -> None:
+    def counted(x: Tensor) -> Tensor:
+        x.add_(1)
+        return torch.relu(x) * 2
+
+    gm = dovetail.outline(
+        dovetail.capture(counted, (torch.zeros(3),)), ["add", "relu", "mul", "copy_"], kind="counted"
+    )
+    assert "writes" in dovetail.regions(gm)[0].effects
+    lowered = lower(gm, [WritesHalf(), faulty.Sound()], cache=False)
+    x = torch.zeros(3)
+    with pytest.raises(LoweringError, match="'writes_half': call: RuntimeError: half done"):
+        lowered(x)
+    assert torch.equal(x, torch.ones(3)), "once, and not again by the body"
+    assert torch.equal(lowered(x), torch.full((3,), 4.0))
+    assert [e.backend for e in events(lowered)] == ["writes_half", "writes_half", "sound"]
+
+
+def two(x: Tensor) -> Tensor:
+    return torch.tanh(torch.relu(x + 1) * 2) - 3
+
+
+def two_regions() -> GraphModule:
+    gm = dovetail.capture(two, (torch.ones(4),))
+    gm = dovetail.outline(gm, ["add", "relu"], kind="first")
+    return dovetail.outline(gm, ["tanh", "sub"], kind="second")
+
+
+def test_one_region_that_fails_costs_the_others_nothing() -> None:
+    gm = two_regions()
+    sound = faulty.Sound()
+    lowered = lower(gm, {"first": [faulty.WrongShape(), sound], "second": sound}, cache=False)
+    x = torch.randn(4)
+    assert torch.equal(lowered(x), two(x))
+    assert [(e.region, e.backend, e.outcome) for e in events(lowered)] == [
+        ("first_0", "wrong_shape", "trial"),
+        ("first_0", "sound", "compiled"),
+        ("second_0", "sound", "compiled"),
+    ]
+
+
+def test_a_backend_that_others_prefer_too_comes_no_earlier_for_it() -> None:
+    gm = two_regions()
+    common, own = faulty.Sound(), Counting()
+    lowered = lower(gm, {"first": common, "second": [own, common]}, cache=False)
+    assert [r.backend for r in dovetail.regions(lowered)] == ["sound", "counting"]
+
+
+def test_equal_bodies_that_are_said_to_be_different_things_are_compiled_as_such() -> None:
+    class Scales(faulty.Sound):
+        name = "scales"
+
+        def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+            compiled.append((region.kind, region.attrs))
+            return region.body
+
+    compiled: list[Any] = []
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.relu(torch.relu(x) * 2) * 2
+
+    gm = dovetail.capture(twice, (torch.ones(3),))
+    gm = dovetail.outline(gm, ["relu", "mul"], kind="scale", attrs={"by": "first"})
+    gm = dovetail.outline(gm, ["relu_1", "mul_1"], kind="scale", attrs={"by": "second"})
+    lower(gm, Scales(), cache=False)
+    assert compiled == [("scale", {"by": "first"}), ("scale", {"by": "second"})]
