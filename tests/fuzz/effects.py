@@ -76,7 +76,10 @@ def _written(b: Builder) -> Ref | None:
 
 
 def _writable(value: torch.Tensor) -> bool:
-    return value.dtype is torch.float32 and not (value.requires_grad and value.is_leaf)
+    try:
+        return value.dtype is torch.float32 and not (value.requires_grad and value.is_leaf)
+    except RuntimeError:  # a view of several whose base was written: autograd refuses even to be asked
+        return False
 
 
 def write(b: Builder, into: Ref | None = None) -> None:

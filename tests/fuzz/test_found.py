@@ -332,3 +332,29 @@ def test_a_view_does_not_move_across_a_region_that_reshapes_in_place() -> None:
     out = dovetail.outline(gm, ["turned"], kind="fused")
     out = dovetail.outline(out, ["product", "fused_0"], kind="fused")
     same_program(gm, out)
+
+
+def test_a_sub_graph_is_left_with_the_operation_it_belongs_to() -> None:
+    def arm(by: float) -> GraphModule:
+        graph = Graph()
+        x = graph.placeholder("x")
+        graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, by)),))
+        return GraphModule(nn.Module(), graph)
+
+    root = nn.Module()
+    root.yes, root.no = arm(2.0), arm(-1.0)
+    graph = Graph()
+    x = graph.placeholder("x")
+    above = graph.call_function(torch.ops.aten.gt.Scalar, (x, 0.0))
+    arms = (graph.get_attr("yes"), graph.get_attr("no"))
+    either = graph.call_function(torch.ops.higher_order.cond, (above, *arms, (x,)))
+    taken = graph.call_function(operator.getitem, (either, 0))
+    total = graph.call_function(torch.ops.aten.sum.default, (x,))
+    below = graph.call_function(torch.ops.aten.lt.Scalar, (total, 0.0))
+    graph.output((taken, below))
+    gm = GraphModule(root, graph)
+    out = dovetail.outline(gm, [either, below], kind="fused", escapes={taken: "leave"})
+    assert dovetail.regions(out)[0].nodes == (below.name,)
+    assert {"yes", "no"} <= {n.target for n in out.graph.nodes if n.op == "get_attr"}
+    dovetail.check(out)
+    assert dovetail.text(dovetail.inline(out)) == dovetail.text(gm)

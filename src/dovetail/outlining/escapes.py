@@ -36,6 +36,10 @@ def settle(index: Index, draft: Draft) -> None:
         if len(inside) == len(node.users) or (makes_tuple(node) and all(map(is_projection, node.users))):
             continue
         used_inside = bool(inside) or bool(readers_among(index, i, draft.clones))
+        if not used_inside and is_subgraph(index.gm, node):
+            draft.members.discard(i)  # it came with an operation that was left outside
+            outside.add(i)
+            continue
         if not used_inside and draft.policies.get(i) not in ("leave", "refuse"):
             draft.outputs.append(i)  # a result: nothing inside needs it, so there is nothing to decide
             continue
