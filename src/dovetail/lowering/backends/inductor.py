@@ -14,6 +14,7 @@ import torch
 
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
+from dovetail.lowering.backends.inductor_start import warm
 from dovetail.lowering.cache import tool_folder
 from dovetail.lowering.flattening import flat
 from dovetail.outlining.region import Region
@@ -42,6 +43,10 @@ class Inductor(Backend):
         if any(word not in ("writes", "random") for word in region.effects):
             return Decline(f"it has effects ({', '.join(region.effects)}) that must stay where they are")
         return True
+
+    def warm(self) -> None:
+        """Load what every compilation needs, beside other work."""
+        warm()
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         import torch._inductor as inductor

@@ -11,7 +11,7 @@ _LOCK = threading.Lock()
 
 
 def warm() -> None:
-    """Import the compiler and find out what the machine has; done once, in any thread.
+    """Import the compiler and start its processes; done once, in any thread.
 
     Nothing here is needed for correct code: what cannot be done ahead is done by the compiler itself.
     """
@@ -24,13 +24,11 @@ def warm() -> None:
 
 
 def _load() -> None:
-    for name in ("torch._inductor.compile_fx", "torch._inductor.standalone_compile"):
-        import_module(name)
     import torch
 
+    for name in ("torch._inductor.compile_fx", "torch._inductor.standalone_compile"):
+        import_module(name)
     if torch.cuda.is_available():
+        # Processes that compile kernels take seconds to start.
         import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
         import_module("triton.compiler")
-    else:
-        # Six runs of the C++ compiler, one after the other.
-        import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()
