@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## capture a model, fuse it, show that nothing changed
+demo: $(READY)  ## capture a model, fuse it, show that nothing changed, compile it
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)  ## every test but the long ones

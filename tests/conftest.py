@@ -1,10 +1,17 @@
 """What every test starts from."""
 
+import os
+import tempfile
+
 import pytest
 import torch
 
 # Tests run side by side, one process per core: more threads in each would only get in each other's way.
 torch.set_num_threads(1)
+# One cache for all tests of a checkout, and never the user's own: the first kernel of a process is what costs.
+os.environ.setdefault(
+    "DOVETAIL_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"dovetail-tests-{os.getuid()}", "cache")
+)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from dovetail.graph.check import check
 from dovetail.graph.declaring import declare
 from dovetail.graph.text import diff, text
 from dovetail.lowering.backend import Backend
+from dovetail.lowering.bisect import bisect_lowering
 from dovetail.lowering.compile import compile
 from dovetail.lowering.lower import lower
 from dovetail.lowering.passes import Lower
@@ -100,6 +101,7 @@ __all__ = [
     "UnknownRegion",
     "Value",
     "bisect",
+    "bisect_lowering",
     "capture",
     "check",
     "compile",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -146,8 +147,9 @@ def _checked(backend: Any) -> Any:
     return backend
 
 
+@functools.cache
 def by_name(name: str) -> Any:
-    """A backend that comes with dovetail, or that an installed package brings."""
+    """A backend that comes with dovetail, or that an installed package brings; one object for each name."""
     outer, _, inner = name.partition("(")
     if outer in _BUILT_IN and (not inner or outer in _AROUND):
         module, attribute = _BUILT_IN[outer]

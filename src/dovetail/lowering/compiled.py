@@ -19,7 +19,7 @@ from dovetail.errors import CallMismatch, InvalidArgument
 from dovetail.graph.capture import capture
 from dovetail.lowering.lowering import lowering_of
 from dovetail.lowering.recipe import Recipe
-from dovetail.lowering.replay import Replay, why_not_recorded
+from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
 from dovetail.lowering.site import is_watched
 
 CudaGraphs = Literal["auto"] | bool
@@ -229,7 +229,7 @@ class CompiledModule(nn.Module):
         if wanted is True:
             raise InvalidArgument(f"cuda_graphs=True, but {reason}.")
         lowering = lowering_of(program)
-        if lowering is not None:
+        if lowering is not None and reason != NO_GPU:
             lowering.note("", "cuda_graphs", "declined", reason)
         return program.forward
 

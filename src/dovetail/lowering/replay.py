@@ -15,6 +15,7 @@ from dovetail.graph.effects import summary
 from dovetail.lowering.situation import situation_of
 
 _WARM_UP = 3
+NO_GPU = "nothing of it is on a CUDA device"
 
 
 def why_not_recorded(program: GraphModule, example: Sequence[Any]) -> str | None:
@@ -23,7 +24,7 @@ def why_not_recorded(program: GraphModule, example: Sequence[Any]) -> str | None
     held = [*program.parameters(), *program.buffers()]
     devices = {t.device for t in (*tensors, *held) if t.numel()}
     if not any(d.type == "cuda" for d in devices):
-        return "nothing of it is on a CUDA device"
+        return NO_GPU
     if len(devices) > 1:
         return f"it has tensors on {', '.join(sorted(map(str, devices)))}"
     told = summary(program)

@@ -4,6 +4,7 @@ from dovetail.rules.library.activations import ACTIVATIONS
 from dovetail.rules.library.attention import ATTENTION
 from dovetail.rules.library.convolution import CONVOLUTION
 from dovetail.rules.library.embedding import EMBEDDINGS
+from dovetail.rules.library.gradients import GRADIENTS
 from dovetail.rules.library.linear import GATES, LINEAR
 from dovetail.rules.library.losses import LOSSES
 from dovetail.rules.library.norms import NORMS
@@ -23,6 +24,7 @@ ALL = (
     + POOLING
     + LOSSES
     + SAMPLING
+    + GRADIENTS
 )
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "CONVOLUTION",
     "EMBEDDINGS",
     "GATES",
+    "GRADIENTS",
     "LINEAR",
     "LOSSES",
     "NORMS",

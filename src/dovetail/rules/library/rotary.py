@@ -103,7 +103,8 @@ class RotaryPair(Rule):
                 waiting[meeting] = found
                 continue
             members = tuple(sorted({*found.members, *other.members}))
-            yield replace(found, rule=self.name, members=members)
+            # Of two patterns side by side there are two of each argument.
+            yield replace(found, rule=self.name, members=members, arguments=None, results=())
 
 
 def _same_angles(scene: Scene, first: Candidate, second: Candidate) -> bool:
