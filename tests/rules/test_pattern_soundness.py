@@ -219,3 +219,18 @@ def test_attributes_that_are_none_name_the_rule(attrs: Any) -> None:
     made = rule(kind="k", name="odd", attrs=attrs)(lambda x: x.exp() * 2)
     with pytest.raises(dovetail.RuleError, match="rule 'odd'"):
         list(proposals(made, one(lambda x: x.exp() * 2)))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_operands_are_taken_the_way_round_that_leaves_nothing_between(turned: bool) -> None:
+    @dovetail.rule(kind="sum", escapes="output")
+    def summed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + y
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        first = torch.relu(x)
+        second = torch.relu(torch.tanh(first))
+        return first + second if turned else second + first
+
+    gm = dovetail.fuse(dovetail.capture(model, (torch.randn(4),)), summed)
+    assert [r.nodes for r in dovetail.regions(gm)] == [("relu_1", "add")]

@@ -30,6 +30,9 @@ _MOST_MISSES = 200
 _FAR_ENOUGH = 0.5
 
 
+_NEAR = 256
+
+
 class Pattern(Protocol):
     """What a search needs to know of a rule whose pattern it looks for."""
 
@@ -85,16 +88,30 @@ class Search:
         roots = [n for target in template.root_targets for n in self.shadow.by_target.get(target, ())]
         for root in roots:
             done = False
+            waiting: tuple[Candidate, Match] | None = None
             for found in matcher.find(root):
                 done = True
                 proposal = self._proven(template, root, found, dialect, through)
                 if isinstance(proposal, Candidate):
+                    if self._has_gaps(proposal.members):
+                        # With the operands the other way round nothing may lie between.
+                        match = self.matches.pop()
+                        waiting = waiting or (proposal, match)
+                        continue
+                    waiting = None
                     yield proposal
                     break
                 if isinstance(proposal, Refusal) and proposal.members not in self.firm:
                     self._note(root, proposal)
+            if waiting is not None:
+                self.matches.append(waiting[1])
+                yield waiting[0]
             if not done and matcher.miss is not None:
                 self._note_miss(template, root, matcher.miss)
+
+    def _has_gaps(self, members: tuple[int, ...]) -> bool:
+        """Whether something lies between operations; not asked where they are listed far apart."""
+        return max(members) - min(members) <= _NEAR and bool(self.scene.index.between(members))
 
     def _matcher(self, template: Template, *, strict: bool, through: Through | None) -> Matcher:
         stage = template.stage
