@@ -11,7 +11,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint fuzz bench-outline bench-fuse clean
+.PHONY: help demo test test-all lint fuzz bench-outline bench-fuse bench-compile clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ bench-fuse: $(READY)  ## planning and fusing against copying the same graph, tor
 	@$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.fuse --write benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.fuse_llama --write benchmarks/RESULTS.md
+
+bench-compile: $(READY)  ## compiled models against torch.compile, cold start and steady state; writes benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.compile --write benchmarks/RESULTS.md
 
 clean:  ## remove .venv and everything generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info
