@@ -96,6 +96,110 @@ def test_sizes_that_vary() -> None:
     assert len(mine.compiled) == 2  # once for the first size, once for any
 
 
+def test_a_graph_that_cannot_be_captured_runs_as_it_is() -> None:
+    def derivative(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda z: (z.sin() ** 2).sum())(x)
+
+    x = torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="runs as it is: forward uses a tensor"):
+        assert torch.equal(compiled(derivative)(x), derivative(x))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="forward uses a tensor"):
+        compiled(derivative, on_error="raise")(x)
+
+
+class Fivefold(torch.autograd.Function):
+    """A derivative that is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 5
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_derivative_of_its_own_is_kept() -> None:
+    def work(x: Tensor) -> Tensor:
+        made: Any = Fivefold.apply(x)
+        return made * 2 + x
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.warns(UserWarning, match="whose own backward formula"):
+        compiled(work)(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 11.0))  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    with torch.no_grad():  # nothing is lost without gradients
+        assert torch.equal(compiled(work)(x), work(x))
+
+
+def test_calls_that_the_capture_was_not_made_for_run_the_graph() -> None:
+    def shifted(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return a * b
+
+    fast, base = compiled(shifted), torch.randn(4, 8)
+    mine, theirs = base.clone(), base.clone()
+    fast(base.clone()[:3], base.clone()[1:])
+    assert torch.equal(fast(mine[:3], mine[1:]), shifted(theirs[:3], theirs[1:]))
+    assert torch.equal(mine, theirs)
+
+    def first(x: Tensor, n: int) -> Tensor:
+        return x * n + x[:n].sum()
+
+    fast = compiled(first)
+    for n in (1, 2, 3, 0):
+        assert torch.equal(fast(base, n), first(base, n))
+
+
+def test_autocast() -> None:
+    linear, x = nn.Linear(8, 8), torch.randn(3, 8)
+
+    def wide(x: Tensor) -> Tensor:
+        return torch.softmax(linear(x).to(torch.float32), -1)
+
+    fast, mine = compiled(wide, Counting()), Counting()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            made, wanted = fast(x), wide(x)
+        assert made.dtype is wanted.dtype
+        assert torch.equal(made, wanted)
+        assert torch.equal(fast(x), wide(x))
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        fast = compiled(wide, mine)
+        fast(x)
+        mine.calls = 0
+        fast(x)
+    assert mine.calls == 1
+
+
+def test_odd_results_and_graphs_without_work() -> None:
+    def odd(x: Tensor) -> Any:
+        return x.sin() + 1, None, x, 3, (x.t(),)
+
+    x = torch.randn(3, 8)
+    made = compiled(odd)(x)
+    assert torch.equal(made[0], x.sin() + 1)
+    assert (made[1], made[3]) == (None, 3)
+    assert made[2] is x
+    assert made[4][0].data_ptr() == x.data_ptr()
+    assert compiled(lambda x: x)(x) is x
+
+    sized = torch.compile(
+        lambda x: (x.shape[0] * 2, x * x.shape[0]),
+        backend=backend,
+        options={"backends": "eager"},
+        dynamic=True,
+    )
+    for n in (3, 5, 9):
+        double, product = sized(torch.ones(n, 4))
+        assert double == 2 * n
+        assert torch.equal(product, torch.full((n, 4), float(n)))
+
+
 @pytest.mark.parametrize("name", ["llama", "resnet", "bert"])
 def test_zoo(name: str) -> None:
     entry = zoo.get(name)

@@ -220,3 +220,23 @@ def test_a_kernel_for_one_size_only() -> None:
     assert torch.equal(run(five), Twice()(five))
     assert mine.calls == 1
     assert "the last dimension is not 4" in events(gm)[-1].reason
+
+
+@pytest.mark.parametrize("rows", [3, "any"])
+def test_a_conjugate_that_is_not_written_out_runs_the_body(rows: int | str) -> None:
+    """Compiled code reads memory as it lies."""
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 + x
+
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    dynamic = None if rows == 3 else {"x": {0: Dim("rows", min=2, max=64)}}
+    mine = Counting()
+    run = body_call(dovetail.lower(outlined(x, model=Twice(), dynamic_shapes=dynamic), [mine]))
+    for _ in range(2):
+        mine.calls = 0
+        assert torch.equal(run(x), Twice()(x))
+        assert mine.calls == 1
+        assert torch.equal(run(x.conj()), Twice()(x.conj()))
+        assert mine.calls == 1

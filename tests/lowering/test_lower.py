@@ -1,13 +1,17 @@
 """Which region goes where, and what a lowered graph still is."""
 
 import copy
+import gc
 import pickle
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.lowering.lowering import lowering_of
 from dovetail.zoo.common import RMSNorm
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
@@ -193,3 +197,42 @@ def test_bad_arguments_are_told(backends: object, options: dict[str, object], wo
     with pytest.raises(dovetail.InvalidArgument, match=words):
         dovetail.lower(gm, backends, **options)  # type: ignore[arg-type]
     assert dovetail.text(gm) == before
+
+
+class Held(nn.Module):
+    """Two equal pieces of work with constants of their own, which are no operands of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.randn(4), torch.randn(4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(x + self.a) * 2, torch.relu(x + self.b) * 2
+
+
+def test_equal_bodies_with_constants_of_their_own() -> None:
+    model, x = Held(), torch.randn(3, 4)
+    gm = dovetail.capture(model, (x,))
+    for names in (("a", "add", "relu", "mul"), ("b", "add_1", "relu_1", "mul_1")):
+        gm = dovetail.outline(gm, [n for n in gm.graph.nodes if n.name in names], kind="work")
+    mine = Counting()
+    lowered = dovetail.lower(gm, [mine])
+    assert mine.compiled == ["work_0"]
+    assert all(torch.equal(a, b) for a, b in zip(lowered(x), model(x), strict=True))
+
+
+def test_nothing_is_kept_of_graphs_that_are_gone() -> None:
+    model, x = Blocks().eval(), torch.randn(3, 8)
+    lowered = dovetail.lower(fused(model, x), ["torchscript", "eager"], cache=False)
+    lowered(x)
+    lowering = lowering_of(lowered)
+    assert lowering is not None
+    kept: list[weakref.ref[Any]] = [
+        weakref.ref(model.layers[0].weight),
+        weakref.ref(lowered),
+        weakref.ref(dovetail.regions(lowered)[0].body),
+        *(weakref.ref(d) for d in lowering._dispatchers.values()),
+    ]
+    del model, lowered, lowering
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)

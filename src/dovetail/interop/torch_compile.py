@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
@@ -12,10 +13,11 @@ from torch import SymInt, Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
 from dovetail.graph.capture import capture
 from dovetail.lowering.compile import make_recipe
 from dovetail.lowering.recipe import Recipe
+from dovetail.lowering.situation import autocast_off, autocasting
 
 _OPTIONS = ("rules", "pipeline", *(f.name for f in fields(Recipe) if f.name not in ("pipeline", "grad")))
 
@@ -29,7 +31,8 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's: brought to the form that `capture` gives, fused and lowered.
 
-    `options` are those of `dovetail.compile`. Equal bodies are compiled once, also across graphs and graph breaks.
+    `options` are those of `dovetail.compile`. Equal bodies are compiled once, also across graphs and graph breaks. A
+    graph that cannot be captured runs as it is, with a warning; with `on_error="raise"` the error is raised.
     """
     if mode is not None:
         raise InvalidArgument(
@@ -39,11 +42,53 @@ def backend(
     recipe = _recipe(options)
     # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
     recipe = replace(recipe, grad=torch.is_grad_enabled())
+    try:
+        run = _lowered(gm, example_inputs, recipe)
+    except Exception as error:
+        if recipe.on_error == "raise":
+            raise
+        warnings.warn(f"a graph of torch.compile's runs as it is: {error}", stacklevel=2)
+        return gm.forward
+
+    def called(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except CallMismatch:  # raised before anything ran: Dynamo lets pass what the capture was not made for
+            return gm.forward(*args)
+
+    return called
+
+
+def _lowered(gm: GraphModule, example_inputs: Sequence[Any], recipe: Recipe) -> Callable[..., Any]:
+    _refuse_lost_gradients(gm, example_inputs)
     known = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     with torch._guards.tracing(None):
         graph = capture(_Flat(gm), tuple(_settled(v) for v in example_inputs), dynamic_shapes=_dynamic(known))
-        lowered = recipe(graph)
-    return lowered.forward
+        with autocast_off():
+            run = recipe(graph).forward
+    if not autocasting():
+        return run
+
+    def cast_already(*args: Any) -> Any:
+        # Dynamo guards on autocast, and its casts are in the captured graph.
+        with autocast_off():
+            return run(*args)
+
+    return cast_already
+
+
+def _refuse_lost_gradients(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raise for a function with a derivative of its own: captured, it would be what its forward does."""
+    asked = any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs)
+    if not (torch.is_grad_enabled() and asked):
+        return
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "autograd_function_apply":
+                raise CaptureError(
+                    f"'{node.name}' applies a torch.autograd.Function, whose own backward formula tracing drops. "
+                    f"Make it a custom operator (torch.library.custom_op with register_autograd)."
+                )
 
 
 def _recipe(options: Mapping[str, Any] | None) -> Recipe:

@@ -6,7 +6,8 @@ import copy
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
@@ -15,12 +16,14 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CallMismatch, InvalidArgument
+from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
 from dovetail.graph.capture import capture
 from dovetail.lowering.lowering import lowering_of
+from dovetail.lowering.makeup import Makeup
 from dovetail.lowering.recipe import Recipe
 from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
 from dovetail.lowering.site import is_watched
+from dovetail.lowering.situation import autocast_off, autocasting
 
 CudaGraphs = Literal["auto"] | bool
 
@@ -49,9 +52,9 @@ _SHARED = (
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """One capture of the model: the modes of its modules then, and the lowered graph."""
+    """One capture of the model: modes, numbers and autocast as they were then, and the lowered graph."""
 
-    modes: tuple[bool, ...]
+    modes: tuple[Any, ...]
     program: GraphModule
     run: Callable[..., Any]
 
@@ -60,8 +63,10 @@ class CompiledModule(nn.Module):
     """The model with its graph fused and lowered; what `dovetail.compile` returns.
 
     It shares parameters, buffers and submodules with the model, so that `state_dict`, optimizers and `.to` see one.
-    Inputs that no capture so far was made for, and another train or eval mode, capture again, `most` times; then
-    the model itself runs. So it does while another tracer looks on.
+    Inputs that no capture so far was made for, another train or eval mode, autocast, and another number or string as
+    an attribute of a module capture again, `most` times; then the model itself runs. So it does while another tracer
+    looks on, and for a call that cannot be captured after others could. What attributes of other kinds hold (lists,
+    configuration objects) is taken as it was.
     """
 
     def __init__(
@@ -83,18 +88,19 @@ class CompiledModule(nn.Module):
     def _adopt(self) -> None:
         model = self._original
         self.__dict__.update({name: model.__dict__[name] for name in _SHARED if name in model.__dict__})
-        self.__dict__["training"] = model.training
+        self.__dict__.pop("training", None)
         self.__dict__.update(_forms=[], _last=None, _warned=False, _busy=None, _lock=threading.RLock())
-        self._look()
+        self.__dict__.update(_makeup=Makeup(model), _refused=0)
 
-    def _look(self) -> None:
-        """Remember what the captures were made of."""
-        modules = list(self._original.modules())
-        held: list[tuple[dict[str, Any], str, Any]] = []
-        for module in modules:
-            for table in (module._parameters, module._buffers):
-                held += [(table, name, value) for name, value in table.items()]
-        self.__dict__.update(_all=modules, _held=held)
+    @property
+    def training(self) -> bool:
+        """The mode of the model."""
+        return self._original.training if "_model" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if "_model" in self.__dict__:
+            self._original.training = mode
 
     @property
     def _original(self) -> nn.Module:
@@ -111,10 +117,18 @@ class CompiledModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_model"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or "_model" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._original, name)
+
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model; calls in it run a capture of that mode."""
         self._original.train(mode)
-        self.training = mode
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -125,6 +139,8 @@ class CompiledModule(nn.Module):
         if (torch.compiler.is_compiling() or is_watched()) and not self._captured_elsewhere():
             return self._original(*args, **kwargs)
         modes = self._modes()
+        if modes is None:
+            return self._original(*args, **kwargs)
         last: Form | None = self.__dict__["_last"]
         if last is not None and last.modes == modes:
             try:
@@ -144,22 +160,30 @@ class CompiledModule(nn.Module):
         with self.__dict__["_lock"]:
             return True
 
-    def _modes(self) -> tuple[bool, ...]:
+    def _modes(self) -> tuple[Any, ...] | None:
+        """What tells captures of the model as it is from each other; None while its parameters are none.
+
+        Captures of a model of other parts are forgotten.
+        """
         state = self.__dict__
-        if not self._unchanged():
+        makeup: Makeup = state["_makeup"]
+        found = makeup.settings()
+        if found is None:
             with state["_lock"]:
                 # Another thread's capture may have been under way.
-                if not self._unchanged():
+                makeup = state["_makeup"]
+                found = makeup.settings()
+                if found is None:
+                    if makeup.has_stand_ins():
+                        return None
                     state["_forms"].clear()
                     state["_last"] = None
-                    self._look()
-        return tuple([module.training for module in state["_all"]])
+                    makeup = state["_makeup"] = Makeup(self._original)
+                    found = makeup.settings()
+                    assert found is not None
+        return (found, autocasting())
 
-    def _unchanged(self) -> bool:
-        """Whether the model still has the parameters and buffers that the captures were made with."""
-        return all(table.get(name) is value for table, name, value in self.__dict__["_held"])
-
-    def _called(self, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, modes: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self.__dict__
         tried = 0
         while True:
@@ -175,11 +199,31 @@ class CompiledModule(nn.Module):
                 return made
             tried = len(forms)
             with state["_lock"]:
-                # Another thread may have met the same call first.
-                if len(state["_forms"]) == tried and self.specialise(args, kwargs) is None:
-                    break
+                if len(state["_forms"]) != tried:  # another thread may have met the same call first
+                    continue
+                try:
+                    form = self.specialise(args, kwargs)
+                except CaptureError as error:
+                    if not tried or state["_recipe"].on_error == "raise":
+                        raise
+                    form, refused = None, error
+                else:
+                    refused = None
+            break
+        if form is not None:
+            try:
+                return form.run(*args, **kwargs)
+            except CallMismatch:  # it does not take what it was captured with
+                pass
         self._captured_elsewhere()
-        return self._original(*args, **kwargs)
+        # Where the call cannot be made at all, the model's own error tells.
+        made = self._original(*args, **kwargs)
+        if refused is not None:
+            state["_refused"] += 1
+            warnings.warn(
+                f"a call runs the model as it is, for it cannot be captured: {refused}", stacklevel=4
+            )
+        return made
 
     def specialise(
         self,
@@ -193,7 +237,7 @@ class CompiledModule(nn.Module):
         """
         state = self.__dict__
         with state["_lock"]:
-            if len(state["_forms"]) >= state["_most"]:
+            if len(state["_forms"]) + state["_refused"] >= state["_most"]:
                 if not state["_warned"]:
                     state["_warned"] = True
                     warnings.warn(
@@ -202,19 +246,24 @@ class CompiledModule(nn.Module):
                         stacklevel=4,
                     )
                 return None
-            modes = self._modes()
+            self._modes()  # forgets captures of what the model was
             state["_busy"] = threading.get_ident()
             try:
-                graph = capture(
-                    _without_hooks(self._original),
-                    args,
-                    dict(kwargs or {}),
-                    dynamic_shapes=state["_dynamic_shapes"],
-                )
+                with _fresh_casts():
+                    graph = capture(
+                        _without_hooks(self._original),
+                        args,
+                        dict(kwargs or {}),
+                        dynamic_shapes=state["_dynamic_shapes"],
+                    )
             finally:
                 state["_busy"] = None
-            program = cast("Recipe", state["_recipe"])(graph, ready)
-            form = state["_last"] = Form(modes, program, self._run(program, (args, kwargs)))
+            # Afterwards: a model may note something on itself the first time it runs.
+            modes = self._modes() or ((), ())
+            with autocast_off():
+                program = cast("Recipe", state["_recipe"])(graph, ready)
+                run = self._run(program, (args, kwargs))
+            form = state["_last"] = Form(modes, program, _with_casts_made(run, modes))
             state["_forms"].append(form)
             return form
 
@@ -255,6 +304,29 @@ class CompiledModule(nn.Module):
         return sorted({*super().__dir__(), *dir(self._original)})
 
 
+@contextmanager
+def _fresh_casts() -> Generator[None]:
+    """Let autocast keep no casts of weights: those made of fake ones must not be met later."""
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
+
+
+def _with_casts_made(run: Callable[..., Any], modes: tuple[Any, ...]) -> Callable[..., Any]:
+    """What a form runs: where it was captured under autocast the casts are in its graph, and none are to be added."""
+    if not modes[1]:
+        return run
+
+    def cast_already(*args: Any, **kwargs: Any) -> Any:
+        with autocast_off():
+            return run(*args, **kwargs)
+
+    return cast_already
+
+
 def _without_hooks(model: nn.Module) -> nn.Module:
     """The same model, with none of its own forward hooks: those run around each call, not inside the graph."""
     made = type(model).__new__(type(model))
@@ -267,5 +339,7 @@ def _restored(
     model: nn.Module, recipe: Recipe, dynamic: Any, most: int, cuda_graphs: CudaGraphs, forms: Any
 ) -> CompiledModule:
     made = CompiledModule(model, recipe, dynamic_shapes=dynamic, most=most, cuda_graphs=cuda_graphs)
-    made.__dict__["_forms"] = [Form(modes, program, program.forward) for modes, program in forms]
+    made.__dict__["_forms"] = [
+        Form(modes, program, _with_casts_made(program.forward, modes)) for modes, program in forms
+    ]
     return made

@@ -17,7 +17,7 @@ from dovetail.lowering.compiling import make_all
 from dovetail.lowering.dispatch import Dispatcher
 from dovetail.lowering.gradients import Foresight
 from dovetail.lowering.lowering import Lowering
-from dovetail.lowering.situation import Situation, Unguardable, expected_situation
+from dovetail.lowering.situation import Situation, Unguardable, autocast_off, expected_situation
 from dovetail.lowering.unit import unit_of
 from dovetail.lowering.workshop import Settings
 from dovetail.outlining.record import call_of, write_call
@@ -66,7 +66,9 @@ def lower(
         if settings.strict and fault.error is not None:
             raise fault.raised()
         lowering.tell(unit_of(next(r for r in found if r.name == fault.region)), fault)
-    _compile_all(gm, lowering, list(units.values()), gm.training if grad is None else grad, progress)
+    # Code is for calls without autocast, whatever is on now.
+    with autocast_off():
+        _compile_all(gm, lowering, list(units.values()), gm.training if grad is None else grad, progress)
     return with_lowering(gm, lowering, _backends(gm, lowering, list(units.values())))
 
 

@@ -135,7 +135,8 @@ class Lowering:
         for region in regions(program, nested=True):
             own = _own(region.name)
             if own in self.assigned and own not in self.sites:
-                self.sites[own] = Site(region.name, self.dispatcher(region, self.assigned[own]))
+                dispatcher = self.dispatcher(region, self.assigned[own])
+                self.sites[own] = Site(region.name, dispatcher, unit_of(region).lifted)
         return self.sites
 
 

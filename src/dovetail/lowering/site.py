@@ -34,9 +34,9 @@ class CallSite:
 class Site:
     """Calls compiled code for one region, or its body; it knows its name, and what was prepared for it."""
 
-    def __init__(self, name: str, dispatcher: Dispatcher) -> None:
-        self.name, self.dispatcher = name, dispatcher
-        self.lifted = dispatcher.unit.lifted
+    def __init__(self, name: str, dispatcher: Dispatcher, lifted: tuple[str, ...]) -> None:
+        # Equal bodies share a dispatcher, but each call has constants of its own.
+        self.name, self.dispatcher, self.lifted = name, dispatcher, lifted
         self.constants: frozenset[int] = frozenset()
         self.__name__ = f"region_{name.replace('/', '__')}"
         # One value, so that a thread never has the guard of one specialisation and the code of another.

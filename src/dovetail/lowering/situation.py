@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -97,6 +98,27 @@ def autocast_now(args: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     return tuple((k, str(torch.get_autocast_dtype(k))) for k in kinds if torch.is_autocast_enabled(k))
 
 
+def autocasting() -> tuple[tuple[str, torch.dtype], ...]:
+    """Device types for which autocast is on, each with its dtype."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextlib.contextmanager
+def autocast_off() -> Generator[None]:
+    """Run something in which every operation keeps the dtypes it is given."""
+    on = [kind for kind, _ in autocasting()]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+
+
 def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None) -> Spec:
     if isinstance(value, Tensor):
         # Fake ones stand for plain ones where a situation is foretold; in a call they are somebody's tracing.
@@ -104,6 +126,8 @@ def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None)
             raise Unguardable(f"a tensor of class {type(value).__name__}")
         if value.layout is not torch.strided:
             raise Unguardable(f"a tensor of layout {value.layout}")
+        if value.is_conj() or value.is_neg():
+            raise Unguardable("a tensor that stands for the conjugate or the negative of what is in memory")
         return TensorSpec(
             value.dtype,
             value.device,
@@ -195,6 +219,7 @@ def _written_fit(situation: Situation) -> Fit:
             f"given[{i}].dtype is d{i}",
             f"given[{i}].device == v{i}",
             f"given[{i}].dim() == {len(spec.sizes)}",
+            f"not given[{i}].is_conj() and not given[{i}].is_neg()",
             f"(grad and given[{i}].requires_grad) is {spec.requires_grad}",
         ]
     if tests:

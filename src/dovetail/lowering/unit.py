@@ -50,7 +50,8 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    body: Body
+    # None for the body itself: facts that held it would keep it for ever.
+    lifted_body: Body | None
     lifted: tuple[str, ...]
     key: str
     effects: BodySummary
@@ -66,10 +67,10 @@ def unit_of(region: Region) -> Unit:
     facts = _FACTS.get(body)
     if facts is None:
         lifted, targets = _lifted(body) if body.borrows else (body, ())
-        facts = _FACTS[body] = _Facts(lifted, targets, key_of(lifted), summary(lifted), _obstacle(lifted))
-    return Unit(
-        replace(region, body=facts.body), body, facts.lifted, facts.key, facts.effects, facts.obstacle
-    )
+        own = None if lifted is body else lifted
+        facts = _FACTS[body] = _Facts(own, targets, key_of(lifted), summary(lifted), _obstacle(lifted))
+    run = facts.lifted_body or body
+    return Unit(replace(region, body=run), body, facts.lifted, facts.key, facts.effects, facts.obstacle)
 
 
 def _lifted(body: Body) -> tuple[Body, tuple[str, ...]]:

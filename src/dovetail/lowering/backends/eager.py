@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
+from dovetail.lowering.flattening import flat
 from dovetail.outlining.region import Region
 
 
@@ -19,4 +21,5 @@ class Eager(Backend):
         return True
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
-        return region.body
+        # A body is called as a module, which costs more than many of its operations.
+        return flat(cast("Body", region.body)).forward

@@ -14,6 +14,7 @@ import torch
 
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
+from dovetail.lowering.backends.common import quiet
 from dovetail.lowering.backends.inductor_start import warm
 from dovetail.lowering.cache import tool_folder
 from dovetail.lowering.flattening import flat
@@ -64,7 +65,8 @@ class Inductor(Backend):
                 options={"config_patches": dict(self._options)} if self._options else {},
             )
 
-        with _backward_at_once(), _in_our_folder():
+        # Where warnings are errors, those of torch about its own parts would be taken for faults of the compiler.
+        with quiet(), _backward_at_once(), _in_our_folder():
             return _without_probing(compiled)
 
     def save(self, compiled: Any) -> bytes:
@@ -78,7 +80,7 @@ class Inductor(Backend):
         """The artefact again; what is missing in the folder it was compiled in is built anew."""
         import torch._inductor as inductor
 
-        with _backward_at_once(), _in_our_folder(), tempfile.TemporaryDirectory() as folder:
+        with quiet(), _backward_at_once(), _in_our_folder(), tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "artefact")
             Path(path).write_bytes(data)
             artefacts = cast("Any", inductor).CompiledArtifact
