@@ -229,3 +229,14 @@ def test_warnings_of_the_users_own_code_come_through() -> None:
 
     with pytest.warns(UserWarning, match="mine"):
         capture(functools.partial(forward), (torch.ones(2),))
+
+
+def test_a_refused_capture_leaves_no_mode_behind() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("a")
+
+    with pytest.raises(CaptureError):
+        capture(Raises(), (torch.ones(3),))
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._len_torch_dispatch_stack() == 0

@@ -74,13 +74,14 @@ def watched(model: nn.Module) -> Generator[Seen]:
 
     given: list[tuple[list[Any], Any]] = []
     strangers = _Strangers(seen)
+    entered: list[_Strangers] = []
 
     def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [pytree.tree_flatten((args, kwargs))]
-        strangers.__enter__()
+        entered.append(strangers.__enter__())
 
     def at_end(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        strangers.__exit__(None, None, None)
+        entered.pop().__exit__(None, None, None)
         _compare(before, seen)
         if given:
             _compare_arguments(given.pop(), args, kwargs, result, seen)
@@ -94,6 +95,9 @@ def watched(model: nn.Module) -> Generator[Seen]:
         try:
             yield seen
         finally:
+            # A forward that raised while exporting is followed by no hook. Modes are popped by number, so one is left.
+            for mode in entered:
+                mode.__exit__(None, None, None)
             for hook in hooks:
                 hook.remove()
             _restore(before)
