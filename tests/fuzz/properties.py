@@ -106,6 +106,7 @@ class Trial:
             self.survives_copies()
             self.inlines_in_part()
             self.behaves_at_other_sizes()
+            self.lowers()
         if _is_pure(self.original):
             relisted(self.original, self.case)
 
@@ -163,6 +164,16 @@ class Trial:
                 raise Violated(f"{what}: {which}", words)
             _try(f"{what}: check", lambda gm=gm: dovetail.check(gm))
             _same(f"{what}: inline", self.text, dovetail.text(_try(what, lambda gm=gm: dovetail.inline(gm))))
+
+    def lowers(self) -> None:
+        """Its regions run by the plainest of backends, it is the same program, and can be taken apart as before."""
+        how = ("outer", "inner")[self.rng.randrange(2)]
+        lowered = _try(
+            "lower",
+            lambda: dovetail.lower(self.result, "eager", granularity=how, smallest=1, cache=False),  # type: ignore[arg-type]
+        )
+        self.behaves("lowered", lowered, runs=2, gradients=True)
+        self.restores("lowered, inline", lowered)
 
     def inlines_in_part(self) -> None:
         """Some regions opened first, by name, kind or depth; the rest after that."""

@@ -227,11 +227,10 @@ def _written_fit(situation: Situation) -> Fit:
     for i, spec in enumerate(situation.operands):
         if isinstance(spec, TensorSpec):
             _sizes(i, spec, bound, lines, late)
+    if any(symbol not in bound for symbol, _, _ in situation.ranges):
+        return lambda given: False  # a symbol that no operand shows alone cannot be told
     for symbol, lower, upper in situation.ranges:
-        if symbol in bound:
-            late.append(f"{lower} <= {symbol}" + ("" if upper is None else f" <= {upper}"))
-        else:
-            late.append("False")  # a symbol that no operand shows alone cannot be told
+        late.append(f"{lower} <= {symbol}" + ("" if upper is None else f" <= {upper}"))
     lines.append(f"    return {' and '.join(late) or 'True'}")
     exec("\n".join(lines), names)
     return names["fits"]

@@ -66,9 +66,10 @@ def unit_of(region: Region) -> Unit:
     body = cast("Body", region.body)
     facts = _FACTS.get(body)
     if facts is None:
-        lifted, targets = _lifted(body) if body.borrows else (body, ())
+        obstacle = _obstacle(body)
+        lifted, targets = _lifted(body) if body.borrows and obstacle is None else (body, ())
         own = None if lifted is body else lifted
-        facts = _FACTS[body] = _Facts(own, targets, key_of(lifted), summary(lifted), _obstacle(lifted))
+        facts = _FACTS[body] = _Facts(own, targets, key_of(lifted), summary(lifted), obstacle)
     run = facts.lifted_body or body
     return Unit(replace(region, body=run), body, facts.lifted, facts.key, facts.effects, facts.obstacle)
 
@@ -84,8 +85,7 @@ def _lifted(body: Body) -> tuple[Body, tuple[str, ...]]:
         if target not in held:
             value = held_value(body, target)
             if isinstance(value, Tensor):
-                with graph.inserting_before(next(iter(graph.nodes))):
-                    made = graph.create_node("placeholder", node.name)
+                made = graph.create_node("placeholder", node.name)
                 made.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
                 constants[target] = made
             else:
@@ -101,11 +101,11 @@ def _lifted(body: Body) -> tuple[Body, tuple[str, ...]]:
             operand.meta = dict(node.meta)
             operands.append(operand)
     made = Flattener(graph, lambda _: None, hold).write_body(body, operands)
-    anchor = operands[-1] if operands else None
-    for node in constants.values():
-        if anchor is not None:
-            anchor.append(node)
-        anchor = node
+    # Operands come first, in the order in which they are given.
+    for node in reversed([*operands, *constants.values()]):
+        first = next(iter(graph.nodes))
+        if first is not node:
+            first.prepend(node)
     graph.output(made)
     new = make_body(graph, type(body).__name__)
     new.training = body.training

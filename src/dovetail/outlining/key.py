@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from dovetail.graph.describe import describe, symbol_ranges
 from dovetail.graph.module import Body, attribute
@@ -42,7 +42,7 @@ def _lines(body: GraphModule) -> list[str]:
             lines.append(f"in {describe(value, symbols)}")
             ranges.update(symbol_ranges(value))
         elif node.op == "output":
-            lines.append(f"out {[refs[n] for n in results(body)]}")
+            lines.append(f"out {_results(body, refs)}")
         else:
             args, kwargs = literal(node.args, refs), literal(node.kwargs, refs)
             call = call_of(node.meta)
@@ -51,6 +51,13 @@ def _lines(body: GraphModule) -> list[str]:
         refs.add(node)
     lines.extend(f"{short} in {ranges.get(name)}" for name, short in symbols.items())
     return lines
+
+
+def _results(body: GraphModule, refs: Refs) -> Any:
+    """What a graph returns; one that is not a region's body may return anything."""
+    returned = body.graph.output_node().args[0]
+    flat = isinstance(returned, (tuple, list)) and all(isinstance(n, Node) for n in returned)
+    return [refs[n] for n in results(body)] if flat else _written(literal(returned, refs))
 
 
 def _written(value: Any) -> str:
