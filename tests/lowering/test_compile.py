@@ -12,6 +12,7 @@ from torch.export import Dim
 
 import dovetail
 from dovetail import zoo
+from dovetail.lowering.replay import Replay
 from tests.lowering.helpers import Blocks, Counting
 
 
@@ -211,12 +212,30 @@ def test_rules_and_pipelines() -> None:
         ({"pipeline": 3}, "neither a pass nor"),
         ({"backends": "nope"}, "no backend 'nope'"),
         ({"cuda_graphs": "maybe"}, "cuda_graphs"),
+        ({"specialisations": 0}, "specialisations"),
+        ({"on_error": "explode"}, "on_error"),
+        ({"granularity": "middle"}, "granularity"),
+        ({"verify": "yes"}, "verify"),
         ({"cuda_graphs": True, "backends": "eager"}, "nothing of it is on a CUDA device"),
     ],
 )
 def test_bad_arguments(options: dict[str, object], words: str) -> None:
     with pytest.raises(dovetail.InvalidArgument, match=words):
         dovetail.compile(Blocks().eval(), (torch.randn(3, 8),), **options)  # type: ignore[arg-type]
+
+
+def test_options_are_checked_before_the_first_call() -> None:
+    with pytest.raises(dovetail.InvalidArgument, match="granularity"):
+        dovetail.compile(Blocks(), backends="eager", granularity="middle")  # type: ignore[arg-type]
+
+
+def test_what_needs_gradients_is_not_replayed() -> None:
+    model, x = Blocks().eval().requires_grad_(False), torch.randn(3, 8)
+    replay = Replay(model.forward, dovetail.capture(model, (x,)))
+    assert not replay.needs_gradients([x])
+    assert replay.needs_gradients([x.clone().requires_grad_()])  # of an input, though all weights are frozen
+    with torch.no_grad():
+        assert not replay.needs_gradients([x.clone().requires_grad_()])
 
 
 def test_what_is_no_model() -> None:

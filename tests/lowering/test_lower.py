@@ -189,6 +189,9 @@ def test_another_tracer_sees_the_operations() -> None:
         ("eager", {"timeout": -1}, "timeout"),
         ("eager", {"cache": 3}, "cache"),
         ("eager", {"plan": "fast"}, "plan"),
+        ("eager", {"verify": "yes"}, "verify"),
+        ("eager", {"grad": "yes"}, "grad"),
+        ("eager", {"progress": 3}, "progress"),
     ],
 )
 def test_bad_arguments_are_told(backends: object, options: dict[str, object], words: str) -> None:

@@ -14,7 +14,7 @@ from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.compiled import CompiledModule, CudaGraphs
-from dovetail.lowering.lower import DEFAULT
+from dovetail.lowering.lower import DEFAULT, checked_settings
 from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline
 
 
@@ -50,6 +50,7 @@ def compile(
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
     if isinstance(model, CompiledModule):
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
+    checked_settings(on_error, verify, specialisations, timeout, cache)
     recipe, chain = make_recipe(
         backends=backends,
         rules=rules,

@@ -51,8 +51,10 @@ def lower(
     others when they come; a terminal is shown how far that is unless `progress` is False. With `verify` compiled code is compared with the body on made-up operands, which says nothing of later calls.
     """
     require_graph(gm)
-    settings = _settings(on_error, verify, specialisations, timeout, cache)
-    _check(granularity, smallest)
+    settings = checked_settings(on_error, verify, specialisations, timeout, cache)
+    check_choice(granularity, smallest, grad)
+    if progress is not None and not isinstance(progress, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"progress {progress!r}; give True, False, or None to show it on a terminal.")
     found = regions(gm, nested=True)
     if backends is None:
         backends = DEFAULT
@@ -72,23 +74,29 @@ def lower(
     return with_lowering(gm, lowering, _backends(gm, lowering, list(units.values())))
 
 
-def _settings(on_error: Any, verify: Any, specialisations: Any, timeout: Any, cache: Any) -> Settings:
+def checked_settings(on_error: Any, verify: Any, specialisations: Any, timeout: Any, cache: Any) -> Settings:
+    """How code is made and used, or InvalidArgument saying which option is wrong."""
     if on_error not in ("fallback", "raise"):
         raise InvalidArgument(f"on_error {on_error!r}; give 'fallback' or 'raise'.")
+    if not isinstance(verify, bool):
+        raise InvalidArgument(f"verify {verify!r}; give True or False.")
     if not isinstance(specialisations, int) or isinstance(specialisations, bool) or specialisations < 1:
         raise InvalidArgument(f"specialisations {specialisations!r}; give 1 or more.")
     if timeout is not None and (not isinstance(timeout, (int, float)) or timeout <= 0):
         raise InvalidArgument(f"timeout {timeout!r}; give seconds, or None for the backend's own.")
     if not isinstance(cache, (bool, str, Path)):
         raise InvalidArgument(f"cache {cache!r}; give True, False or a folder.")
-    return Settings(specialisations, on_error == "raise", bool(verify), timeout, cache)
+    return Settings(specialisations, on_error == "raise", verify, timeout, cache)
 
 
-def _check(granularity: Any, smallest: Any) -> None:
+def check_choice(granularity: Any, smallest: Any, grad: Any) -> None:
+    """Raise InvalidArgument for options of the choice that are none."""
     if granularity not in ("outer", "inner"):
         raise InvalidArgument(f"granularity {granularity!r}; give 'outer' or 'inner'.")
     if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
         raise InvalidArgument(f"smallest {smallest!r}; give 1 or more.")
+    if grad is not None and not isinstance(grad, bool):
+        raise InvalidArgument(f"grad {grad!r}; give True, False, or None to go by the mode of the graph.")
 
 
 def _is_empty(backends: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import setting
 from dovetail.lowering.choosing import Granularity
-from dovetail.lowering.lower import DEFAULT, lower
+from dovetail.lowering.lower import DEFAULT, check_choice, checked_settings, lower
 from dovetail.outlining.record import call_of
 from dovetail.passes.base import Pass
 from dovetail.passes.fuse import Fuse
@@ -50,6 +50,10 @@ class Recipe:
     timeout: float | None = None
     cache: bool | str | Path = True
     grad: bool | None = None
+
+    def __post_init__(self) -> None:
+        checked_settings(self.on_error, self.verify, self.specialisations, self.timeout, self.cache)
+        check_choice(self.granularity, self.smallest, self.grad)
 
     def __call__(self, gm: GraphModule, ready: Callable[[], None] | None = None) -> GraphModule:
         """The lowered graph; `ready` is called between the passes and the lowering."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from dovetail.graph.effects import summary
-from dovetail.lowering.situation import situation_of
+from dovetail.lowering.situation import Unguardable, situation_of
 
 _WARM_UP = 3
 NO_GPU = "nothing of it is on a CUDA device"
@@ -66,9 +66,9 @@ class Replay:
         self._places: list[int] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.problem is not None or (torch.is_grad_enabled() and any(p.requires_grad for p in self.held)):
-            return self.run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if self.problem is not None or self.needs_gradients(leaves):
+            return self.run(*args, **kwargs)
         with self._lock:
             if not self._fits(leaves, spec):
                 # The plain call comes first: it refuses what the graph was not captured for.
@@ -85,12 +85,17 @@ class Replay:
                 flat = [v.clone() if isinstance(v, Tensor) else v for v in flat]
             return pytree.tree_unflatten(flat, out)
 
+    def needs_gradients(self, leaves: Sequence[Any]) -> bool:
+        """Whether autograd records the call: what is replayed has no history."""
+        tensors = (t for t in (*leaves, *self.held) if isinstance(t, Tensor))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
     def _fits(self, leaves: list[Any], spec: Any) -> bool:
         if self._graph is None or spec != self._spec or torch.is_autocast_enabled("cuda") or self._moved():
             return False
         try:
             return situation_of(leaves).operands == self._situation
-        except Exception:
+        except Unguardable:
             return False
 
     def _moved(self) -> bool:
