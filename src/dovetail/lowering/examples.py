@@ -12,6 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dovetail.lowering.situation import NumberSpec, Situation, TensorSpec
 
+_DRAWN = 262_139
+"""Most numbers drawn for one tensor; larger ones repeat them. A prime, so that no two rows of usual lengths are equal:
+weights of a real model would take longer to draw, on one core, than the code that is tried takes to compile."""
+
 
 def fake_examples(situation: Situation, values: Sequence[Any]) -> list[Any]:
     """Fakes for a situation: new ones where every size is a number, else those of the graph with its symbols."""
@@ -49,17 +53,20 @@ def real_examples(examples: Sequence[Any], seed: int = 0) -> list[Any]:
 
 def _filled(like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator) -> Tensor:
     # All the memory that is spanned is filled: elements may lie over each other, as in an expanded tensor.
-    length = [span(sizes, strides)]
+    length = span(sizes, strides)
+    drawn = [min(length, _DRAWN)]
     if like.dtype.is_floating_point or like.dtype.is_complex:
         wide = torch.complex64 if like.dtype.is_complex else torch.float32
-        values = torch.randn(length, generator=generator, dtype=wide).to(like.dtype)
+        values = torch.randn(drawn, generator=generator, dtype=wide).to(like.dtype)
     elif like.dtype is torch.bool:
-        values = torch.rand(length, generator=generator) < 0.5
+        values = torch.rand(drawn, generator=generator) < 0.5
     else:
         # Zero and one are indices of anything that has two rows, and positions in any sequence.
-        values = torch.randint(0, 2, length, generator=generator).to(like.dtype)
-    made = values.to(like.device).as_strided(sizes, strides)
-    return made.requires_grad_(like.requires_grad)
+        values = torch.randint(0, 2, drawn, generator=generator).to(like.dtype)
+    values = values.to(like.device)
+    if length > _DRAWN:
+        values = values.repeat(-(-length // _DRAWN))
+    return values.as_strided(sizes, strides).requires_grad_(like.requires_grad)
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
