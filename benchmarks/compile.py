@@ -3,7 +3,8 @@
     python -m benchmarks.compile [--layers 4 16 48] [--device cpu] [--repeat 30] [--write FILE]
 
 Cold: one process for each method and depth, with caches of its own that are empty; from the call that compiles to the
-first result, imports of the compilers included. Steady: all methods in one process, in turns, medians. The model is
+first result, imports of the compilers included. Each method is rehearsed once beforehand with a small model, so that
+Python's byte code is there as after an installation, and files are in memory for all alike. Steady: all methods in one process, in turns, medians. The model is
 the zoo's Llama with random weights.
 """
 
@@ -29,7 +30,8 @@ from benchmarks.outline import machine
 from benchmarks.results import write_section
 
 COLD = ("torch.compile", "layer by layer", "nested_compile_region", "dovetail")
-STEADY = {"cpu": ("eager", *COLD), "cuda": ("eager", *COLD, "reduce-overhead")}
+MODES = ("reduce-overhead", "max-autotune")
+STEADY = {"cpu": ("eager", *COLD), "cuda": ("eager", *COLD, MODES[0])}
 TITLE = "Cold start and steady state of a compiled Llama"
 
 
@@ -98,11 +100,13 @@ def cold(method: str, layers: int, device: str, seq: int) -> dict[str, Any]:
     return found
 
 
-def cold_apart(method: str, layers: int, device: str, seq: int) -> dict[str, Any]:
+def cold_apart(method: str, layers: int, device: str, seq: int, bytecode: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "DOVETAIL_CACHE_DIR": f"{folder}/dovetail",
+            "PYTHONPYCACHEPREFIX": bytecode,
+            "PYTHONDONTWRITEBYTECODE": "",
         }
         env |= {"TRITON_CACHE_DIR": f"{folder}/triton"}
         command = [sys.executable, "-m", "benchmarks.compile", "--one", method, "--layers", str(layers)]
@@ -112,11 +116,11 @@ def cold_apart(method: str, layers: int, device: str, seq: int) -> dict[str, Any
     return json.loads(lines[-1]) if lines else {"error": ran.stderr.strip().splitlines()[-1:]}
 
 
-def steady(layers: int, device: str, seq: int, repeat: int) -> dict[str, float]:
+def steady(names: list[str], layers: int, device: str, seq: int, repeat: int) -> dict[str, float]:
     """Median milliseconds of each method, all in turns."""
     runs: dict[str, Callable[..., Any]] = {}
     ids = torch.empty(0)
-    for method in STEADY[device]:
+    for method in names:
         model, ids = build(layers, device, seq)
         runs[method] = compiled(method, model, ids)
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -140,6 +144,21 @@ def _once(run: Callable[..., Any], ids: torch.Tensor, device: str) -> float:
     return time.perf_counter() - start
 
 
+def _cold_rows(options: argparse.Namespace, seq: int, bytecode: str) -> list[str]:
+    """A line for each depth; all methods are rehearsed first."""
+    for method in options.methods:
+        cold_apart(method, 2, options.device, seq, bytecode)
+    lines: list[str] = []
+    for layers in options.layers:
+        rows = {m: cold_apart(m, layers, options.device, seq, bytecode) for m in options.methods}
+        cells = [f"{r['seconds']:.1f}" if "seconds" in r else str(r["error"]) for r in rows.values()]
+        lines.append(
+            f"| {layers} | {' | '.join(cells)} | {rows.get('dovetail', {}).get('compilations', '')} |"
+        )
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,7 +170,8 @@ def main() -> int:
     parser.add_argument("--seq", type=int)
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--steady-layers", type=int, nargs="*", default=[16])
-    parser.add_argument("--methods", nargs="+", default=list(COLD), choices=list(COLD))
+    parser.add_argument("--methods", nargs="*", default=list(COLD), choices=[*COLD, *MODES])
+    parser.add_argument("--steady", nargs="*", choices=["eager", *COLD, *MODES])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
@@ -165,18 +185,13 @@ def main() -> int:
         f"| layers | {' | '.join(options.methods)} | compilations¹ |",
     ]
     lines.append("|---" * (len(options.methods) + 2) + "|")
-    for layers in options.layers:
-        rows = {m: cold_apart(m, layers, options.device, seq) for m in options.methods}
-        cells = [f"{r['seconds']:.1f}" if "seconds" in r else str(r["error"]) for r in rows.values()]
-        lines.append(
-            f"| {layers} | {' | '.join(cells)} | {rows.get('dovetail', {}).get('compilations', '')} |"
-        )
-        print(lines[-1], file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as bytecode:
+        lines += _cold_rows(options, seq, bytecode)
     lines += ["", "¹ bodies that dovetail's backend compiled", "", "Milliseconds per call, in turns:", ""]
-    names = STEADY[options.device]
+    names = STEADY[options.device] if options.steady is None else options.steady
     lines += [f"| layers | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for layers in options.steady_layers:
-        found = steady(layers, options.device, seq, options.repeat)
+        found = steady(list(names), layers, options.device, seq, options.repeat)
         lines.append(f"| {layers} | {' | '.join(f'{found[n]:.2f}' for n in names)} |")
         print(lines[-1], file=sys.stderr, flush=True)
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"

@@ -1,6 +1,8 @@
 """Backends that fail or lie: another one or the body runs, the values are right, nothing is touched, and it is told."""
 
-from collections.abc import Sequence
+import copy
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -115,6 +117,69 @@ def test_code_that_raises_in_a_call_is_replaced_by_the_next(program: GraphModule
         ("scaled_0", "raises_later", "call", "RuntimeError: worn out"),
         ("scaled_0", "sound", "compiled", ""),
     ]
+    assert dovetail.regions(lowered)[0].backend == "sound"
+
+
+def test_and_by_the_body_where_there_is_no_other(program: GraphModule) -> None:
+    lowered = lower(program, faulty.RaisesLater(), cache=False)
+    x = torch.randn(2, 3)
+    assert torch.equal(lowered(x, x), scaled(x, x))
+    assert dovetail.regions(lowered)[0].backend is None
+    assert told(lowered)[1:] == [("scaled_0", "raises_later", "call", "RuntimeError: worn out")]
+
+
+def test_copies_made_after_a_fault_tell_who_runs_them(program: GraphModule) -> None:
+    lowered = lower(program, [faulty.RaisesLater(), faulty.Sound()], cache=False)
+    check_values(lowered)
+    for copied in (copy.deepcopy(lowered), dovetail.Cleanup()(lowered)):
+        assert dovetail.regions(copied)[0].backend == "sound"
+        check_values(copied)
+    # What is pickled has its code made anew, and the first backend has its chance again.
+    again = pickle.loads(pickle.dumps(lowered))
+    assert dovetail.regions(again)[0].backend == "raises_later"
+
+
+def test_the_backend_is_that_of_calls_like_the_last(program: GraphModule) -> None:
+    class Infers(faulty.Sound):
+        name = "infers"
+        trains = False
+
+    lowered = lower(program, [Infers(), faulty.Sound()], cache=False, grad=False)
+    x = torch.randn(2, 3)
+    seen: list[str | None] = []
+    for needs in (False, True, False):
+        assert torch.equal(lowered(x.clone().requires_grad_(needs), x), scaled(x, x))
+        seen.append(dovetail.regions(lowered)[0].backend)
+    assert seen == ["infers", "sound", "infers"]
+
+
+def test_code_that_fails_in_one_call_of_a_body_is_dropped_in_all() -> None:
+    ran: list[str] = []
+
+    class RaisesForLarge(faulty.Sound):
+        name = "raises_for_large"
+
+        def wrap(self, body: Callable[..., Any], operands: Sequence[Any]) -> Any:
+            if max(float(o.max()) for o in operands) > 100:
+                raise OverflowError("too large")
+            ran.append(self.name)
+            return body(*operands)
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.relu(torch.relu(x) * 20) * 20
+
+    gm = dovetail.capture(twice, (torch.ones(3),))
+    gm = dovetail.outline(gm, ["relu", "mul"], kind="scale")
+    gm = dovetail.outline(gm, ["relu_1", "mul_1"], kind="scale")
+    lowered = lower(gm, [RaisesForLarge(), faulty.Sound()], cache=False)
+    small, large = torch.ones(3), torch.full((3,), 6.0)
+    assert torch.equal(lowered(small), twice(small))
+    assert [r.backend for r in dovetail.regions(lowered)] == ["raises_for_large"] * 2
+    assert torch.equal(lowered(large), twice(large))  # in the second region alone
+    assert [r.backend for r in dovetail.regions(lowered)] == ["sound"] * 2
+    ran.clear()
+    assert torch.equal(lowered(small), twice(small))
+    assert not ran
 
 
 def test_code_that_raises_in_a_call_is_told_on_request(program: GraphModule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -16,10 +16,12 @@ from torch.fx import GraphModule
 from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
 from dovetail.graph.capture import capture
 from dovetail.lowering.compile import make_recipe
+from dovetail.lowering.options import Options
 from dovetail.lowering.recipe import Recipe
 from dovetail.lowering.situation import autocast_off, autocasting
 
-_OPTIONS = ("rules", "pipeline", *(f.name for f in fields(Recipe) if f.name not in ("pipeline", "grad")))
+_RECIPE = ("backends", "rules", "pipeline")
+_OPTIONS = (*_RECIPE, *(f.name for f in fields(Options) if f.name != "grad"))
 
 
 def backend(
@@ -40,12 +42,10 @@ def backend(
             f"options={{'backends': [Inductor(options={{...}})]}}."
         )
     recipe = _recipe(options)
-    # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
-    recipe = replace(recipe, grad=torch.is_grad_enabled())
     try:
         run = _lowered(gm, example_inputs, recipe)
     except Exception as error:
-        if recipe.on_error == "raise":
+        if recipe.options.strict:
             raise
         warnings.warn(f"a graph of torch.compile's runs as it is: {error}", stacklevel=2)
         return gm.forward
@@ -96,7 +96,9 @@ def _recipe(options: Mapping[str, Any] | None) -> Recipe:
     unknown = sorted(set(given) - set(_OPTIONS))
     if unknown:
         raise InvalidArgument(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}.")
-    return make_recipe(**given)[0]
+    how = {name: given.pop(name) for name in _RECIPE if name in given}
+    # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
+    return make_recipe(Options(**given, grad=torch.is_grad_enabled()), **how)[0]
 
 
 class _Flat(nn.Module):

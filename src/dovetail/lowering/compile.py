@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from importlib import import_module
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.compiled import CompiledModule, CudaGraphs
-from dovetail.lowering.lower import DEFAULT, checked_settings
+from dovetail.lowering.lower import DEFAULT
+from dovetail.lowering.options import Options
 from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline
 
 
@@ -50,19 +51,19 @@ def compile(
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
     if isinstance(model, CompiledModule):
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
-    checked_settings(on_error, verify, specialisations, timeout, cache)
-    recipe, chain = make_recipe(
-        backends=backends,
-        rules=rules,
-        pipeline=pipeline,
+    options = Options(
         plan=plan,
         on_error=on_error,
         verify=verify,
         granularity=granularity,
         smallest=smallest,
+        specialisations=specialisations,
         timeout=timeout,
         cache=cache,
     )
+    # Captures are what is bounded; each may still be called with gradients and without.
+    each = replace(options, specialisations=Options.specialisations)
+    recipe, chain = make_recipe(each, backends=backends, rules=rules, pipeline=pipeline)
     if args is None and kwargs is not None:
         args = ()
     if cuda_graphs not in ("auto", True, False):
@@ -71,19 +72,20 @@ def compile(
         model, recipe, dynamic_shapes=dynamic_shapes, most=specialisations, cuda_graphs=cuda_graphs
     )
     if args is not None:
-        made.specialise(args, kwargs, _warmed(chain))
+        _warm(chain)
+        made.specialise(args, kwargs)
     return made
 
 
 def make_recipe(
-    *, backends: Any = None, rules: Any = None, pipeline: Any = None, **settings: Any
+    options: Options, *, backends: Any = None, rules: Any = None, pipeline: Any = None
 ) -> tuple[Recipe, tuple[Any, ...]]:
     """What `compile` does to every graph, and every backend that has a part in it."""
     if rules is not None and pipeline is not None:
         raise InvalidArgument("give `rules` or a `pipeline`: rules of a pipeline are in its `Fuse` passes.")
     chain, wanted = _backends(backends)
     passes = default_pipeline(chain, rules) if pipeline is None else as_pipeline(pipeline)
-    return Recipe(passes, wanted, **settings), chain
+    return Recipe(passes, wanted, options), chain
 
 
 def _backends(backends: Any) -> tuple[tuple[Any, ...], Any]:
@@ -99,18 +101,9 @@ def _backends(backends: Any) -> tuple[tuple[Any, ...], Any]:
     return chain, chain
 
 
-def _warmed(backends: tuple[Any, ...]) -> Callable[[], None]:
-    """Let backends load what they always need while the model is being captured; returns how to wait for it."""
-    hooks = [b.warm for b in backends if callable(getattr(b, "warm", None))]
-    if hooks:
-        # Two threads that import it at once find it half made.
-        import_module("torch._dynamo")
-    threads = [threading.Thread(target=hook, daemon=True) for hook in hooks]
-    for thread in threads:
-        thread.start()
-
-    def wait() -> None:
-        for thread in threads:
-            thread.join()
-
-    return wait
+def _warm(backends: tuple[Any, ...]) -> None:
+    """Let backends start what they always need before the model is captured. What fails there is left to compiling."""
+    for backend in backends:
+        if callable(getattr(backend, "warm", None)):
+            with contextlib.suppress(Exception):
+                backend.warm()

@@ -204,7 +204,7 @@ class CompiledModule(nn.Module):
                 try:
                     form = self.specialise(args, kwargs)
                 except CaptureError as error:
-                    if not tried or state["_recipe"].on_error == "raise":
+                    if not tried or state["_recipe"].options.strict:
                         raise
                     form, refused = None, error
                 else:
@@ -229,12 +229,8 @@ class CompiledModule(nn.Module):
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None = None,
-        ready: Callable[[], None] | None = None,
     ) -> Form | None:
-        """Capture and lower for calls like this one; None once there are as many as there may be.
-
-        `ready` is called before the first backend is asked.
-        """
+        """Capture and lower for calls like this one; None once there are as many as there may be."""
         state = self.__dict__
         with state["_lock"]:
             if len(state["_forms"]) + state["_refused"] >= state["_most"]:
@@ -261,7 +257,7 @@ class CompiledModule(nn.Module):
             # Afterwards: a model may note something on itself the first time it runs.
             modes = self._modes() or ((), ())
             with autocast_off():
-                program = cast("Recipe", state["_recipe"])(graph, ready)
+                program = cast("Recipe", state["_recipe"])(graph)
                 run = self._run(program, (args, kwargs))
             form = state["_last"] = Form(modes, program, _with_casts_made(run, modes))
             state["_forms"].append(form)

@@ -26,12 +26,15 @@ Tell = Callable[[Any], None]
 
 
 class Entry:
-    """One specialisation: code, or the body where there is none, and the calls it is for."""
+    """One specialisation: code, or the body where there is none, and the calls it is for.
 
-    __slots__ = ("artefact", "fits", "run", "situation")
+    `dropped` says that its code has raised in a call, whosever it was, and is not to be used by anybody any more.
+    """
+
+    __slots__ = ("artefact", "dropped", "fits", "run", "situation")
 
     def __init__(self, situation: Situation, run: Callable[..., Any], artefact: Artefact | None) -> None:
-        self.situation, self.run, self.artefact = situation, run, artefact
+        self.situation, self.run, self.artefact, self.dropped = situation, run, artefact, False
         self.fits: Fit = fit_for(situation)
 
     @property
@@ -67,6 +70,11 @@ class Dispatcher:
                 if found is None:
                     found = self.entries[situation] = self._made(situation)
         return found
+
+    def entry_now(self, situation: Situation | None = None) -> Entry | None:
+        """The specialisation that there is for a situation, else the one that was foreseen; None without any."""
+        found = self.entries.get(situation) if situation is not None else None
+        return found or next(iter(list(self.entries.values())), None)
 
     def _made(self, situation: Situation, after: Any = None) -> Entry:
         """An entry by the first backend that has no trouble; with `after`, by the first of those that come after it."""
@@ -126,6 +134,7 @@ class Dispatcher:
             if self.entries.get(entry.situation) is entry:
                 self.tell(fault)
                 if not self.strict:
+                    entry.dropped = True
                     self.entries[entry.situation] = self._made(entry.situation, after=backend)
         if not runs_again:
             raise fault.raised()

@@ -17,10 +17,11 @@ from dovetail.lowering.backend import by_name, identity
 from dovetail.lowering.dispatch import Dispatcher
 from dovetail.lowering.faults import Fault
 from dovetail.lowering.flattening import Flattener
+from dovetail.lowering.options import Options
 from dovetail.lowering.site import Site
 from dovetail.lowering.unit import Unit, unit_of
 from dovetail.lowering.verify import uncovered
-from dovetail.lowering.workshop import Settings, workshop_of
+from dovetail.lowering.workshop import workshop_of
 from dovetail.outlining.region import Region, regions
 
 
@@ -47,29 +48,30 @@ class Lowering:
     later passes. Copies and pickles keep the assignment and make the compiled state again when it is needed.
     """
 
-    def __init__(self, assigned: Mapping[str, tuple[Any, ...]], settings: Settings) -> None:
-        self.assigned, self.settings = dict(assigned), settings
+    def __init__(self, assigned: Mapping[str, tuple[Any, ...]], options: Options) -> None:
+        self.assigned, self.options = dict(assigned), options
         self.events: list[Event] = []
         self.sites: dict[str, Site] = {}
         self._dispatchers: dict[tuple[Any, ...], Dispatcher] = {}
+        self._by_name: dict[str, Dispatcher] = {}
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lowering:
-        made = Lowering(self.assigned, self.settings)
+        made = Lowering(self.assigned, self.options)
         made.events = list(self.events)
         # Code is never copied; call sites of another graph prepare their own weights.
-        made._dispatchers = dict(self._dispatchers)
+        made._dispatchers, made._by_name = dict(self._dispatchers), dict(self._by_name)
         return made
 
     def restricted(self, names: Iterable[str]) -> Lowering:
         """A lowering of some of the regions alone, by the code that is there already."""
-        made = Lowering({name: self.assigned[name] for name in names}, self.settings)
-        made._dispatchers = dict(self._dispatchers)
+        made = Lowering({name: self.assigned[name] for name in names}, self.options)
+        made._dispatchers, made._by_name = dict(self._dispatchers), dict(self._by_name)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         assigned = {name: tuple(_portable(b) for b in chain) for name, chain in self.assigned.items()}
-        return _restored, (assigned, self.settings)
+        return _restored, (assigned, self.options)
 
     def dispatcher(self, region: Region, backends: Sequence[Any]) -> Dispatcher:
         """The one dispatcher for a body and the backends that may run it."""
@@ -81,17 +83,27 @@ class Lowering:
                 found = self._dispatchers[key] = Dispatcher(
                     unit,
                     backends,
-                    workshop_of(self.settings),
+                    workshop_of(self.options),
                     lambda what, unit=unit: self.tell(unit, what),
-                    most=self.settings.specialisations,
-                    strict=self.settings.strict,
+                    most=self.options.specialisations,
+                    strict=self.options.strict,
                 )
+            self._by_name[_own(region.name)] = found
         return found
+
+    def backend_of(self, name: str, otherwise: str | None = None) -> str | None:
+        """Who runs a region now; `otherwise` is the answer where that is not decided yet."""
+        own = _own(name)
+        if own not in self.assigned:
+            return otherwise
+        site, dispatcher = self.sites.get(own), self._by_name.get(own)
+        entry = site.entry if site else dispatcher.entry_now() if dispatcher else None
+        return otherwise if entry is None else entry.backend
 
     def tell(self, unit: Unit, what: Artefact | Fault) -> None:
         """Write down what happened to a body."""
         if isinstance(what, Artefact):
-            unseen = uncovered(unit, unit.values) if self.settings.verify else None
+            unseen = uncovered(unit, unit.values) if self.options.verify else None
             reason = "" if unseen is None else f"not verified in full: {unseen}"
             event = Event(unit.region.name, unit.key, what.backend.name, what.source, what.seconds, reason)
         else:
@@ -153,11 +165,11 @@ def _portable(backend: Any) -> Any:
     return backend.name if identity(again) == identity(backend) else backend
 
 
-def _restored(assigned: dict[str, tuple[Any, ...]], settings: Settings) -> Lowering:
+def _restored(assigned: dict[str, tuple[Any, ...]], options: Options) -> Lowering:
     made = {name: by_name(name) for chain in assigned.values() for name in chain if isinstance(name, str)}
     return Lowering(
         {n: tuple(made[b] if isinstance(b, str) else b for b in chain) for n, chain in assigned.items()},
-        settings,
+        options,
     )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from torch.fx import GraphModule
 
 from dovetail.lowering.choosing import Granularity
-from dovetail.lowering.lower import lower
+from dovetail.lowering.lower import lower_with
+from dovetail.lowering.options import Options
 from dovetail.passes.base import Pass
 
 
@@ -31,17 +32,13 @@ class Lower(Pass):
     timeout: float | None = None
     cache: bool | str | Path = True
 
+    def __post_init__(self) -> None:
+        self._options()  # what is wrong is told where it is written
+
     def run(self, gm: GraphModule) -> GraphModule:
         """The graph with its regions lowered."""
-        return lower(
-            gm,
-            self.backends,
-            plan=self.plan,
-            on_error=self.on_error,
-            verify=self.verify,
-            granularity=self.granularity,
-            smallest=self.smallest,
-            specialisations=self.specialisations,
-            timeout=self.timeout,
-            cache=self.cache,
-        )
+        return lower_with(gm, self.backends, self._options())
+
+    def _options(self) -> Options:
+        given = vars(self)
+        return Options(**{f.name: given[f.name] for f in fields(Options) if f.name in given})

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import setting
-from dovetail.lowering.choosing import Granularity
-from dovetail.lowering.lower import DEFAULT, check_choice, checked_settings, lower
+from dovetail.lowering.lower import lower_with
+from dovetail.lowering.options import Options
 from dovetail.outlining.record import call_of
 from dovetail.passes.base import Pass
 from dovetail.passes.fuse import Fuse
@@ -40,39 +38,13 @@ class Recipe:
     """What is done to every graph of a model: the pipeline, the backends and how they are used."""
 
     pipeline: Pass
-    backends: Any = DEFAULT
-    plan: Mapping[str, Any] | None = None
-    on_error: Literal["fallback", "raise"] = "fallback"
-    verify: bool = False
-    granularity: Granularity = "outer"
-    smallest: int = 2
-    specialisations: int = 8
-    timeout: float | None = None
-    cache: bool | str | Path = True
-    grad: bool | None = None
+    backends: Any
+    options: Options
 
-    def __post_init__(self) -> None:
-        checked_settings(self.on_error, self.verify, self.specialisations, self.timeout, self.cache)
-        check_choice(self.granularity, self.smallest, self.grad)
-
-    def __call__(self, gm: GraphModule, ready: Callable[[], None] | None = None) -> GraphModule:
-        """The lowered graph; `ready` is called between the passes and the lowering."""
+    def __call__(self, gm: GraphModule) -> GraphModule:
+        """The lowered graph."""
         fused = self.pipeline(gm)
-        if ready is not None:
-            ready()
-        return lower(
-            fused,
-            self.backends,
-            plan=self.plan,
-            on_error=self.on_error,
-            verify=self.verify,
-            granularity=self.granularity,
-            smallest=self.smallest,
-            specialisations=self.specialisations,
-            timeout=self.timeout,
-            cache=self.cache,
-            grad=self.grad,
-        )
+        return lower_with(fused, self.backends, self.options)
 
 
 def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dovetail.lowering.backend import Compiled
 from dovetail.lowering.dispatch import Dispatcher, Entry
 from dovetail.lowering.faults import Failure, fault_of
-from dovetail.lowering.situation import Fit, fit_for
+from dovetail.lowering.situation import Fit, Situation, fit_for
 from dovetail.outlining.region import Region
 
 
@@ -41,7 +41,13 @@ class Site:
         self.__name__ = f"region_{name.replace('/', '__')}"
         # One value, so that a thread never has the guard of one specialisation and the code of another.
         self._first: tuple[Fit, Entry | None, Callable[..., Any]] = _NONE
+        self._latest: Situation | None = None
         self._prepared: dict[Entry, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+
+    @property
+    def entry(self) -> Entry | None:
+        """What runs calls like the last one, or, before there was one, those that were foreseen."""
+        return self.dispatcher.entry_now(self._latest)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched():
@@ -53,22 +59,24 @@ class Site:
 
     def _called(self, args: tuple[Any, ...]) -> Any:
         fits, entry, run = self._first
-        if not (
-            fits(args)
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.is_autocast_enabled("cuda")
-            and not self.dispatcher.aliased(args)
+        if (
+            entry is None
+            or entry.dropped
+            or not fits(args)
+            or torch.is_autocast_enabled("cpu")
+            or torch.is_autocast_enabled("cuda")
+            or self.dispatcher.aliased(args)
         ):
             entry = self.dispatcher.find(args)
             if entry is None:
                 return self.dispatcher.body(*args)
             run = self._take(entry, args)
-        assert entry is not None
         try:
             return run(*args)
         except Exception as error:
             error.add_note(f"in region '{self.name}', lowered by '{entry.backend}'")
             self._first = _NONE
+            self._prepared.pop(entry, None)
             return self.dispatcher.failed(entry, error, args)
 
     def _take(self, entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -83,6 +91,7 @@ class Site:
                 self._prepared[entry] = (run, now)
             fits = self._while(fits, now)
         self._first = fits, entry, run
+        self._latest = entry.situation
         return run
 
     def _ready(self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:

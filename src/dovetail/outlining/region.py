@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, InvalidGraph
 from dovetail.graph.effects import declared_in, summary
+from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import attribute
 from dovetail.outlining.key import key_of
 from dovetail.outlining.record import Call, Escape, call_of
@@ -26,7 +27,7 @@ class Region:
     operands and `outputs` the values taken from the call, as nodes of the graph that has the call. `arguments` says
     which operand each argument of the pattern is, and `results` which result of the pattern each result of the body
     is, None for an inner value that is used outside; both are empty where no pattern made the region. `backend` is
-    the name of the backend that runs it, None where it runs as it is.
+    the name of the backend that runs it now, in calls like the last one; None where it runs as it is.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Region:
 def regions(gm: GraphModule, *, kind: str | None = None, nested: bool = False) -> list[Region]:
     """The regions a graph calls, in execution order; with `nested`, those inside them right after each."""
     require_graph(gm)
-    collector = _Collector(declared_in(gm), nested)
+    collector = _Collector(declared_in(gm), nested, gm.meta.get(LOWERING))
     for node in gm.graph.nodes:
         call = call_of(node.meta)
         if call is not None:
@@ -72,8 +73,8 @@ def regions(gm: GraphModule, *, kind: str | None = None, nested: bool = False) -
 
 
 class _Collector:
-    def __init__(self, declared: Mapping[str, str], nested: bool) -> None:
-        self.declared, self.nested = declared, nested
+    def __init__(self, declared: Mapping[str, str], nested: bool, lowering: Any) -> None:
+        self.declared, self.nested, self.lowering = declared, nested, lowering
         self.found: list[Region] = []
 
     def collect(self, owner: GraphModule, node: Node, call: Call, name: str) -> None:
@@ -93,6 +94,8 @@ class _Collector:
 
     def _snapshot(self, node: Node, call: Call, body: GraphModule, name: str) -> Region:
         results = [u for u in node.users if is_projection(u)]
+        # The record is of the time of lowering; code that fails in a call is replaced after that.
+        backend = self.lowering.backend_of(name, call.backend) if self.lowering is not None else call.backend
         return Region(
             name=name,
             kind=call.identity.kind,
@@ -107,7 +110,7 @@ class _Collector:
             effects=_effects(body, self.declared),
             rule=call.rule,
             round=call.round,
-            backend=call.backend,
+            backend=backend,
             arguments=dict(call.arguments),
             results=call.results,
         )

@@ -46,7 +46,7 @@ class Inductor(Backend):
         return True
 
     def warm(self) -> None:
-        """Load what every compilation needs, beside other work."""
+        """Start what every compilation needs, beside other work."""
         warm()
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:

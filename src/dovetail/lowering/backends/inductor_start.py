@@ -1,4 +1,4 @@
-"""What Inductor needs whatever it compiles, loaded beside other work."""
+"""What Inductor needs whatever it compiles for a GPU, started beside other work."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import contextlib
 import threading
 from importlib import import_module
 
-_DONE = threading.Event()
 _LOCK = threading.Lock()
+_STARTED: list[threading.Thread] = []
 
 
 def warm() -> None:
-    """Import the compiler and start its processes; done once, in any thread.
+    """Start the processes that compile kernels, and Triton's driver; once, and without waiting for them.
 
-    Nothing here is needed for correct code: what cannot be done ahead is done by the compiler itself.
+    Nothing is imported ahead: modules load no sooner for being loaded in a thread beside a capture. Nor is anything
+    here needed for correct code: what cannot be done ahead is done by the compiler itself.
     """
-    with _LOCK:
-        if _DONE.is_set():
-            return
-        with contextlib.suppress(Exception):
-            _load()
-        _DONE.set()
-
-
-def _load() -> None:
     import torch
 
-    for name in ("torch._inductor.compile_fx", "torch._inductor.standalone_compile"):
-        import_module(name)
-    if torch.cuda.is_available():
-        # Processes that compile kernels take seconds to start.
-        import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
-        import_module("triton.compiler")
+    if not torch.cuda.is_available():
+        return
+    with _LOCK:
+        if _STARTED:
+            return
+        _STARTED.append(threading.Thread(target=_start_driver, daemon=True))
+    with contextlib.suppress(Exception):
+        compiling = import_module("torch._inductor.async_compile").AsyncCompile
+        compiling.warm_pool()
+        # Until the first job has come back Inductor compiles one kernel after the other by itself.
+        compiling.use_process_pool()
+    _STARTED[0].start()
+
+
+def _start_driver() -> None:
+    """Let Triton build its driver, for which it runs a C compiler."""
+    with contextlib.suppress(Exception):
+        _ = import_module("triton.runtime").driver.active.utils
