@@ -54,6 +54,19 @@ class PassError(DovetailError):
         self.name = name
 
 
+class ScheduleError(DovetailError):
+    """A step of a schedule cannot be done; the schedule is as it was."""
+
+
+class UnknownPart(ScheduleError):
+    """A model has no module at the path that was asked for."""
+
+    def __init__(self, pattern: str, near: Sequence[str]) -> None:
+        there = f"There are {_listed(near)}." if near else "The model has no modules in it."
+        super().__init__(f"no module matches '{pattern}'. {there}")
+        self.pattern = pattern
+
+
 class RegionError(DovetailError):
     """A region cannot be made, found or taken back; nothing was changed."""
 

@@ -13,7 +13,8 @@ from torch import nn
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import Granularity
-from dovetail.lowering.compiled import CompiledModule, CudaGraphs
+from dovetail.lowering.compiled import CompiledModule
+from dovetail.lowering.forms import CudaGraphs
 from dovetail.lowering.lower import DEFAULT
 from dovetail.lowering.options import Options
 from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline

@@ -41,6 +41,11 @@ class Recipe:
     backends: Any
     options: Options
 
+    @property
+    def strict(self) -> bool:
+        """Whether a call that cannot be captured is an error."""
+        return self.options.strict
+
     def __call__(self, gm: GraphModule) -> GraphModule:
         """The lowered graph."""
         fused = self.pipeline(gm)
@@ -51,8 +56,12 @@ def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
     """The passes for some backends.
 
     Compilers get blocks as large as they repeat. Rules go first where the caller names some, or where a backend has
-    kernels for kinds, which the rules of the library find.
+    kernels for kinds, which the rules of the library find. Where a backend brings rules of its own, what lies between
+    its regions goes to the others: a block that holds some could not be taken as a whole.
     """
+    brought = [setting(b, "rules") for b in backends if setting(b, "rules") is not None]
+    if rules is None and brought:
+        return Pipeline([*map(Fuse, brought), blocks()[-1]])
     named = rules is not None or any(setting(b, "kernels") for b in backends)
     if not named:
         return Pipeline(list(blocks()))

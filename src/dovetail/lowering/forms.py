@@ -1,0 +1,267 @@
+"""Captures of a model, each for one way of calling it, made when a call comes that none is for."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.fx import GraphModule
+
+from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
+from dovetail.graph.capture import capture
+from dovetail.lowering.lowering import lowering_of
+from dovetail.lowering.makeup import Makeup
+from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
+from dovetail.lowering.site import is_watched
+from dovetail.lowering.situation import autocast_off, autocasting
+
+CudaGraphs = Literal["auto"] | bool
+Modes = tuple[Any, ...]
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class Recipe(Protocol):
+    """What is done to every graph of a model."""
+
+    def __call__(self, gm: GraphModule) -> GraphModule: ...
+
+    @property
+    def strict(self) -> bool:
+        """Whether a call that cannot be captured is an error though others could be."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """One capture of the model: modes, numbers and autocast as they were then, and the lowered graph."""
+
+    modes: Modes
+    program: GraphModule
+    run: Callable[..., Any]
+
+
+class Forms:
+    """The captures of a model so far, and how further ones are made.
+
+    Inputs that no capture was made for, another train or eval mode, autocast, and another number or string as an
+    attribute of a module capture again, `most` times; then the model's own forward runs. So it does while another
+    tracer looks on, and for a call that cannot be captured after others could. Hooks of the model itself are the
+    caller's to run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        dynamic_shapes: Any = None,
+        most: int = 8,
+        cuda_graphs: CudaGraphs = "auto",
+    ) -> None:
+        self.model, self.recipe = model, recipe
+        self.dynamic_shapes, self.most = dynamic_shapes, most
+        self.cuda_graphs: CudaGraphs = cuda_graphs
+        self.made: list[Form] = []
+        self._last: Form | None = None
+        self._refused = 0
+        self._warned = False
+        self._busy: int | None = None
+        self._lock = threading.RLock()
+        self._makeup = Makeup(model)
+
+    @property
+    def options(self) -> tuple[Any, Any, int, CudaGraphs]:
+        """What forms of another model are made with to be made alike."""
+        return self.recipe, self.dynamic_shapes, self.most, self.cuda_graphs
+
+    def adopt(self, programs: list[tuple[Modes, GraphModule]]) -> None:
+        """Take graphs that were made already, each with the modes it was captured in."""
+        self.made = [
+            Form(modes, program, _with_casts_made(program.forward, modes)) for modes, program in programs
+        ]
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call by a capture that is for it, made now if need be."""
+        if (torch.compiler.is_compiling() or is_watched()) and not self._captured_elsewhere():
+            return self.model.forward(*args, **kwargs)
+        modes = self.modes()
+        if modes is None:
+            return self.model.forward(*args, **kwargs)
+        last = self._last
+        if last is not None and last.modes == modes:
+            try:
+                return last.run(*args, **kwargs)
+            except CallMismatch:  # raised before anything ran
+                pass
+        return self._called(modes, args, kwargs)
+
+    def _captured_elsewhere(self) -> bool:
+        """Whether it is another thread's capture that is being noticed; it is over then.
+
+        While a model is exported its parameters are fake ones, and torch says to every thread that it is compiling.
+        """
+        if self._busy is None or self._busy == threading.get_ident():
+            return False
+        with self._lock:
+            return True
+
+    def modes(self) -> Modes | None:
+        """What tells captures of the model as it is from each other; None while its parameters are none.
+
+        Captures of a model of other parts are forgotten.
+        """
+        found = self._makeup.settings()
+        if found is None:
+            with self._lock:
+                # Another thread's capture may have been under way.
+                found = self._makeup.settings()
+                if found is None:
+                    if self._makeup.has_stand_ins():
+                        return None
+                    self.made.clear()
+                    self._last = None
+                    self._makeup = Makeup(self.model)
+                    found = self._makeup.settings()
+                    assert found is not None
+        return (found, autocasting())
+
+    def _called(self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tried = 0
+        while True:
+            forms = list(self.made)
+            for form in forms[tried:]:
+                if form.modes != modes:
+                    continue
+                try:
+                    made = form.run(*args, **kwargs)
+                except CallMismatch:
+                    continue
+                self._last = form
+                return made
+            tried = len(forms)
+            with self._lock:
+                if len(self.made) != tried:  # another thread may have met the same call first
+                    continue
+                try:
+                    form = self.specialise(args, kwargs)
+                except CaptureError as error:
+                    if not tried or self.recipe.strict:
+                        raise
+                    form, refused = None, error
+                else:
+                    refused = None
+            break
+        if form is not None:
+            try:
+                return form.run(*args, **kwargs)
+            except CallMismatch:  # it does not take what it was captured with
+                pass
+        self._captured_elsewhere()
+        # Where the call cannot be made at all, the model's own error tells.
+        made = self.model.forward(*args, **kwargs)
+        if refused is not None:
+            self._refused += 1
+            warnings.warn(
+                f"a call runs the model as it is, for it cannot be captured: {refused}", stacklevel=5
+            )
+        return made
+
+    def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
+        """Capture and lower for calls like this one; None once there are as many as there may be."""
+        with self._lock:
+            if len(self.made) + self._refused >= self.most:
+                if not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        f"the model was called in more than {self.most} ways; further ones run as they are. "
+                        f"Give dynamic_shapes, or more `specialisations`.",
+                        stacklevel=5,
+                    )
+                return None
+            modes, graph = self.captured(args, kwargs)
+            with autocast_off():
+                program = self.recipe(graph)
+                run = self._run(program, (args, kwargs))
+            form = self._last = Form(modes, program, _with_casts_made(run, modes))
+            self.made.append(form)
+            return form
+
+    def captured(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[Modes, GraphModule]:
+        """A capture for calls like this one, with the modes it is for."""
+        with self._lock:
+            self.modes()  # forgets captures of what the model was
+            self._busy = threading.get_ident()
+            try:
+                with _fresh_casts():
+                    graph = capture(
+                        without_hooks(self.model),
+                        args,
+                        dict(kwargs or {}),
+                        dynamic_shapes=self.dynamic_shapes,
+                    )
+            finally:
+                self._busy = None
+            # Afterwards: a model may note something on itself the first time it runs.
+            return self.modes() or ((), ()), graph
+
+    def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
+        """What a call of a form runs: its graph, recorded on a GPU where nothing prevents it."""
+        if self.cuda_graphs is False:
+            return program.forward
+        reason = why_not_recorded(program, pytree.tree_leaves(example))
+        if reason is None:
+            return Replay(program.forward, program)
+        if self.cuda_graphs is True:
+            raise InvalidArgument(f"cuda_graphs=True, but {reason}.")
+        lowering = lowering_of(program)
+        if lowering is not None and reason != NO_GPU:
+            lowering.note("", "cuda_graphs", "declined", reason)
+        return program.forward
+
+
+@contextmanager
+def _fresh_casts() -> Generator[None]:
+    """Let autocast keep no casts of weights: those made of fake ones must not be met later."""
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
+
+
+def _with_casts_made(run: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
+    """What a form runs: where it was captured under autocast the casts are in its graph, and none are to be added."""
+    if not modes[1]:
+        return run
+
+    def cast_already(*args: Any, **kwargs: Any) -> Any:
+        with autocast_off():
+            return run(*args, **kwargs)
+
+    return cast_already
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """The same model, with none of its own forward hooks: those run around each call, not inside the graph."""
+    made = type(model).__new__(type(model))
+    made.__dict__.update(model.__dict__)
+    made.__dict__.update({name: OrderedDict() for name in HOOKS if name in model.__dict__})
+    return made

@@ -1,0 +1,1 @@
+"""Finding, fusing and replacing parts of a model, step by step."""

@@ -1,0 +1,222 @@
+"""Edits of one part's graph, addressed by what they are about, so that they can be done again on another capture."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from dovetail.errors import ScheduleError
+from dovetail.graph.module import copy_graph, rebuild
+from dovetail.lowering.lower import lower
+from dovetail.outlining.inline import inline
+from dovetail.outlining.outline import outline
+from dovetail.outlining.record import call_of, make_identity, walk, write_call
+from dovetail.outlining.region import Region, regions
+from dovetail.outlining.requests import Request, is_projection
+from dovetail.rules.scene import Scene
+from dovetail.scheduling.decomposing import decomposed
+from dovetail.scheduling.finders import ByRegion, Finder
+from dovetail.scheduling.found import Found
+from dovetail.scheduling.paths import below
+from dovetail.scheduling.replacing import Replacement, with_replacement
+
+Look = Callable[[GraphModule], Scene]
+
+
+@dataclass(frozen=True, eq=False)
+class PartGraph:
+    """The graph of a part as it is now, and the backends that were asked for by region."""
+
+    gm: GraphModule
+    backends: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def lowered(self, wanted: Mapping[str, Any], *, strict: bool) -> PartGraph:
+        """The same with these regions lowered too."""
+        here = {region.name for region in regions(self.gm)}
+        backends = {name: b for name, b in {**self.backends, **wanted}.items() if name in here}
+        gm = lower(
+            self.gm, backends or [], smallest=1, on_error="raise" if strict else "fallback", progress=False
+        )
+        return PartGraph(gm, backends)
+
+    def changed(self, gm: GraphModule) -> PartGraph:
+        """Another graph, its regions lowered as they were."""
+        return PartGraph(gm, self.backends).lowered({}, strict=False) if self.backends else PartGraph(gm)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Which of the matches of a finder in the part at `path`."""
+
+    path: str
+    finder: Finder
+    occurrence: int
+
+    def all(self, scene: Scene, root: str) -> list[Found]:
+        """Every match of the finder in the part, in the graph of the traced part at `root`."""
+        return self.finder.find(scene, below(self.path, root))[0]
+
+    def resolve(self, scene: Scene, root: str) -> Found:
+        """The match that is meant."""
+        found, why = self.finder.find(scene, below(self.path, root))
+        if self.occurrence >= len(found):
+            raise ScheduleError(
+                f"there is no match number {self.occurrence} of {self.finder.name}: {why or f'{len(found)} were found'}"
+            )
+        return found[self.occurrence]
+
+
+@dataclass(frozen=True, eq=False)
+class Edit(ABC):
+    """One change of the graph of the traced part at `root`; `form` is the call signature it was made for."""
+
+    root: str
+    form: int
+    targets: tuple[Address, ...]
+
+    @abstractmethod
+    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+        """The graph after it, and the names of the regions it made or changed.
+
+        `root` is the path of what the graph is of, which may by now be a module around the one it was made for.
+        """
+
+    def _matches(self, part: PartGraph, root: str, look: Look) -> list[Found]:
+        scene = look(part.gm)
+        return [target.resolve(scene, root) for target in self.targets]
+
+
+@dataclass(frozen=True, eq=False)
+class Fuse(Edit):
+    """Matches made regions, each by itself or all in one."""
+
+    kind: str | None = None
+    version: int | None = None
+    attrs: Mapping[str, Any] | None = None
+    escapes: Any = None
+    together: bool = False
+    backend: Any = None
+
+    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+        found = self._matches(part, root, look)
+        requests = [self._request(m) for m in found]
+        if self.together:
+            nodes = tuple(dict.fromkeys(n for m in found for n in m.nodes))
+            requests = [replace(requests[0], nodes=nodes, arguments=None, results=(), rule=None)]
+        gm, names = outlined(part.gm, requests)
+        made = PartGraph(gm, part.backends)
+        if self.backend is not None or part.backends:
+            wanted = {} if self.backend is None else dict.fromkeys(names, self.backend)
+            made = made.lowered(wanted, strict=False)
+        return made, names
+
+    def _request(self, match: Found) -> Request:
+        base = match.request
+        assert base is not None
+        return replace(
+            base,
+            kind=self.kind or base.kind,
+            version=base.version if self.version is None else self.version,
+            attrs=base.attrs if self.attrs is None else {**(base.attrs or {}), **self.attrs},
+            escapes=base.escapes if self.escapes is None else self.escapes,
+        )
+
+
+def outlined(gm: GraphModule, requests: list[Request]) -> tuple[GraphModule, list[str]]:
+    """The graph with regions for some requests, and the name of each one's."""
+    made = outline(gm, requests)
+    owner: dict[str, str] = {}
+    before = {node.name for node in gm.graph.nodes}
+    for node in made.graph.nodes:
+        call = call_of(node.meta)
+        if call is not None and node.name not in before:
+            owner.update({member.name: node.name for member in walk(call) if not member.clone})
+    names = [next(owner[n.name] for n in r.nodes if n.name in owner) for r in requests]  # pyright: ignore
+    return made, names
+
+
+@dataclass(frozen=True, eq=False)
+class Replace(Edit):
+    """Matches, one after the other or all as one, called as something else."""
+
+    new: Replacement | None = None
+
+    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+        assert self.new is not None
+        gm, region = isolated(part.gm, self._matches(part, root, look))
+        return part.changed(with_replacement(gm, region, self.new)), [region.name]
+
+
+def isolated(gm: GraphModule, found: list[Found]) -> tuple[GraphModule, Region]:
+    """The graph with the operations of matches as one region, which a single match of a region is already."""
+    first = found[0]
+    request = first.request
+    assert request is not None
+    if isinstance(first.finder, ByRegion) and len(found) == 1:
+        name = first.nodes[0].name
+    else:
+        nodes = tuple(dict.fromkeys(n for m in found for n in m.nodes))
+        if len(found) > 1:
+            results = tuple(o for m in found for o in m.outputs)
+            request = replace(request, arguments=None, results=results, rule=None)
+        elif not request.results:
+            request = replace(request, results=first.outputs)
+        gm, names = outlined(gm, [replace(request, nodes=nodes, kind="replaced", attrs=None)])
+        name = names[0]
+    return gm, next(r for r in regions(gm) if r.name == name)
+
+
+@dataclass(frozen=True, eq=False)
+class Decompose(Edit):
+    """Regions back into their operations, and operations into simpler ones."""
+
+    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+        gm = part.gm
+        found = self._matches(part, root, look)
+        for match in found:
+            if isinstance(match.finder, ByRegion):
+                gm = inline(gm, match.nodes[0].name, depth=1)
+        plain = [
+            n.name
+            for m in found
+            if not isinstance(m.finder, ByRegion)
+            for n in m.nodes
+            if not is_projection(n)
+        ]
+        if plain:
+            gm = decomposed(gm, plain)
+        return part.changed(gm), []
+
+
+@dataclass(frozen=True, eq=False)
+class Annotate(Edit):
+    """Attributes added to regions."""
+
+    attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+        names = [m.nodes[0].name for m in self._matches(part, root, look)]
+        known = {region.name: region for region in regions(part.gm)}
+        graph = copy_graph(part.gm.graph)
+        for node in graph.nodes:
+            call = call_of(node.meta)
+            if call is not None and node.name in names:
+                region = known[node.name]
+                identity = make_identity(region.kind, region.version, {**region.attrs, **self.attrs})
+                write_call(node, replace(call, identity=identity))
+        return part.changed(rebuild(part.gm, graph)), names
+
+
+@dataclass(frozen=True, eq=False)
+class Lower(Edit):
+    """Regions given to a backend."""
+
+    backend: Any = None
+
+    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+        names = [m.nodes[0].name for m in self._matches(part, root, look)]
+        return part.lowered(dict.fromkeys(names, self.backend), strict=True), names

@@ -1,0 +1,166 @@
+"""Parts of a scheduled model: found by path, and worked on step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, overload
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument
+from dovetail.scheduling import actions, substituting
+from dovetail.scheduling.finders import ByNode, finder_of
+from dovetail.scheduling.found import Matches, PartRegion
+from dovetail.scheduling.paths import joined, matching
+from dovetail.scheduling.workspace import Workspace
+
+
+class Part:
+    """Some modules of a scheduled model, as a list: `part["mlp.*"]` are modules within them, `part[0]` is the first.
+
+    Finding traces them; what is not touched stays the model's own.
+    """
+
+    def __init__(self, work: Workspace, paths: tuple[str, ...]) -> None:
+        self._work, self.paths = work, paths
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules as they are now: where one was replaced, what it was replaced by."""
+        return [self._work.module_at(path) for path in self.paths]
+
+    @property
+    def graph(self) -> GraphModule:
+        """The graph of a single part, traced if it was not; the first if it is called in several ways."""
+        return self.graphs[0]
+
+    @property
+    def graphs(self) -> list[GraphModule]:
+        """The graphs of these parts, one for each way they are called."""
+        return self._work.graphs_of(self.paths)
+
+    @property
+    def regions(self) -> list[PartRegion]:
+        """The regions made so far, in execution order."""
+        return self._work.regions_of(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[Part]:
+        return (Part(self._work, (path,)) for path in self.paths)
+
+    @overload
+    def __getitem__(self, key: str | int) -> Part: ...
+    @overload
+    def __getitem__(self, key: slice) -> Part: ...
+
+    def __getitem__(self, key: str | int | slice) -> Part:
+        if isinstance(key, str):
+            with self._work.exchanged() as now:
+                found = [
+                    joined(path, inner)
+                    for path in self.paths
+                    for inner in matching(now.get_submodule(path), key)
+                ]
+            return Part(self._work, tuple(dict.fromkeys(found)))
+        if isinstance(key, slice):
+            return Part(self._work, self.paths[key])
+        if not isinstance(key, int) or isinstance(key, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"a part is asked for by path or number, not by {key!r}.")
+        return Part(self._work, (self.paths[key],))
+
+    def __repr__(self) -> str:
+        return f"Part({', '.join(path or 'the model' for path in self.paths)})"
+
+    def find(self, what: Any = None, *, where: Callable[[Node], Any] | None = None) -> Matches:
+        """Where something stands in these parts: matches in execution order, none overlapping another.
+
+        `what` is a pattern function or a rule, a class of modules, a regular expression on module paths, an operator,
+        or a predicate on nodes (a function of one argument called `node` or annotated as one; `where` takes any).
+        Nothing found is an empty list whose `why` tells what came near.
+        """
+        if (what is None) == (where is None):
+            raise InvalidArgument("find takes one of a description and `where`.")
+        finder = ByNode(where) if where is not None else finder_of(what)
+        return self._work.find(self.paths, finder)
+
+    def fuse(
+        self,
+        matches: Any,
+        *,
+        kind: str | None = None,
+        version: int | None = None,
+        attrs: Mapping[str, Any] | None = None,
+        escapes: Any = None,
+        backend: Any = None,
+        together: bool = False,
+    ) -> Any:
+        """Make a region of each match, which computes exactly the same; with `together`, one of them all.
+
+        A `backend` runs it from now on, by name or as an object; without one it is there for a compiler or a module
+        that comes later. One match gives a region, a list of them a list.
+        """
+        return actions.fuse(
+            self._work,
+            matches,
+            together,
+            backend,
+            kind=kind,
+            version=version,
+            attrs=attrs,
+            escapes=escapes,
+        )
+
+    def replace(
+        self,
+        new: Any,
+        target: Any = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        concrete_args: Mapping[str, Any] | None = None,
+        check: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Call a module or function where a match, a region, several siblings, or the module at a path stands.
+
+        It is called with the operands of the pattern, in its order; otherwise with all that are no weights.
+        `params` says which operands take the place of parameters of `new`, `concrete_args` gives it further arguments.
+        What it returns must be of the same number, shapes and dtypes, which is tried on the recorded inputs first; with
+        `check` the values are compared too. Without a target the parts themselves are replaced.
+        """
+        wanted = self.paths if target is None else target
+        substituting.replace_target(
+            self._work, new, wanted, params=params, concrete_args=concrete_args, check=check, name=name
+        )
+
+    def replace_all(
+        self,
+        cls: type[nn.Module],
+        factory: Callable[[nn.Module], nn.Module],
+        *,
+        check: bool = False,
+    ) -> list[str]:
+        """Replace every module of a class by what `factory` makes of it, and return the paths.
+
+        Modules inside of what was just made are left alone.
+        """
+        return substituting.replace_all(self._work, self.paths, cls, factory, check)
+
+    def decompose(self, target: Any = None) -> None:
+        """Take regions, matches, or the operations of these modules apart: a region into what it was made of, an
+        operation into simpler ones (a linear layer into product and bias, attention into its products)."""
+        actions.decompose(self._work, self.paths if target is None else target)
+
+    def annotate(self, target: Any = None, **attrs: Any) -> None:
+        """Add attributes to regions, or notes to modules."""
+        actions.annotate(self._work, self.paths if target is None else target, attrs)
+
+    def checkpoint(self, target: Any = None) -> None:
+        """Compute the inner values of regions or modules again in backward instead of keeping them."""
+        actions.checkpoint(self._work, self.paths if target is None else target)
+
+    def lower(self, target: Any, backend: Any) -> None:
+        """Give regions that were made to a backend."""
+        actions.lower(self._work, target, backend)

@@ -1,0 +1,149 @@
+"""How parts of a model are called: their inputs in one run of it, which leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from dovetail.errors import ScheduleError
+from dovetail.lowering.examples import random_state_kept
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """What a model is called with; tensors are the caller's own."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        return model(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a part: copies of what it was given, and what it returned."""
+
+    example: Example
+    result: Any = field(repr=False)
+
+    @property
+    def signature(self) -> Any:
+        """What tells calls apart that need a trace each."""
+        return signature_of(self.example)
+
+
+def signature_of(example: Example) -> Any:
+    leaves, spec = pytree.tree_flatten((example.args, dict(example.kwargs)))
+    return str(spec), tuple(_told(leaf) for leaf in leaves)
+
+
+def _told(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (
+            tuple(leaf.shape),
+            tuple(leaf.stride()) if leaf.layout is torch.strided else (),
+            leaf.dtype,
+            leaf.device,
+        )
+    return (type(leaf).__name__, repr(leaf))
+
+
+def copied(value: Any) -> Any:
+    """The same structure with copies of its tensors, which nothing that runs later can change."""
+    return pytree.tree_map(_copy, value)
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    made = value.detach().clone()
+    return made.requires_grad_() if value.requires_grad else made
+
+
+def record(model: nn.Module, paths: Iterable[str], example: Example) -> dict[str, list[Call]]:
+    """The calls of some parts in one run of the model, one for each signature, in the order they came.
+
+    Buffers, gradients and random state are as they were afterwards.
+    """
+    wanted = {path: model.get_submodule(path) for path in paths}
+    calls: dict[str, list[Call]] = {path: [] for path in wanted}
+    with ExitStack() as stack:
+        for path, module in wanted.items():
+            stack.callback(_watch(module, calls[path]).remove)
+        with undisturbed(model), torch.no_grad():
+            example_copy = Example(copied(example.args), copied(dict(example.kwargs)))
+            example_copy.call(model)
+    for path, found in calls.items():
+        if not found:
+            raise ScheduleError(
+                f"part '{path}' was not called when the model ran on the example inputs. "
+                f"Give inputs that reach it, or take another part."
+            )
+    return calls
+
+
+def _watch(module: nn.Module, calls: list[Call]) -> Any:
+    """Note the calls of a module.
+
+    Its forward is wrapped rather than hooked: pre-hooks of its own run around what is traced, not in it.
+    """
+    seen: set[Any] = set()
+    own = module.__dict__.get("forward")
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        example = Example(args, kwargs)
+        signature = signature_of(example)
+        is_new = signature not in seen
+        if is_new:
+            seen.add(signature)
+            example = Example(copied(args), copied(kwargs))
+        result = inner(*args, **kwargs)
+        if is_new:
+            calls.append(Call(example, copied(result)))
+        return result
+
+    module.__dict__["forward"] = forward
+    return _Restoring(module, own)
+
+
+@dataclass(frozen=True, eq=False)
+class _Restoring:
+    module: nn.Module
+    own: Any
+
+    def remove(self) -> None:
+        if self.own is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self.own
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Generator[None]:
+    """Run a model and put back what that changes: buffers, random state, gradients."""
+    modules = list(model.modules())
+    buffers = [
+        (m, name, b, b.detach().clone()) for m in modules for name, b in m._buffers.items() if b is not None
+    ]
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+    with random_state_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    module._buffers[name] = buffer
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+                for parameter, gradient, value in gradients:
+                    parameter.grad = gradient
+                    if gradient is not None and value is not None and not torch.equal(gradient, value):
+                        gradient.copy_(value)

@@ -1,0 +1,141 @@
+"""The steps of a history done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from dovetail.errors import DovetailError, ScheduleError
+from dovetail.scheduling import actions, substituting
+from dovetail.scheduling.found import Found, PartRegion
+from dovetail.scheduling.history import finder_from, made_up, restored
+from dovetail.scheduling.recording import Example
+from dovetail.scheduling.targets import grouped, keys_of
+from dovetail.scheduling.workspace import Workspace
+
+if TYPE_CHECKING:
+    from dovetail.scheduling.schedule import Schedule
+
+
+def replay(schedule: Schedule, work: Workspace, steps: Iterable[Mapping[str, Any]]) -> None:
+    """Do steps again, all of them or none."""
+    state, done, example = work.state, list(work.done), work.example
+    try:
+        for number, step in enumerate(steps):
+            entry = cast("dict[str, Any]", restored(dict(step)))
+            try:
+                _again(schedule, work, entry)
+            except DovetailError as error:
+                raise ScheduleError(
+                    f"step {number} ({entry.get('do')}) cannot be replayed: {error}"
+                ) from error
+    except BaseException:
+        work.state, work.done, work.example = state, done, example
+        raise
+
+
+def _again(schedule: Schedule, work: Workspace, entry: dict[str, Any]) -> None:
+    do = entry.get("do")
+    if do == "schedule":
+        if work.example is None and entry.get("inputs") is not None:
+            device = next((p.device for p in work.model.parameters()), torch.device("cpu"))
+            args, kwargs = made_up(entry["inputs"], device)
+            work.example = Example(args, kwargs)
+        return
+    if do == "apply":
+        work.step(
+            lambda _: {"do": "apply", "primitive": entry["primitive"]},
+            lambda: [_again(schedule, work, step) for step in entry.get("steps", [])],
+        )
+        return
+    if "at" in entry:
+        items = _targets(work, entry["at"])
+        _on_targets(work, entry, items)
+        return
+    _on_paths(work, entry)
+
+
+def _targets(work: Workspace, spelled: list[dict[str, Any]]) -> list[Any]:
+    """What a step was about, in this model."""
+    items: list[Any] = []
+    for at in spelled:
+        finder = finder_from(at["find"])
+        found = [m for m in work.find([at["path"]], finder) if m.form == at.get("form", 0)]
+        if at["occurrence"] >= len(found):
+            raise ScheduleError(
+                f"'{at['path'] or 'the model'}' has {len(found)} matches of {finder.name}, and number {at['occurrence']} was meant"
+            )
+        match = found[at["occurrence"]]
+        items.append(_as_region(work, match) if "region" in at["find"] else match)
+        key = keys_of(work, grouped(work, [match], "replay"))[0]
+        if at.get("key") not in (None, key):
+            raise ScheduleError(
+                f"match {at['occurrence']} of {finder.name} in '{at['path'] or 'the model'}' computes something else than in the "
+                f"model that the history is of (its body is {key[:12]}, not {at['key'][:12]})"
+            )
+    return items
+
+
+def _as_region(work: Workspace, match: Found) -> PartRegion:
+    name = match.nodes[0].name
+    return work.regions_named(match.root, match.form, {name: match.path})[0]
+
+
+def _on_targets(work: Workspace, entry: dict[str, Any], items: list[Any]) -> None:
+    do = entry["do"]
+    if do == "fuse":
+        options = {k: entry.get(k) for k in ("kind", "version", "attrs", "escapes")}
+        target = items if entry.get("list", True) else items[0]
+        actions.fuse(work, target, bool(entry.get("together")), _backend(entry.get("backend")), **options)
+    elif do == "replace":
+        many = entry.get("siblings", len(items))
+        for i in range(0, len(items), many):
+            substituting.replace_target(
+                work,
+                entry["new"],
+                items[i : i + many],
+                params=entry.get("params"),
+                concrete_args=entry.get("concrete_args"),
+                check=False,
+                name=entry.get("name"),
+            )
+    elif do == "decompose":
+        actions.decompose(work, items)
+    elif do == "annotate":
+        actions.annotate(work, items, entry["attrs"])
+    elif do == "checkpoint":
+        actions.checkpoint(work, items)
+    elif do == "lower":
+        actions.lower(work, items, _backend(entry["backend"]))
+    else:
+        raise ScheduleError(f"the step '{do}' is unknown here")
+
+
+def _on_paths(work: Workspace, entry: dict[str, Any]) -> None:
+    do, paths = entry.get("do"), entry.get("paths")
+    if not paths:
+        raise ScheduleError(f"the step '{do}' is unknown here, or says not where")
+    if do == "replace":
+        substituting.replace_target(
+            work,
+            entry["new"],
+            paths,
+            params=entry.get("params"),
+            concrete_args=entry.get("concrete_args"),
+            check=False,
+            name=entry.get("name"),
+        )
+    elif do == "replace_all":
+        substituting.replace_all(work, tuple(paths), entry["class"], entry["factory"], False)
+    elif do == "annotate":
+        actions.annotate(work, paths, entry["attrs"])
+    elif do == "checkpoint":
+        actions.checkpoint(work, paths)
+    else:
+        raise ScheduleError(f"the step '{do}' is unknown here")
+
+
+def _backend(value: Any) -> Any:
+    return value() if isinstance(value, type) else value

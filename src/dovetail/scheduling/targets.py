@@ -1,0 +1,139 @@
+"""What a caller points at, as addresses in the graphs as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.outlining.record import call_of, walk
+from dovetail.outlining.region import Region, regions
+from dovetail.scheduling.edits import Address, Look, outlined
+from dovetail.scheduling.finders import ByRegion
+from dovetail.scheduling.found import Found, PartRegion
+from dovetail.scheduling.paths import matching
+from dovetail.scheduling.state import State
+from dovetail.scheduling.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Group:
+    """Addresses in one graph; `numbers` are the places of the targets in what was given."""
+
+    root: str
+    form: int
+    addresses: tuple[Address, ...]
+    found: tuple[Found, ...]
+    numbers: tuple[int, ...]
+
+
+def listed(target: Any, what: str) -> tuple[list[Any], bool]:
+    """A target as a list, and whether it was one."""
+    if isinstance(target, (Found, Region, str)):
+        return [target], False
+    if isinstance(target, Iterable):
+        items = list(cast("Iterable[Any]", target))
+        if items:
+            return items, True
+        why = getattr(target, "why", "")
+        raise ScheduleError(f"nothing to {what}: the list is empty{f' ({why})' if why else ''}")
+    raise InvalidArgument(f"{what} takes matches or regions of this schedule, not a {type(target).__name__}.")
+
+
+def grouped(work: Workspace, items: Sequence[Any], what: str) -> list[Group]:
+    """Matches and regions by the graph they are in, in the order given; those graphs are scheduled from now on."""
+    work.adopt(items)
+    state, look = work.state, work.look
+    groups: dict[tuple[str, int], list[tuple[Address, Found, int]]] = {}
+    for number, item in enumerate(items):
+        if not isinstance(item, (Found, PartRegion)):
+            raise InvalidArgument(f"{what} takes matches or regions of this schedule, not {item!r}.")
+        root = state.root_of(item.path)
+        if root is None or root != item.root:
+            raise ScheduleError(
+                f"{_label(item)} was found in a graph that is no longer there: its part was "
+                f"{'traced as a piece of a larger one' if root is not None else 'taken back'}. Find it again"
+            )
+        groups.setdefault((root, item.form), []).append((*_address(state, root, item, look), number))
+    return [
+        Group(root, form, tuple(f[0] for f in found), tuple(f[1] for f in found), tuple(f[2] for f in found))
+        for (root, form), found in groups.items()
+    ]
+
+
+def _address(state: State, root: str, item: Found | PartRegion, look: Look) -> tuple[Address, Found]:
+    part = state.graphs[root, item.form]
+    scene = look(part.gm)
+    if isinstance(item, Found):
+        assert item.finder is not None
+        finder = item.finder
+    else:
+        finder = ByRegion(item.kind)
+    for i, match in enumerate(Address(item.path, finder, 0).all(scene, root)):
+        same = match.names == item.names if isinstance(item, Found) else match.nodes[0].name == item.name
+        if same:
+            return Address(item.path, finder, i), match
+    raise ScheduleError(f"{_label(item)} is not there any more: {_fate(state, root, item)}")
+
+
+def _label(item: Found | PartRegion) -> str:
+    return f"region '{item.name}'" if isinstance(item, PartRegion) else repr(item)
+
+
+def _fate(state: State, root: str, item: Found | PartRegion) -> str:
+    graph = state.graphs[root, item.form].gm.graph
+    names = item.names if isinstance(item, Found) else {item.name}
+    for node in graph.nodes:
+        call = call_of(node.meta)
+        if call is not None and not names.isdisjoint(m.name for m in walk(call)):
+            return f"region '{node.name}' has it, or a piece of it"
+    return "a later step changed it"
+
+
+def spelled_targets(groups: Iterable[Group], keys: list[str] | None = None) -> list[dict[str, Any]]:
+    """Addresses as history keeps them; keys are of the bodies, in the order of the addresses."""
+    told: list[dict[str, Any]] = []
+    for group in groups:
+        for address in group.addresses:
+            at = {
+                "path": address.path,
+                "form": group.form,
+                "find": address.finder.spelled(),
+                "occurrence": address.occurrence,
+            }
+            if keys is not None:
+                at["key"] = keys[len(told)]
+            told.append(at)
+    return told
+
+
+def keys_of(work: Workspace, groups: Iterable[Group]) -> list[str]:
+    """The key of what each address computes, in their order."""
+    found: list[str] = []
+    for group in groups:
+        gm = work.state.graphs[group.root, group.form].gm
+        known: dict[str | int, str] = {region.name: region.key for region in regions(gm)}
+        fresh = [m for m in group.found if not isinstance(m.finder, ByRegion)]
+        if fresh:
+            requests = [replace(m.request, kind="probe") for m in fresh if m.request is not None]
+            made, names = outlined(gm, requests)
+            keys = {region.name: region.key for region in regions(made)}
+            known.update({id(m): keys[name] for m, name in zip(fresh, names, strict=True)})
+        found += [known[id(m) if m in fresh else m.nodes[0].name] for m in group.found]
+    return found
+
+
+def is_path(target: Any) -> bool:
+    return isinstance(target, str) or (
+        isinstance(target, (list, tuple))
+        and bool(target)
+        and all(isinstance(t, str) for t in cast("list[Any]", target))
+    )
+
+
+def resolved_paths(work: Workspace, target: Any) -> list[str]:
+    """Paths as they were given: whole ones of the model, globs allowed."""
+    given = [target] if isinstance(target, str) else list(cast("Iterable[str]", target))
+    with work.exchanged() as model:
+        return list(dict.fromkeys(found for pattern in given for found in matching(model, pattern)))
