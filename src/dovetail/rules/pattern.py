@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, overload
 
@@ -62,6 +63,7 @@ class PatternRule(Rule):
         self.guards: tuple[Guard, ...] = ()
         self.parameters = parameters_of(function, self.name)
         self.variants = Variants(function, self.name, self.parameters, examples)
+        self._examples = examples
         if checked:
             self.variants.check()
         functools.update_wrapper(
@@ -73,6 +75,13 @@ class PatternRule(Rule):
 
     def __repr__(self) -> str:
         return f"rule({self.name})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # What was traced is traced again. A decorated function has its rule where its own name leads.
+        if _at_its_name(self.function) is self:
+            return cast("Any", self.function).__qualname__
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return _remade, (self.function, options, self._examples, self.guards)
 
     def guard(self, function: Guard) -> Guard:
         """Add a condition, as a decorator: it gets the `Match` and returns None, or a `Decline` with the reason."""
@@ -137,6 +146,25 @@ class PatternRule(Rule):
         if added is not None and not isinstance(added, Mapping):
             raise RuleError(self.name, f"its attrs returned {added!r}; return a dict")
         return cast("Mapping[str, Any]", added or {})
+
+
+_OPTIONS = ("kind", "name", "priority", "version", "escapes", "attrs", "through")
+
+
+def _at_its_name(function: Any) -> Any:
+    """What is found in a function's module under its name."""
+    found: Any = sys.modules.get(getattr(function, "__module__", ""))
+    for atom in getattr(function, "__qualname__", "").split("."):
+        found = getattr(found, atom, None)
+    return found
+
+
+def _remade(
+    function: Callable[..., Any], options: dict[str, Any], examples: Any, guards: tuple[Guard, ...]
+) -> PatternRule:
+    made = PatternRule(function, **options, examples=examples, checked=False)
+    made.guards = guards
+    return made
 
 
 @overload

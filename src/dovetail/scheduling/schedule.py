@@ -129,7 +129,7 @@ def schedule(
         raise InvalidArgument(f"schedule takes a module, not a {type(model).__name__}.")
     if any(is_scheduled(module) for module in model.modules()):
         raise InvalidArgument("the model is built by a schedule; go on with that one, or `release` it first.")
-    return Schedule(model, None if args is None and kwargs is None else _example(args or (), kwargs))
+    return Schedule(model, None if args is None and kwargs is None else _example(() if args is None else args, kwargs))
 
 
 def _example(args: Any, kwargs: Any) -> Example:
