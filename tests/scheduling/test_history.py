@@ -53,7 +53,7 @@ def test_a_history_is_replayed_on_another_instance_without_inputs():
 
 
 def test_a_history_is_saved_as_json_and_loaded(tmp_path: Path):
-    s, x = scheduled()
+    s, _ = scheduled()
     path = s.history.save(tmp_path / "history.json")
     data = json.loads(path.read_text())
     assert [step["do"] for step in data["steps"]] == ["schedule", "fuse", "fuse", "annotate"]

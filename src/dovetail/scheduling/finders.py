@@ -20,7 +20,7 @@ from dovetail.outlining.requests import Request, is_projection
 from dovetail.rules.matching.match import Value
 from dovetail.rules.modulestack import Frame, class_name, frame, stack_of
 from dovetail.rules.pattern import PatternRule
-from dovetail.rules.rule import Candidate, Refusal, Rule
+from dovetail.rules.rule import Candidate, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 from dovetail.scheduling.found import Found, in_order, why_none
 from dovetail.scheduling.paths import is_within
@@ -98,35 +98,34 @@ def _is_inside(node: Node, scope: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ByRule(Finder):
-    """Wherever a rule proposes a region: a pattern, or any other rule."""
+    """Wherever a rule, or one of several, proposes a region: a pattern, or any other rule."""
 
-    rule: Rule
+    rules: tuple[Rule, ...]
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.name
+        return ", ".join(rule.name for rule in self.rules)
 
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.rule, "kind", None) or _KIND.sub("_", self.rule.name)
+        return getattr(self.rules[0], "kind", None) or _KIND.sub("_", self.rules[0].name)
 
     def spelled(self) -> dict[str, Any]:
-        return {"rule": self.rule}
+        return {"rule": self.rules[0]} if len(self.rules) == 1 else {"rules": list(self.rules)}
 
     @property
     def identity(self) -> Any:
-        if isinstance(self.rule, PatternRule):
-            return (PatternRule, self.rule.function, self.rule.guards, self.rule.through, self.rule.kind)
-        return (ByRule, id(self.rule), self.rule)
+        return (ByRule, *(_identity(rule) for rule in self.rules))
 
     def look(self, scene: Scene) -> tuple[list[Found], list[Refusal]]:
         found: list[Found] = []
         refusals: list[Refusal] = []
-        for proposal in self.rule.propose(scene):
-            if isinstance(proposal, Refusal):
-                refusals.append(proposal)
-            else:
-                found.append(self._match(scene, proposal))
+        for rule in self.rules:
+            for proposal in rule.propose(scene):
+                if isinstance(proposal, Refusal):
+                    refusals.append(proposal)
+                else:
+                    found.append(self._match(scene, proposal))
         return found, refusals
 
     def _match(self, scene: Scene, candidate: Candidate) -> Found:
@@ -147,9 +146,16 @@ class ByRule(Finder):
             arguments={name: value.node for name, value in operands.items()},
             results=tuple(nodes[i] for i in candidate.results),
         )
-        found = _found(self, scene, members, outputs, request)
+        found = replace(_found(self, scene, members, outputs, request), rule=candidate.rule)
         literals = dict(candidate.attrs or {})
         return replace(found, operands=operands or found.operands, literals=literals, kind=candidate.kind)
+
+
+def _identity(rule: Rule) -> Any:
+    """What tells rules apart; a pattern that is made of the same function again is the same."""
+    if isinstance(rule, PatternRule):
+        return (PatternRule, rule.function, rule.guards, rule.through, rule.kind)
+    return (id(rule), rule)
 
 
 def _found(
@@ -336,7 +342,9 @@ def finder_of(what: Any) -> Finder:
     if isinstance(what, Finder):
         return what
     if isinstance(what, Rule):
-        return ByRule(what)
+        return ByRule((what,))
+    if isinstance(what, RuleSet) and len(what):
+        return ByRule(what.rules)
     if isinstance(what, (OpOverload, OpOverloadPacket)):
         return ByNode(what)
     if isinstance(what, type) and issubclass(what, nn.Module):
@@ -344,7 +352,9 @@ def finder_of(what: Any) -> Finder:
     if isinstance(what, (str, re.Pattern)):
         return ByModule(_expression(what))
     if callable(what):
-        return ByNode(what) if _is_predicate(what) else ByRule(PatternRule(what, kind=_function_kind(what)))
+        return (
+            ByNode(what) if _is_predicate(what) else ByRule((PatternRule(what, kind=_function_kind(what)),))
+        )
     raise InvalidArgument(
         f"find takes a pattern function or rule, a module class, a regular expression on module paths, a predicate "
         f"on nodes or an operator, not {what!r}."

@@ -165,7 +165,9 @@ def finder_from(spelled: Mapping[str, Any]) -> Finder:
     if how == "region":
         return ByRegion(what)
     if how == "rule":
-        return finder_of(what) if not isinstance(what, Rule) else ByRule(what)
+        return finder_of(what)
+    if how == "rules":
+        return ByRule(tuple(what))
     raise ScheduleError(f"a step finds by '{how}', which is unknown here")
 
 

@@ -77,7 +77,7 @@ class Part:
     def find(self, what: Any = None, *, where: Callable[[Node], Any] | None = None) -> Matches:
         """Where something stands in these parts: matches in execution order, none overlapping another.
 
-        `what` is a pattern function or a rule, a class of modules, a regular expression on module paths, an operator,
+        `what` is a pattern function, a rule or a rule set, a class of modules, a regular expression on module paths, an operator,
         or a predicate on nodes (a function of one argument called `node` or annotated as one; `where` takes any).
         Nothing found is an empty list whose `why` tells what came near.
         """
