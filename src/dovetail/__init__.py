@@ -16,8 +16,11 @@ from dovetail.errors import (
     PassError,
     RegionError,
     RuleError,
+    ScheduleError,
     UnknownNode,
+    UnknownPart,
     UnknownRegion,
+    VerificationError,
 )
 from dovetail.fusion.cost import Cost, CostModel, Gain, Traffic
 from dovetail.fusion.fuse import fuse
@@ -51,6 +54,9 @@ from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.pattern import rule
 from dovetail.rules.rule import Candidate, Decline, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene
+from dovetail.scheduling.fuse_modules import fuse_modules
+from dovetail.scheduling.part import Part
+from dovetail.scheduling.schedule import Schedule, schedule
 
 __version__ = "0.1.0"
 
@@ -84,6 +90,7 @@ __all__ = [
     "MergeParallel",
     "Outline",
     "OverlappingRegions",
+    "Part",
     "Pass",
     "PassError",
     "Pipeline",
@@ -96,10 +103,14 @@ __all__ = [
     "RuleError",
     "RuleSet",
     "Scene",
+    "Schedule",
+    "ScheduleError",
     "Traffic",
     "UnknownNode",
+    "UnknownPart",
     "UnknownRegion",
     "Value",
+    "VerificationError",
     "bisect",
     "bisect_lowering",
     "capture",
@@ -110,11 +121,13 @@ __all__ = [
     "either",
     "explain",
     "fuse",
+    "fuse_modules",
     "inline",
     "lower",
     "optional",
     "outline",
     "regions",
     "rule",
+    "schedule",
     "text",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class DovetailError(Exception):
@@ -38,10 +39,14 @@ class RuleError(DovetailError, ValueError):
 
 
 class LoweringError(DovetailError):
-    """A backend's code for a region cannot be used; `region` and `backend` are their names."""
+    """A backend's code for a region cannot be used; `region` and `backend` are their names.
+
+    `region` is empty where it is about the graph as a whole.
+    """
 
     def __init__(self, region: str, backend: str, what: str) -> None:
-        super().__init__(f"region '{region}', backend '{backend}': {what}.")
+        where = f"region '{region}', " if region else ""
+        super().__init__(f"{where}backend '{backend}': {what}.")
         self.region = region
         self.backend = backend
 
@@ -56,6 +61,20 @@ class PassError(DovetailError):
 
 class ScheduleError(DovetailError):
     """A step of a schedule cannot be done; the schedule is as it was."""
+
+
+class VerificationError(ScheduleError):
+    """A scheduled model does not do what the model did.
+
+    `what` is the first thing that differs, `step` the number of the step that made it so, counted from one, and `entry`
+    what its history says; both are None where no step is at fault.
+    """
+
+    def __init__(
+        self, message: str, *, what: str, step: int | None = None, entry: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(f"{message}.")
+        self.what, self.step, self.entry = what, step, entry
 
 
 class UnknownPart(ScheduleError):

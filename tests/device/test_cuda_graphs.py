@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import dovetail
 from dovetail import zoo
@@ -185,3 +185,32 @@ def test_models_of_the_zoo(name: str) -> None:
         for a, b in zip(made, wanted, strict=True):
             assert torch.allclose(a, b, atol=1e-4, rtol=1e-4)
     assert not [e for e in events(lowered) if e.outcome == "prepare"]
+
+
+class Scaled(nn.Module):
+    """A layer and a number that is baked into captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) * self.scale
+
+
+@torch.no_grad()
+def test_what_was_begun_for_another_model_is_thrown_away() -> None:
+    model = Scaled().cuda().eval()
+    x = torch.randn(4, 8, device="cuda")
+    fast = dovetail.compile(model, (x,), backends="eager")
+    kept = [fast(x) for _ in range(3)]
+    expected = model(x)
+    model.scale = 3.0
+    torch.testing.assert_close(fast(x), model(x))
+    model.layer = nn.Linear(8, 8).cuda()
+    torch.testing.assert_close(fast(x), model(x))
+    model.layer.weight.data = torch.zeros(8, 8, device="cuda")
+    torch.testing.assert_close(fast(x), model(x))
+    torch.testing.assert_close(fast(x[:2]), model(x[:2]))
+    for made in kept:
+        torch.testing.assert_close(made, expected)

@@ -166,12 +166,16 @@ class Trial:
             _same(f"{what}: inline", self.text, dovetail.text(_try(what, lambda gm=gm: dovetail.inline(gm))))
 
     def lowers(self) -> None:
-        """Its regions run by the plainest of backends, it is the same program, and can be taken apart as before."""
-        how = ("outer", "inner")[self.rng.randrange(2)]
-        lowered = _try(
-            "lower",
-            lambda: dovetail.lower(self.result, "eager", granularity=how, smallest=1, cache=False),  # type: ignore[arg-type]
-        )
+        """Its regions run by backends, it is the same program, and can be taken apart as before.
+
+        The plainest one takes everything; a tracing one, with another dialect of results, may leave some to it.
+        """
+        options: dict[str, Any] = {"granularity": ("outer", "inner")[self.rng.randrange(2)], "smallest": 1}
+        if self.rng.randrange(2):
+            chain, options["on_error"] = ["eager"], "raise"
+        else:
+            chain = ["torchscript", "eager"]
+        lowered = _try("lower", lambda: dovetail.lower(self.result, chain, cache=False, **options))
         self.behaves("lowered", lowered, runs=2, gradients=True)
         self.restores("lowered, inline", lowered)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx import Graph, GraphModule
 
@@ -85,3 +86,93 @@ def test_a_number_made_of_sizes_that_no_operand_shows() -> None:
     run = lowered(gm, made)
     for sizes in ((4, 5), (2, 7), (3, 3)):
         assert run(torch.zeros(sizes)).shape == (sum(sizes), 3)
+
+
+def test_what_acts_on_the_world_is_not_run_when_verifying_though_it_may_draw_random_numbers() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, device="meta")
+    called = graph.call_function(say, (x,))  # of what is not known everything is supposed
+    called.meta["val"] = torch.empty(3, device="meta")
+    graph.output(called)
+    gm = dovetail.outline(GraphModule(nn.Module(), graph), [called], kind="piece")
+    assert "random" in dovetail.regions(gm)[0].effects
+    SAID.clear()
+    made = dovetail.lower(gm, "eager", smallest=1, cache=False, verify=True)
+    assert not SAID
+    assert torch.equal(made(torch.ones(3)), torch.ones(3) + 1)
+    assert len(SAID) == 1
+
+
+def test_results_that_are_lists_are_compared_by_what_is_in_them() -> None:
+    class Wrong(dovetail.Backend):
+        name = "wrong"
+        trains = True
+
+        def supports(self, region: dovetail.Region) -> Any:
+            return True
+
+        def compile(self, region: dovetail.Region, examples: Any) -> Any:
+            def run(x: torch.Tensor) -> Any:
+                return ([x + 0.5, x + 0.6],)
+
+            return run
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = FakeTensorMode().from_tensor(torch.zeros(2, 3))
+    added = graph.call_function(torch.ops.aten._foreach_add.Scalar, ([x, x], 0.5))
+    graph.output(added)
+    gm = dovetail.outline(GraphModule(nn.Module(), graph), [added], kind="piece")
+    made = dovetail.lower(gm, [Wrong(), "eager"], smallest=1, cache=False, verify=True)
+    given = torch.randn(2, 3)
+    for value in made(given):
+        assert torch.equal(value, given + 0.5)
+    wrong, right = dovetail.explain(made).lowered
+    assert wrong.reason.startswith("result 0[1] is off by")
+    assert (right.outcome, right.reason) == ("compiled", "")
+
+
+def test_a_result_that_depends_on_nothing_is_made_anew_in_every_call() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, torch.zeros(3).clamp(-2.0, 2.0)
+
+    flat = dovetail.capture(model, (torch.ones(3),))
+    flat = dovetail.outline(flat, ["add", "zeros", "clamp"], kind="piece")
+    nested = dovetail.outline(flat, ["piece_0"], kind="outer")
+    for gm, name in ((flat, "clamp"), (nested, "piece_0__clamp")):
+        made = dovetail.lower(gm, "torchscript", smallest=1, cache=False)
+        assert dovetail.explain(made).lowered[0].reason == f"its result '{name}' depends on no operand"
+        for _ in range(4):
+            found = made(torch.ones(3))[1]
+            assert torch.equal(found, torch.zeros(3))
+            found.add_(1)
+
+
+def test_a_size_that_varies_is_a_number_when_it_is_a_result() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.relu().reshape(x.shape[0] * 4)
+
+    gm = dovetail.capture(model, (torch.zeros(3, 4),), dynamic_shapes=({0: Dim("n", min=2, max=9)},))
+    sizes = [n for n in gm.graph.nodes if "sym_size" in n.name or "relu" in n.name]
+    made = dovetail.lower(
+        dovetail.outline(gm, sizes, kind="piece"), "eager", cache=False, verify=True, on_error="raise"
+    )
+    assert dovetail.regions(made)[0].backend == "eager"
+    for n in (3, 5):
+        given = torch.randn(n, 4)
+        assert torch.equal(made(given), model(given))
+
+
+def test_a_number_of_which_nothing_is_known() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        n = x.sum().to(torch.int64).item()
+        return y * n + n
+
+    gm = dovetail.capture(model, (torch.ones(3), torch.ones(3)))
+    made = dovetail.lower(dovetail.outline(gm, ["mul", "add"], kind="piece"), "eager", cache=False)
+    assert dovetail.regions(made)[0].backend == "eager"
+    for value in (-5.0, 7.0):  # also below zero
+        given = torch.full((3,), value), torch.ones(3)
+        assert torch.equal(made(*given), model(*given))
+    assert [e.outcome for e in dovetail.explain(made).lowered] == ["compiled"]

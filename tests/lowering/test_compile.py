@@ -4,15 +4,18 @@ import copy
 import pickle
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import Dim
 
 import dovetail
 from dovetail import zoo
 from dovetail.lowering.replay import Replay
+from dovetail.lowering.situation import situation_of
 from tests.lowering.helpers import Blocks, Counting
 
 
@@ -236,6 +239,55 @@ def test_what_needs_gradients_is_not_replayed() -> None:
     assert replay.needs_gradients([x.clone().requires_grad_()])  # of an input, though all weights are frozen
     with torch.no_grad():
         assert not replay.needs_gradients([x.clone().requires_grad_()])
+
+
+class Played:
+    """A recording as a GPU would have one: runs the graph on the inputs kept for it, into results kept for it."""
+
+    def __init__(self, replay: Replay, x: torch.Tensor) -> None:
+        self.owner, self.times = replay, 0
+        leaves, spec = pytree.tree_flatten(((x,), {}))
+        replay._static = [x.clone()]
+        replay._spec, replay._situation = spec, situation_of(leaves).operands
+        replay._made = pytree.tree_flatten(replay.run(x))
+        replay._places = [t.data_ptr() for t in replay.held]
+        replay._graph = self
+
+    def replay(self) -> None:
+        self.times += 1
+        self.owner._made[0][0].copy_(self.owner.run(*self.owner._static))
+
+
+@torch.no_grad()
+def test_a_replay_that_was_begun_is_used_or_thrown_away() -> None:
+    model, x = Blocks().eval(), torch.randn(3, 8)
+    fast = dovetail.compile(model, (x,), backends="eager")
+    forms = fast.__dict__["_forms"]
+    program = forms._last.program
+    replay = Replay(program.forward, program)
+    forms._last = forms.made[0] = replace(forms._last, run=replay)
+    played = Played(replay, x)
+    other = torch.randn(3, 8)
+    first = fast(x)
+    assert torch.equal(first, model(x))
+    assert torch.equal(fast(other), model(other))
+    assert torch.equal(first, model(x))
+    assert played.times == 2
+    torch.testing.assert_close(fast(x[:2]), model(x[:2]))  # it does not fit, and nothing is begun
+    assert played.times == 2
+    forms._last = forms.made[0]
+    model.train()
+    assert torch.equal(fast(x), model(x))
+    assert played.times == 3  # begun, and thrown away
+    assert not replay._lock.locked()
+
+
+@torch.no_grad()
+def test_a_replay_that_draws_is_not_begun() -> None:
+    model, x = nn.Dropout(0.5).train(), torch.randn(3, 8)
+    replay = Replay(model.forward, dovetail.capture(model, (x,)))
+    Played(replay, x)
+    assert replay.begin((x,), {}) is None
 
 
 def test_what_is_no_model() -> None:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail import LoweringError
+from dovetail.lowering import artefacts
 from dovetail.lowering.backend import Compiled
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
@@ -30,6 +31,7 @@ FAULTS = [
     (faulty.NoTuple, "trial", "it returned a Tensor; the body returns a tuple of 1"),
     (faulty.ReturnsItsInput, "trial", "result 0 shares memory with operand 0, which the body's does not"),
     (faulty.WritesItsInput, "trial", "it wrote operand 0, which the body leaves as it is"),
+    (faulty.ReusesItsResult, "trial", "result 0 is in the same memory in every call"),
     (faulty.RaisesWhenCalled, "trial", "RuntimeError: out of order"),
 ]
 LIES = [faulty.ReturnsNaN, faulty.SlightlyWrong]
@@ -207,8 +209,94 @@ def test_a_call_that_the_body_does_not_take_either_costs_no_backend() -> None:
     assert [e.outcome for e in events(lowered)] == ["compiled"]
 
 
+def picked_from_the_end(x: Tensor, i: Tensor) -> Tensor:
+    return torch.index_select(x, 0, i + 3) * 2
+
+
+def test_code_that_cannot_be_tried_is_used_and_that_is_told() -> None:
+    x, i = torch.arange(3.0), torch.tensor([-1, -3])
+    gm = dovetail.capture(picked_from_the_end, (x, i))
+    gm = dovetail.outline(gm, ["add", "index_select", "mul"], kind="picked")
+    lowered = lower(gm, [faulty.WrongDtype(), faulty.Sound()], cache=False)
+    reason = "the body itself does not take made-up operands: IndexError: index out of range in self"
+    assert told(lowered) == [
+        ("picked_0", "wrong_dtype", "compiled", ""),
+        ("picked_0", "wrong_dtype", "untried", reason),
+    ]
+    assert lowered(x, i).dtype is torch.float64, "what a trial would have shown"
+    ledger = dovetail.explain(lowered)
+    assert [(entry.outcome, entry.reason) for entry in ledger.lowered] == [
+        ("compiled", ""),
+        ("untried", reason),
+    ]
+    assert "  wrong_dtype: 'picked_0', untried: the body itself" in str(ledger)
+
+
+def test_nor_what_is_too_large(program: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artefacts, "_LARGEST_TRIAL", 2 * 2 * 3 * 4)
+    assert [outcome for _, _, outcome, _ in told(lower(program, faulty.Sound(), cache=False))] == ["compiled"]
+    monkeypatch.setattr(artefacts, "_LARGEST_TRIAL", 2 * 2 * 3 * 4 - 1)
+    assert told(lower(program, faulty.Sound(), cache=False)) == [
+        ("scaled_0", "sound", "compiled", ""),
+        ("scaled_0", "sound", "untried", "its operands are too large to be made up (0.0 GiB)"),
+    ]
+
+
+def test_two_results_in_one_memory() -> None:
+    class Joins(faulty.Sound):
+        name = "joins"
+
+        def wrap(self, body: Callable[..., Any], operands: Sequence[Any]) -> Any:
+            made = body(*operands)
+            return (made[0], made[0])
+
+    def twins(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 1
+
+    def views(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + 1
+        return y, y.unsqueeze(1)
+
+    x = torch.ones(3)
+    gm = dovetail.outline(dovetail.capture(twins, (x,)), ["add", "add_1"], kind="twins")
+    lowered = lower(gm, Joins(), cache=False)
+    assert told(lowered) == [
+        ("twins_0", "joins", "trial", "result 1 shares memory with result 0, which the body's does not")
+    ]
+    one, other = lowered(x)
+    one.zero_()
+    assert torch.equal(other, x + 1)
+    gm = dovetail.outline(dovetail.capture(views, (x,)), ["add", "unsqueeze"], kind="views")
+    assert dovetail.regions(lower(gm, faulty.Sound(), cache=False))[0].backend == "sound"
+
+
+class Unsettled(faulty.Sound):
+    """Looks at the graph that was made with its code, and does not like it."""
+
+    name = "unsettled"
+
+    def settle(self, lowered: GraphModule) -> None:
+        assert dovetail.regions(lowered)[0].backend == self.name
+        raise ValueError("not this one")
+
+
+def test_a_backend_that_raises_when_it_is_shown_the_graph(program: GraphModule) -> None:
+    lowered = lower(program, Unsettled(), cache=False)
+    check_values(lowered)
+    assert told(lowered) == [
+        ("scaled_0", "unsettled", "compiled", ""),
+        ("", "unsettled", "settle", "ValueError: not this one"),
+    ]
+    assert "  unsettled: settle: ValueError" in str(dovetail.explain(lowered))
+    with pytest.raises(
+        LoweringError, match=r"^backend 'unsettled': settle: ValueError: not this one"
+    ) as caught:
+        lower(program, Unsettled(), cache=False, on_error="raise")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
 class WritesHalf(faulty.Sound):
-    """Fails in the second call, after it has written an operand."""
+    """Fails in the first call after the trial, once it has written an operand."""
 
     name = "writes_half"
 
@@ -218,7 +306,7 @@ class WritesHalf(faulty.Sound):
         def run(*operands: Any) -> Any:
             calls.append(1)
             made = region.body(*operands)
-            if len(calls) > 1:
+            if len(calls) > faulty.TRIAL_CALLS:
                 raise RuntimeError("half done")
             return made
 

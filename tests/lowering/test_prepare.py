@@ -106,3 +106,45 @@ def test_a_call_that_overtakes_does_not_change_the_code_of_another(monkeypatch: 
 
 def _sizes(value: Tensor, rows: int) -> list[int]:
     return [rows if n == 3 else n for n in value.shape]
+
+
+class Keeps(Counting):
+    """Keeps what the constants were when it prepared."""
+
+    def prepare(self, site: CallSite) -> Callable[..., Any]:
+        run, kept = site.compiled, {i: site.operands[i].clone() for i in site.constants}
+        return lambda *operands: run(*[kept.get(i, operand) for i, operand in enumerate(operands)])
+
+
+class Viewed(torch.nn.Module):
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.view = torch.nn.Parameter(torch.randn(4, 4)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x * self.view(self.weight)) + 1
+
+
+def transposed(weight: Tensor) -> Tensor:
+    return weight.t()
+
+
+def copied(weight: Tensor) -> Tensor:
+    return weight.t().reshape(16)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("view", "held"), [(transposed, {1}), (copied, set[int]())])
+def test_views_of_weights_are_constants_and_what_may_be_a_copy_is_not(
+    view: Callable[[Tensor], Tensor], held: set[int]
+) -> None:
+    model = Viewed(view).eval()
+    x = torch.randn_like(view(model.weight))
+    gm = dovetail.outline(dovetail.capture(model, (x,)), ["mul", "relu", "add"], kind="piece")
+    lowered = dovetail.lower(gm, [Keeps("keeps")], cache=False)
+    for _ in range(4):  # a copy soon lies where the one before it lay
+        assert torch.equal(lowered(x), model(x))
+        model.weight.mul_(2)
+    lowering = lowering_of(lowered)
+    assert lowering is not None
+    assert lowering.sites["piece_0"].constants == held

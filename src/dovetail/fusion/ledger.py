@@ -92,7 +92,8 @@ class Tally:
 class Lowered:
     """What a backend did with the body of a region: `outcome` is "compiled", "disk", or where it failed, and why.
 
-    `calls` says how many regions of the graph have this body.
+    "untried" says why code that is used was not run on made-up operands before. `calls` says how many regions of the
+    graph have this body.
     """
 
     region: str

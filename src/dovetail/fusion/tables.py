@@ -10,6 +10,8 @@ _MOST_KINDS = 20
 _MOST_REASONS = 15
 _MOST_PLACES = 2
 _WIDTH = 100
+# What is told of code that runs nevertheless.
+_USED_ALL_THE_SAME = ("untried", "calibration", "settle")
 
 
 class Told(Protocol):
@@ -77,7 +79,8 @@ def _lowered(told: Told) -> list[str]:
         first = alike[0]
         more = f" and {_counted(len(alike) - 1, 'other')}" if len(alike) > 1 else ""
         where = f"'{first.region}'{more}, " if first.region else ""
-        lines.append(f"  not {backend}: {where}{outcome}: {_cut(first.reason, _WIDTH)}")
+        used = "" if outcome in _USED_ALL_THE_SAME else "not "
+        lines.append(f"  {used}{backend}: {where}{outcome}: {_cut(first.reason, _WIDTH)}")
     return lines
 
 

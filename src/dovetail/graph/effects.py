@@ -45,6 +45,19 @@ class Effects:
 PURE = Effects()
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a module that is not traced into says of its own calls, as its attribute `tells`.
+
+    `writes` and `shares` are about what it is given, `state` about its parameters and buffers.
+    """
+
+    writes: bool = False
+    shares: bool = False
+    state: bool = False
+    random: bool = False
+
+
 def _tensor_nodes(value: Any) -> Iterator[Node]:
     stack = [value]
     while stack:
@@ -119,12 +132,22 @@ def _attribute_tensors(root: nn.Module, target: str) -> list[torch.Tensor]:
 
 
 def _of_leaf(node: Node, module: nn.Module) -> Effects:
-    """A module that was not traced into. Those of torch.nn are known; any other may do anything.
+    """A module that was not traced into. Those of torch.nn are known, some tell; any other may do anything.
 
     Its mode does not count: `train` and `eval` may be called after the region was made.
     """
     inputs = tuple(node.all_input_nodes)
     read = (*module.parameters(), *module.buffers())
+    told = getattr(module, "tells", None)
+    if isinstance(told, Told):
+        return Effects(
+            writes=inputs if told.writes else (),
+            aliases=inputs,
+            state_read=read,
+            state_written=read if told.state else (),
+            random=told.random,
+            doubtful_aliases=not (told.writes or told.shares),
+        )
     random = in_place = False
     written: list[torch.Tensor] = []
     for part in module.modules():

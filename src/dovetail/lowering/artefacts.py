@@ -16,7 +16,7 @@ import torch
 
 from dovetail.lowering.backend import Compiled, identity, saves, setting
 from dovetail.lowering.examples import fake_examples, hint_of, passed, random_state_kept, real_examples
-from dovetail.lowering.faults import Fault, fault_of
+from dovetail.lowering.faults import Fault, fault_of, in_a_line
 from dovetail.lowering.outcomes import Expected, Watch, expected_of
 from dovetail.lowering.situation import Situation
 from dovetail.lowering.surroundings import precision
@@ -50,7 +50,7 @@ class Verifier(Protocol):
     """Compares compiled code with the body; None, or what is wrong in words."""
 
     def __call__(
-        self, unit: Unit, run: Compiled, examples: Sequence[Any], situation: Situation
+        self, unit: Unit, run: Compiled, examples: Sequence[Any], situation: Situation, bound: float | None
     ) -> str | None: ...
 
 
@@ -65,13 +65,17 @@ class Workshop:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Artefact:
-    """Code for one body in one situation. `source` is "compiled" or "disk"."""
+    """Code for one body in one situation. `source` is "compiled" or "disk".
+
+    `untried` says why it was not run on made-up operands first; it is empty where it was.
+    """
 
     run: Compiled
     backend: Any
     expected: Expected
     seconds: float = 0.0
     source: str = ""
+    untried: str = ""
 
 
 _MADE: WeakValueDictionary[tuple[Any, ...], Artefact] = WeakValueDictionary()
@@ -211,28 +215,44 @@ class _Job:
         if not callable(run):
             return Fault(name, backend, self.stage, f"it returned a {type(run).__name__}, not a callable")
         self.stage = "trial"
-        reason = _trial(unit, run, examples, expected)
+        untried = ""
+        try:
+            reason = _trial(unit, run, examples, expected)
+        except _Untried as why:
+            reason, untried = None, str(why)
         if reason is None and self.workshop.verify is not None:
             self.stage = "verify"
-            reason = self.workshop.verify(unit, run, examples, self.situation)
+            bound = setting(self.backend, "bound")
+            reason = self.workshop.verify(unit, run, examples, self.situation, bound)
         if reason is not None:
             return Fault(name, backend, self.stage, reason)
-        return Artefact(run, self.backend, expected)
+        return Artefact(run, self.backend, expected, untried=untried)
+
+
+class _Untried(Exception):
+    """Code cannot be tried, and the text says why."""
 
 
 def _trial(unit: Unit, run: Compiled, examples: Sequence[Any], expected: Expected) -> str | None:
     """Run code once on made-up operands, so that what is wrong with it shows before anybody's data are touched."""
-    if unit.effects.world or _bytes(examples) > _LARGEST_TRIAL:
-        return None
-    given = real_examples(examples)
+    if unit.effects.world:
+        raise _Untried(f"it acts on the world ({unit.effects.world})")
+    size = _bytes(examples)
+    if size > _LARGEST_TRIAL:
+        raise _Untried(f"its operands are too large to be made up ({size / 2**30:.1f} GiB)")
     # The body is asked first: made-up operands may be none that it takes.
     try:
+        given = real_examples(examples)
         unit.region.body(*_passed(unit, real_examples(examples) if unit.effects.writes else given))
-    except Exception:
-        return None
+    except Exception as error:
+        raise _Untried(f"the body itself does not take made-up operands: {in_a_line(error)}") from error
     watch = Watch(given, unit.effects)
     made = run(*_passed(unit, given))
-    return expected.wrong(made) or watch.wrong(made)
+    reason = expected.wrong(made) or watch.wrong(made)
+    if reason is not None:
+        return reason
+    again = run(*_passed(unit, real_examples(examples) if unit.effects.writes else given))
+    return watch.kept(made, again)
 
 
 def _passed(unit: Unit, given: Sequence[Any]) -> list[Any]:

@@ -23,6 +23,7 @@ _BUILT_IN = {
     "inductor": ("dovetail.lowering.backends.inductor", "Inductor"),
     "aoti": ("dovetail.lowering.backends.aoti", "Aoti"),
     "cuda_graphs": ("dovetail.lowering.backends.cuda_graphs", "CudaGraphs"),
+    "int8": ("dovetail.lowering.backends.int8", "Int8"),
 }
 
 _AROUND = ("cuda_graphs",)
@@ -38,6 +39,10 @@ class Backend:
     need gradients run the body. `version` is part of cache keys: change it when the generated code changes.
     With `isolation = "process"` compiling happens in a process of its own, which may crash, or take longer than
     `timeout` seconds and be killed; `save` and `load` are needed then. Inline, neither can be survived.
+
+    Code that is not meant to be as exact as the body has a `bound`: how far results may be off, relative to their
+    size, when they are verified. `rules` find the regions it wants in `dovetail.compile`. Regions of `smallest`
+    operations are worth a call to it whatever `lower` was told.
     """
 
     name: str = ""
@@ -46,6 +51,9 @@ class Backend:
     timeout: float | None = None
     trains: bool = False
     kernels: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    bound: float | None = None
+    rules: Any = None
+    smallest: int | None = None
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -120,9 +120,10 @@ class Assigner:
         return found
 
     def _too_small(self, backend: Any, region: Region) -> str | None:
-        if region.kind in setting(backend, "kernels") or len(region.nodes) >= self.smallest:
+        least = self.smallest if setting(backend, "smallest") is None else setting(backend, "smallest")
+        if region.kind in setting(backend, "kernels") or len(region.nodes) >= least:
             return None
-        return f"{len(region.nodes)} operation(s); a call costs more than it saves below {self.smallest}"
+        return f"{len(region.nodes)} operation(s); a call costs more than it saves below {least}"
 
 
 def _answer(backend: Any, region: Region) -> str | Fault | None:

@@ -18,13 +18,15 @@ _FEW = 2
 class Reference:
     """One value as the body computes it; in float64; and in float64 from operands moved by a few roundings.
 
-    `coarsest` is the largest rounding of any dtype in the body: what it computes cannot be better than that.
+    `coarsest` is the largest rounding of any dtype in the body: what it computes cannot be better than that. With a
+    `bound` nothing is asked of single numbers, only that all together are not further off, relative to their size.
     """
 
     body: Tensor
     precise: Tensor | None = None
     moved: Tensor | None = None
     coarsest: float = 0.0
+    bound: float | None = None
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -51,7 +53,26 @@ def difference(made: Tensor, reference: Reference) -> str | None:
         return None
     if not rounding(body.dtype):
         return _unequal(made, reference)
-    return _far(made, reference)
+    return _far(made, reference) if reference.bound is None else _beyond(made, body, reference.bound)
+
+
+def relative_error(made: Tensor, wanted: Tensor) -> float:
+    """The root mean square of a difference as a part of that of the value itself, where that is finite.
+
+    Infinite if there is no number where one is wanted, or any but zero where all must be zero.
+    """
+    given, needs = _wide(made.detach()), _wide(wanted.detach())
+    finite = needs.isfinite()
+    given, needs = given[finite], needs[finite]
+    if not bool(given.isfinite().all()):
+        return math.inf
+    off, size = _size(given - needs), _size(needs)
+    return off / size if size else (math.inf if off else 0.0)
+
+
+def _beyond(made: Tensor, body: Tensor, bound: float) -> str | None:
+    error = relative_error(made, body)
+    return None if error <= bound else f"is off by {error:.2%} of its size, and {bound:.2%} is allowed"
 
 
 def _unequal(made: Tensor, reference: Reference) -> str | None:

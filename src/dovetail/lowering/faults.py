@@ -30,10 +30,13 @@ class Failure(Exception):
     """Something went wrong with a lowering, and the text says all of it."""
 
 
+def in_a_line(error: BaseException) -> str:
+    """What was raised, without what it says after its first line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
 def fault_of(region: str, backend: str, stage: str, error: BaseException) -> Fault:
     """A fault from what was raised."""
-    text = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    if isinstance(error, Failure):
-        reason = str(error)
+    reason = str(error) if isinstance(error, Failure) else in_a_line(error)
     return Fault(region, backend, stage, reason, "".join(traceback.format_exception(error))[-4000:], error)

@@ -54,6 +54,10 @@ class Form:
     program: GraphModule
     run: Callable[..., Any]
 
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
+        """Start the call on a GPU while it is being found out whether this is the form for it."""
+        return self.run.begin(args, kwargs) if isinstance(self.run, Replay) else None
+
 
 class Forms:
     """The captures of a model so far, and how further ones are made.
@@ -99,11 +103,21 @@ class Forms:
         """Run a call by a capture that is for it, made now if need be."""
         if (torch.compiler.is_compiling() or is_watched()) and not self._captured_elsewhere():
             return self.model.forward(*args, **kwargs)
-        modes = self.modes()
+        last = self._last
+        # A GPU can begin with the call while it is looked whether the model is what it was.
+        end = last.begin(args, kwargs) if last is not None else None
+        modes: Modes | None = None
+        try:
+            modes = self.modes()
+        finally:
+            # A model of other parts has no last form any more.
+            fits = last is not None and last is self._last and modes == last.modes
+            made = end(fits) if end is not None else None
         if modes is None:
             return self.model.forward(*args, **kwargs)
-        last = self._last
-        if last is not None and last.modes == modes:
+        if last is not None and fits:
+            if end is not None:
+                return made
             try:
                 return last.run(*args, **kwargs)
             except CallMismatch:  # raised before anything ran

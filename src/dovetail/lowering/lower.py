@@ -15,6 +15,7 @@ from dovetail.graph.module import copy_graph, rebuild
 from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
 from dovetail.lowering.compiling import make_all
 from dovetail.lowering.dispatch import Dispatcher
+from dovetail.lowering.faults import fault_of
 from dovetail.lowering.gradients import Foresight
 from dovetail.lowering.lowering import Lowering
 from dovetail.lowering.options import Options
@@ -89,7 +90,23 @@ def lower_with(gm: GraphModule, backends: Any, options: Options, progress: bool 
     with autocast_off():
         _compile_all(gm, lowering, list(units.values()), grad, progress)
     told = {_own(name): lowering.backend_of(name) for name in units}
-    return with_lowering(gm, lowering, told)
+    lowered = with_lowering(gm, lowering, told)
+    _settle(lowered, lowering)
+    return lowered
+
+
+def _settle(lowered: GraphModule, lowering: Lowering) -> None:
+    """Show a lowered graph to the backends that want to see it."""
+    for backend in {id(b): b for chain in lowering.assigned.values() for b in chain}.values():
+        if not callable(getattr(backend, "settle", None)):
+            continue
+        try:
+            backend.settle(lowered)
+        except Exception as error:
+            fault = fault_of("", backend.name, "settle", error)
+            if lowering.options.strict:
+                raise fault.raised() from error
+            lowering.note("", backend.name, fault.stage, fault.reason)
 
 
 def _is_empty(backends: Any) -> bool:

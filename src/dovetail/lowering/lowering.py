@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import InvalidArgument
 from dovetail.graph.keys import LOWERING
+from dovetail.graph.normalform import viewed_operand
+from dovetail.graph.operators import of_overload
 from dovetail.lowering.artefacts import Artefact
 from dovetail.lowering.backend import by_name, identity
 from dovetail.lowering.dispatch import Dispatcher
@@ -27,7 +31,10 @@ from dovetail.outlining.region import Region, regions
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a backend did with a body: code made or read from disk in so many seconds, or a fault."""
+    """What a backend did with a body: code made or read from disk in so many seconds, or a fault.
+
+    "untried" comes after code that is used all the same, though it could not be run on made-up operands.
+    """
 
     region: str
     key: str
@@ -52,13 +59,15 @@ class Lowering:
         self.assigned, self.options = dict(assigned), options
         self.events: list[Event] = []
         self.sites: dict[str, Site] = {}
+        # What backends want to know again, by their names.
+        self.notes: dict[str, Any] = {}
         self._dispatchers: dict[tuple[Any, ...], Dispatcher] = {}
         self._by_name: dict[str, Dispatcher] = {}
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lowering:
         made = Lowering(self.assigned, self.options)
-        made.events = list(self.events)
+        made.events, made.notes = list(self.events), copy.deepcopy(self.notes, memo)
         # Code is never copied; call sites of another graph prepare their own weights.
         made._dispatchers, made._by_name = dict(self._dispatchers), dict(self._by_name)
         return made
@@ -66,12 +75,13 @@ class Lowering:
     def restricted(self, names: Iterable[str]) -> Lowering:
         """A lowering of some of the regions alone, by the code that is there already."""
         made = Lowering({name: self.assigned[name] for name in names}, self.options)
+        made.notes = copy.deepcopy(self.notes)
         made._dispatchers, made._by_name = dict(self._dispatchers), dict(self._by_name)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         assigned = {name: tuple(_portable(b) for b in chain) for name, chain in self.assigned.items()}
-        return _restored, (assigned, self.options)
+        return _restored, (assigned, self.options, self.notes)
 
     def dispatcher(self, region: Region, backends: Sequence[Any]) -> Dispatcher:
         """The one dispatcher for a body and the backends that may run it."""
@@ -102,14 +112,17 @@ class Lowering:
 
     def tell(self, unit: Unit, what: Artefact | Fault) -> None:
         """Write down what happened to a body."""
+        more: list[Event] = []
         if isinstance(what, Artefact):
             unseen = uncovered(unit, unit.values) if self.options.verify else None
             reason = "" if unseen is None else f"not verified in full: {unseen}"
             event = Event(unit.region.name, unit.key, what.backend.name, what.source, what.seconds, reason)
+            if what.untried:
+                more = [replace(event, outcome="untried", seconds=0.0, reason=what.untried)]
         else:
             event = Event(what.region, unit.key, what.backend, what.stage, 0.0, what.reason, what.trace)
         if len(self.events) < _MOST_EVENTS:
-            self.events.append(event)
+            self.events += [event, *more]
 
     def note(self, region: str, backend: str, outcome: str, reason: str) -> None:
         """Write down something that is about no body."""
@@ -138,9 +151,7 @@ class Lowering:
         for node in graph.nodes:
             if isinstance(node.target, Site):
                 listed = enumerate(node.args)
-                node.target.constants = frozenset(
-                    i for i, a in listed if isinstance(a, Node) and a.op == "get_attr"
-                )
+                node.target.constants = frozenset(i for i, a in listed if isinstance(a, Node) and _is_held(a))
         return graph
 
     def _sites(self, program: GraphModule) -> dict[str, Site]:
@@ -148,8 +159,21 @@ class Lowering:
             own = _own(region.name)
             if own in self.assigned and own not in self.sites:
                 dispatcher = self.dispatcher(region, self.assigned[own])
-                self.sites[own] = Site(region.name, dispatcher, unit_of(region).lifted)
+                self.sites[own] = Site(region.name, dispatcher, unit_of(region).lifted, self.notes)
         return self.sites
+
+
+def _is_held(node: Node) -> bool:
+    """Whether a value is a tensor that the graph holds, or always a view of one, which tells writes as that does."""
+    at: Node | None = node
+    while at is not None and at.op != "get_attr":
+        at = viewed_operand(at) if len(at.all_input_nodes) == 1 and _is_always_a_view(at.target) else None
+    return at is not None
+
+
+def _is_always_a_view(target: Any) -> bool:
+    # What may copy, as `reshape` does, may put a new value where an older one lay.
+    return isinstance(target, OpOverload) and not of_overload(target).looks
 
 
 def _own(name: str) -> str:
@@ -165,12 +189,14 @@ def _portable(backend: Any) -> Any:
     return backend.name if identity(again) == identity(backend) else backend
 
 
-def _restored(assigned: dict[str, tuple[Any, ...]], options: Options) -> Lowering:
+def _restored(assigned: dict[str, tuple[Any, ...]], options: Options, notes: dict[str, Any]) -> Lowering:
     made = {name: by_name(name) for chain in assigned.values() for name in chain if isinstance(name, str)}
-    return Lowering(
+    lowering = Lowering(
         {n: tuple(made[b] if isinstance(b, str) else b for b in chain) for n, chain in assigned.items()},
         options,
     )
+    lowering.notes = notes
+    return lowering
 
 
 def lowering_of(gm: GraphModule) -> Lowering | None:

@@ -28,16 +28,46 @@ class Expected:
         values = cast("Sequence[Any]", made)
         if len(values) != len(self.outputs):
             return f"it returned {len(values)} results; the body returns {len(self.outputs)}"
-        for i, (value, wanted) in enumerate(zip(values, self.outputs, strict=True)):
-            reason = _differs(value, wanted)
+        has, needs = flat_results(values), flat_results(self.outputs)
+        for label, wanted in needs.items():
+            reason = _differs(has[label], wanted) if label in has else "is missing"
             if reason is not None:
-                return f"result {i} {reason}"
-        return None
+                return f"{label} {reason}"
+        if len(has) != len(needs):
+            return "it returned more than the body does"
+        return _joined(has, needs)
+
+
+def flat_results(made: Sequence[Any]) -> dict[str, Any]:
+    """Results by the words they are told by: each, and what is in those that are tuples or lists."""
+    found: dict[str, Any] = {}
+    waiting = [(f"result {i}", value) for i, value in enumerate(made)]
+    for label, value in waiting:
+        found[label] = value
+        if isinstance(value, (tuple, list)):
+            waiting += [(f"{label}[{k}]", v) for k, v in enumerate(cast("Sequence[Any]", value))]
+    return found
+
+
+def _joined(has: dict[str, Any], needs: dict[str, Any]) -> str | None:
+    """Which results share memory that do not in the body; None if none do."""
+    first: dict[int, str] = {}
+    for label, value in has.items():
+        if isinstance(value, Tensor) and value.numel():
+            other = first.setdefault(_place(value), label)
+            if other != label and _place(needs[other]) != _place(needs[label]):
+                return f"{label} shares memory with {other}, which the body's does not"
+    return None
+
+
+def _place(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
 
 
 def _differs(value: Any, wanted: Any) -> str | None:
     if not isinstance(wanted, Tensor):
-        has, needs = type(value).__name__, type(wanted).__name__
+        # A size that may vary is a number in every call.
+        has, needs = type(value).__name__, type(hint_of(wanted)).__name__
         return None if has == needs else f"is a {has}, not a {needs}"
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, not a tensor"
@@ -69,12 +99,21 @@ class Watch:
         for i, a in self.tensors:
             if i in self.copies and not same_bits(self.copies[i], a.detach()):
                 return f"it wrote operand {i}, which the body leaves as it is"
-        mine = {a.untyped_storage()._cdata: i for i, a in self.tensors}
-        for k, value in enumerate(made):
+        mine = {_place(a): i for i, a in self.tensors}
+        for label, value in flat_results(made).items():
             if isinstance(value, Tensor) and value.numel():
-                i = mine.get(value.untyped_storage()._cdata)
+                i = mine.get(_place(value))
                 if i is not None and i not in self.effects.returns:
-                    return f"result {k} shares memory with operand {i}, which the body's does not"
+                    return f"{label} shares memory with operand {i}, which the body's does not"
+        return None
+
+    def kept(self, made: Sequence[Any], again: Sequence[Any]) -> str | None:
+        """What of the results of one run the next one gives once more, or writes over; None if nothing."""
+        given = {_place(a) for _, a in self.tensors}
+        before = {_place(v) for v in flat_results(made).values() if isinstance(v, Tensor) and v.numel()}
+        for label, value in flat_results(again).items():
+            if isinstance(value, Tensor) and value.numel() and _place(value) in before - given:
+                return f"{label} is in the same memory in every call"
         return None
 
 

@@ -57,6 +57,7 @@ class Replay:
         self.run, self.program, self.reuse_outputs = run, program, reuse_outputs
         self.held = [*program.parameters(), *program.buffers()]
         self.problem: str | None = None
+        self._draws = bool(summary(program).random)
         self._lock = threading.Lock()
         self._graph: Any = None
         self._spec: Any = None
@@ -76,14 +77,46 @@ class Replay:
                 if self._graph is None or self._moved():
                     self._record(leaves, spec)
                 return made
-            for static, given in zip(self._static, leaves, strict=True):
-                if isinstance(given, Tensor):
-                    static.copy_(given)
-            self._graph.replay()
-            flat, out = self._made
-            if not self.reuse_outputs:
-                flat = [v.clone() if isinstance(v, Tensor) else v for v in flat]
-            return pytree.tree_unflatten(flat, out)
+            self._launch(leaves)
+            return self._results()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
+        """Start a call before it is known whether its results are wanted; None where that cannot be.
+
+        What is returned must be called once: it gives the results, or with False throws them away. A replay writes
+        nothing but results of its own, and what it reads is held; one that draws random numbers is not begun.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if self._draws or self.problem is not None or self.needs_gradients(leaves):
+            return None
+        self._lock.acquire()
+        try:
+            if self._fits(leaves, spec):
+                self._launch(leaves)
+                return self._end
+        except BaseException:
+            self._lock.release()
+            raise
+        self._lock.release()
+        return None
+
+    def _end(self, wanted: bool) -> Any:
+        try:
+            return self._results() if wanted else None
+        finally:
+            self._lock.release()
+
+    def _launch(self, leaves: list[Any]) -> None:
+        for static, given in zip(self._static, leaves, strict=True):
+            if isinstance(given, Tensor):
+                static.copy_(given)
+        self._graph.replay()
+
+    def _results(self) -> Any:
+        flat, out = self._made
+        if not self.reuse_outputs:
+            flat = [v.clone() if isinstance(v, Tensor) else v for v in flat]
+        return pytree.tree_unflatten(flat, out)
 
     def needs_gradients(self, leaves: Sequence[Any]) -> bool:
         """Whether autograd records the call: what is replayed has no history."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dovetail.lowering.backend import Compiled
 from dovetail.lowering.dispatch import Dispatcher, Entry
-from dovetail.lowering.faults import Failure, fault_of
+from dovetail.lowering.faults import Failure, Fault, fault_of
 from dovetail.lowering.situation import Fit, Situation, fit_for
 from dovetail.outlining.region import Region
 
@@ -20,8 +20,10 @@ from dovetail.outlining.region import Region
 class CallSite:
     """What `Backend.prepare` gets: one call of a region, the code made for it, and the operands of its first call.
 
-    `constants` are the numbers of the operands that are parameters, buffers or constants of the model. What is
-    prepared is used until one of those is written or replaced; then it is prepared again.
+    `constants` are the numbers of the operands that are parameters, buffers or constants of the model, or views of
+    those. What is prepared is used until one of them is written or replaced; then it is prepared again. `notes` is for
+    what is to be known then, or in copies and pickles of the graph; all calls of a graph share it. `tell` writes a
+    reason into the record.
     """
 
     name: str
@@ -29,15 +31,24 @@ class CallSite:
     compiled: Compiled
     operands: tuple[Any, ...]
     constants: frozenset[int]
+    notes: dict[str, Any]
+    tell: Callable[[str], None]
 
 
 class Site:
     """Calls compiled code for one region, or its body; it knows its name, and what was prepared for it."""
 
-    def __init__(self, name: str, dispatcher: Dispatcher, lifted: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        dispatcher: Dispatcher,
+        lifted: tuple[str, ...],
+        notes: dict[str, Any] | None = None,
+    ) -> None:
         # Equal bodies share a dispatcher, but each call has constants of its own.
         self.name, self.dispatcher, self.lifted = name, dispatcher, lifted
         self.constants: frozenset[int] = frozenset()
+        self.notes = {} if notes is None else notes
         self.__name__ = f"region_{name.replace('/', '__')}"
         # One value, so that a thread never has the guard of one specialisation and the code of another.
         self._first: tuple[Fit, Entry | None, Callable[..., Any]] = _NONE
@@ -97,13 +108,22 @@ class Site:
     def _ready(self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
         """What a backend prepares for this call, or its code as it is where that fails."""
         dispatcher = self.dispatcher
-        site = CallSite(self.name, dispatcher.unit.region, entry.run, args, self.constants)
+        backend = str(entry.backend)
+        site = CallSite(
+            self.name,
+            dispatcher.unit.region,
+            entry.run,
+            args,
+            self.constants,
+            self.notes,
+            lambda reason: dispatcher.tell(Fault(self.name, backend, "prepare", reason)),
+        )
         try:
             made = prepare(site)
             if not callable(made):
                 raise Failure(f"it returned a {type(made).__name__}, not a callable")
         except Exception as error:
-            fault = fault_of(self.name, str(entry.backend), "prepare", error)
+            fault = fault_of(self.name, backend, "prepare", error)
             if dispatcher.strict:
                 raise fault.raised() from error
             dispatcher.tell(fault)

@@ -44,8 +44,8 @@ class NumberSpec:
 
 
 Spec = TensorSpec | NumberSpec
-Ranges = tuple[tuple[str, int, int | None], ...]
-"""Symbols with the least and, if there is one, the largest value they may take."""
+Ranges = tuple[tuple[str, int | None, int | None], ...]
+"""Symbols with the least and the largest value they may take, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def situation_of(args: Sequence[Any]) -> Situation:
 
 def expected_situation(values: Sequence[Any], requires_grad: Sequence[bool], *, grad: bool) -> Situation:
     """The situation that fake values foretell; sizes that are symbols may vary."""
-    ranges: dict[str, tuple[str, int, int | None]] = {}
+    ranges: dict[str, tuple[str, int | None, int | None]] = {}
     grad = grad and any(requires_grad)
     specs = tuple(_spec(v, grad and r, ranges) for v, r in zip(values, requires_grad, strict=True))
     return Situation(specs, grad, autocast_now(values), tuple(ranges.values()))
@@ -154,10 +154,13 @@ def _size(n: Any, ranges: dict[str, Any] | None) -> Size:
         bounds = n.node.shape_env.var_to_range.get(symbol)
         if bounds is None:
             raise Unguardable(f"the size {expr}, of which nothing is known")
-        lower = int(bounds.lower) if bounds.lower.is_finite else 0
-        upper = int(bounds.upper) if bounds.upper.is_finite and bounds.upper < 2**62 else None
-        ranges[str(symbol)] = (str(symbol), lower, upper)
+        ranges[str(symbol)] = (str(symbol), _bound(bounds.lower), _bound(bounds.upper))
     return PythonPrinter().doprint(expr)
+
+
+def _bound(value: Any) -> int | None:
+    # Torch's infinite integers say of themselves that they are finite, and it has huge ones that mean the same.
+    return int(value) if isinstance(value, sympy.Integer) and abs(value) < 2**62 else None
 
 
 Fit = Callable[[tuple[Any, ...]], bool]
@@ -230,7 +233,8 @@ def _written_fit(situation: Situation) -> Fit:
     if any(symbol not in bound for symbol, _, _ in situation.ranges):
         return lambda given: False  # a symbol that no operand shows alone cannot be told
     for symbol, lower, upper in situation.ranges:
-        late.append(f"{lower} <= {symbol}" + ("" if upper is None else f" <= {upper}"))
+        late += [f"{lower} <= {symbol}"] if lower is not None else []
+        late += [f"{symbol} <= {upper}"] if upper is not None else []
     lines.append(f"    return {' and '.join(late) or 'True'}")
     exec("\n".join(lines), names)
     return names["fits"]

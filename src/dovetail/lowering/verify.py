@@ -14,7 +14,7 @@ from dovetail.graph.module import Body
 from dovetail.lowering.backend import Compiled
 from dovetail.lowering.closeness import Reference, difference, rounding
 from dovetail.lowering.examples import hint_of, memory, passed, random_state_kept, real_examples
-from dovetail.lowering.outcomes import same_bits
+from dovetail.lowering.outcomes import flat_results, same_bits
 from dovetail.lowering.precise import Precise, precise_operands, roundings
 from dovetail.lowering.situation import Situation
 from dovetail.lowering.unit import Unit
@@ -23,21 +23,23 @@ _SEEDS = (0, 1000, 2000)
 _LARGEST = 2**31
 
 
-def verify_unit(unit: Unit, run: Compiled, examples: Sequence[Any], situation: Situation) -> str | None:
+def verify_unit(
+    unit: Unit, run: Compiled, examples: Sequence[Any], situation: Situation, bound: float | None = None
+) -> str | None:
     """Run code and body on the same made-up operands; what is wrong in words, None if nothing is.
 
     Results, written operands and, where gradients are recorded, the gradients of all operands are compared, each
-    number by how well the body itself does against float64. It covers these runs, not later ones. `uncovered` says
-    what it does not look at; operands that the body does not take are not tried either.
+    number by how well the body itself does against float64, or, with a `bound`, each value as a whole by how far it
+    is off relative to its size. It covers these runs, not later ones. `uncovered` says what it does not look at;
+    operands that the body does not take are not tried either.
     """
-    left_out = uncovered(unit, examples)
-    if left_out is not None and not unit.effects.random:
+    if _not_run(unit, examples) is not None:
         return None
     with random_state_kept(), torch.set_grad_enabled(situation.grad):
-        trial = _Trial(unit, situation.grad)
+        trial = _Trial(unit, situation.grad, bound)
         for seed in _SEEDS:
             given = real_examples(examples, seed)
-            reason = trial.shapes(run, given) if left_out is not None else trial.values(run, given)
+            reason = trial.shapes(run, given) if unit.effects.random else trial.values(run, given)
             if reason is not None:
                 return reason
     return None
@@ -45,12 +47,19 @@ def verify_unit(unit: Unit, run: Compiled, examples: Sequence[Any], situation: S
 
 def uncovered(unit: Unit, examples: Sequence[Any]) -> str | None:
     """What of a body verifying cannot compare, and why; None if it compares everything."""
+    not_run = _not_run(unit, examples)
+    if not_run is not None:
+        return f"not run: {not_run}"
+    return "shapes only: it draws random numbers" if unit.effects.random else None
+
+
+def _not_run(unit: Unit, examples: Sequence[Any]) -> str | None:
     if unit.effects.world:
-        return f"not run: it acts on the world ({unit.effects.world})"
+        return f"it acts on the world ({unit.effects.world})"
     tensors = [e for e in examples if isinstance(e, Tensor)]
     if sum(t.element_size() * math.prod(hint_of(n) for n in t.shape) for t in tensors) > _LARGEST:
-        return "not run: its operands are too large to be made up"
-    return "shapes only: it draws random numbers" if unit.effects.random else None
+        return "its operands are too large to be made up"
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +74,9 @@ class _Outcome:
 class _Trial:
     """Runs of one body and of code made for it."""
 
-    def __init__(self, unit: Unit, grad: bool) -> None:
+    def __init__(self, unit: Unit, grad: bool, bound: float | None) -> None:
         self.body, self.writes, self.grad = cast("Body", unit.region.body), unit.effects.writes, grad
+        self.bound = bound
         self.finest, self.coarsest = roundings(self.body)
 
     def shapes(self, run: Compiled, given: Sequence[Any]) -> str | None:
@@ -78,9 +88,15 @@ class _Trial:
         made = run(*_fresh(given, self.writes)[1])
         if len(made) != len(wanted):
             return f"it returned {len(made)} results; the body returns {len(wanted)}"
-        for i, (has, needs) in enumerate(zip(made, wanted, strict=True)):
-            if isinstance(needs, Tensor) and (has.shape, has.dtype) != (needs.shape, needs.dtype):
-                return f"result {i} is {has.dtype} of shape {tuple(has.shape)}, not {needs.dtype} of {tuple(needs.shape)}"
+        found = flat_results(made)
+        for label, needs in flat_results(wanted).items():
+            has = found.get(label)
+            if not isinstance(needs, Tensor):
+                continue
+            if not isinstance(has, Tensor):
+                return f"{label} is a {type(has).__name__}, not a tensor"
+            if (has.shape, has.dtype) != (needs.shape, needs.dtype):
+                return f"{label} is {has.dtype} of shape {tuple(has.shape)}, not {needs.dtype} of {tuple(needs.shape)}"
         return None
 
     def values(self, run: Compiled, given: Sequence[Any]) -> str | None:
@@ -92,7 +108,7 @@ class _Trial:
             return None
         precise, moved = (
             (self._precise(given, 0.0), self._precise(given, _moved_by(self.finest)))
-            if self.coarsest
+            if self.coarsest and self.bound is None
             else (None, None)
         )
         made = self._ran(run, given)
@@ -103,7 +119,8 @@ class _Trial:
             if i not in self.writes and isinstance(old, Tensor) and not same_bits(old, new):
                 return f"it wrote operand {i}, which the body leaves as it is"
         for label, needs in wanted.values.items():
-            reason = _compared(made.values[label], needs, label, precise, moved, self.coarsest)
+            has = made.values[label]
+            reason = _compared(has, needs, label, precise, moved, self.coarsest, self.bound)
             if reason is not None:
                 return f"{label} {reason}"
         return None
@@ -120,12 +137,12 @@ class _Trial:
     ) -> _Outcome:
         leaves, operands = _fresh(given, self.writes)
         before = [a.detach().clone() if isinstance(a, Tensor) else a for a in operands]
-        made = list(run(*operands))
+        made = flat_results(run(*operands))
         values: dict[str, Any] = {
-            f"result {i}": v.detach() if isinstance(v, Tensor) else v for i, v in enumerate(made)
+            label: v.detach() if isinstance(v, Tensor) else v for label, v in made.items()
         }
         if self.grad:
-            values |= _gradients(made, leaves, leaves if like is None else like)
+            values |= _gradients(list(made.values()), leaves, leaves if like is None else like)
         after = [a.detach() if isinstance(a, Tensor) else a for a in operands]
         values |= {f"operand {i} after the call": after[i] for i in sorted(self.writes)}
         return _Outcome(values, before, after)
@@ -172,14 +189,25 @@ def _gradients(made: Sequence[Any], leaves: Sequence[Any], like: Sequence[Any]) 
 
 
 def _compared(
-    has: Any, needs: Any, label: str, precise: _Outcome | None, moved: _Outcome | None, coarsest: float
+    has: Any,
+    needs: Any,
+    label: str,
+    precise: _Outcome | None,
+    moved: _Outcome | None,
+    coarsest: float,
+    bound: float | None,
 ) -> str | None:
+    if isinstance(needs, (tuple, list)):
+        # What is in it is compared by itself.
+        return (
+            None if type(has) is type(needs) else f"is a {type(has).__name__}, not a {type(needs).__name__}"
+        )
     if not isinstance(needs, Tensor):
         return None if type(has) is type(needs) and has == needs else f"is {has!r}, not {needs!r}"
     if not isinstance(has, Tensor):
         return f"is a {type(has).__name__}, not a tensor"
     seen = [_tensor(outcome, label, needs) for outcome in (precise, moved)]
-    return difference(has, Reference(needs, seen[0], seen[1], coarsest))
+    return difference(has, Reference(needs, seen[0], seen[1], coarsest, bound))
 
 
 def _tensor(outcome: _Outcome | None, label: str, like: Tensor) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -45,7 +45,15 @@ def inline(
             raise InvalidArgument(f"inline takes a region's {what} as a str, not a {type(given).__name__}.")
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"depth {depth!r}: give None for every level, or 1 and more.")
-    choice = _Choice(name, kind, depth)
+    return _inlined(gm, _Choice(None if name is None else (name,), kind, depth))
+
+
+def inline_named(gm: GraphModule, names: Iterable[str], *, depth: int | None = None) -> GraphModule:
+    """A graph in which several regions, by name, are their operations again; each as `inline` would do it."""
+    return _inlined(require_graph(gm), _Choice(tuple(dict.fromkeys(names)), None, depth))
+
+
+def _inlined(gm: GraphModule, choice: _Choice) -> GraphModule:
     with without_collector():
         index = Index(gm)
         index.require_order()
@@ -59,39 +67,59 @@ def inline(
 class _Choice:
     """Which calls to open, by the names on the way to them."""
 
-    name: str | None
+    names: tuple[str, ...] | None
     kind: str | None
     depth: int | None
+    wanted: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wanted", frozenset(self.names or ()))
 
     def opens(self, call: Call, path: str, opened: int) -> bool:
         if self.depth is not None and opened >= self.depth:
             return False
         if self.kind is not None and call.identity.kind != self.kind:
             return False
-        return self.name is None or path == self.name or path.startswith(f"{self.name}/")
+        return self.names is None or not self.wanted.isdisjoint(_ways(path))
 
     def reaches_into(self, call: Call, path: str, opened: int) -> bool:
         """Whether something nested in a call that stays closed is to be opened."""
-        if self.name is None and self.kind is None:
+        if self.names is None and self.kind is None:
             return False
         return any(self.opens(inner, f"{path}/{way}", opened) for way, inner in _nested(call))
 
     def require(self, index: Index) -> None:
         calls = [(n.name, call) for n in index.nodes if (call := call_of(n.meta)) is not None]
-        if self.name is None and self.kind is None:
-            return
-        if any(self.opens(c, n, 0) or self.reaches_into(c, n, 0) for n, c in calls):
-            return
-        if self.name is None:
+        if self.names is not None:
+            self._require_names(calls)
+        elif self.kind is not None and not any(
+            self.opens(c, n, 0) or self.reaches_into(c, n, 0) for n, c in calls
+        ):
             kinds = sorted(
                 {c.identity.kind for _, c in calls}
                 | {i.identity.kind for _, c in calls for _, i in _nested(c)}
             )
             raise UnknownRegion(f"the graph has no region of kind '{self.kind}'", kinds)
-        advice = (
-            " (a kind is given as kind=...)" if any(c.identity.kind == self.name for _, c in calls) else ""
-        )
-        raise UnknownRegion(f"the graph has no region named '{self.name}'{advice}", [n for n, _ in calls])
+
+    def _require_names(self, calls: list[tuple[str, Call]]) -> None:
+        known = {n for n, c in calls if self.kind in (None, c.identity.kind)}
+        if not self.wanted <= known:
+            inner = ((f"{n}/{way}", i) for n, c in calls for way, i in _nested(c))
+            found = [(n, c) for n, c in (*calls, *inner) if self.kind in (None, c.identity.kind)]
+            known.update(way for n, _ in found for way in _ways(n))
+        for name in self.names or ():
+            if name not in known:
+                is_kind = any(c.identity.kind == name for _, c in calls)
+                advice = " (a kind is given as kind=...)" if is_kind else ""
+                raise UnknownRegion(f"the graph has no region named '{name}'{advice}", [n for n, _ in calls])
+
+
+def _ways(path: str) -> Iterator[str]:
+    """A path and everything it lies in."""
+    yield path
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
 
 
 def _nested(call: Call) -> list[tuple[str, Call]]:

@@ -10,7 +10,7 @@ from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.lowering.backend import resolve
 from dovetail.outlining.record import make_identity
 from dovetail.outlining.region import Region
-from dovetail.scheduling.checkpointing import Checkpoint
+from dovetail.scheduling.checkpointing import Checkpoint, require_repeatable
 from dovetail.scheduling.decomposing import can_be_taken_apart
 from dovetail.scheduling.edits import Annotate, Decompose, Edit, Fuse, Lower
 from dovetail.scheduling.finders import ByNode
@@ -86,7 +86,10 @@ def decompose(work: Workspace, target: Any) -> None:
         paths = resolved_paths(work, target)
         items: list[Any] = list(work.find(paths, ByNode(can_be_taken_apart)))
         if not items:
-            raise ScheduleError(f"no operation of {', '.join(paths)} can be taken apart into simpler ones")
+            closed = [name for path in paths for name in work.regions_holding(path)]
+            more = f"; take its regions apart first: {', '.join(closed[:4])}" if closed else ""
+            named = ", ".join(path or "the model" for path in paths)
+            raise ScheduleError(f"no operation of {named} can be taken apart into simpler ones{more}")
     else:
         items, _ = listed(target, "decompose")
     _on_groups(work, "decompose", items, lambda g: Decompose(g.root, g.form, g.addresses))
@@ -130,6 +133,10 @@ def checkpoint(work: Workspace, target: Any) -> None:
             for path in paths:
                 if work.state.root_of(path) is not None:
                     raise ScheduleError(f"'{path}' is traced; make a region of it and checkpoint that")
+                require_repeatable(path, work.module_at(path), ())
+            calls = work.record(paths) if work.example is not None else {}
+            for path, called in calls.items():
+                require_repeatable(path, work.module_at(path), called)
             work.state = replace(work.state, checkpoints=work.state.checkpoints | set(paths))
 
         work.step(lambda _: {"do": "checkpoint", "paths": paths}, mark)

@@ -1,15 +1,20 @@
-"""Activation checkpointing of a region, as a backend that runs its body."""
+"""Activation checkpointing: of a region, as a backend that runs its body, and whether a module can be run twice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dovetail.errors import ScheduleError
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
+from dovetail.scheduling.recording import Call, copied, undisturbed
 
 
 class Checkpoint(Backend):
@@ -31,3 +36,40 @@ class Checkpoint(Backend):
             return checkpoint(body, *operands, use_reentrant=False)
 
         return run
+
+
+def require_repeatable(path: str, module: nn.Module, calls: Iterable[Call]) -> None:
+    """Raise if a module does more than compute: what it writes when it is trained would be written twice."""
+    if type(module).forward is nn.Module.forward:
+        raise ScheduleError(
+            f"'{path}' is a {type(module).__name__} and is never called itself; checkpoint the modules in it: '{path}.*'"
+        )
+    written = [name for call in calls for name in _written(module, call)] or _statistics(module)
+    if written:
+        raise ScheduleError(
+            f"'{path or 'the model'}' cannot be checkpointed: it writes {', '.join(dict.fromkeys(written))}, which would "
+            f"happen twice. Checkpoint the modules around that"
+        )
+
+
+def _statistics(module: nn.Module) -> list[str]:
+    """Running statistics of norms, which are written in training whatever mode the module is in now."""
+    norms = (
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+    )
+    return [f"'{name}.running_mean'".replace("'.", "'") for name, part in norms if part.track_running_stats]
+
+
+def _written(module: nn.Module, call: Call) -> list[str]:
+    """What one run of a module changed: buffers, parameters, or what it was given."""
+    args, kwargs = copied(call.example.args), copied(dict(call.example.kwargs))
+    state = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    watched: list[tuple[str, Tensor, int]] = [(f"'{n}'", value, value._version) for n, value in state.items()]
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    watched += [(f"argument {i}", value, value._version) for i, value in enumerate(given)]
+    with undisturbed(module), torch.no_grad():
+        module.forward(*args, **kwargs)
+        replaced = [f"'{name}'" for name, value in module.named_buffers() if state.get(name) is not value]
+        return [name for name, value, version in watched if value._version != version] + replaced

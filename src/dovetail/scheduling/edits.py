@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import ScheduleError
+from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import copy_graph, rebuild
 from dovetail.lowering.lower import lower
-from dovetail.outlining.inline import inline
+from dovetail.outlining.inline import inline_named
 from dovetail.outlining.outline import outline
 from dovetail.outlining.record import call_of, make_identity, walk, write_call
 from dovetail.outlining.region import Region, regions
 from dovetail.outlining.requests import Request, is_projection
 from dovetail.rules.scene import Scene
-from dovetail.scheduling.decomposing import decomposed
+from dovetail.scheduling.decomposing import can_be_taken_apart, decomposed
 from dovetail.scheduling.finders import ByRegion, Finder
 from dovetail.scheduling.found import Found
 from dovetail.scheduling.paths import below
@@ -60,9 +63,15 @@ class Address:
         """Every match of the finder in the part, in the graph of the traced part at `root`."""
         return self.finder.find(scene, below(self.path, root))[0]
 
-    def resolve(self, scene: Scene, root: str) -> Found:
-        """The match that is meant."""
-        found, why = self.finder.find(scene, below(self.path, root))
+    def resolve(
+        self, scene: Scene, root: str, known: dict[Any, tuple[list[Found], str]] | None = None
+    ) -> Found:
+        """The match that is meant; `known` remembers what finders found for other addresses in the same graph."""
+        key = (self.path, self.finder.identity)
+        remembered = {} if known is None else known
+        if key not in remembered:
+            remembered[key] = self.finder.find(scene, below(self.path, root))
+        found, why = remembered[key]
         if self.occurrence >= len(found):
             raise ScheduleError(
                 f"there is no match number {self.occurrence} of {self.finder.name}: {why or f'{len(found)} were found'}"
@@ -85,9 +94,18 @@ class Edit(ABC):
         `root` is the path of what the graph is of, which may by now be a module around the one it was made for.
         """
 
+    def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:
+        """The graph after it, on a capture for another call: what a backend does not take there runs as it is."""
+        return self.apply(part, root, look)[0]
+
+    def copied(self, memo: dict[int, Any]) -> Edit:
+        """The edit for a copy of the model."""
+        return self
+
     def _matches(self, part: PartGraph, root: str, look: Look) -> list[Found]:
         scene = look(part.gm)
-        return [target.resolve(scene, root) for target in self.targets]
+        known: dict[Any, tuple[list[Found], str]] = {}
+        return [target.resolve(scene, root, known) for target in self.targets]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +165,14 @@ class Replace(Edit):
 
     def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
         assert self.new is not None
-        gm, region = isolated(part.gm, self._matches(part, root, look))
-        return part.changed(with_replacement(gm, region, self.new)), [region.name]
+        found = self._matches(part, root, look)
+        gm, region = isolated(part.gm, found)
+        return part.changed(with_replacement(gm, found, region, self.new)), [region.name]
+
+    def copied(self, memo: dict[int, Any]) -> Edit:
+        if self.new is None or not isinstance(self.new.new, nn.Module):
+            return self
+        return replace(self, new=replace(self.new, new=copy.deepcopy(self.new.new, memo)))
 
 
 def isolated(gm: GraphModule, found: list[Found]) -> tuple[GraphModule, Region]:
@@ -177,19 +201,24 @@ class Decompose(Edit):
     def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
         gm = part.gm
         found = self._matches(part, root, look)
-        for match in found:
-            if isinstance(match.finder, ByRegion):
-                gm = inline(gm, match.nodes[0].name, depth=1)
-        plain = [
-            n.name
-            for m in found
-            if not isinstance(m.finder, ByRegion)
-            for n in m.nodes
-            if not is_projection(n)
-        ]
+        closed = [m.nodes[0].name for m in found if isinstance(m.finder, ByRegion)]
+        if closed:
+            gm = inline_named(gm, closed, depth=1)
+        plain = [name for m in found if not isinstance(m.finder, ByRegion) for name in self._parts_of(m)]
         if plain:
             gm = decomposed(gm, plain)
         return part.changed(gm), []
+
+    @staticmethod
+    def _parts_of(match: Found) -> list[str]:
+        """The operation of a match, or of several those that have simpler forms."""
+        nodes = [n for n in match.nodes if not is_projection(n)]
+        if len(nodes) == 1:
+            return [nodes[0].name]
+        names = [n.name for n in nodes if can_be_taken_apart(n)]
+        if not names:
+            raise ScheduleError(f"no operation of {match!r} can be taken apart into simpler ones")
+        return names
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,4 +248,22 @@ class Lower(Edit):
 
     def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
         names = [m.nodes[0].name for m in self._matches(part, root, look)]
-        return part.lowered(dict.fromkeys(names, self.backend), strict=True), names
+        made = part.lowered(dict.fromkeys(names, self.backend), strict=True)
+        require_lowered(made, names)
+        return made, names
+
+    def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:
+        names = [m.nodes[0].name for m in self._matches(part, root, look)]
+        return part.lowered(dict.fromkeys(names, self.backend), strict=False)
+
+
+def require_lowered(part: PartGraph, names: Iterable[str]) -> None:
+    """Raise unless the backends that regions were given to took them."""
+    wanted = set(names)
+    for region in regions(part.gm):
+        if region.name in wanted and region.backend is None:
+            told = [e for e in part.gm.meta[LOWERING].events if e.region == region.name and e.reason]
+            why = (
+                f"'{told[-1].backend}' does not take it: {told[-1].reason}" if told else "no backend took it"
+            )
+            raise ScheduleError(f"region '{region.name}' is not lowered: {why}")

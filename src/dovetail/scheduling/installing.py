@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +34,7 @@ class Installation:
         self._forwards: list[Installed] = []
         self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
         self._added: list[tuple[nn.Module, str]] = []
+        self._emptied: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(self, state: State, *, forwards: bool = True) -> None:
         """Make the model run a state; without `forwards` only its modules are exchanged."""
@@ -58,16 +59,29 @@ class Installation:
         self.state = state if forwards else None
 
     def _add(self, state: State) -> None:
-        """Register modules that stand for operations, so that they are trained, moved and saved with the model."""
+        """Register modules that stand for operations, so that they are trained, moved and saved with the model.
+
+        Parameters of theirs that others of the model stand for are not among them.
+        """
+        placed: set[nn.Module] = set()
         for edit in state.edits:
-            if isinstance(edit, Replace) and edit.new is not None and edit.new.is_registered:
-                owner = self.model.get_submodule(edit.root)
-                name, count = edit.new.name, 0
-                while hasattr(owner, name):
-                    count += 1
-                    name = f"{edit.new.name}_{count}"
-                owner.add_module(name, cast("nn.Module", edit.new.new))
-                self._added.append((owner, name))
+            new = edit.new if isinstance(edit, Replace) else None
+            if new is None or not isinstance(new.new, nn.Module) or new.new in placed:
+                continue
+            placed.add(new.new)
+            owner = self.model.get_submodule(edit.root)
+            name, count = new.name, 0
+            while hasattr(owner, name):
+                count += 1
+                name = f"{new.name}_{count}"
+            owner.add_module(name, new.new)
+            self._added.append((owner, name))
+            for taken in new.params:
+                path, _, own = taken.rpartition(".")
+                holder = new.new.get_submodule(path)
+                kind = holder._parameters if own in holder._parameters else holder._buffers
+                self._emptied.append((kind, own, kind[own]))
+                kind[own] = None
 
     def _install(self, made: Installed) -> None:
         made.install()
@@ -81,17 +95,19 @@ class Installation:
             owner._modules[name] = old
         for owner, name in self._added:
             owner._modules.pop(name, None)
-        self._forwards, self._swapped, self._added, self.state = [], [], [], None
+        for kind, own, value in self._emptied:
+            kind[own] = value
+        self._forwards, self._swapped, self._added, self._emptied, self.state = [], [], [], [], None
 
     @contextmanager
     def instead(self, state: State | None, *, forwards: bool = True) -> Generator[nn.Module]:
         """The model as another state has it for a while; None is the model as it was given."""
         was = self.state
-        if state is None:
-            self.take()
-        else:
-            self.put(state, forwards=forwards)
         try:
+            if state is None:
+                self.take()
+            else:
+                self.put(state, forwards=forwards)
             yield self.model
         finally:
             self.take()

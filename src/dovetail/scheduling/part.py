@@ -125,10 +125,13 @@ class Part:
     ) -> None:
         """Call a module or function where a match, a region, several siblings, or the module at a path stands.
 
-        It is called with the operands of the pattern, in its order; otherwise with all that are no weights.
-        `params` says which operands take the place of parameters of `new`, `concrete_args` gives it further arguments.
+        A list of matches is replaced by one call, whose results are theirs in order. It is called with the operands of
+        the pattern, by name where its parameters are called like the pattern's arguments (captured literals too), else
+        in the pattern's order; where there is no pattern, with all that are no weights. `params` says which operands
+        stand for parameters of `new`, which keep their names in the model; `concrete_args` gives further arguments.
         What it returns must be of the same number, shapes and dtypes, which is tried on the recorded inputs first; with
-        `check` the values are compared too. Without a target the parts themselves are replaced.
+        `check` the values are compared too. A new module is trained, moved and saved with the model, as a child of the
+        part it was put into. Without a target the parts themselves are replaced.
         """
         wanted = self.paths if target is None else target
         substituting.replace_target(
@@ -137,16 +140,22 @@ class Part:
 
     def replace_all(
         self,
-        cls: type[nn.Module],
-        factory: Callable[[nn.Module], nn.Module],
+        what: Any,
+        factory: Callable[[Any], Any],
         *,
+        params: Mapping[str, Any] | None = None,
+        concrete_args: Mapping[str, Any] | None = None,
         check: bool = False,
     ) -> list[str]:
-        """Replace every module of a class by what `factory` makes of it, and return the paths.
+        """Replace every module of a class, or every match, by what `factory` makes of it, and return where they are.
 
-        Modules inside of what was just made are left alone.
+        `factory` gets the module, or the match; `what` is a class, matches, or anything that `find` takes. Modules
+        inside of what was just made are left alone. `params` are given by name: of parameters of the module that is
+        replaced, or of operands of the match.
         """
-        return substituting.replace_all(self._work, self.paths, cls, factory, check)
+        return substituting.replace_all(
+            self._work, self.paths, what, factory, params=params, concrete_args=concrete_args, check=check
+        )
 
     def decompose(self, target: Any = None) -> None:
         """Take regions, matches, or the operations of these modules apart: a region into what it was made of, an

@@ -3,84 +3,160 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
 
 from torch import nn
+from torch.fx import Node
 
+from dovetail.graph.module import attribute
 from dovetail.graph.text import text
-from dovetail.outlining.region import regions
-from dovetail.scheduling.paths import is_within
+from dovetail.lowering.backend import resolve
+from dovetail.outlining.record import Call, call_of
+from dovetail.scheduling.checkpointing import Checkpoint
+from dovetail.scheduling.edits import PartGraph
+from dovetail.scheduling.finders import path_of
+from dovetail.scheduling.paths import below, is_within, joined
+from dovetail.scheduling.replacing import Adapter
+from dovetail.scheduling.state import State
+from dovetail.scheduling.swapping import Called
 from dovetail.scheduling.workspace import Workspace
 
 
 def tree(work: Workspace, *, graphs: bool = False) -> str:
-    """The modules of a model, one line each, with what was done to them; equal neighbours without news are folded."""
+    """The modules of a model with what was done to them, neighbours that are equal on one line.
+
+    Within a traced part only modules with something to tell are shown: its graph runs in their place. With `graphs`
+    the graphs of traced parts follow.
+    """
+    with work.installation.instead(None) as model:
+        news = _news(work.state, model)
     with work.exchanged() as model:
-        lines = _lines(work, model, "", 0)
+        lines = _lines(_Tree(work.state, news), model, "", type(model).__name__)
     if graphs:
         for (root, form), part in work.state.graphs.items():
             lines += ["", f"{root or 'the model'}, call {form}:", text(part.gm)]
     return "\n".join(lines)
 
 
-def _lines(work: Workspace, module: nn.Module, path: str, depth: int) -> list[str]:
-    name = path.rpartition(".")[2] or "model"
-    said = _news(work, path)
-    lines = [f"{'  ' * depth}{name}: {type(module).__name__}{f'  <- {said}' if said else ''}"]
-    if path in work.state.traces:
-        return lines
-    folded: tuple[str, list[str]] | None = None
-    count = 0
+@dataclass(frozen=True, eq=False)
+class _Tree:
+    state: State
+    news: Mapping[str, list[str]]
 
-    def flush() -> None:
-        if folded is not None:
-            first, *rest = folded[1]
-            lines.extend([f"{first}{f'  (x{count})' if count > 1 else ''}", *rest])
+    def is_shown(self, path: str) -> bool:
+        """Whether a module has a line: not if it is in a traced part and nothing is to be told of it."""
+        root = self.state.root_of(path)
+        return root in (None, path) or any(is_within(told, path) for told in self.news)
 
-    for child_name, child in module.named_children():
-        inner = f"{path}.{child_name}" if path else child_name
-        made = _lines(work, child, inner, depth + 1)
-        key = "\n".join(made).replace(child_name, "", 1)
-        if folded is not None and folded[0] == key and not _is_touched(work, inner):
-            count += 1
-            continue
-        flush()
-        folded, count = (key, made), 1
-    flush()
+
+def _lines(tree: _Tree, module: nn.Module, path: str, label: str) -> list[str]:
+    """A module and those in it; the first line has no name yet unless it is the model."""
+    said = tree.news.get(path)
+    lines = [f"{label}  <- {', '.join(said)}" if said else label]
+    children: list[tuple[str, list[str]]] = []
+    for name, child in module._modules.items():
+        inner = joined(path, name)
+        if child is not None and child is not module and tree.is_shown(inner):
+            children.append((name, _lines(tree, child, inner, _class_name(child))))
+    for _, alike in groupby(children, key=lambda c: c[1]):
+        folded = list(alike)
+        first, *rest = folded[0][1]
+        lines.append(f"  {_names([name for name, _ in folded])}: {first}")
+        lines += [f"  {line}" for line in rest]
     return lines
 
 
-def _is_touched(work: Workspace, path: str) -> bool:
-    state = work.state
-    return any(is_within(p, path) for p in (*state.traces, *state.swaps, *state.checkpoints, *state.notes))
+def _names(names: list[str]) -> str:
+    """Names of neighbours: numbers in a row as their first and last."""
+    if len(names) > 2 and all(name.isdigit() for name in names):
+        numbers = [int(name) for name in names]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return f"{names[0]}-{names[-1]}"
+    return ", ".join(names)
 
 
-def _news(work: Workspace, path: str) -> str:
-    state = work.state
-    said: list[str] = []
-    if path in state.swaps:
-        said.append("replaced")
-    if path in state.traces:
-        calls = len(state.traces[path].calls)
-        said.append("traced" if calls == 1 else f"traced, {calls} ways of calling")
-        made: Counter[str] = Counter()
-        for (root, form), part in state.graphs.items():
-            if root == path and form == 0:
-                for region in regions(part.gm):
-                    made[f"{region.kind}{f' by {region.backend}' if region.backend else ''}"] += 1
-                made.update(
-                    f"replaced by {node.target}"
-                    for node in part.gm.graph.nodes
-                    if node.op == "call_module" and not _is_region(part.gm, node)
-                )
-        said += [f"{kind}{f' x{count}' if count > 1 else ''}" for kind, count in made.items()]
-    if path in state.checkpoints:
-        said.append("checkpointed")
-    if path in state.notes:
-        said += [f"{key}={value!r}" for key, value in state.notes[path].items()]
-    return ", ".join(said)
+def _class_name(module: nn.Module) -> str:
+    return _label(module.function) if isinstance(module, Called) else type(module).__name__
 
 
-def _is_region(gm: nn.Module, node: object) -> bool:
-    from dovetail.outlining.record import call_of
+def _label(new: Any) -> str:
+    return type(new).__name__ if isinstance(new, nn.Module) else getattr(new, "__name__", type(new).__name__)
 
-    return call_of(node.meta) is not None  # type: ignore[attr-defined]
+
+def _news(state: State, model: nn.Module) -> dict[str, list[str]]:
+    """What was done, by the path of the module that it was done to; the model is as it was given."""
+    news: dict[str, list[str]] = {}
+    for path in state.swaps:
+        news.setdefault(path, []).append(f"in place of {_class_name(_old(state, model, path))}")
+    for path, trace in state.traces.items():
+        ways = len(trace.calls)
+        news.setdefault(path, []).append("traced" if ways == 1 else f"traced, {ways} ways of calling")
+        for place, told in _by_place(state, path, ways).items():
+            news.setdefault(place, []).extend(told)
+    for path in sorted(state.checkpoints):
+        news.setdefault(path, []).append("checkpointed")
+    for path, notes in state.notes.items():
+        news.setdefault(path, []).extend(f"{key}={value!r}" for key, value in notes.items())
+    return news
+
+
+def _old(state: State, model: nn.Module, path: str) -> nn.Module:
+    """What stood at a path before it was replaced, which may be a piece of something that was replaced too."""
+    around = [outer for outer in state.swaps if outer != path and is_within(path, outer)]
+    if not around:
+        return model.get_submodule(path)
+    outer = max(around, key=len)
+    return state.swaps[outer].get_submodule(below(path, outer))
+
+
+def _by_place(state: State, root: str, ways: int) -> dict[str, list[str]]:
+    """Regions and replaced operations of a traced part, by the module that all their operations came from."""
+    known = {
+        joined(root, path) for path, _ in state.traces[root].module.named_modules(remove_duplicate=False)
+    }
+    forms = [_counted(state.graphs[root, form], root, known) for form in range(ways)]
+    news: dict[str, list[str]] = {}
+    for place in dict.fromkeys(place for form in forms for place in form):
+        told = [_listed(form.get(place, Counter())) for form in forms]
+        if all(words == told[0] for words in told):
+            news[place] = told[0]
+        else:
+            news[place] = [f"{word} in call {i}" for i, words in enumerate(told) for word in words]
+    return news
+
+
+def _listed(counts: Counter[str]) -> list[str]:
+    return [what if count == 1 else f"{count} {what}" for what, count in counts.items()]
+
+
+def _counted(part: PartGraph, root: str, known: Set[str]) -> dict[str, Counter[str]]:
+    counts: dict[str, Counter[str]] = {}
+    for node in part.gm.graph.nodes:
+        if node.op != "call_module":
+            continue
+        call = call_of(node.meta)
+        told = _replaced(part, node) if call is None else _region(part, node, call)
+        place = joined(root, path_of(node))
+        counts.setdefault(place if place in known else root, Counter())[told] += 1
+    return counts
+
+
+def _replaced(part: PartGraph, node: Node) -> str:
+    called = attribute(part.gm, cast("str", node.target))
+    return f"calls {_label(called.new) if isinstance(called, Adapter) else type(called).__name__}"
+
+
+def _region(part: PartGraph, node: Node, call: Call) -> str:
+    """A region: who runs it, or for whom it was made who does not run it as it is called now."""
+    kind, asked = call.identity.kind, part.backends.get(node.name)
+    if asked is None:
+        return kind
+    backends = resolve(asked)
+    if any(isinstance(backend, Checkpoint) for backend in backends):
+        return f"{kind} checkpointed"
+    return (
+        f"{kind} by {call.backend}" if call.backend else f"{kind} for {' or '.join(b.name for b in backends)}"
+    )

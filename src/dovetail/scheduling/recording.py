@@ -89,6 +89,23 @@ def record(model: nn.Module, paths: Iterable[str], example: Example) -> dict[str
     return calls
 
 
+def returned_by(model: nn.Module, path: str, example: Example) -> list[Any]:
+    """What each call of a module within a model returned, in one run of the model's forward."""
+    returned: list[Any] = []
+
+    def note(*call: Any) -> None:
+        returned.append(copied(call[-1]))
+
+    with undisturbed(model), torch.no_grad():
+        given = Example(copied(example.args), copied(dict(example.kwargs)))
+        handle = model.get_submodule(path).register_forward_hook(note)
+        try:
+            result = given.call(model.forward)
+        finally:
+            handle.remove()
+    return returned if path else [copied(result)]
+
+
 def _watch(module: nn.Module, calls: list[Call]) -> Any:
     """Note the calls of a module.
 

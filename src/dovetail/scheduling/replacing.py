@@ -3,85 +3,106 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.graph.effects import Told
 from dovetail.graph.keys import REGION
-from dovetail.graph.module import attribute, copy_graph, rebuild
+from dovetail.graph.module import copy_graph, rebuild
 from dovetail.lowering.closeness import Reference, difference
 from dovetail.outlining.region import Region
+from dovetail.scheduling.found import Found
 from dovetail.scheduling.recording import Example, copied, undisturbed
+
+Operand = tuple[int, int]
+"""The number of a match among those that are replaced, and of an operand among its own."""
+
+ABSENT: Operand = (-1, -1)
+"""An operand that a pattern may have, and a match does not."""
 
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
     """What is called instead, and with what.
 
-    `given` names the operands it takes in order, of those the match has names for; None is all that are no weights.
-    `params` are parameters of its own that operands stand for. `fixed` are further arguments.
+    `given` are the operands it takes by position, `named` by keyword; `literals` are captured ones it takes by
+    keyword, `params` parameters of its own that operands stand for, `fixed` further arguments. `results` says which result of it each result of the matches is. `arity` is
+    how many operands each match has: where they are others, this is no replacement for it.
     """
 
     new: Callable[..., Any]
     name: str
-    given: tuple[str, ...] | None = None
-    params: Mapping[str, str] = field(default_factory=dict[str, str])
+    given: tuple[Operand, ...]
+    results: tuple[int, ...]
+    arity: tuple[int, ...]
+    named: Mapping[str, Operand] = field(default_factory=dict[str, Operand])
+    literals: tuple[str, ...] = ()
+    params: Mapping[str, Operand] = field(default_factory=dict[str, Operand])
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tells: Told | None = None
 
     @property
     def is_registered(self) -> bool:
-        """Whether it has parameters or buffers of its own that nothing of the model stands for."""
-        if not isinstance(self.new, nn.Module):
-            return False
-        names = {n for n, _ in self.new.named_parameters()} | {n for n, _ in self.new.named_buffers()}
-        return bool(names - self.params.keys())
+        """Whether it is put among the model's modules, and so follows its mode, device and training."""
+        return isinstance(self.new, nn.Module)
 
-    def adapter(self, gm: GraphModule, region: Region) -> Adapter:
+    def adapter(self, found: Sequence[Found], region: Region) -> Adapter:
         """A module that takes a region's operands and gives its results."""
-        numbers = operand_numbers(gm, region)
-        params = {name: self._number(numbers, operand) for name, operand in self.params.items()}
-        if self.given is not None:
-            order = [self._number(numbers, name) for name in self.given]
-        else:
-            taken = set(params.values())
-            order = [i for i in positional(gm, region) if i not in taken]
-        return Adapter(self.new, tuple(order), result_order(region), dict(self.fixed), params)
-
-    def _number(self, numbers: Mapping[str, int], name: str) -> int:
-        if name not in numbers:
+        arity = tuple(len(match.operands) for match in found)
+        if arity != self.arity:
             raise ScheduleError(
-                f"'{name}' is no operand of what is replaced; there are {', '.join(numbers) or 'none'}"
+                f"'{self.name}' was made for operations that read {_counted(self.arity)} values, and here they read "
+                f"{_counted(arity)}"
             )
-        return numbers[name]
+        inputs = {node.name: i for i, node in enumerate(region.inputs)}
+
+        def number(operand: Operand) -> int | None:
+            match, which = operand
+            value = None if operand == ABSENT else list(found[match].operands.values())[which]
+            if value is None:
+                return None
+            name = value.name
+            if name not in inputs:
+                raise ScheduleError(
+                    f"'{name}' is no operand of what is replaced; there are {', '.join(inputs) or 'none'}"
+                )
+            return inputs[name]
+
+        return Adapter(
+            self.new,
+            tuple(number(operand) for operand in self.given),
+            tuple(self.results[i] for i in result_order(region)),
+            {**{name: found[0].literals[name] for name in self.literals}, **self.fixed},
+            {name: number(operand) for name, operand in self.params.items()},
+            {name: number(operand) for name, operand in self.named.items()},
+            self.tells,
+        )
 
 
-def operand_numbers(gm: GraphModule, region: Region) -> dict[str, int]:
-    """Operands by what the pattern calls them, and by the names of their nodes."""
-    numbers = {node.name: i for i, node in enumerate(region.inputs)}
-    return {**numbers, **region.arguments}
+def _counted(arity: Sequence[int]) -> str:
+    return " and ".join(map(str, arity))
 
 
-def positional(gm: GraphModule, region: Region) -> list[int]:
-    """The operands that a replacement is called with: those of the pattern in its order, else all but weights."""
-    if region.arguments:
-        return list(region.arguments.values())
-    return [
-        i
-        for i, node in enumerate(region.inputs)
-        if not (node.op == "get_attr" and isinstance(attribute(gm, str(node.target)), Tensor))
-    ]
+def own_state(new: Any, taken: Mapping[str, Any]) -> list[str]:
+    """Parameters and buffers of a module that nothing of the model stands for."""
+    if not isinstance(new, nn.Module):
+        return []
+    names = [*dict(new.named_parameters()), *dict(new.named_buffers())]
+    return [name for name in names if name not in taken]
 
 
 def result_order(region: Region) -> tuple[int, ...]:
-    """Which result of a replacement each result of the body is."""
-    count = len(region.outputs)
+    """Which result of the matches each result of the body is."""
     if not region.results:
-        return tuple(range(count))
+        return tuple(range(len(region.outputs)))
     if any(number is None for number in region.results):
         lost = [o.name for o, number in zip(region.outputs, region.results, strict=False) if number is None]
         raise ScheduleError(
@@ -91,50 +112,76 @@ def result_order(region: Region) -> tuple[int, ...]:
     return tuple(cast("tuple[int, ...]", region.results))
 
 
+def leaves(value: Any) -> list[Any]:
+    """The values that something returned, in order; what is None is none."""
+    return [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
+
+
 class Adapter(nn.Module):
     """Called as a body is, runs what was put in its place."""
 
     def __init__(
         self,
         new: Callable[..., Any],
-        order: tuple[int, ...],
+        order: tuple[int | None, ...],
         results: tuple[int, ...],
         fixed: dict[str, Any],
-        params: dict[str, int],
+        params: dict[str, int | None],
+        named: dict[str, int | None],
+        tells: Told | None,
     ) -> None:
         super().__init__()
-        self.new = new
-        self.order, self.results, self.fixed, self.params = order, results, fixed, params
+        self.new, self.tells = new, tells
+        self.order, self.results, self.fixed, self.params, self.named = order, results, fixed, params, named
+
+    def made(self, operands: Sequence[Any]) -> Any:
+        """What the replacement returns for the operands of the body."""
+        given = tuple(None if i is None else operands[i] for i in self.order)
+        named = {name: None if i is None else operands[i] for name, i in self.named.items()}
+        kwargs = {**self.fixed, **named}
+        if not self.params:
+            return self.new(*given, **kwargs)
+        own = {name: operands[i] for name, i in self.params.items() if i is not None}
+        return torch.func.functional_call(cast("nn.Module", self.new), own, given, kwargs)
 
     def forward(self, *operands: Any) -> tuple[Any, ...]:
-        given = tuple(operands[i] for i in self.order)
-        if self.params:
-            own = {name: operands[i] for name, i in self.params.items()}
-            made: Any = torch.func.functional_call(cast("nn.Module", self.new), own, given, self.fixed)
-        else:
-            made = self.new(*given, **self.fixed)
-        flat = tuple(cast("Sequence[Any]", made)) if isinstance(made, (tuple, list)) else (made,)
+        made = self.made(operands)
+        flat = [made] if isinstance(made, Tensor) else leaves(made)
         return tuple(flat[i] for i in self.results)
 
 
 class Probe(nn.Module):
-    """Runs a body and keeps what it was given and what it made."""
+    """Runs a body and keeps what it was given and what it made, and the state of the random numbers before."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__["body"] = body
-        self.calls: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
+        self.calls: list[tuple[tuple[Any, ...], tuple[Any, ...], Any]] = []
 
     def forward(self, *operands: Any) -> tuple[Any, ...]:
-        given = copied(operands)
+        given, drawn = copied(operands), random_state()
         made = tuple(self.__dict__["body"](*operands))
-        self.calls.append((given, copied(made)))
+        self.calls.append((given, copied(made), drawn))
         return made
 
 
-def with_replacement(gm: GraphModule, region: Region, new: Replacement) -> GraphModule:
+def random_state() -> list[Tensor]:
+    """The state of the random numbers: of the CPU, and of each device that draws any."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in devices)]
+
+
+def set_random_state(state: Sequence[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    for i, drawn in enumerate(state[1:]):
+        torch.cuda.set_rng_state(drawn, i)
+
+
+def with_replacement(
+    gm: GraphModule, found: Sequence[Found], region: Region, new: Replacement
+) -> GraphModule:
     """The graph with a call of something else where a region was called."""
-    return with_call(gm, region, new.adapter(gm, region), new.name)
+    return with_call(gm, region, new.adapter(found, region), new.name)
 
 
 def with_call(gm: GraphModule, region: Region, module: nn.Module, name: str) -> GraphModule:
@@ -159,41 +206,94 @@ def _free(gm: GraphModule, wanted: str) -> str:
     return name
 
 
-def check_fits(
-    gm: GraphModule, region: Region, new: Replacement, example: Example, owner: nn.Module, *, values: bool
-) -> None:
-    """Raise unless a replacement takes what the region takes and gives what it gives, on the recorded inputs.
-
-    Counts, shapes and dtypes are compared, and with `values` the numbers.
-    """
-    adapter = new.adapter(gm, region)
-    check_signature(new.new, len(adapter.order), new.fixed, new.name)
+def probed(gm: GraphModule, region: Region, example: Example, owner: nn.Module) -> Probe:
+    """What a region is given and makes when the part is called as it was recorded."""
     probe = Probe(region.body)
     run = with_call(gm, region, probe, "probe")
-    modules = nn.ModuleList([owner, adapter])
-    with undisturbed(modules), torch.no_grad():
-        example.call(run)
-        operands, wanted = probe.calls[0]
-        try:
-            made = adapter(*operands)
-        except Exception as error:
-            raise ScheduleError(
-                f"'{new.name}' does not take what it is given ({_told(operands, adapter.order)}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    compare(made, wanted, new.name, values=values)
+    with undisturbed(owner), torch.no_grad():
+        Example(copied(example.args), copied(dict(example.kwargs))).call(run)
+    return probe
 
 
-def compare(made: Sequence[Any], wanted: Sequence[Any], name: str, *, values: bool) -> None:
+def check_fits(adapter: Adapter, probe: Probe, name: str, count: int, *, values: bool) -> Told:
+    """Raise unless a replacement takes what a region was given and gives `count` results, as the region did.
+
+    Their number, shapes and dtypes are compared, and with `values` the numbers, drawn ones included. Returns what it
+    was seen to do besides.
+    """
+    check_signature(adapter.new, len(adapter.order), {**adapter.fixed, **adapter.named}, name)
+    operands, wanted, drawn = probe.calls[0]
+    try:
+        made, told = _tried(adapter, operands, drawn)
+    except Exception as error:
+        raise ScheduleError(
+            f"'{name}' does not take what it is given ({_told(operands, adapter.order)}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if len(made) != count:
+        raise ScheduleError(f"'{name}' returns {len(made)} values, and what it stands for returns {count}")
+    compare([made[i] for i in adapter.results], wanted, name, adapter.results, values=values)
+    return told if not isinstance(adapter.new, nn.Module) else _in_either_mode(adapter, probe, told)
+
+
+def _tried(adapter: Adapter, operands: Sequence[Any], drawn: Sequence[Tensor]) -> tuple[list[Any], Told]:
+    """What a replacement returns, and what it does to what it is given, to its state and to the random numbers."""
+    given = list(copied(operands))
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    state = [*adapter.parameters(), *adapter.buffers()]
+    with undisturbed(adapter), torch.no_grad():
+        set_random_state(drawn)
+        before = [value._version for value in tensors], [value._version for value in state]
+        made = leaves(adapter.made(given))
+        is_random = not all(map(torch.equal, drawn, random_state()))
+        wrote = [value._version for value in tensors] != before[0]
+        kept = [value._version for value in state] == before[1]
+        kept = kept and all(
+            a is b for a, b in zip(state, [*adapter.parameters(), *adapter.buffers()], strict=False)
+        )
+    places = {value.untyped_storage().data_ptr() for value in tensors if value.layout is torch.strided}
+    results = [value for value in made if isinstance(value, Tensor) and value.layout is torch.strided]
+    shares = any(value.untyped_storage().data_ptr() in places for value in results)
+    return made, Told(wrote, shares, not kept, is_random)
+
+
+def _in_either_mode(adapter: Adapter, probe: Probe, told: Told) -> Told:
+    """What a module does in its own mode or in the other, for the model's may change."""
+    modes = [(module, module.training) for module in adapter.modules()]
+    operands, _, drawn = probe.calls[0]
+    adapter.train(not cast("nn.Module", adapter.new).training)
+    try:
+        _, other = _tried(adapter, operands, drawn)
+    except Exception:  # in that mode it does not run on these values, so that nothing is known of it
+        other = Told(writes=True, shares=True, state=True, random=True)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return Told(
+        told.writes or other.writes,
+        told.shares or other.shares,
+        told.state or other.state,
+        told.random or other.random,
+    )
+
+
+def compare(
+    made: Sequence[Any],
+    wanted: Sequence[Any],
+    name: str,
+    numbers: Sequence[int] | None = None,
+    *,
+    values: bool,
+) -> None:
     """Raise unless results are of the same number, shapes and dtypes, and with `values` as good as equal."""
     if len(made) != len(wanted):
         raise ScheduleError(f"'{name}' returns {len(made)} values, not {len(wanted)}")
-    for i, (has, needs) in enumerate(zip(made, wanted, strict=True)):
+    for i, has, needs in zip(numbers or range(len(made)), made, wanted, strict=True):
         if not isinstance(needs, Tensor):
             continue
         if not isinstance(has, Tensor):
             raise ScheduleError(f"result {i} of '{name}' is a {type(has).__name__}, not a tensor")
-        if has.shape != needs.shape or has.dtype != needs.dtype:
+        if has.shape != needs.shape or has.dtype != needs.dtype or has.device != needs.device:
             raise ScheduleError(
                 f"result {i} of '{name}' is {_form(has)}, and what it stands for is {_form(needs)}"
             )
@@ -202,29 +302,52 @@ def compare(made: Sequence[Any], wanted: Sequence[Any], name: str, *, values: bo
             raise ScheduleError(f"result {i} of '{name}' {wrong}")
 
 
-def check_signature(new: Any, given: int, fixed: Mapping[str, Any], name: str) -> None:
+def check_signature(new: Any, given: int, named: Mapping[str, Any], name: str) -> None:
     """Raise unless something can be called with so many values and some further arguments."""
-    if not callable(new):
-        raise InvalidArgument(f"replace takes a module or a function, not a {type(new).__name__}.")
-    function = new.forward if isinstance(new, nn.Module) else new
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
+    signature = signature_of(new)
+    if signature is None:
         return
     try:
-        signature.bind(*[None] * given, **fixed)
+        signature.bind(*[None] * given, **named)
     except TypeError as error:
-        also = f" and {', '.join(fixed)}" if fixed else ""
+        also = f" and {', '.join(named)}" if named else ""
         raise ScheduleError(
             f"'{name}' takes {signature}, and is given {given} values{also}: {error}. "
             f"`concrete_args` fixes further arguments"
         ) from None
 
 
+def signature_of(new: Any) -> inspect.Signature | None:
+    """What something is called with, None where it does not tell."""
+    if not callable(new):
+        raise InvalidArgument(f"replace takes a module or a function, not a {type(new).__name__}.")
+    try:
+        return inspect.signature(new.forward if isinstance(new, nn.Module) else new)
+    except (TypeError, ValueError):
+        return None
+
+
+@contextmanager
+def in_mode(new: Any, training: bool) -> Generator[None]:
+    """A new module in the mode of what it stands for; in its own again if it turns out not to fit."""
+    if not isinstance(new, nn.Module):
+        yield
+        return
+    modes = [(module, module.training) for module in new.modules()]
+    new.train(training)
+    try:
+        yield
+    except BaseException:
+        for module, mode in modes:
+            module.training = mode
+        raise
+
+
 def _form(value: Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    where = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
 
 
-def _told(operands: Sequence[Any], order: Sequence[int]) -> str:
-    given = [operands[i] for i in order]
+def _told(operands: Sequence[Any], order: Sequence[int | None]) -> str:
+    given = [None if i is None else operands[i] for i in order]
     return ", ".join(_form(v) if isinstance(v, Tensor) else repr(v) for v in given)

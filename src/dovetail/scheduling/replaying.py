@@ -101,6 +101,8 @@ def _on_targets(work: Workspace, entry: dict[str, Any], items: list[Any]) -> Non
                 check=False,
                 name=entry.get("name"),
             )
+    elif do == "replace_all":
+        _replace_all(work, (), items, entry)
     elif do == "decompose":
         actions.decompose(work, items)
     elif do == "annotate":
@@ -128,13 +130,25 @@ def _on_paths(work: Workspace, entry: dict[str, Any]) -> None:
             name=entry.get("name"),
         )
     elif do == "replace_all":
-        substituting.replace_all(work, tuple(paths), entry["class"], entry["factory"], False)
+        _replace_all(work, tuple(paths), entry["class"], entry)
     elif do == "annotate":
         actions.annotate(work, paths, entry["attrs"])
     elif do == "checkpoint":
         actions.checkpoint(work, paths)
     else:
         raise ScheduleError(f"the step '{do}' is unknown here")
+
+
+def _replace_all(work: Workspace, paths: tuple[str, ...], what: Any, entry: dict[str, Any]) -> None:
+    substituting.replace_all(
+        work,
+        paths,
+        what,
+        entry["factory"],
+        params=entry.get("params"),
+        concrete_args=entry.get("concrete_args"),
+        check=False,
+    )
 
 
 def _backend(value: Any) -> Any:

@@ -84,6 +84,11 @@ class Installed:
             self.module.__dict__["forward"] = self.own
 
 
+def _modes_of(module: nn.Module) -> list[bool]:
+    """The modes of a module and of those in it; a graph has those it was captured with."""
+    return [m.training for m in module.modules() if not isinstance(m, GraphModule) or m is module]
+
+
 class Running(Installed):
     """Calls of one part: its graphs, one for each call signature, and for other calls new ones made alike.
 
@@ -115,7 +120,7 @@ class Running(Installed):
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """A call that another tracer looks at: a graph that fits, whose operations it sees."""
         for form in self.forms.made:
-            if form.program.training == self.module.training:
+            if _modes_of(form.program) == _modes_of(self.module):
                 try:
                     return form.program.forward(*args, **kwargs)
                 except CallMismatch:
@@ -123,8 +128,8 @@ class Running(Installed):
         return self.forms.model.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
-        # The copy's parameters are others: it captures anew.
-        return Running(copy.deepcopy(self.module, memo), self.steps)
+        # The copy's parameters are others: it captures anew, and calls what was copied with it.
+        return Running(copy.deepcopy(self.module, memo), copy.deepcopy(self.steps, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Running, (self.module, self.steps)

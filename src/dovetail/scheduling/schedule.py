@@ -17,7 +17,7 @@ from dovetail.scheduling.printing import tree
 from dovetail.scheduling.recording import Example
 from dovetail.scheduling.replaying import replay
 from dovetail.scheduling.verifying import Verdict, verify
-from dovetail.scheduling.workspace import Workspace
+from dovetail.scheduling.workspace import Done, Workspace
 
 Result = TypeVar("Result")
 
@@ -93,8 +93,8 @@ class Schedule(Part):
     def verifying(self, **options: Any) -> Generator[Schedule]:
         """Verify after each step within; a step that fails is not done."""
 
-        def check() -> None:
-            verify(self._work, **options)
+        def check(doing: Done) -> None:
+            verify(self._work, doing=doing, **options)
 
         self._work.after.append(check)
         try:
@@ -129,7 +129,9 @@ def schedule(
         raise InvalidArgument(f"schedule takes a module, not a {type(model).__name__}.")
     if any(is_scheduled(module) for module in model.modules()):
         raise InvalidArgument("the model is built by a schedule; go on with that one, or `release` it first.")
-    return Schedule(model, None if args is None and kwargs is None else _example(() if args is None else args, kwargs))
+    return Schedule(
+        model, None if args is None and kwargs is None else _example(() if args is None else args, kwargs)
+    )
 
 
 def _example(args: Any, kwargs: Any) -> Example:

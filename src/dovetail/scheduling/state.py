@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -85,7 +84,7 @@ class State:
 
     def redo(self, root: str) -> Callable[[GraphModule], GraphModule]:
         """What does the steps of a traced part on another capture of it."""
-        return partial(_redone, tuple(e for e in self.edits if is_within(e.root, root)), root)
+        return Redo(tuple(e for e in self.edits if is_within(e.root, root)), root)
 
     def programs(self, root: str) -> list[tuple[Modes, GraphModule]]:
         """The graphs of a traced part as they are now, with the modes they are for."""
@@ -93,14 +92,23 @@ class State:
         return [(modes, self.graphs[root, i].gm) for i, (modes, _) in enumerate(trace.captures)]
 
 
-def _redone(edits: tuple[Edit, ...], root: str, gm: GraphModule) -> GraphModule:
-    """The steps that were made for the first way of calling, on a capture for another."""
-    look = Scenes()
-    part = PartGraph(gm)
-    for edit in edits:
-        if edit.form == 0:
-            part, _ = edit.apply(part, root, look)
-    return part.gm
+@dataclass(frozen=True, eq=False)
+class Redo:
+    """The steps that were made for the first way of calling, to be done on a capture for another."""
+
+    edits: tuple[Edit, ...]
+    root: str
+
+    def __call__(self, gm: GraphModule) -> GraphModule:
+        look = Scenes()
+        part = PartGraph(gm)
+        for edit in self.edits:
+            if edit.form == 0:
+                part = edit.again(part, self.root, look)
+        return part.gm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Redo:
+        return Redo(tuple(edit.copied(memo) for edit in self.edits), self.root)
 
 
 def trace_part(path: str, module: nn.Module, calls: Iterable[Call]) -> Trace:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
-from dovetail.rules.matching.match import Value
+from dovetail.scheduling.binding import bound, order_of_results, spelled_operand
 from dovetail.scheduling.edits import Replace, isolated
-from dovetail.scheduling.finders import ByModule, ByRegion
-from dovetail.scheduling.found import Found
+from dovetail.scheduling.finders import ByModule, finder_of
+from dovetail.scheduling.found import Found, PartRegion
 from dovetail.scheduling.paths import below, is_within
-from dovetail.scheduling.recording import copied, undisturbed
-from dovetail.scheduling.replacing import Replacement, check_fits, check_signature, compare
+from dovetail.scheduling.recording import returned_by
+from dovetail.scheduling.replacing import (
+    Probe,
+    check_fits,
+    in_mode,
+    leaves,
+    own_state,
+    probed,
+    result_order,
+)
+from dovetail.scheduling.swapping import swapped
 from dovetail.scheduling.targets import (
     Group,
     grouped,
@@ -30,233 +37,249 @@ from dovetail.scheduling.targets import (
 )
 from dovetail.scheduling.workspace import Workspace
 
+Params = Mapping[str, Any] | None
+
 
 def replace_target(
     work: Workspace,
     new: Any,
     target: Any,
     *,
-    params: Mapping[str, Any] | None,
+    params: Params,
     concrete_args: Mapping[str, Any] | None,
     check: bool,
     name: str | None,
 ) -> None:
     """Put a module or function in the place of a match, a region, siblings, or the modules at some paths."""
-    if not callable(new):
-        raise InvalidArgument(f"replace takes a module or a function, not a {type(new).__name__}.")
-    label = name or getattr(new, "__name__", type(new).__name__)
+    label = _label(new, name)
     fixed = dict(concrete_args or {})
     if is_path(target):
         paths = resolved_paths(work, target)
-        inside = [work.state.root_of(path) for path in paths]
-        if any(root is not None and root != path for root, path in zip(inside, paths, strict=True)):
-            _replace_in_graphs(work, new, [_whole(work, path) for path in paths], params, fixed, check, label)
-            return
-        _swap(work, dict.fromkeys(paths, new), params, fixed, check, label)
+        refuse_sharing(work, new, params, paths)
+
+        def exchange() -> None:
+            _replace_modules(work, dict.fromkeys(paths, new), params, fixed, check, label)
+
+        told = {"do": "replace", "paths": paths, "new": new, "name": label}
+        told |= {"params": dict(params)} if params else {}
+        told |= {"concrete_args": fixed} if fixed else {}
+        work.step(lambda _: told, exchange)
         return
     items, _ = listed(target, "replace")
-    _replace_in_graphs(work, new, [items], params, fixed, check, label)
+    refuse_sharing(work, new, params, [])
 
-
-def _whole(work: Workspace, path: str) -> list[Found]:
-    """The operations of a module within a traced part."""
-    root = work.state.root_of(path) or ""
-    found = work.find([root], ByModule(re.compile(f"^{re.escape(below(path, root))}$")))
-    if not found:
-        raise ScheduleError(f"no operation of '{path}' is left in the traced part '{root}': {found.why}")
-    return [found[0]]
-
-
-def _replace_in_graphs(
-    work: Workspace,
-    new: Any,
-    targets: list[list[Any]],
-    params: Mapping[str, Any] | None,
-    fixed: dict[str, Any],
-    check: bool,
-    label: str,
-) -> None:
-    def run() -> list[dict[str, Any]]:
-        told: list[dict[str, Any]] = []
-        for items in targets:
-            groups = grouped(work, items, "replace")
-            if len(groups) > 1:
-                raise ScheduleError("siblings that are replaced by one call must be in one graph")
-            group = groups[0]
-            replacement = Replacement(
-                new,
-                _identifier(label),
-                _given(group, params),
-                {name: _operand(group, value) for name, value in (params or {}).items()},
-                fixed,
-            )
-            part = work.state.graphs[group.root, group.form]
-            gm, region = isolated(part.gm, list(group.found))
-            trace = work.state.traces[group.root]
-            call = trace.calls[group.form]
-            check_fits(gm, region, replacement, call.example, trace.module, values=check)
-            told.extend(spelled_targets([group], keys_of(work, [group])))
-            work.edit(Replace(group.root, group.form, group.addresses, new=replacement))
-        return told
-
-    def entry(told: list[dict[str, Any]]) -> dict[str, Any]:
-        spelled = {
-            name: value.name if isinstance(value, Value) else value for name, value in (params or {}).items()
-        }
-        more = {"params": spelled} if spelled else {}
-        more |= {"concrete_args": fixed} if fixed else {}
-        return {"do": "replace", "at": told, "siblings": len(targets[0]), "new": new, "name": label, **more}
-
-    work.step(entry, run)
-
-
-def _given(group: Group, params: Mapping[str, Any] | None) -> tuple[str, ...] | None:
-    """The operands of a pattern that a replacement is called with, in the pattern's order."""
-    match = group.found[0]
-    if len(group.found) > 1:
-        return _common_operands(group)
-    is_pattern = bool(match.request is not None and match.request.arguments) or isinstance(
-        match.finder, ByRegion
-    )
-    if not is_pattern:
-        return None
-    taken = {_operand(group, value) for value in (params or {}).values()}
-    named = [name for name, value in match.operands.items() if isinstance(value, Value)]
-    return tuple(name for name in named if name not in taken) or None
-
-
-def _common_operands(group: Group) -> tuple[str, ...]:
-    """What siblings all read, each value once; weights of theirs are not among it."""
-    seen: dict[str, None] = {}
-    for match in group.found:
-        for value in match.operands.values():
-            if isinstance(value, Value) and not value.is_constant:
-                seen[value.name] = None
-    return tuple(seen)
-
-
-def _operand(group: Group, value: Any) -> str:
-    """The name by which an operand of a match is known."""
-    if isinstance(value, str):
-        return value
-    for match in group.found:
-        for name, known in match.operands.items():
-            if isinstance(known, Value) and isinstance(value, Value) and known.name == value.name:
-                return name
-    raise InvalidArgument(f"params takes values of the match, such as match['w'], not {value!r}.")
-
-
-def _identifier(label: str) -> str:
-    text = "".join(c if c.isalnum() else "_" for c in label).strip("_")
-    return text if text and not text[0].isdigit() else f"new_{text}"
-
-
-def _swap(
-    work: Workspace,
-    news: Mapping[str, Any],
-    params: Mapping[str, Any] | None,
-    fixed: dict[str, Any],
-    check: bool,
-    label: str,
-    entry: dict[str, Any] | None = None,
-) -> None:
-    """Other modules at some paths, each tried on what the module there is called with."""
-    if "" in news:
-        raise InvalidArgument("the model itself cannot be replaced; schedule the other model.")
-
-    def run() -> None:
-        inner = [root for root in work.state.traces if any(is_within(root, path) for path in news)]
-        if inner:
+    def run() -> dict[str, Any]:
+        groups = grouped(work, items, "replace")
+        if len(groups) > 1:
+            graphs = ", ".join(f"'{g.root or 'the model'}'" for g in groups)
             raise ScheduleError(
-                f"'{inner[0]}' was traced, and would be lost with what it is in. Undo its steps first"
+                f"a list is replaced by one call, and these are in several graphs ({graphs}). "
+                f"Give the matches of one of them, or replace each by itself: replace_all(matches, factory)"
             )
-        calls = work.record(news)
-        made: dict[str, nn.Module] = {}
-        for path, new in news.items():
-            module = as_module(new, fixed)
-            _take_over(work, module, params)
-            for call in calls[path]:
-                count = len(call.example.args)
-                check_signature(module, count, {**call.example.kwargs}, label)
-                with undisturbed(module), torch.no_grad():
-                    try:
-                        result = module(*copied(call.example.args), **copied(dict(call.example.kwargs)))
-                    except Exception as error:
-                        raise ScheduleError(
-                            f"'{label}' does not take what '{path}' is called with: {type(error).__name__}: {error}"
-                        ) from error
-                compare(_leaves(result), _leaves(call.result), label, values=check)
-            module.train(work.module_at(path).training)
-            made[path] = module
-        work.state = replace(work.state, swaps={**work.state.swaps, **made})
+        told = _replace_group(work, new, groups[0], params, fixed, check, label)
+        return {"do": "replace", **told, "new": new, "name": label}
 
-    told = entry or {"do": "replace", "paths": list(news), "new": next(iter(news.values())), "name": label}
-    told |= {"params": dict(params)} if params else {}
-    told |= {"concrete_args": fixed} if fixed else {}
-    work.step(lambda _: told, run)
-
-
-def _leaves(value: Any) -> list[Any]:
-    return pytree.tree_leaves(value)
-
-
-class Called(nn.Module):
-    """A function, or something with further arguments fixed, as a module."""
-
-    def __init__(self, function: Callable[..., Any], fixed: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.fixed = dict(fixed)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **self.fixed, **kwargs)
-
-
-def as_module(new: Any, fixed: Mapping[str, Any]) -> nn.Module:
-    return new if isinstance(new, nn.Module) and not fixed else Called(new, fixed)
-
-
-def _take_over(work: Workspace, module: nn.Module, params: Mapping[str, Any] | None) -> None:
-    """Let parameters of a new module be parameters of the model, the very same objects."""
-    for name, source in (params or {}).items():
-        if not isinstance(source, str):
-            raise InvalidArgument(
-                f"params of a module that is replaced are names of parameters, not {source!r}."
-            )
-        with work.exchanged() as model:
-            try:
-                value = model.get_parameter(source)
-            except AttributeError as error:
-                raise ScheduleError(f"the model has no parameter '{source}'") from error
-        owner, _, own = name.rpartition(".")
-        holder = module.get_submodule(owner)
-        if own not in holder._parameters:
-            raise ScheduleError(f"the new module has no parameter '{name}'")
-        holder._parameters[own] = value
+    work.step(lambda told: told, run)
 
 
 def replace_all(
     work: Workspace,
     paths: tuple[str, ...],
-    cls: type[nn.Module],
-    factory: Callable[[nn.Module], nn.Module],
+    what: Any,
+    factory: Callable[[Any], Any],
+    *,
+    params: Params,
+    concrete_args: Mapping[str, Any] | None,
     check: bool,
 ) -> list[str]:
-    """Replace every module of a class; what is inside of one that is replaced is not looked at."""
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"replace_all takes a class of modules, not {cls!r}.")
-    found: list[str] = []
+    """Replace modules of a class, or matches, each by what a factory makes of it; returns where they are."""
+    if not callable(factory):
+        raise InvalidArgument(f"replace_all takes a function that makes replacements, not {factory!r}.")
+    fixed = dict(concrete_args or {})
+    if isinstance(what, type) and issubclass(what, nn.Module):
+        return _replace_class(work, paths, what, factory, params, fixed, check)
+    is_given = isinstance(what, (Found, PartRegion)) or (
+        isinstance(what, (list, tuple)) and not is_path(what)
+    )
+    items = listed(what if is_given else work.find(paths, finder_of(what)), "replace")[0]
+
+    def run() -> dict[str, Any]:
+        groups = grouped(work, items, "replace")
+        at = spelled_targets(groups, keys_of(work, groups))
+        told: dict[str, Any] = {}
+        for item in items:
+            new = factory(item)
+            refuse_sharing(work, new, params, [])
+            group = grouped(work, [item], "replace")[0]
+            told = _replace_group(work, new, group, params, fixed, check, _label(new, None))
+        return {"do": "replace_all", **told, "at": at, "factory": factory}
+
+    work.step(lambda told: told, run)
+    return [item.module_path if isinstance(item, Found) else item.path for item in items]
+
+
+def _replace_class(
+    work: Workspace,
+    paths: tuple[str, ...],
+    cls: type[nn.Module],
+    factory: Callable[[nn.Module], Any],
+    params: Params,
+    fixed: dict[str, Any],
+    check: bool,
+) -> list[str]:
+    found: dict[str, nn.Module] = {}
     with work.exchanged() as model:
-        modules = {path: module for path, module in model.named_modules() if path}
-        for path, module in modules.items():
-            is_inside = any(is_within(path, outer) for outer in paths)
+        for path, module in model.named_modules(remove_duplicate=False):
+            is_inside = bool(path) and any(is_within(path, outer) for outer in paths)
             if type(module) is cls and is_inside and not any(is_within(path, outer) for outer in found):
-                found.append(path)
-        news = {path: factory(modules[path]) for path in found}
+                found[path] = module
+        # A module that the model has in two places stays one.
+        made = {module: factory(module) for module in dict.fromkeys(found.values())}
     if not found:
         raise ScheduleError(
             f"no module of class {cls.__name__} is in {', '.join(p or 'the model' for p in paths)}"
         )
+    seen: dict[int, nn.Module] = {}
+    for old, new in made.items():
+        if seen.setdefault(id(new), old) is not old:
+            refuse_sharing(work, new, params, list(found))
+    news = {path: made[module] for path, module in found.items()}
+    label = getattr(factory, "__name__", "factory")
+    label = label if label.isidentifier() else cls.__name__
     told = {"do": "replace_all", "paths": list(paths), "class": cls, "factory": factory}
-    _swap(work, news, None, {}, check, getattr(factory, "__name__", "factory"), told)
-    return found
+    told |= {"params": dict(params)} if params else {}
+    told |= {"concrete_args": fixed} if fixed else {}
+    work.step(lambda _: told, lambda: _replace_modules(work, news, params, fixed, check, label))
+    return list(found)
+
+
+def _replace_modules(
+    work: Workspace,
+    news: Mapping[str, Any],
+    params: Params,
+    fixed: dict[str, Any],
+    check: bool,
+    label: str,
+) -> None:
+    """Other modules at some paths: in the model where nothing around them is traced, else in the graph."""
+    if "" in news:
+        raise InvalidArgument("the model itself cannot be replaced; schedule the other model.")
+    roots = {path: work.state.root_of(path) for path in news}
+    outside = {path: new for path, new in news.items() if roots[path] in (None, path)}
+    if outside:
+        swapped(work, outside, params, fixed, check, label)
+    for path, root in roots.items():
+        if path in outside or root is None:
+            continue
+        if params:
+            params = {name: _operand_name(root, path, source) for name, source in params.items()}
+        for match in _calls_of(work, root, path):
+            group = grouped(work, [match], "replace")[0]
+            _replace_group(work, news[path], group, params, fixed, check, label)
+
+
+def _operand_name(root: str, path: str, source: Any) -> Any:
+    """A parameter of the module at `path` as operands of a graph are called."""
+    return f"{below(path, root)}.{source}".replace(".", "_") if isinstance(source, str) else source
+
+
+def _calls_of(work: Workspace, root: str, path: str) -> list[Found]:
+    """The operations of each call of a module within a traced part."""
+    scope = below(path, root)
+    found = work.find([root], ByModule(re.compile(f"^{re.escape(scope)}$")))
+    if not found:
+        closed = work.regions_holding(path)
+        why = f"they are in {', '.join(closed[:4])}" if closed else found.why
+        raise ScheduleError(f"no operation of '{path}' is to be found in the traced part '{root}': {why}")
+    return list(found)
+
+
+def _replace_group(
+    work: Workspace,
+    new: Any,
+    group: Group,
+    params: Params,
+    fixed: dict[str, Any],
+    check: bool,
+    label: str,
+) -> dict[str, Any]:
+    """Try a replacement where matches of one graph stand, and put it there; what history keeps of it."""
+    found = list(group.found)
+    trace = work.state.traces[group.root]
+    call = trace.calls[group.form]
+    gm, region = isolated(work.state.graphs[group.root, group.form].gm, found)
+    probe = probed(gm, region, call.example, trace.module)
+    order = result_order(region)
+    results, count = _results(work, group, probe, order)
+    replacement = bound(new, _identifier(label), found, params, fixed, results)
+    with in_mode(new, _is_training(work, group)):
+        tells = check_fits(replacement.adapter(found, region), probe, label, count, values=check)
+        told: dict[str, Any] = {
+            "at": spelled_targets([group], keys_of(work, [group])),
+            "siblings": len(found),
+        }
+        tried = replace(replacement, tells=tells)
+        work.edit(Replace(group.root, group.form, group.addresses, new=tried))
+    if replacement.params:
+        told["params"] = {name: spelled_operand(found, at) for name, at in replacement.params.items()}
+    return told | ({"concrete_args": fixed} if fixed else {})
+
+
+def _is_training(work: Workspace, group: Group) -> bool:
+    with work.exchanged() as model:
+        try:
+            return model.get_submodule(group.found[0].module_path).training
+        except AttributeError:
+            return work.state.traces[group.root].module.training
+
+
+def _results(
+    work: Workspace, group: Group, probe: Probe, order: Sequence[int]
+) -> tuple[tuple[int, ...], int]:
+    """Which result of a replacement each result of the matches is, and how many there are."""
+    match = group.found[0]
+    known = max([len(order), *(i + 1 for i in order)])
+    if len(group.found) > 1 or not isinstance(match.finder, ByModule):
+        declared = sum(len(m.outputs) for m in group.found)
+        return tuple(range(max(known, declared))), max(known, declared)
+    trace = work.state.traces[group.root]
+    with work.exchanged():
+        example = trace.calls[group.form].example
+        # Matches of a group are as the traced part's graph has them.
+        returned = [leaves(value) for value in returned_by(trace.module, match.module_path, example)]
+    if len(order) == 1 and all(len(values) == 1 for values in returned):
+        return (0,), 1
+    reasons: list[ScheduleError] = []
+    for values in returned:
+        try:
+            return order_of_results(group.found, probe, values, order), len(values)
+        except ScheduleError as reason:
+            reasons.append(reason)
+    raise reasons[0]
+
+
+def refuse_sharing(work: Workspace, new: Any, params: Params, paths: Sequence[str]) -> None:
+    """Raise if a module with weights of its own would stand in two places."""
+    own = own_state(new, params or {})
+    if not own:
+        return
+    places = [path for path, module in work.state.swaps.items() if module is new]
+    places += [e.root for e in work.state.edits if isinstance(e, Replace) and e.new and e.new.new is new]
+    if len(paths) > 1 or places:
+        here = ", ".join(f"'{p or 'the model'}'" for p in [*places, *paths][:4])
+        raise ScheduleError(
+            f"one {type(new).__name__} would stand in several places ({here}), which would share its weights "
+            f"({', '.join(own[:3])}). Make one for each: replace_all(what, factory), or take the weights over with `params`"
+        )
+
+
+def _label(new: Any, name: str | None) -> str:
+    if not callable(new) or isinstance(new, type):
+        what = f"the class {new.__name__}" if isinstance(new, type) else f"a {type(new).__name__}"
+        raise InvalidArgument(f"replace takes a module or a function, not {what}.")
+    return name or getattr(new, "__name__", type(new).__name__)
+
+
+def _identifier(label: str) -> str:
+    text = "".join(c if c.isalnum() else "_" for c in label).strip("_")
+    return text if text and not text[0].isdigit() else f"new_{text}"

@@ -12,7 +12,9 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.lowering.forms import Forms
+from dovetail.outlining.record import call_of, walk
 from dovetail.outlining.region import regions
+from dovetail.rules.modulestack import frame
 from dovetail.scheduling.edits import Edit
 from dovetail.scheduling.finders import Finder, Scenes, frames_of
 from dovetail.scheduling.found import Found, Matches, PartRegion
@@ -43,7 +45,7 @@ class Workspace:
         self.done: list[Done] = []
         self.look = Scenes()
         self.installation = Installation(model)
-        self.after: list[Callable[[], None]] = []
+        self.after: list[Callable[[Done], None]] = []
         self._inner: list[dict[str, Any]] | None = None
         self._traces: dict[str, tuple[Any, Trace]] = {}
         self._prospect: tuple[State, list[str], State] = (self.state, [], self.state)
@@ -80,7 +82,7 @@ class Workspace:
                 told = {**told, "steps": self._inner}
             if outer is None:
                 for check in self.after:
-                    check()
+                    check(Done(told, before))
         except BaseException:
             self.state, self._inner = before, outer
             raise
@@ -211,6 +213,23 @@ class Workspace:
                     path = here[0] if is_within(here[0], root) else root
                     found.append(placed(region, path, root, form))
         return found
+
+    def regions_holding(self, path: str) -> list[str]:
+        """The names of regions that operations of the module at `path` are in."""
+        root = self.state.root_of(path)
+        if root is None:
+            return []
+        gm, scope = self.state.graphs[root, 0].gm, below(path, root)
+        calls = [(node.name, call) for node in gm.graph.nodes if (call := call_of(node.meta)) is not None]
+        return [
+            name
+            for name, call in calls
+            if any(
+                is_within(frame(key, entry).path, scope)
+                for member in walk(call)
+                for key, entry in (member.meta.get("nn_module_stack") or {}).items()
+            )
+        ]
 
     def regions_named(self, root: str, form: int, names: Mapping[str, str]) -> list[PartRegion]:
         """Regions by name, each with the path of the part it was made in."""

@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import torch
 import torch.fx.node as fx_node
-from torch import Tensor, nn
+from torch import nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
-    ConstantArgument,
     ExportGraphSignature,
     OutputKind,
     OutputSpec,
@@ -26,7 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CaptureError
-from dovetail.graph.capturing import batchnorm, blame, gradmode, watching
+from dovetail.graph.capturing import aliasing, batchnorm, blame, direct, gradmode, watching
+from dovetail.graph.capturing.direct import Decomposed
+from dovetail.graph.capturing.parting import Unsure
 from dovetail.graph.capturing.quieting import noise_kept, quiet, rng_kept
 from dovetail.graph.capturing.specs import dict_of, leaf_spec, tuple_of
 
@@ -42,7 +43,7 @@ class Exported:
     The program itself takes and returns flat tuples; `names`, `in_spec` and `out_spec` are the model's. `aliases` maps the position of a result to the name of the placeholder whose storage it shares.
     """
 
-    program: ExportedProgram
+    program: Decomposed
     aliases: Mapping[int, str]
     names: tuple[str, ...]
     in_spec: TreeSpec
@@ -95,23 +96,36 @@ def decompose(program: ExportedProgram) -> Exported:
     Edits the program given; `own` makes one that may be edited.
     """
     with quiet(), rng_kept(), torch.enable_grad():
-        _keep_old_values(program)
-        aliases = _aliased_results(program)
+        aliasing.keep_old_values(program)
+        aliases = aliasing.aliased_results(program)
         if gradmode.flatten_no_grad(program.graph_module):
-            _rename_results(program)
+            aliasing.rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
             raise CaptureError("the exported program does not say how it is called. Export it anew.")
-        kept = _kept_draws(program.graph)
-        flat = _called_flat(program, kept)
+        signature = _also_returned(program, _kept_draws(program.graph))
         names = _input_names(program)
-        with noise_kept() as noise, _effects_kept(program.graph):
+        with _effects_kept(program.graph):
             try:
-                decomposed = flat.run_decompositions({})
-            except Exception as error:
-                raise _translated(error, noise) from error
+                decomposed = direct.decomposed(program, signature)
+            except Unsure as reason:
+                _log.debug("the program is traced anew to decompose it: %s", reason)
+                decomposed = retraced(program, signature)
         batchnorm.choose_kernel_as_eager(decomposed.graph)
         return Exported(decomposed, aliases, names, in_spec, out_spec)
+
+
+def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:
+    """The program as torch itself decomposes it, whatever it holds."""
+    flat = _called_flat(program, signature)
+    with noise_kept() as noise:
+        try:
+            new = flat.run_decompositions({})
+        except Exception as error:
+            raise _translated(error, noise) from error
+    return Decomposed(
+        new.graph, new.graph_signature, new.graph_module, new.constants, dict(new.range_constraints)
+    )
 
 
 @contextlib.contextmanager
@@ -177,20 +191,22 @@ def _as_tensor(graph: Graph, draw: Node) -> Node:
     return first
 
 
-def _called_flat(program: ExportedProgram, also: list[Node]) -> ExportedProgram:
-    """The same program with flat inputs and results, so that no user's class is taken apart while decomposing.
-
-    The nodes in `also` are returned too, after all others.
-    """
+def _also_returned(program: ExportedProgram, also: list[Node]) -> ExportGraphSignature:
+    """Return the nodes in `also` too, after all others; the signature of that."""
     signature = program.graph_signature
-    if also:
-        output = program.graph.output_node()
-        output.args = ((*cast("tuple[Any, ...]", output.args[0]), *also),)
-        extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in also]
-        signature = ExportGraphSignature(
-            input_specs=signature.input_specs, output_specs=[*signature.output_specs, *extra]
-        )
-        program.graph_module.recompile()
+    if not also:
+        return signature
+    output = program.graph.output_node()
+    output.args = ((*cast("tuple[Any, ...]", output.args[0]), *also),)
+    extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in also]
+    program.graph_module.recompile()
+    return ExportGraphSignature(
+        input_specs=signature.input_specs, output_specs=[*signature.output_specs, *extra]
+    )
+
+
+def _called_flat(program: ExportedProgram, signature: ExportGraphSignature) -> ExportedProgram:
+    """The same program with flat inputs and results, so that no user's class is taken apart while decomposing."""
     inputs = tuple_of([_LEAF] * len(signature.user_inputs))
     outputs = tuple_of([_LEAF] * len(signature.user_outputs))
     call = ModuleCallSignature(
@@ -216,85 +232,6 @@ def _remade(
         constants=program.constants,
         verifiers=program.verifiers,
     )
-
-
-def _keep_old_values(program: ExportedProgram) -> None:
-    """Return a copy of a buffer's old value where forward gave the buffer a new tensor and returns the old.
-
-    The exporter writes the new value into the buffer before it returns, which would change the old one too.
-    """
-    graph = program.graph
-    output = graph.output_node()
-    rebinds = [n for n in graph.nodes if _is_rebinding(n)]
-    if not rebinds:
-        return
-    targets = {storage_of(cast(Node, n.args[0]).meta["val"]) for n in rebinds}
-    results = list(cast("tuple[Any, ...]", output.args[0]))
-    for i, result in enumerate(results):
-        value = result.meta.get("val") if isinstance(result, Node) else None
-        if isinstance(value, Tensor) and storage_of(value) in targets:
-            with graph.inserting_before(rebinds[0]):
-                clone = graph.call_function(torch.ops.aten.clone.default, (result,))
-            clone.meta = dict(result.meta)
-            clone.meta["val"] = fresh_like(value)
-            results[i] = clone
-    output.args = (tuple(results),)
-    program.graph_module.recompile()
-    _rename_results(program)
-
-
-def _is_rebinding(node: Node) -> bool:
-    """Whether the exporter added this write because forward assigned a new tensor to a buffer."""
-    if node.target is not torch.ops.aten.copy_.default or "copy_" in str(node.meta.get("torch_fn")):
-        return False
-    target, source = (cast(Node, a).meta.get("val") for a in node.args[:2])
-    if not isinstance(target, Tensor) or not isinstance(source, Tensor):
-        return False
-    return cast(Node, node.args[0]).op == "placeholder" and storage_of(target) != storage_of(source)
-
-
-def _aliased_results(program: ExportedProgram) -> dict[int, str]:
-    """User results that share a placeholder's storage before functionalisation took in-place writes away."""
-    signature = program.graph_signature
-    owners: dict[int, str] = {}
-    for node in program.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            owners.setdefault(storage_of(value), node.name)
-    found: dict[int, str] = {}
-    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
-    names = set(signature.user_outputs)
-    position = 0
-    for spec, result in zip(signature.output_specs, results, strict=True):
-        if spec.kind.name != "USER_OUTPUT":
-            continue
-        if isinstance(result, Node) and result.name in names and isinstance(result.meta.get("val"), Tensor):
-            owner = owners.get(storage_of(result.meta["val"]))
-            if owner is not None:
-                found[position] = owner
-        position += 1
-    return found
-
-
-def fresh_like(value: Any) -> Any:
-    """A fake tensor of the same form on a storage of its own."""
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def storage_of(value: Tensor) -> int:
-    """An identity of the storage behind a (fake) tensor."""
-    if value.layout is not torch.strided:
-        return id(value)
-    return value.untyped_storage()._cdata
-
-
-def _rename_results(program: ExportedProgram) -> None:
-    signature: ExportGraphSignature = program.graph_signature
-    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
-    for spec, result in zip(signature.output_specs, results, strict=True):
-        if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
-            spec.arg = dataclasses.replace(spec.arg, name=result.name)
 
 
 def _translated(error: Exception, noise: list[str]) -> CaptureError:
@@ -325,7 +262,7 @@ def _first_lines(text: str, most: int) -> str:
     return "\n    ".join(cut.splitlines()[:most])
 
 
-def guards_of(program: ExportedProgram) -> list[Any]:
+def guards_of(program: Decomposed) -> list[Any]:
     """What the exporter assumed about symbolic sizes beyond their ranges, as sympy conditions."""
     for node in program.graph.nodes:
         value = node.meta.get("val")

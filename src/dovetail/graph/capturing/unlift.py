@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame, skeleton
-from dovetail.graph.capturing.exporting import Exported, fresh_like, storage_of
+from dovetail.graph.capturing.aliasing import fresh_like, storage_of
+from dovetail.graph.capturing.exporting import Exported
 from dovetail.graph.module import Program, copy_node, rebuild
 from dovetail.graph.normalform import op_name, viewed_operand
 
@@ -55,7 +55,7 @@ def unlift(exported: Exported, root: nn.Module) -> Unlifted:
 
 class _Unlifting:
     def __init__(self, exported: Exported, root: nn.Module) -> None:
-        self.source: ExportedProgram = exported.program
+        self.source = exported.program
         self.aliases: Mapping[int, str] = exported.aliases
         self.names = exported.names
         self.count = exported.out_spec.num_leaves

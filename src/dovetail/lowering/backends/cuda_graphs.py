@@ -39,6 +39,8 @@ class CudaGraphs(Backend):
         self.version = f"1 {torch.__version__}"
         self.isolation = setting(self.inner, "isolation")
         self.timeout = setting(self.inner, "timeout")
+        self.bound, self.rules = setting(self.inner, "bound"), setting(self.inner, "rules")
+        self.smallest = setting(self.inner, "smallest")
 
     @property
     def kernels(self) -> Mapping[str, Callable[..., Any]]:  # type: ignore[override]  # pyright: ignore

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch.fx import Node
 
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
@@ -22,7 +23,8 @@ _WARM_UPS = 2
 class TorchScript(Backend):
     """Traces a region with `torch.jit.trace`, for the sizes of its operands.
 
-    It takes no random operations: dead ones among them would be dropped, and the random stream would be another.
+    It takes no random operations: dead ones among them would be dropped, and the random stream would be another. Nor
+    what computes a result from nothing: it would compute that once, and give the same tensor every time.
     """
 
     name = "torchscript"
@@ -32,7 +34,7 @@ class TorchScript(Backend):
         self.version = f"1 {torch.__version__}"
 
     def supports(self, region: Region) -> Answer:
-        reason = why_not_fixed(region) or why_not_plain(region, "writes")
+        reason = why_not_fixed(region) or why_not_plain(region, "writes") or _why_not_fresh(region)
         return True if reason is None else Decline(reason)
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
@@ -57,6 +59,18 @@ class TorchScript(Backend):
         with quiet():
             module: Any = torch.jit.load(io.BytesIO(data[1:]))
         return Traced(module, data[:1] == b"g")
+
+
+def _why_not_fresh(region: Region) -> str | None:
+    """Which result depends on no operand."""
+    dependent: set[Node] = set()
+    for node in flat(cast("Body", region.body)).graph.nodes:
+        if node.op == "placeholder" or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+        if node.op == "output":
+            fixed = next((n for n in node.all_input_nodes if n not in dependent), None)
+            return None if fixed is None else f"its result '{fixed.name}' depends on no operand"
+    return None
 
 
 class Traced:

@@ -1,0 +1,92 @@
+"""Which values of an exported program share memory, before functionalisation hides it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
+from torch.fx import Node
+
+
+def keep_old_values(program: ExportedProgram) -> None:
+    """Return a copy of a buffer's old value where forward gave the buffer a new tensor and returns the old.
+
+    The exporter writes the new value into the buffer before it returns, which would change the old one too.
+    """
+    graph = program.graph
+    output = graph.output_node()
+    rebinds = [n for n in graph.nodes if _is_rebinding(n)]
+    if not rebinds:
+        return
+    targets = {storage_of(cast(Node, n.args[0]).meta["val"]) for n in rebinds}
+    results = list(cast("tuple[Any, ...]", output.args[0]))
+    for i, result in enumerate(results):
+        value = result.meta.get("val") if isinstance(result, Node) else None
+        if isinstance(value, Tensor) and storage_of(value) in targets:
+            with graph.inserting_before(rebinds[0]):
+                clone = graph.call_function(torch.ops.aten.clone.default, (result,))
+            clone.meta = dict(result.meta)
+            clone.meta["val"] = fresh_like(value)
+            results[i] = clone
+    output.args = (tuple(results),)
+    program.graph_module.recompile()
+    rename_results(program)
+
+
+def _is_rebinding(node: Node) -> bool:
+    """Whether the exporter added this write because forward assigned a new tensor to a buffer."""
+    if node.target is not torch.ops.aten.copy_.default or "copy_" in str(node.meta.get("torch_fn")):
+        return False
+    target, source = (cast(Node, a).meta.get("val") for a in node.args[:2])
+    if not isinstance(target, Tensor) or not isinstance(source, Tensor):
+        return False
+    return cast(Node, node.args[0]).op == "placeholder" and storage_of(target) != storage_of(source)
+
+
+def aliased_results(program: ExportedProgram) -> dict[int, str]:
+    """User results that share a placeholder's storage before functionalisation took in-place writes away."""
+    signature = program.graph_signature
+    owners: dict[int, str] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            owners.setdefault(storage_of(value), node.name)
+    found: dict[int, str] = {}
+    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
+    names = set(signature.user_outputs)
+    position = 0
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if spec.kind.name != "USER_OUTPUT":
+            continue
+        if isinstance(result, Node) and result.name in names and isinstance(result.meta.get("val"), Tensor):
+            owner = owners.get(storage_of(result.meta["val"]))
+            if owner is not None:
+                found[position] = owner
+        position += 1
+    return found
+
+
+def fresh_like(value: Any) -> Any:
+    """A fake tensor of the same form on a storage of its own."""
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def storage_of(value: Tensor) -> int:
+    """An identity of the storage behind a (fake) tensor."""
+    if value.layout is not torch.strided:
+        return id(value)
+    return value.untyped_storage()._cdata
+
+
+def rename_results(program: ExportedProgram) -> None:
+    """Let the signature call the results by the names that they have now."""
+    signature: ExportGraphSignature = program.graph_signature
+    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
+            spec.arg = dataclasses.replace(spec.arg, name=result.name)

@@ -1,0 +1,337 @@
+"""The decomposed form of a program in one walk, for programs that decomposition hardly changes.
+
+Torch decomposes by tracing the whole program anew, which takes longer than exporting it. Here the nodes that it would
+keep are copied, and the few composite operators that it would take apart are run alone on their fake operands. What
+comes out is the same, names and values too; where that is not certain, nothing comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.fx.passes.shape_prop as shape_prop
+import torch.utils._python_dispatch as python_dispatch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.graph.capturing.aliasing import storage_of
+from dovetail.graph.capturing.parting import Operators, Unsure, same_form, take_apart
+from dovetail.graph.capturing.spelling import Spelling
+
+_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT, InputKind.CONSTANT_TENSOR)
+# A tensor written in the source is lifted and then detached in place; both are to give a copy of the constant.
+_LIFT, _DETACH = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach_.default
+_CLONE = torch.ops.aten.clone.default
+# Left by the strict exporter only, whose names for shared tensors torch does not keep.
+_STRICT = ("source_fn_stack", "example_value")
+# What torch calls the inputs of a program whose inputs are flat.
+_UNNAMED = re.compile(r"arg_\d+")
+# What a tracer hands down from a node that it replays to all that it makes of it.
+_INHERITED = ("stack_trace", "nn_module_stack", "torch_fn", "quantization_tag", "custom")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposed:
+    """A functional graph with what its placeholders and results stand for."""
+
+    graph: Graph
+    graph_signature: ExportGraphSignature
+    graph_module: GraphModule
+    constants: Mapping[str, Any]
+    range_constraints: Mapping[Any, Any]
+
+
+def decomposed(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:
+    """What `run_decompositions({})` makes of the program, or an Unsure.
+
+    Not kept of each node's meta: numbers and provenance that the tracer gives itself.
+    """
+    try:
+        _refuse_surroundings()
+        with torch.no_grad():
+            return _Walk(program, signature).run()
+    except Unsure:
+        raise
+    except Exception as error:
+        # Fake kernels raise errors of all kinds, and what is private in torch may be gone: its own way decides.
+        raise Unsure(f"the walk over it stopped: {type(error).__name__}: {error}") from error
+
+
+def _refuse_surroundings() -> None:
+    if python_dispatch._get_current_dispatch_mode() is not None or torch._C._len_torch_function_stack():
+        raise Unsure("a mode is active that would see the operators")
+    if torch._C._is_any_autocast_enabled():
+        raise Unsure("autocast would be applied once more")
+
+
+class _Walk:
+    def __init__(self, program: ExportedProgram, signature: ExportGraphSignature) -> None:
+        self.program = program
+        self.signature = signature
+        self.graph = Graph()
+        # For each node of the program: a node, the nodes of its parts, or None for an operator without a result.
+        self.made: dict[Node, Any] = {}
+        # Nodes whose new value lies on another storage than the exported one.
+        self.moved: set[Node] = set()
+        self.constants: set[Node] = set()
+        self.operators = Operators()
+        self.spelling = Spelling()
+
+    def run(self) -> Decomposed:
+        if self.program.range_constraints:
+            raise Unsure("sizes are symbolic")
+        if any(key in node.meta for node in self.program.graph.nodes for key in _STRICT):
+            raise Unsure("the program was exported in strict mode")
+        placeholders = self.program.graph.find_nodes(op="placeholder")
+        given = list(zip(self.signature.input_specs, placeholders, strict=True))
+        self._refuse_odd_inputs(given)
+        given = [given[i] for i in registered([spec for spec, _ in given])]
+        for i, (_, node) in enumerate(given):
+            self._placeholder(node, f"arg{i}_1")
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op not in ("placeholder", "output"):
+                raise Unsure(f"'{node.name}' is a {node.op}")
+        results = cast("tuple[Any, ...]", self.program.graph.output_node().args[0])
+        output = self.graph.output(map_arg(tuple(results), self._new))
+        output.meta = dict(self.program.graph.output_node().meta)
+        self.graph.eliminate_dead_code()
+        self._name(placeholders)
+        return Decomposed(
+            self.graph,
+            self._signature([spec for spec, _ in given], cast("tuple[Any, ...]", output.args[0])),
+            self.program.graph_module,
+            self.program.constants,
+            {},
+        )
+
+    def _refuse_odd_inputs(self, given: Sequence[tuple[InputSpec, Node]]) -> None:
+        seen: set[int] = set()
+        for spec, node in given:
+            if spec.kind not in _INPUTS:
+                raise Unsure(f"'{node.name}' is a {spec.kind.name}")
+            if spec.kind is not InputKind.CONSTANT_TENSOR:
+                continue
+            value = self.program.constants.get(cast(str, spec.target))
+            if type(value) is not Tensor or value.requires_grad or id(value) in seen or not node.users:
+                raise Unsure(f"'{node.name}' is no plain constant with a reader")
+            seen.add(id(value))
+            self.constants.add(node)
+
+    def _placeholder(self, node: Node, name: str) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            _plain(value)
+        elif not (value is None or isinstance(value, (bool, int, float, str))):
+            raise Unsure(f"'{node.name}' is a {type(value).__name__}")
+        new = self.graph.create_node("placeholder", node.target, (), {}, name)
+        new.meta = dict(node.meta)
+        if isinstance(value, Tensor):
+            new.meta.setdefault("tensor_meta", shape_prop._extract_tensor_metadata(value))
+        self.made[node] = new
+
+    def _call(self, node: Node) -> None:
+        target = node.target
+        first = node.args[0] if node.args else None
+        if target is operator.getitem:
+            parts = self.made[cast(Node, first)]
+            if not isinstance(parts, list):
+                raise Unsure(f"'{node.name}' takes a part of a single value")
+            self._stands_for(node, parts[cast(int, node.args[1])])
+        elif not isinstance(target, OpOverload):
+            raise Unsure(f"'{node.name}' calls {target}")
+        elif target is _LIFT and first in self.constants:
+            constant = self._new(first)
+            with self._mode(node):
+                value = _CLONE(constant.meta["val"])
+            self._stands_for(node, self._add(node, _CLONE, (constant,), {}, value))
+        elif target is _DETACH and isinstance(first, Node) and first.target is _LIFT:
+            self._stands_for(node, self._new(first))
+        elif self.operators.is_kept(target):
+            args, kwargs = self.spelling(target, node.args, node.kwargs)
+            args, kwargs = map_arg((args, kwargs), self._new)
+            self.made[node] = self._add(node, target, args, kwargs, self._value(node))
+        else:
+            self._part(node, target)
+
+    def _part(self, node: Node, target: OpOverload) -> None:
+        """Add the operators that a composite one consists of."""
+        owners: dict[int, Node] = {}
+        detached: dict[Node, Tensor] = {}
+
+        def operand(old: Node) -> Any:
+            new = self._new(old)
+            value = new.meta.get("val")
+            if isinstance(value, Tensor) and value.requires_grad:
+                value = detached.setdefault(new, value.detach())
+            if owners.setdefault(id(value), new) is not new:
+                raise Unsure(f"'{node.name}' has two operands with one value")
+            return value
+
+        args, kwargs = map_arg((node.args, node.kwargs), operand)
+        calls, result = take_apart(self.operators, self._mode(node), target, args, kwargs)
+
+        def written(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if id(value) not in owners:
+                    raise Unsure(f"'{node.name}' uses a tensor that comes from nowhere")
+                return owners[id(value)]
+            if isinstance(value, (list, tuple)):
+                return [written(part) for part in cast("Sequence[Any]", value)]
+            return value
+
+        for call in calls:
+            operands = tuple(written(value) for value in call.args)
+            named = {name: written(value) for name, value in call.kwargs.items()}
+            made = self._add(node, call.target, operands, named, call.result)
+            news = made if isinstance(made, list) else [made]
+            owners.update({id(part): new for part, new in zip(_parts(call.result), news, strict=False)})
+        self._stands_for(node, written(result))
+
+    def _stands_for(self, node: Node, new: Any) -> None:
+        """Let `new` (a node, or those of several parts) be what readers of `node` get."""
+        self.made[node] = new
+        old = node.meta.get("val")
+        values = [n.meta["val"] for n in new] if isinstance(new, list) else new.meta["val"]
+        if not same_form(values, old):
+            raise Unsure(f"'{node.name}' comes out in another form")
+        if any(storage_of(a) != storage_of(b) for a, b in zip(_parts(values), _parts(old), strict=True)):
+            self.moved.add(node)
+
+    def _add(
+        self, origin: Node, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+    ) -> Any:
+        name = self.graph._target_to_str(target.overloadpacket.__name__)
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        inherited = {key: origin.meta[key] for key in _INHERITED if key in origin.meta}
+        inherited["original_aten"] = target
+        node.meta = dict(inherited)
+        if value is None:
+            return node
+        node.meta["val"] = value
+        if isinstance(value, Tensor):
+            _plain(value)
+            node.meta["tensor_meta"] = shape_prop._extract_tensor_metadata(value)
+            return node
+        if not isinstance(value, (list, tuple)):
+            raise Unsure(f"'{origin.name}' gives a {type(value).__name__}")
+        return [self._item(node, i, part, inherited) for i, part in enumerate(cast("Sequence[Any]", value))]
+
+    def _item(self, whole: Node, position: int, value: Any, inherited: Mapping[str, Any]) -> Node:
+        if not isinstance(value, Tensor):
+            raise Unsure(f"part {position} of {whole.target} is a {type(value).__name__}")
+        _plain(value)
+        item = self.graph.create_node("call_function", operator.getitem, (whole, position), {})
+        item.meta = {**inherited, "val": value, "tensor_meta": shape_prop._extract_tensor_metadata(value)}
+        return item
+
+    def _value(self, node: Node) -> Any:
+        """The exported value; one made anew where that shares memory with a value that was made anew."""
+        value = node.meta.get("val")
+        moved = [old for old in node.all_input_nodes if old in self.moved]
+        theirs = {storage_of(part) for old in moved for part in _parts(old.meta["val"])}
+        if not any(storage_of(part) in theirs for part in _parts(value) if isinstance(part, Tensor)):
+            return value
+        args, kwargs = map_arg((node.args, node.kwargs), lambda old: self._new(old).meta["val"])
+        with self._mode(node):
+            again = cast(Any, node.target)(*args, **kwargs)
+        if not same_form(again, value):
+            raise Unsure(f"'{node.name}' comes out in another form")
+        self.moved.add(node)
+        return again
+
+    def _new(self, old: Node) -> Node:
+        new = self.made[old]
+        if not isinstance(new, Node):
+            raise Unsure(f"'{old.name}' is used whole, though it has several parts")
+        return new
+
+    def _mode(self, node: Node) -> FakeTensorMode:
+        for old in (node, *node.all_input_nodes):
+            for part in _parts(old.meta.get("val")):
+                if isinstance(part, FakeTensor):
+                    return part.fake_mode
+        raise Unsure(f"'{node.name}' has no fake value")
+
+    def _name(self, placeholders: Sequence[Node]) -> None:
+        """Give the placeholders their names; torch would rename nodes that are called like one of them."""
+        taken = {node.name for node in placeholders}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and (node.name in taken or _UNNAMED.fullmatch(node.name)):
+                raise Unsure(f"an operator is called like the input '{node.name}'")
+        for node in placeholders:
+            self.made[node].name = node.name
+
+    def _signature(self, inputs: list[InputSpec], results: Sequence[Any]) -> ExportGraphSignature:
+        specs: list[OutputSpec] = []
+        for spec, result in zip(self.signature.output_specs, results, strict=True):
+            if spec.kind is not OutputKind.USER_OUTPUT:
+                raise Unsure(f"a result is a {spec.kind.name}")
+            if isinstance(spec.arg, TensorArgument):
+                spec = dataclasses.replace(spec, arg=TensorArgument(name=cast(Node, result).name))
+            elif not isinstance(spec.arg, ConstantArgument):
+                raise Unsure(f"a result is a {type(spec.arg).__name__}")
+            specs.append(spec)
+        return ExportGraphSignature(input_specs=inputs, output_specs=specs)
+
+
+def registered(specs: Sequence[InputSpec]) -> list[int]:
+    """The order in which torch hands parameters, then buffers and constants, then inputs to a decomposed program.
+
+    It is that of a module tree which has the modules in the order in which their first tensor was an input.
+    """
+    children: dict[str, dict[str, None]] = {}
+    held: dict[str, list[int]] = {}
+    for i, spec in enumerate(specs):
+        if spec.target is None:
+            continue
+        path = spec.target.rpartition(".")[0]
+        held.setdefault(path, []).append(i)
+        while path:
+            parent = path.rpartition(".")[0]
+            children.setdefault(parent, {}).setdefault(path)
+            path = parent
+    visited: list[int] = []
+    stack = [""]
+    while stack:
+        path = stack.pop()
+        visited += held.get(path, ())
+        stack += reversed(children.get(path, {}))
+    parameters = [i for i in visited if specs[i].kind is InputKind.PARAMETER]
+    others = [i for i in visited if specs[i].kind is not InputKind.PARAMETER]
+    return parameters + others + [i for i, spec in enumerate(specs) if spec.target is None]
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(cast("Sequence[Any]", value))
+    return [] if value is None else [value]
+
+
+def _plain(value: Tensor) -> None:
+    """Raise for tensors that tracing treats in ways of its own."""
+    if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_quantized:
+        raise Unsure("a tensor is not a plain dense one")
+    if value.is_conj() or value.is_neg():
+        raise Unsure("a tensor is conjugated or negated only when it is read")
+    if getattr(value, "_has_symbolic_sizes_strides", True):
+        raise Unsure("sizes are symbolic")

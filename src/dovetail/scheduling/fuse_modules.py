@@ -1,0 +1,238 @@
+"""Modules fused by name, as torch's function of this name takes them, but along the dataflow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.lowering.backend import resolve
+from dovetail.scheduling.chains import Group
+from dovetail.scheduling.fusing import Fusing
+from dovetail.scheduling.installing import is_scheduled
+from dovetail.scheduling.paths import is_within, joined, matching
+from dovetail.scheduling.recording import Call, Example, record
+from dovetail.scheduling.state import refuse_hooks
+
+
+def fuse_modules(
+    model: nn.Module,
+    modules_to_fuse: Sequence[str] | Sequence[Sequence[str]],
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    inplace: bool = False,
+    backend: Any = None,
+) -> nn.Module:
+    """The model with named modules fused: a convolution or linear layer, a batch norm and an activation each.
+
+    `modules_to_fuse` is a list of lists of module names, or one list. Each list names modules that follow one another
+    in the dataflow, in any order: wherever they do, their calls become one region of the smallest module around them,
+    whose forward is replaced; the modules, their names and `state_dict` stay. Other calls of them (a shared ReLU) are
+    left alone, and a value in between that is used elsewhere too is given out. What does not follow one another is a
+    ScheduleError: at once with example inputs in `args` and `kwargs`, else when the model is first called.
+
+    In train mode everything is computed as before. In eval mode a batch norm is folded into the weights before it,
+    which are computed again after training or loading (writes through `.data` are not seen); it is kept in calls that
+    give its parameters gradients, where the value before it is used elsewhere, or where it keeps no statistics.
+    Unless `inplace`, the model is copied first. A `backend` runs the regions.
+    """
+    _require_arguments(model, args, kwargs, inplace)
+    if backend is not None:
+        resolve(backend)
+    named = _listed(modules_to_fuse)
+    for names in named:
+        _require_names(model, names)
+    if not inplace:
+        model = copy.deepcopy(model)
+    example = None if args is None and kwargs is None else Example(tuple(args or ()), dict(kwargs or {}))
+    there = _there(model)
+    wanted = [_Wanted(names, backend) for names in named]
+    for path, fusing in there.items():
+        wanted += [_Wanted(tuple(joined(path, min(p)) for p in g.paths), g.backend) for g in fusing.groups]
+    _require_distinct(model, wanted)
+    new, calls = _placed(model, wanted, there, example)
+    made = [_fusing(model, root, here) for root, here in new.items()]
+    for fusing in made:
+        if example is not None:
+            fusing.prepare(calls[fusing.path])
+    for path, fusing in there.items():
+        if any(is_within(path, root) for root in new):
+            fusing.remove()
+    for fusing in made:
+        fusing.install()
+    return model
+
+
+def fused_graphs(model: nn.Module) -> dict[str, list[GraphModule]]:
+    """The graphs that `fuse_modules` made so far, by the path of the module that runs them.
+
+    Those with folded batch norms come first. Without example inputs there are none before the first call.
+    """
+    return {
+        path: [form.program for forms in (fusing.folded, fusing.kept) for form in forms.made]
+        for path, fusing in _there(model).items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """A list of names, and what is to run its regions."""
+
+    names: tuple[str, ...]
+    backend: Any
+
+
+def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"fuse_modules takes a module, not a {type(model).__name__}.")
+    if isinstance(args, bool):
+        raise InvalidArgument("the third argument is example inputs; write inplace=True to fuse in place.")
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise InvalidArgument(f"args must be a tuple of example inputs, not a {type(args).__name__}.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    if not isinstance(inplace, bool):
+        raise InvalidArgument(f"inplace must be True or False, not {inplace!r}.")
+    if any(is_scheduled(m) and fusing_of(m) is None for m in model.modules()):
+        raise InvalidArgument("the model is built by a schedule; fuse with that one, or `release` it first.")
+
+
+def _listed(modules_to_fuse: Any) -> list[tuple[str, ...]]:
+    """The names as a list of lists."""
+    given = (
+        []
+        if isinstance(modules_to_fuse, str) or not isinstance(modules_to_fuse, Iterable)
+        else list(modules_to_fuse)
+    )
+    if given and all(isinstance(name, str) for name in given):
+        given = [given]
+    lists = [tuple(n) for n in given if isinstance(n, (list, tuple))]
+    if not lists or len(lists) != len(given) or not all(isinstance(n, str) for names in lists for n in names):
+        raise InvalidArgument(
+            f'fuse_modules takes lists of module names: [["conv", "bn", "relu"], ...], not {modules_to_fuse!r}.'
+        )
+    return lists
+
+
+def _require_names(model: nn.Module, names: tuple[str, ...]) -> None:
+    told = f"[{', '.join(names)}]"
+    known = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in known:
+            matching(model, name)  # tells what names are near, unless it is a glob
+        if name not in known or not name:
+            raise InvalidArgument(f"{told}: '{name}' is not the name of a module within the model.")
+    if len(names) < 2:
+        raise ScheduleError(f"{told} names one module; there is nothing to fuse it with")
+    if len({id(known[name]) for name in names}) < len(names):
+        raise ScheduleError(f"{told} names the same module twice")
+    for outer in names:
+        inner = next((n for n in names if n != outer and is_within(n, outer)), None)
+        if inner is not None:
+            raise ScheduleError(f"{told}: '{inner}' is a part of '{outer}'; name either, or what is in both")
+    channels = {n: _channels(known[n]) for n in names if _channels(known[n]) is not None}
+    if len(set(channels.values())) > 1:
+        counts = " and ".join(f"'{name}' is of {count}" for name, count in channels.items())
+        raise ScheduleError(f"{told} cannot follow one another: {counts} channels")
+
+
+def _channels(module: nn.Module) -> int | None:
+    for name in ("out_channels", "out_features", "num_features"):
+        found = module.__dict__.get(name)
+        if isinstance(found, int):
+            return found
+    return None
+
+
+def _require_distinct(model: nn.Module, wanted: list[_Wanted]) -> None:
+    seen: dict[frozenset[int], _Wanted] = {}
+    for one in wanted:
+        modules = frozenset(id(model.get_submodule(name)) for name in one.names)
+        if seen.setdefault(modules, one) is not one:
+            raise ScheduleError(f"[{', '.join(one.names)}] is to be fused twice")
+
+
+def fusing_of(module: nn.Module) -> Fusing | None:
+    """What an earlier call installed on a module."""
+    found = getattr(module.__dict__.get("forward"), "__self__", None)
+    return found if isinstance(found, Fusing) else None
+
+
+def _there(model: nn.Module) -> dict[str, Fusing]:
+    return {path: found for path, m in model.named_modules() if (found := fusing_of(m)) is not None}
+
+
+def _placed(
+    model: nn.Module, wanted: list[_Wanted], there: Mapping[str, Fusing], example: Example | None
+) -> tuple[dict[str, list[_Wanted]], dict[str, list[Call]]]:
+    """Which modules are to run which groups and do not yet, and how these modules are called."""
+    roots = {one: _callable(model, _common(one.names)) for one in wanted}
+    new = _changed(roots, there)
+    if example is None:
+        return new, {}
+    try:
+        return new, record(model, new, example)
+    except ScheduleError:
+        for one, root in roots.items():
+            while root and not _is_called(model, root, example):
+                root = _callable(model, root.rpartition(".")[0])
+            roots[one] = root
+    new = _changed(roots, there)
+    return new, record(model, new, example)
+
+
+def _changed(roots: Mapping[_Wanted, str], there: Mapping[str, Fusing]) -> dict[str, list[_Wanted]]:
+    """The outermost of these modules that have groups they had not."""
+    paths = dict.fromkeys(roots.values())
+    outer = [path for path in paths if not any(o != path and is_within(path, o) for o in paths)]
+    found = {path: [one for one, root in roots.items() if is_within(root, path)] for path in outer}
+    return {p: here for p, here in found.items() if p not in there or len(there[p].groups) != len(here)}
+
+
+def _common(names: tuple[str, ...]) -> str:
+    """The innermost path that all names lie below."""
+    parents = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _callable(model: nn.Module, path: str) -> str:
+    """The path, or that of the innermost module around it that has a forward: a list of modules has none."""
+    while path and type(model.get_submodule(path)).forward is nn.Module.forward:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _is_called(model: nn.Module, path: str, example: Example) -> bool:
+    try:
+        record(model, [path], example)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _fusing(model: nn.Module, root: str, wanted: list[_Wanted]) -> Fusing:
+    module = model.get_submodule(root)
+    refuse_hooks(root, module)
+    paths: dict[int, set[str]] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(inner), set()).add(path)
+    groups = [
+        Group(
+            one.names,
+            tuple(frozenset(paths[id(model.get_submodule(name))]) for name in one.names),
+            one.backend,
+        )
+        for one in wanted
+    ]
+    return Fusing(module, root, tuple(groups))

@@ -1,0 +1,159 @@
+"""A module whose forward runs some of the modules in it as one: what `fuse_modules` installs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import GraphModule
+
+from dovetail.errors import CaptureError, ScheduleError
+from dovetail.lowering.forms import Forms, Modes
+from dovetail.lowering.site import is_watched
+from dovetail.scheduling.chains import Chain, Group, chains
+from dovetail.scheduling.edits import PartGraph, outlined
+from dovetail.scheduling.folding import Folds, folded
+from dovetail.scheduling.recording import Call
+from dovetail.scheduling.running import Installed, Steps, plain
+from dovetail.scheduling.state import refuse_hooks
+
+
+class _Captures(Forms):
+    """Captures of a module at a path; with `any_size` they hold for other sizes too, unless the model asks for them."""
+
+    def __init__(self, module: nn.Module, path: str, recipe: Steps, *, any_size: bool) -> None:
+        super().__init__(module, recipe, cuda_graphs=False)
+        self._path, self._is_any_size = path, any_size
+
+    def captured(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[Modes, GraphModule]:
+        try:
+            refuse_hooks(self._path, self.model)
+        except ScheduleError as error:
+            raise CaptureError(str(error)) from error
+        self.dynamic_shapes = _any_size(self.model, args, kwargs or {}) if self._is_any_size else None
+        try:
+            return super().captured(args, kwargs)
+        except CaptureError:
+            if self.dynamic_shapes is None:
+                raise
+        self.dynamic_shapes = None
+        return super().captured(args, kwargs)
+
+
+def _any_size(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Every dimension of every input free; None for a signature whose inputs have no names."""
+    signature = inspect.signature(model.forward)
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return None
+    return {
+        name: pytree.tree_map(_free, value)
+        for name, value in signature.bind(*args, **kwargs).arguments.items()
+    }
+
+
+def _free(value: Any) -> Any:
+    return [Dim.AUTO] * value.dim() if isinstance(value, Tensor) else None
+
+
+class Fusing(Installed):
+    """Calls of a module around fused ones: its graphs with batch norms kept, and with batch norms folded.
+
+    Folded ones run calls that give no gradients to what they are made of. Another tracer sees the module's own forward.
+    """
+
+    def __init__(self, module: nn.Module, path: str, groups: tuple[Group, ...]) -> None:
+        super().__init__(module)
+        self.path, self.groups = path, groups
+        self._forms: tuple[Forms, Forms] | None = None
+        self._folds: WeakKeyDictionary[GraphModule, Folds] = WeakKeyDictionary()
+
+    @property
+    def kept(self) -> Forms:
+        """Captures with every norm where it was."""
+        return self._made()[0]
+
+    @property
+    def folded(self) -> Forms:
+        """Captures with norms folded."""
+        return self._made()[1]
+
+    def _made(self) -> tuple[Forms, Forms]:
+        # Not before it is asked for: a module that is being unpickled has nothing in it yet.
+        if self._forms is None:
+            twin, steps = plain(self.module), (Steps(self._with_norms), Steps(self._without_norms))
+            # Backends make code for the sizes they see.
+            any_size = all(group.backend is None for group in self.groups)
+            kept, without = (_Captures(twin, self.path, one, any_size=any_size) for one in steps)
+            self._forms = (kept, without)
+        return self._forms
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_watched():
+            own = self.own
+            return own(*args, **kwargs) if own else type(self.module).forward(self.module, *args, **kwargs)
+        forms = self.folded if self._may_fold() else self.kept
+        if forms is self.folded:
+            for form in forms.made:
+                self._folds[form.program].refresh()
+        try:
+            return forms.call(args, kwargs)
+        except CaptureError as error:
+            if isinstance(error.__cause__, ScheduleError):
+                raise error.__cause__ from None
+            raise
+
+    def prepare(self, calls: Iterable[Call]) -> None:
+        """Make graphs for calls like these; ScheduleError where the modules do not follow one another in one."""
+        refuse_hooks(self.path, self.module)
+        captured = [self.kept.captured(call.example.args, call.example.kwargs) for call in calls]
+        self.kept.adopt([(modes, self._with_norms(gm)) for modes, gm in captured])
+        if self._has_fixed_norms():
+            self.folded.adopt([(modes, self._without_norms(gm)) for modes, gm in captured])
+
+    def _may_fold(self) -> bool:
+        if not self._has_fixed_norms():
+            return False
+        return not (
+            torch.is_grad_enabled() and any(p.requires_grad for m in self._named() for p in m.parameters())
+        )
+
+    def _named(self) -> list[nn.Module]:
+        return [self.module.get_submodule(min(paths)) for group in self.groups for paths in group.paths]
+
+    def _has_fixed_norms(self) -> bool:
+        return any("running_mean" in m._buffers and not m.training for m in self._named())
+
+    def _chains(self, gm: GraphModule) -> list[Chain]:
+        return chains(gm, self.groups, f"'{self.path}'" if self.path else "the model")
+
+    def _with_norms(self, gm: GraphModule) -> GraphModule:
+        return _with_regions(gm, self._chains(gm))
+
+    def _without_norms(self, gm: GraphModule) -> GraphModule:
+        without, left, folds = folded(gm, self._chains(gm))
+        made = _with_regions(without, left)
+        self._folds[made] = folds
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusing:
+        # The copy's parameters are others: it captures anew.
+        return Fusing(copy.deepcopy(self.module, memo), self.path, self.groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fusing, (self.module, self.path, self.groups)
+
+
+def _with_regions(gm: GraphModule, found: list[Chain]) -> GraphModule:
+    """The graph with a region for each chain, lowered where a backend was asked for."""
+    made, names = outlined(gm, [chain.request() for chain in found])
+    wanted = {n: c.group.backend for n, c in zip(names, found, strict=True) if c.group.backend is not None}
+    return PartGraph(made).lowered(wanted, strict=False).gm if wanted else made
