@@ -76,5 +76,5 @@ def test_what_cannot_be_said_is_refused() -> None:
         s.annotate("nowhere", tile=1)
     assert s.text() == before
     s.undo()
-    with pytest.raises(dovetail.DovetailError, match="no longer there|not there any more"):
+    with pytest.raises(dovetail.DovetailError, match=r"no longer there|not there any more"):
         s.annotate(region, tile=1)

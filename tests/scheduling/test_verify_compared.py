@@ -90,13 +90,14 @@ def test_replaced_weights_are_compared_by_name_and_what_is_gone_is_told() -> Non
     )
 
 
-def test_checkpointed_statistics_are_gathered_twice_and_that_is_found() -> None:
+def test_statistics_that_are_gathered_otherwise_are_found() -> None:
     model, x = net()
     s = schedule(model, (x,))
     s.checkpoint("blocks.0.up")
     assert s.verify().runs == 2
-    s.checkpoint("blocks.1")
-    with pytest.raises(VerificationError, match=r"by step 2 \(checkpoint in 'blocks.1'\)") as raised:
+    quick = nn.BatchNorm1d(8, momentum=0.5)
+    s.replace(quick, "blocks.1.stats")
+    with pytest.raises(VerificationError, match=r"by step 2 \(replace .*'blocks.1.stats'\)") as raised:
         s.verify()
     assert raised.value.what.startswith("buffer 'blocks.1.stats.")
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from dovetail.errors import DovetailError, InvalidArgument
 from dovetail.outlining.record import call_of
@@ -23,24 +23,9 @@ from dovetail.rules.pattern import PatternRule
 from dovetail.rules.rule import Candidate, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 from dovetail.scheduling.found import Found, in_order, why_none
-from dovetail.scheduling.paths import is_within
+from dovetail.scheduling.paths import below, is_within
 
 _KIND = re.compile(r"\W+")
-
-
-class Scenes:
-    """Graphs as finders see them; what was found in one is remembered as long as it is among the last looked at."""
-
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
-        self._made: dict[GraphModule, Scene] = {}
-
-    def __call__(self, gm: GraphModule) -> Scene:
-        scene = self._made.pop(gm, None) or Scene(gm)
-        self._made[gm] = scene
-        while len(self._made) > self._most:
-            del self._made[next(iter(self._made))]
-        return scene
 
 
 class Finder(ABC):
@@ -62,12 +47,17 @@ class Finder(ABC):
         """What tells finders apart that may find other things."""
         return (type(self), *self.spelled().values())
 
+    def seen_from(self, scope: str) -> Finder:
+        """The finder for a part at `scope` of a graph; others than it if what it looks for is told from there."""
+        return self
+
     def find(self, scene: Scene, scope: str) -> tuple[list[Found], str]:
         """Matches with all operations in the module at `scope`, none overlapping, in execution order; why if none."""
         known = scene.fact(_remembered)
-        if self.identity not in known:
-            known[self.identity] = self.look(scene)
-        found, refusals = known[self.identity]
+        finder = self.seen_from(scope)
+        if finder.identity not in known:
+            known[finder.identity] = finder.look(scene)
+        found, refusals = known[finder.identity]
         inside = [m for m in found if all(_is_inside(n, scope) for n in m.nodes if not is_projection(n))]
         if inside:
             return in_order(inside, scene.index.position), ""
@@ -249,9 +239,20 @@ class ByNode(Finder):
 
 @dataclass(frozen=True, eq=False)
 class ByModule(Finder):
-    """The operations of each call of a module of a class, or at a path that a regular expression finds."""
+    """The operations of each call of a module of a class, or at a path that a regular expression finds.
+
+    Paths are those from the module at `scope`, whatever larger part the graph is of.
+    """
 
     what: type[nn.Module] | re.Pattern[str]
+    scope: str = ""
+
+    def seen_from(self, scope: str) -> Finder:
+        return self if isinstance(self.what, type) or scope == self.scope else replace(self, scope=scope)
+
+    @property
+    def identity(self) -> Any:
+        return (ByModule, self.what, self.scope)
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -281,7 +282,9 @@ class ByModule(Finder):
     def _fits(self, at: Frame) -> bool:
         if isinstance(self.what, type):
             return at.owner == class_name(self.what)
-        return bool(at.path) and self.what.search(at.path) is not None
+        if at.path == self.scope or not is_within(at.path, self.scope):
+            return False
+        return self.what.search(below(at.path, self.scope)) is not None
 
     def _match(self, scene: Scene, at: Frame, nodes: list[Node]) -> Found:
         members = tuple(m for n in nodes for m in (n, *(u for u in n.users if is_projection(u))))
@@ -290,7 +293,12 @@ class ByModule(Finder):
         return replace(_found(self, scene, members, outputs, request), module_path=at.path)
 
     def _nothing(self, scene: Scene) -> str:
-        seen = {f.bare: f.path for n in scene.nodes for f in frames_of(n)}
+        seen = {
+            f.bare: below(f.path, self.scope)
+            for n in scene.nodes
+            for f in frames_of(n)
+            if is_within(f.path, self.scope)
+        }
         listed = sorted(seen) if isinstance(self.what, type) else sorted(set(seen.values()) - {""})
         what = "of class" if isinstance(self.what, type) else "at a path with"
         return (

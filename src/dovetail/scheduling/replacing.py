@@ -215,7 +215,9 @@ def probed(gm: GraphModule, region: Region, example: Example, owner: nn.Module) 
     return probe
 
 
-def check_fits(adapter: Adapter, probe: Probe, name: str, count: int, *, values: bool) -> Told:
+def check_fits(
+    adapter: Adapter, probe: Probe, name: str, count: int, *, values: bool, may_write: bool
+) -> Told:
     """Raise unless a replacement takes what a region was given and gives `count` results, as the region did.
 
     Their number, shapes and dtypes are compared, and with `values` the numbers, drawn ones included. Returns what it
@@ -233,6 +235,11 @@ def check_fits(adapter: Adapter, probe: Probe, name: str, count: int, *, values:
     if len(made) != count:
         raise ScheduleError(f"'{name}' returns {len(made)} values, and what it stands for returns {count}")
     compare([made[i] for i in adapter.results], wanted, name, adapter.results, values=values)
+    if told.writes and not may_write:
+        raise ScheduleError(
+            f"'{name}' writes to what it is given, which what it stands for does not, and others may read. "
+            f"Let it work on a copy"
+        )
     return told if not isinstance(adapter.new, nn.Module) else _in_either_mode(adapter, probe, told)
 
 

@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 from dovetail.errors import ScheduleError
 from dovetail.lowering.forms import Forms, Modes
 from dovetail.scheduling.edits import Edit, Look, PartGraph
-from dovetail.scheduling.finders import Scenes
 from dovetail.scheduling.paths import is_within
 from dovetail.scheduling.recording import Call
 from dovetail.scheduling.running import Steps, plain
+from dovetail.scheduling.scenes import Scenes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -213,7 +213,14 @@ def _replace_group(
     results, count = _results(work, group, probe, order)
     replacement = bound(new, _identifier(label), found, params, fixed, results)
     with in_mode(new, _is_training(work, group)):
-        tells = check_fits(replacement.adapter(found, region), probe, label, count, values=check)
+        tells = check_fits(
+            replacement.adapter(found, region),
+            probe,
+            label,
+            count,
+            values=check,
+            may_write="writes" in region.effects,
+        )
         told: dict[str, Any] = {
             "at": spelled_targets([group], keys_of(work, [group])),
             "siblings": len(found),

@@ -48,6 +48,7 @@ def swapped(
         module = as_module(new, fixed)
         with in_mode(module, old.training), _taken_over(work, old, module, params):
             for call in calls[path]:
+                check_signature(new, len(call.example.args), {**call.example.kwargs, **fixed}, label)
                 _try(module, old, call, path, label, check)
         made[path] = module
     work.state = replace(work.state, swaps={**work.state.swaps, **made})
@@ -55,7 +56,6 @@ def swapped(
 
 def _try(module: nn.Module, old: nn.Module, call: Call, path: str, label: str, check: bool) -> None:
     args, kwargs = call.example.args, dict(call.example.kwargs)
-    check_signature(module, len(args), kwargs, label)
     with undisturbed(nn.ModuleList([old, module])), torch.no_grad():
         drawn = random_state()
         try:

@@ -46,6 +46,7 @@ def grouped(work: Workspace, items: Sequence[Any], what: str) -> list[Group]:
     work.adopt(items)
     state, look = work.state, work.look
     groups: dict[tuple[str, int], list[tuple[Address, Found, int]]] = {}
+    known: dict[Any, dict[Any, tuple[int, Found]]] = {}
     for number, item in enumerate(items):
         if not isinstance(item, (Found, PartRegion)):
             raise InvalidArgument(f"{what} takes matches or regions of this schedule, not {item!r}.")
@@ -55,26 +56,37 @@ def grouped(work: Workspace, items: Sequence[Any], what: str) -> list[Group]:
                 f"{_label(item)} was found in a graph that is no longer there: its part was "
                 f"{'traced as a piece of a larger one' if root is not None else 'taken back'}. Find it again"
             )
-        groups.setdefault((root, item.form), []).append((*_address(state, root, item, look), number))
+        place = _address(state, root, item, look, known)
+        groups.setdefault((root, item.form), []).append((*place, number))
     return [
         Group(root, form, tuple(f[0] for f in found), tuple(f[1] for f in found), tuple(f[2] for f in found))
         for (root, form), found in groups.items()
     ]
 
 
-def _address(state: State, root: str, item: Found | PartRegion, look: Look) -> tuple[Address, Found]:
-    part = state.graphs[root, item.form]
-    scene = look(part.gm)
+def _address(
+    state: State,
+    root: str,
+    item: Found | PartRegion,
+    look: Look,
+    known: dict[Any, dict[Any, tuple[int, Found]]],
+) -> tuple[Address, Found]:
+    """Where an item is now; `known` remembers what finders find, by the names of operations or regions."""
     if isinstance(item, Found):
         assert item.finder is not None
-        finder = item.finder
+        finder, name = item.finder, item.names
     else:
-        finder = ByRegion(item.kind)
-    for i, match in enumerate(Address(item.path, finder, 0).all(scene, root)):
-        same = match.names == item.names if isinstance(item, Found) else match.nodes[0].name == item.name
-        if same:
-            return Address(item.path, finder, i), match
-    raise ScheduleError(f"{_label(item)} is not there any more: {_fate(state, root, item)}")
+        finder, name = ByRegion(item.kind), item.name
+    asked = (root, item.form, item.path, finder.identity, isinstance(item, Found))
+    if asked not in known:
+        matches = Address(item.path, finder, 0).all(look(state.graphs[root, item.form].gm), root)
+        known[asked] = {
+            m.names if isinstance(item, Found) else m.nodes[0].name: (i, m) for i, m in enumerate(matches)
+        }
+    if name not in known[asked]:
+        raise ScheduleError(f"{_label(item)} is not there any more: {_fate(state, root, item)}")
+    occurrence, match = known[asked][name]
+    return Address(item.path, finder, occurrence), match
 
 
 def _label(item: Found | PartRegion) -> str:
@@ -120,7 +132,7 @@ def keys_of(work: Workspace, groups: Iterable[Group]) -> list[str]:
             made, names = outlined(gm, requests)
             keys = {region.name: region.key for region in regions(made)}
             known.update({id(m): keys[name] for m, name in zip(fresh, names, strict=True)})
-        found += [known[id(m) if m in fresh else m.nodes[0].name] for m in group.found]
+        found += [known[m.nodes[0].name if isinstance(m.finder, ByRegion) else id(m)] for m in group.found]
     return found
 
 

@@ -16,13 +16,14 @@ from dovetail.outlining.record import call_of, walk
 from dovetail.outlining.region import regions
 from dovetail.rules.modulestack import frame
 from dovetail.scheduling.edits import Edit
-from dovetail.scheduling.finders import Finder, Scenes, frames_of
+from dovetail.scheduling.finders import Finder, frames_of
 from dovetail.scheduling.found import Found, Matches, PartRegion
 from dovetail.scheduling.history import History
 from dovetail.scheduling.installing import Installation
 from dovetail.scheduling.paths import below, is_within, joined
 from dovetail.scheduling.recording import Call, Example, record
 from dovetail.scheduling.running import Steps, plain
+from dovetail.scheduling.scenes import Scenes
 from dovetail.scheduling.state import State, Trace, refuse_hooks, trace_part
 
 Result = TypeVar("Result")
