@@ -73,7 +73,9 @@ def test_what_cannot_be_imported_cannot_be_saved():
     model, x = net()
     s = schedule(model, (x,))
     s.fuse(s["blocks.0"].find(where=lambda n: is_gelu(n)), kind="gelu")
-    with pytest.raises(dovetail.DovetailError, match=r"step 1 cannot be saved: .*lambda.* cannot be imported"):
+    with pytest.raises(
+        dovetail.DovetailError, match=r"step 1 cannot be saved: .*lambda.* cannot be imported"
+    ):
         s.history.json()
 
 
