@@ -1,5 +1,8 @@
 """Operator fusion as a graph-to-graph step of its own for PyTorch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dovetail import rules as rules
 from dovetail.errors import (
     CallMismatch,
@@ -54,9 +57,11 @@ from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.pattern import rule
 from dovetail.rules.rule import Candidate, Decline, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene
-from dovetail.scheduling.fuse_modules import fuse_modules
-from dovetail.scheduling.part import Part
-from dovetail.scheduling.schedule import Schedule, schedule
+
+if TYPE_CHECKING:
+    from dovetail.scheduling.fuse_modules import fuse_modules
+    from dovetail.scheduling.part import Part
+    from dovetail.scheduling.schedule import Schedule, schedule
 
 __version__ = "0.1.0"
 
@@ -131,3 +136,22 @@ __all__ = [
     "schedule",
     "text",
 ]
+
+# Loaded when first asked for: who only fuses graphs need not wait for it.
+_LATER = {
+    "Part": "dovetail.scheduling.part",
+    "Schedule": "dovetail.scheduling.schedule",
+    "fuse_modules": "dovetail.scheduling.fuse_modules",
+    "schedule": "dovetail.scheduling.schedule",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -130,6 +130,25 @@ def test_an_unknown_step_is_refused(step: dict[str, Any]):
         schedule(model, (x,)).replay([step])
 
 
+@pytest.mark.parametrize(
+    ("history", "reason"),
+    [(3, "replay takes a history"), ([3], "step 0"), ("no such file", "cannot be read")],
+)
+def test_what_is_no_history_is_not_replayed(history: Any, reason: str):
+    model, x = net()
+    with pytest.raises(dovetail.DovetailError, match=reason):
+        schedule(model, (x,)).replay(history)
+
+
+def test_a_replay_that_fails_leaves_a_built_model_as_it_was():
+    s, x = scheduled()
+    t = schedule(Net().eval(), (x,))
+    built = t.build()
+    with pytest.raises(dovetail.DovetailError, match="step 2"):
+        t.replay([*s.history[:2], {"do": "dance", "paths": ["head"]}])
+    assert not any("forward" in module.__dict__ for module in built.modules())
+
+
 def fuse_everything(s: Schedule, what: Any, *, kind: str) -> int:
     found = s["blocks.*"].find(what)
     for match in found:

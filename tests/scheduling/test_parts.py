@@ -1,6 +1,7 @@
 """Parts by path: globs, lists of parts, what is traced and what stays the model's own."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -179,3 +180,17 @@ def test_inputs_are_a_tuple_and_a_dict():
         schedule(Block(), torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(dovetail.InvalidArgument, match="kwargs must be a dict"):
         schedule(Block(), (), [1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("args", [(torch.randn(2, 5),), ()])
+def test_inputs_that_the_model_does_not_take_are_told(args: tuple[Tensor, ...]):
+    model, _ = net()
+    with pytest.raises(dovetail.ScheduleError, match="does not run on the example inputs"):
+        schedule(model, args)["blocks.0"].find(mlp)
+
+
+@pytest.mark.parametrize("options", [{"params": 3}, {"concrete_args": 3}])
+def test_mappings_of_a_replacement_are_dicts(options: dict[str, Any]):
+    model, x = net()
+    with pytest.raises(dovetail.InvalidArgument, match="is a dict by name, not a int"):
+        schedule(model, (x,)).replace(nn.Linear(8, 2), "head", **options)

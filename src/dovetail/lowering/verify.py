@@ -84,6 +84,7 @@ class _Trial:
         try:
             wanted = self.body(*_fresh(given, self.writes)[1])
         except Exception:
+            # Made-up operands that the body does not take say nothing of the code.
             return None
         made = run(*_fresh(given, self.writes)[1])
         if len(made) != len(wanted):

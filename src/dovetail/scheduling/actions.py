@@ -99,7 +99,8 @@ def _regions(target: Any, what: str) -> list[Any]:
     items, _ = listed(target, what)
     wrong = [item for item in items if not isinstance(item, Region)]
     if wrong:
-        raise InvalidArgument(f"{what} takes regions or the paths of modules; fuse {wrong[0]!r} first.")
+        also = "" if what == "lower" else " or the paths of modules"
+        raise InvalidArgument(f"{what} takes regions{also}; fuse {wrong[0]!r} first.")
     return items
 
 

@@ -48,11 +48,11 @@ class History(list[dict[str, Any]]):
     @classmethod
     def load(cls, source: str | Path) -> History:
         """A history from a file, or from the text of one."""
-        text = (
-            Path(source).read_text()
-            if isinstance(source, Path) or not source.lstrip().startswith("{")
-            else source
-        )
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        try:
+            text = str(source) if is_text else Path(source).read_text()
+        except OSError as error:
+            raise ScheduleError(f"the history cannot be read: {error}") from error
         try:
             data: Any = json.loads(text)
             version, steps = data["dovetail schedule"], data["steps"]

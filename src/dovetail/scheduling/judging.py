@@ -253,7 +253,7 @@ def _otherwise(has: Any, needs: Any) -> str | None:
         return f"is a {type(has).__name__}, not a {type(needs).__name__}"
     try:
         is_equal = bool(has == needs)
-    except Exception:
+    except Exception:  # a class of the user's that cannot be compared
         return None
     is_plain = type(needs).__eq__ is not object.__eq__
     return f"is {has!r}, not {needs!r}" if is_plain and not is_equal else None

@@ -78,8 +78,13 @@ def record(model: nn.Module, paths: Iterable[str], example: Example) -> dict[str
         for path, module in wanted.items():
             stack.callback(_watch(module, calls[path]).remove)
         with undisturbed(model), torch.no_grad():
-            example_copy = Example(copied(example.args), copied(dict(example.kwargs)))
-            example_copy.call(model)
+            mine = Example(copied(example.args), copied(dict(example.kwargs)))
+            try:
+                mine.call(model)
+            except Exception as error:
+                raise ScheduleError(
+                    f"the model does not run on the example inputs: {type(error).__name__}: {error}"
+                ) from error
     for path, found in calls.items():
         if not found:
             raise ScheduleError(

@@ -24,6 +24,8 @@ def replay(schedule: Schedule, work: Workspace, steps: Iterable[Mapping[str, Any
     state, done, example = work.state, list(work.done), work.example
     try:
         for number, step in enumerate(steps):
+            if not isinstance(step, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ScheduleError(f"step {number} of the history is a {type(step).__name__}, not a dict")
             entry = cast("dict[str, Any]", restored(dict(step)))
             try:
                 _again(schedule, work, entry)
@@ -32,7 +34,7 @@ def replay(schedule: Schedule, work: Workspace, steps: Iterable[Mapping[str, Any
                     f"step {number} ({entry.get('do')}) cannot be replayed: {error}"
                 ) from error
     except BaseException:
-        work.state, work.done, work.example = state, done, example
+        work.restore(state, done, example)
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,16 +64,16 @@ class Steps:
             raise CaptureError(f"steps of the schedule cannot be done for this call: {error}") from error
 
 
-class Installed:
+class Installed(ABC):
     """Something that stands in for a module's forward; `own` is what the module's user had there."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.own = own_forward(module)
 
+    @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What is called as the module's forward; hooks of the module run around it."""
-        raise NotImplementedError
 
     def install(self) -> None:
         self.module.__dict__["forward"] = self.run

@@ -52,6 +52,10 @@ class Schedule(Part):
 
     def replay(self, history: Iterable[Mapping[str, Any]] | str | Path) -> Schedule:
         """Do the steps of another schedule here, all of them or none; a path or text is loaded first."""
+        if not isinstance(history, (Iterable, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(
+                f"replay takes a history, or the path or text of one, not a {type(history).__name__}."
+            )
         steps = History.load(history) if isinstance(history, (str, Path)) else list(history)
         replay(self, self._work, steps)
         return self

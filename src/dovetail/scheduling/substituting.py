@@ -40,6 +40,14 @@ from dovetail.scheduling.workspace import Workspace
 Params = Mapping[str, Any] | None
 
 
+def _fixed(params: Params, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Further arguments of a replacement, after a look at the form of both mappings."""
+    for label, given in (("params", params), ("concrete_args", concrete_args)):
+        if given is not None and not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"{label} is a dict by name, not a {type(given).__name__}.")
+    return dict(concrete_args or {})
+
+
 def replace_target(
     work: Workspace,
     new: Any,
@@ -52,7 +60,7 @@ def replace_target(
 ) -> None:
     """Put a module or function in the place of a match, a region, siblings, or the modules at some paths."""
     label = _label(new, name)
-    fixed = dict(concrete_args or {})
+    fixed = _fixed(params, concrete_args)
     if is_path(target):
         paths = resolved_paths(work, target)
         refuse_sharing(work, new, params, paths)
@@ -95,7 +103,7 @@ def replace_all(
     """Replace modules of a class, or matches, each by what a factory makes of it; returns where they are."""
     if not callable(factory):
         raise InvalidArgument(f"replace_all takes a function that makes replacements, not {factory!r}.")
-    fixed = dict(concrete_args or {})
+    fixed = _fixed(params, concrete_args)
     if isinstance(what, type) and issubclass(what, nn.Module):
         return _replace_class(work, paths, what, factory, params, fixed, check)
     is_given = isinstance(what, (Found, PartRegion)) or (

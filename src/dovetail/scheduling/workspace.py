@@ -102,6 +102,11 @@ class Workspace:
         self._refreshed()
         return [done.entry for done in undone]
 
+    def restore(self, state: State, done: list[Done], example: Example | None) -> None:
+        """Be again what it was before several steps."""
+        self.state, self.done, self.example = state, done, example
+        self._refreshed()
+
     def _refreshed(self) -> None:
         """A model that was built runs what the schedule is now."""
         if self.installation.state is not None and self._inner is None:
