@@ -57,7 +57,7 @@ CASTS = _names(
 ELEMENTWISES = CASTS | _names(
     """
     detach alias clone contiguous identity lift lift_fresh lift_fresh_copy copy fill floor_divide prelu _prelu_kernel
-    hardswish log_sigmoid log_sigmoid_forward softsign tanhshrink complex polar real imag conj _conj
+    hardswish leaky_relu log_sigmoid log_sigmoid_forward softsign tanhshrink complex polar real imag conj _conj
     dropout native_dropout alpha_dropout bernoulli batch_norm native_batch_norm _native_batch_norm_legit_no_training
     full_like zeros_like ones_like empty_like new_zeros new_ones new_full new_empty scalar_tensor tensor
     truediv eq ne lt le gt ge pos neg abs not_ pow arccos arccosh arcsin arcsinh arctan arctan2 arctanh fix
