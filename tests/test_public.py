@@ -33,6 +33,7 @@ PUBLIC = [
     "Gain",
     "Inline",
     "InvalidArgument",
+    "InvalidFile",
     "InvalidGraph",
     "Ledger",
     "Limits",
@@ -54,6 +55,7 @@ PUBLIC = [
     "Rule",
     "RuleError",
     "RuleSet",
+    "SaveError",
     "Scene",
     "Schedule",
     "ScheduleError",
@@ -72,16 +74,22 @@ PUBLIC = [
     "diff",
     "either",
     "explain",
+    "from_onnx",
     "fuse",
     "fuse_modules",
     "inline",
+    "load",
     "lower",
     "optional",
     "outline",
     "regions",
+    "replace_region",
     "rule",
+    "save",
     "schedule",
     "text",
+    "to_onnx",
+    "to_stablehlo",
 ]
 
 # The arguments that may be given by position; all others are keyword-only.
@@ -114,6 +122,7 @@ POSITIONAL = {
     "outline": ["gm", "nodes"],
     "regions": ["gm"],
     "text": ["gm"],
+    "Region.export": ["self", "folder"],
     "Region.reproducer": ["self", "path"],
     "Backend.compile": ["self", "region", "examples"],
     "Backend.supports": ["self", "region"],
@@ -150,14 +159,34 @@ POSITIONAL = {
     "compile": ["model", "args", "kwargs"],
     "either": ["alternatives"],
     "explain": ["gm"],
+    "from_onnx": ["path"],
     "fuse": ["gm", "rules"],
+    "load": ["path"],
     "lower": ["gm", "backends"],
     "optional": ["value", "step"],
+    "replace_region": ["gm", "name_or_key", "callable"],
     "rule": ["function", "options"],
+    "save": ["gm", "path"],
+    "to_onnx": ["gm", "path"],
+    "to_stablehlo": ["gm"],
 }
 
 # A base install has none of these, or they cost more than everything else together.
-HEAVY = ["torch._inductor", "torch._dynamo", "torch.onnx", "triton", "transformers", "matplotlib", "pandas"]
+HEAVY = [
+    "torch._inductor",
+    "torch._dynamo",
+    "torch.onnx",
+    "triton",
+    "transformers",
+    "matplotlib",
+    "pandas",
+    "onnx",
+    "onnxruntime",
+    "openvino",
+    "tvm",
+    "jax",
+    "torch_mlir",
+]
 
 
 def classes() -> Iterator[tuple[str, type]]:

@@ -13,12 +13,14 @@ from dovetail.errors import (
     EmptyRegion,
     EscapingValue,
     InvalidArgument,
+    InvalidFile,
     InvalidGraph,
     LoweringError,
     OverlappingRegions,
     PassError,
     RegionError,
     RuleError,
+    SaveError,
     ScheduleError,
     UnknownNode,
     UnknownPart,
@@ -59,6 +61,12 @@ from dovetail.rules.rule import Candidate, Decline, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 
 if TYPE_CHECKING:
+    from dovetail.interop.loading import load
+    from dovetail.interop.onnx_reading import from_onnx
+    from dovetail.interop.onnx_writing import to_onnx
+    from dovetail.interop.replacement import replace_region
+    from dovetail.interop.saving import save
+    from dovetail.interop.stablehlo import to_stablehlo
     from dovetail.scheduling.fuse_modules import fuse_modules
     from dovetail.scheduling.part import Part
     from dovetail.scheduling.schedule import Schedule, schedule
@@ -86,6 +94,7 @@ __all__ = [
     "Gain",
     "Inline",
     "InvalidArgument",
+    "InvalidFile",
     "InvalidGraph",
     "Ledger",
     "Limits",
@@ -107,6 +116,7 @@ __all__ = [
     "Rule",
     "RuleError",
     "RuleSet",
+    "SaveError",
     "Scene",
     "Schedule",
     "ScheduleError",
@@ -125,24 +135,36 @@ __all__ = [
     "diff",
     "either",
     "explain",
+    "from_onnx",
     "fuse",
     "fuse_modules",
     "inline",
+    "load",
     "lower",
     "optional",
     "outline",
     "regions",
+    "replace_region",
     "rule",
+    "save",
     "schedule",
     "text",
+    "to_onnx",
+    "to_stablehlo",
 ]
 
 # Loaded when first asked for: who only fuses graphs need not wait for it.
 _LATER = {
     "Part": "dovetail.scheduling.part",
     "Schedule": "dovetail.scheduling.schedule",
+    "from_onnx": "dovetail.interop.onnx_reading",
     "fuse_modules": "dovetail.scheduling.fuse_modules",
+    "load": "dovetail.interop.loading",
+    "replace_region": "dovetail.interop.replacement",
+    "save": "dovetail.interop.saving",
     "schedule": "dovetail.scheduling.schedule",
+    "to_onnx": "dovetail.interop.onnx_writing",
+    "to_stablehlo": "dovetail.interop.stablehlo",
 }
 
 

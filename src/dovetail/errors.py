@@ -86,6 +86,22 @@ class UnknownPart(ScheduleError):
         self.pattern = pattern
 
 
+class SaveError(DovetailError):
+    """A graph cannot be written to a file, which is as it was; `node` is the name of the node at fault, if it is one."""
+
+    def __init__(self, what: str, node: str | None = None) -> None:
+        super().__init__(f"node '{node}': {what}" if node is not None else what)
+        self.node = node
+
+
+class InvalidFile(DovetailError):
+    """A file is not one that `dovetail.save` wrote, or not whole, or of a newer version; `path` is what was given."""
+
+    def __init__(self, path: object, what: str) -> None:
+        super().__init__(f"'{path}' {what}")
+        self.path = path
+
+
 class RegionError(DovetailError):
     """A region cannot be made, found or taken back; nothing was changed."""
 

@@ -75,11 +75,15 @@ class Flavour:
     thorough: int = 3  # one in so many is also copied, pickled and inlined in part
     share: int = 5  # how many of a mixed run are of this flavour, in proportion
     fuses: bool = False  # stages are fusions by rules more often than not
+    schedules: bool = False  # programs are the modules of a model, and stages the steps of a schedule of it
 
     def draw(self, rng: Random) -> Category:
-        categories = list(self.weights)
-        bounds = list(accumulate(self.weights.values()))
-        return categories[bisect_right(bounds, rng.randrange(bounds[-1]))]
+        return pick_category(rng, self.weights)
+
+
+def pick_category(rng: Random, weights: dict[Category, int]) -> Category:
+    bounds = list(accumulate(weights.values()))
+    return list(weights)[bisect_right(bounds, rng.randrange(bounds[-1]))]
 
 
 def _with(*weights: dict[Category, int]) -> dict[Category, int]:
@@ -121,6 +125,7 @@ FLAVOURS = {
             share=3,
             fuses=True,
         ),
+        Flavour("scheduled", {}, stages=(2, 3, 4, 5, 6, 8), share=1, schedules=True),
     )
 }
 
@@ -152,13 +157,14 @@ def draw_program(rng: Random, flavour: Flavour) -> Program:
     finally:
         torch.set_grad_enabled(enabled)
         torch.set_rng_state(stream)
-    output = _draw_output(b)
+    output = draw_output(b)
     return b.finish(
         output, values=b.choice(flavour.values), traced=b.choice(flavour.traced), marks=b.chance(3)
     )
 
 
-def _draw_output(b: Builder) -> Any:
+def draw_output(b: Builder) -> Any:
+    """What a program returns: some of its values, in one structure or another."""
     names = [step.name for step in b.steps if step.op != "get_attr"] or [name for name, _ in b.inputs]
     taken = [Ref(names[-1])]
     for _ in range(b.rng.randrange(4)):

@@ -14,6 +14,7 @@ from .generate import FLAVOURS
 from .plan import draw_case
 from .program import Case, NotAProgram
 from .properties import Outcome, Violated, verify
+from .schedule_properties import verify_schedule
 from .script import script
 from .shrink import shrink
 
@@ -49,12 +50,12 @@ def signature(which: str, words: str) -> str:
     return f"{which} {plain[:80]}".strip()
 
 
-def draw(rng: Random, flavour: str) -> tuple[Case, GraphModule]:
+def draw(rng: Random, flavour: str) -> tuple[Case, GraphModule | None]:
     return draw_case(rng, FLAVOURS[flavour])
 
 
 def hunt(
-    make: Callable[[], tuple[Case, GraphModule]],
+    make: Callable[[], tuple[Case, GraphModule | None]],
     counts: Counter[str],
     *,
     known: Mapping[str, Found] | None = None,
@@ -86,7 +87,7 @@ def hunt(
 
 def _verified(case: Case, original: GraphModule | None = None) -> Outcome:
     try:
-        return verify(case, original)
+        return verify_schedule(case) if case.is_model else verify(case, original)
     except (Violated, NotAProgram):
         raise
     except Exception as error:

@@ -71,6 +71,34 @@ def gather(parts: dict[str, torch.Tensor], *, also: list[torch.Tensor]) -> torch
     return total
 
 
+def quietly(function):  # type: ignore[no-untyped-def]
+    """The function, run without gradients."""
+
+    def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class Tally(nn.Module):
+    """Counts its calls in a buffer, by writing it or by putting another in its place."""
+
+    count: torch.Tensor
+
+    def __init__(self, rebinds: bool = False) -> None:
+        super().__init__()
+        self.rebinds = rebinds
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rebinds:
+            self.count = self.count + 1
+        else:
+            self.count.add_(1)
+        return x * self.count
+
+
 class Counter(nn.Module):
     """A leaf nobody can know: counts its calls in a buffer and says so."""
 
@@ -106,4 +134,17 @@ def branch(by: float) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(nn.Module(), graph)
 
 
-__all__ = ["F", "LOG", "Counter", "adder", "branch", "gather", "nn", "operator", "overwrite", "shout"]
+__all__ = [
+    "F",
+    "LOG",
+    "Counter",
+    "Tally",
+    "adder",
+    "branch",
+    "gather",
+    "nn",
+    "operator",
+    "overwrite",
+    "quietly",
+    "shout",
+]

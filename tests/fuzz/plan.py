@@ -11,18 +11,21 @@ import dovetail
 
 from .fusing import draw_fusion, fused
 from .generate import Flavour, draw_program
-from .program import Asked, Case, Fused, Opened, Stage, build
+from .program import Asked, Case, Do, Fused, Opened, Stage, build
+from .scheduling import draw_schedule
 
 POLICIES = ("auto", "output", "duplicate", "duplicate", "leave", "refuse")
 KINDS = ("fused", "fused", "pair", "npu.pool", "a_b")
 ATTRS: tuple[dict[str, Any] | None, ...] = (None, None, {"eps": 1e-5}, {"axes": (0, 1), "name": "ä"})
 
 
-def draw_case(rng: Random, flavour: Flavour) -> tuple[Case, GraphModule]:
-    """A program with what is done to it stage by stage, and the graph it was built as.
+def draw_case(rng: Random, flavour: Flavour) -> tuple[Case, GraphModule | None]:
+    """A program with what is done to it stage by stage, and the graph it was built as, if it was.
 
     What comes in a stage depends on the graph that the last one left.
     """
+    if flavour.schedules:
+        return draw_schedule(rng, flavour.stages), None
     program = draw_program(rng, flavour)
     gm = original = build(program)
     stages: list[Stage] = []
@@ -50,6 +53,8 @@ def carry_out(gm: GraphModule, stage: Stage) -> GraphModule:
         return dovetail.inline(gm, **{stage.how: stage.what})
     if isinstance(stage, Fused):
         return fused(gm, stage)
+    if isinstance(stage, Do):
+        raise TypeError("a step of a schedule is done on a model, not on a graph")
     by_name = {node.name: node for node in gm.graph.nodes}
 
     def listed(asked: Asked) -> list[Node | str]:

@@ -96,7 +96,26 @@ class Fused:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-Stage = tuple[Asked, ...] | Opened | Fused
+@dataclass(frozen=True)
+class Do:
+    """A step on a schedule: what, in which parts, on which of what is found there (all if none is picked)."""
+
+    what: str
+    at: str = ""
+    find: str = ""
+    picks: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+Stage = tuple[Asked, ...] | Opened | Fused | Do
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A class of modules: its forward is a program, which calls units before it as children."""
+
+    name: str
+    program: Program
 
 
 @dataclass(frozen=True)
@@ -107,6 +126,10 @@ class Case:
     stages: tuple[Stage, ...] = ()
     thorough: bool = False  # also copy, pickle and inline in part
     salt: int = 0  # decides the choices that a property makes
+    is_model: bool = False  # the program is the forward of a model, to be scheduled
+    units: tuple[Unit, ...] = ()  # classes of the model's modules
+    keywords: int = 0  # how many of the last inputs the model is given by name
+    train: bool = True
 
 
 def refs(value: Any) -> Iterator[Ref]:

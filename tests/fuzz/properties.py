@@ -84,11 +84,11 @@ class Trial:
                 steps = {Opened: "inline", Fused: "fuse"}
                 step = steps.get(type(stage), "outline")
                 raise Violated(f"crash in {step} ({type(error).__name__})", str(error)) from error
-            _same("input graph changed", before, identity(self.result))
+            same("input graph changed", before, identity(self.result))
             if made is not None:
                 _expect_regions(self.result, made, stage)
                 if isinstance(stage, Fused):
-                    _same("fused once more", "", why_not_settled(made, stage))
+                    same("fused once more", "", why_not_settled(made, stage))
                 self.result = made
 
     def compare(self) -> None:
@@ -96,7 +96,7 @@ class Trial:
         if self.result is self.original:
             return
         self.outcome.regions = len(dovetail.regions(self.result))
-        _same("state_dict", list(self.original.state_dict()), list(self.result.state_dict()))
+        same("state_dict", list(self.original.state_dict()), list(self.result.state_dict()))
         self.foretold(self.result)
         self.behaves("values", self.result, runs=2, gradients=True)
         self.restores("inline", self.result)
@@ -136,10 +136,10 @@ class Trial:
 
     def restores(self, what: str, gm: GraphModule) -> None:
         back = _try(what, lambda: dovetail.inline(gm))
-        _same(f"{what}: text", self.text, dovetail.text(back))
-        _same(f"{what}: nodes and meta", self.facts, facts(back))
+        same(f"{what}: text", self.text, dovetail.text(back))
+        same(f"{what}: nodes and meta", self.facts, facts(back))
         _try(f"{what}: check", lambda: dovetail.check(back))
-        _same(f"{what}: modules", list(self.original._modules), list(back._modules))
+        same(f"{what}: modules", list(self.original._modules), list(back._modules))
 
     def survives_elimination(self) -> None:
         """FX's own dead-code elimination does no more harm to the result than to the original."""
@@ -158,12 +158,12 @@ class Trial:
                 "pickle": _try("pickle", lambda: pickle.loads(pickle.dumps(self.result))),
             }
         for what, gm in copies.items():
-            _same(f"{what}: text", shown, dovetail.text(gm))
+            same(f"{what}: text", shown, dovetail.text(gm))
             which, words = self.difference(gm, Snapshot(gm))
             if which:
                 raise Violated(f"{what}: {which}", words)
             _try(f"{what}: check", lambda gm=gm: dovetail.check(gm))
-            _same(f"{what}: inline", self.text, dovetail.text(_try(what, lambda gm=gm: dovetail.inline(gm))))
+            same(f"{what}: inline", self.text, dovetail.text(_try(what, lambda gm=gm: dovetail.inline(gm))))
 
     def lowers(self) -> None:
         """Its regions run by backends, it is the same program, and can be taken apart as before.
@@ -241,14 +241,14 @@ def _splits_a_tuple(node: Node, chosen: list[Node]) -> bool:
 def _expect_regions(before: GraphModule, after: GraphModule, stage: Stage) -> None:
     """The new regions are there, of the kinds asked for, under names of their own."""
     names = [r.name for r in dovetail.regions(after, nested=True)]
-    _same("names of regions are unique", len(names), len(set(names)))
+    same("names of regions are unique", len(names), len(set(names)))
     if isinstance(stage, (Opened, Fused)):
         return
     old = {r.name for r in dovetail.regions(before)}
     new = [r for r in dovetail.regions(after) if r.name not in old]
-    _same("kinds of regions", sorted(a.kind for a in stage), sorted(r.kind for r in new))
+    same("kinds of regions", sorted(a.kind for a in stage), sorted(r.kind for r in new))
     wanted = sorted((a.kind, a.version) for a in stage)
-    _same("versions of regions", wanted, sorted((r.kind, r.version) for r in new))
+    same("versions of regions", wanted, sorted((r.kind, r.version) for r in new))
 
 
 def relisted(original: GraphModule, case: Case) -> None:
@@ -256,7 +256,7 @@ def relisted(original: GraphModule, case: Case) -> None:
     rng = Random(case.salt)
     stage = case.stages[0]
     other = _in_another_order(original, rng)
-    _same("relisting", _members(original, stage), _members(other, stage))
+    same("relisting", _members(original, stage), _members(other, stage))
 
 
 def _members(gm: GraphModule, stage: Stage) -> Any:
@@ -365,7 +365,8 @@ def identity(gm: GraphModule) -> list[Any]:
     ]
 
 
-def _same(which: str, want: Any, got: Any) -> None:
+def same(which: str, want: Any, got: Any) -> None:
+    """Raise Violated unless two values are equal; of lists the first that differ are told."""
     if want != got:
         if isinstance(want, list) and isinstance(got, list):
             pairs = [(a, b) for a, b in zip(want, got, strict=False) if a != b]

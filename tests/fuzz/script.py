@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from . import ops
 from .fusing import WRITTEN
-from .program import Case, Fused, Opened, Program, Stage, Step
+from .program import Case, Do, Fused, Opened, Program, Stage, Step
+from .units import source
 
 _TAIL = '''
 def run(gm):
@@ -60,6 +62,8 @@ _MORE = {
 def script(case: Case, which: str, words: str) -> str:
     """Python source that shows the failure by itself."""
     title = f"{which}: {words}".replace('"""', "'''").replace("\\", "/")
+    if case.is_model:
+        return schedule_script(case, title)
     lines = [
         f'"""{title[:1500]}"""',
         "",
@@ -79,6 +83,23 @@ def script(case: Case, which: str, words: str) -> str:
         if word in which:
             tail += more
     return "\n".join(lines) + tail
+
+
+def schedule_script(case: Case, title: str) -> str:
+    """A model and the steps of its schedule; doing and judging them is left to this package."""
+    model = "\n".join(f"# {line}".rstrip() for line in source(case).splitlines())
+    steps = "".join(f"    {stage!r},\n" for stage in case.stages)
+    programs = [case.program, *(unit.program for unit in case.units)]
+    names = sorted({n for p in programs for n in (*dict(p.inputs), *(step.name for step in p.steps))})
+    return (
+        f'"""{title[:1500]}"""\n\n{model}\n\nimport torch\n\n'
+        "from tests.fuzz.program import Case, Do, Owned, Program, Ref, Step, Unit\n"
+        "from tests.fuzz.schedule_properties import verify_schedule\n\n"
+        f"{', '.join(names)}, = map(Ref, {names})\n"
+        f"case = {replace(case, stages=())!r}\n"
+        f"steps = (\n{steps})\n"
+        "print(verify_schedule(Case(**{**vars(case), 'stages': steps})))\n"
+    )
 
 
 def _prelude(program: Program) -> list[str]:
@@ -185,6 +206,8 @@ def _call(stage: Stage) -> str:
     if isinstance(stage, Fused):
         options = "".join(f", {k}={v!r}" for k, v in stage.options)
         return f"dovetail.fuse(gm, [{', '.join(WRITTEN[r] for r in stage.rules)}]{options})"
+    if isinstance(stage, Do):
+        raise TypeError("a step of a schedule has a script of its own")
     each = [_arguments(asked.nodes, vars(asked)) for asked in stage]
     if len(each) == 1:
         return f"dovetail.outline(gm, {each[0]})"

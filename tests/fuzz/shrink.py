@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from .program import Asked, Case, Fused, Opened, Program, Ref, Stage, Step, refs, substitute
+from .program import Asked, Case, Do, Fused, Opened, Program, Ref, Stage, Step, refs, substitute
 
 Fails = Callable[[Case], bool]
 
@@ -20,6 +20,7 @@ def shrink(case: Case, fails: Fails, *, seconds: float = 20.0) -> Case:
         for simpler in (
             _without_some_steps,
             _with_simpler_stages,
+            _with_simpler_units,
             _with_simpler_program,
             _without_each_step,
             _plainer,
@@ -70,6 +71,20 @@ def _with_simpler_program(case: Case) -> Iterator[Case]:
         yield replace(case, program=program)
 
 
+def _with_simpler_units(case: Case) -> Iterator[Case]:
+    """With a class of modules made simpler as programs are, or without it."""
+    made = [o.make for p in (case.program, *(u.program for u in case.units)) for o in p.owned]
+    for i, unit in enumerate(case.units):
+        before, after = case.units[:i], case.units[i + 1 :]
+        if not any(f"{unit.name}()" in make for make in made):
+            yield replace(case, units=(*before, *after))
+            continue
+        alone = Case(unit.program)
+        for simpler in (_without_some_steps, _with_simpler_program, _without_each_step):
+            for smaller in simpler(alone):
+                yield replace(case, units=(*before, replace(unit, program=smaller.program), *after))
+
+
 def _without_each_step(case: Case) -> Iterator[Case]:
     for i in reversed(range(len(case.program.steps))):
         yield from _without_step(case, i)
@@ -80,12 +95,19 @@ def _plainer(case: Case) -> Iterator[Case]:
         yield replace(case, thorough=False)
     if case.salt:
         yield replace(case, salt=0)
+    if case.keywords:
+        yield replace(case, keywords=0)
+    if not case.train:
+        yield replace(case, train=True)
 
 
 def _simpler_stages(stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
     for i, stage in enumerate(stages):
         yield stages[:i] + stages[i + 1 :]
         if isinstance(stage, Opened):
+            continue
+        if isinstance(stage, Do):
+            yield from ((*stages[:i], less, *stages[i + 1 :]) for less in _simpler_steps(stage))
             continue
         if isinstance(stage, Fused):
             for j in range(len(stage.rules) if len(stage.rules) > 1 else 0):
@@ -99,6 +121,15 @@ def _simpler_stages(stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
                 yield (*stages[:i], stage[:j] + stage[j + 1 :], *stages[i + 1 :])
             for simpler in _simpler_requests(asked):
                 yield (*stages[:i], (*stage[:j], simpler, *stage[j + 1 :]), *stages[i + 1 :])
+
+
+def _simpler_steps(do: Do) -> Iterator[Do]:
+    for j in range(len(do.picks)):
+        yield replace(do, picks=do.picks[:j] + do.picks[j + 1 :])
+    for j in range(len(do.options)):
+        yield replace(do, options=do.options[:j] + do.options[j + 1 :])
+    if do.at:
+        yield replace(do, at="")
 
 
 def _simpler_requests(asked: Asked) -> Iterator[Asked]:
@@ -176,7 +207,7 @@ def _dropped(case: Case, gone: set[str], instead: dict[str, str]) -> Case:
 
 
 def _stage_without(stage: Stage, gone: set[str]) -> Stage:
-    if isinstance(stage, (Opened, Fused)):
+    if isinstance(stage, (Opened, Fused, Do)):
         return stage
     return tuple(kept for asked in stage if (kept := _without_names(asked, gone)).nodes)
 

@@ -28,16 +28,32 @@ PROGRAMS = {
     "nested": 200,
     "traced": 50,
     "fused": 250,
+    "scheduled": 12,
 }
+SCHEDULED = 400  # each of them is captured several times, which takes most of a second
 
 
 @pytest.mark.parametrize("flavour", PROGRAMS)
 def test_random_programs(flavour: str) -> None:
+    counts = _counted(flavour, PROGRAMS[flavour])
+    # A run in which little was outlined would prove little.
+    assert counts["with regions"] > counts["programs"] // 3
+
+
+@pytest.mark.long
+def test_many_schedules() -> None:
+    counts = _counted("scheduled", SCHEDULED)
+    assert counts["with regions"] > SCHEDULED // 4
+    assert counts["refused"] < counts["stages"] // 2
+
+
+def _counted(flavour: str, programs: int) -> Counter[str]:
+    """Hunt through as many programs, and fail at the first failure."""
     counts: Counter[str] = Counter()
 
     # Without Hypothesis's own shrinking: a program is made smaller by its steps, which `hunt` knows.
     @settings(
-        max_examples=PROGRAMS[flavour],
+        max_examples=programs,
         derandomize=True,
         database=None,
         deadline=None,
@@ -52,9 +68,8 @@ def test_random_programs(flavour: str) -> None:
             pytest.fail(f"{failure.which}: {failure.words}\n\n{failure.script}", pytrace=False)
 
     every_program()
-    assert counts["programs"] >= PROGRAMS[flavour]
-    # A run in which little was outlined would prove little.
-    assert counts["with regions"] > counts["programs"] // 3
+    assert counts["programs"] >= programs
+    return counts
 
 
 def test_there_are_two_thousand_programs() -> None:

@@ -180,6 +180,12 @@ REFUSED = {
     ),
     "no batch": Form(F.conv2d, [KERNEL], IMAGE[0], "has no batch dimension"),
     "vector": Form(F.linear, [W], X[0, 0], "is a product of one vector"),
+    "batch statistics": Form(
+        lambda x, w, b: F.batch_norm(F.conv2d(x, w, b), None, None, training=True),
+        [KERNEL, BIAS],
+        IMAGE,
+        "goes by the statistics of the batch; capture the model in eval mode",
+    ),
     "draws": Form(lambda x, w: F.dropout(F.linear(x, w), 0.5), [W], X, "it has effects (random)"),
 }
 

@@ -48,6 +48,24 @@ def test_weights_that_are_written_or_replaced_calibrate_again() -> None:
     assert off(fast(X), model(X)) < 0.02
 
 
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_steps_of_an_optimizer_calibrate_again(kind: dict[str, Any]) -> None:
+    model = Layers().eval()
+    fast = lowered(model, X, backend=Int8(calibrate=1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kind)
+    for _ in range(2):
+        with torch.no_grad():
+            for _ in range(2):  # the first layer has had its turn when the second notices
+                fast(X)
+            assert integers(fast, X) == 2
+            assert off(fast(X), model(X)) < 0.02
+        model(X).square().sum().backward()
+        # A fused one writes without a trace in the versions of what it writes.
+        optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(fast(X), model(X))
+
+
 @torch.no_grad()
 def test_a_view_of_a_weight_is_watched_as_the_weight_is() -> None:
     class Head(nn.Module):

@@ -91,11 +91,16 @@ def test_weights_that_are_loaded_or_replaced_are_used():
 def test_a_hook_put_inside_after_build_is_run():
     model, x = net(training=False)
     built = fused(model, x).build()
-    built(x)
+    expected = built(x)
     seen: list[int] = []
-    built.blocks[0].norm.register_forward_hook(lambda *_: seen.append(1))
+    handle = built.blocks[0].norm.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(UserWarning, match="module 'norm' within 'Block' has a forward hook"):
+        assert torch.equal(built(x), expected)
     built(x)
-    assert seen
+    assert seen == [1, 1]
+    handle.remove()
+    assert torch.equal(built(x), expected)
+    assert seen == [1, 1]
 
 
 def test_another_precision():

@@ -1,9 +1,11 @@
 """Modules fused by name: right where names alone mislead, folded in eval mode, kept in train mode."""
 
 import copy
+import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.scheduling.fuse_modules import fuse_modules
@@ -110,6 +112,65 @@ def test_folded_weights_follow_the_parameters_and_statistics():
     assert norms(fused) == 0
 
 
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_folded_weights_follow_an_optimizer_in_eval_mode(kind: dict[str, bool]):
+    model, x = Net().eval(), image()
+    fused = fuse_modules(model, CONV_BN_RELU, (x,))
+    evaluated(fused, x)
+    for one in (model, fused):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, **kind)
+        one(x).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(evaluated(fused, x), evaluated(model, x), rtol=1e-4, atol=1e-4)
+    assert norms(fused) == 0
+
+
+def nothing(*_: object) -> None:
+    """A hook."""
+
+
+class Uncounted(nn.BatchNorm2d):
+    """A norm that does not count its batches; what it writes into its statistics leaves no trace."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(input, *statistics, self.weight, self.bias, self.training, 0.5, self.eps)
+
+
+def test_statistics_that_were_written_without_a_trace_are_folded_anew():
+    model, x = Net().eval(), image()
+    model.bn = Uncounted(4).eval()
+    fused = fuse_modules(model, CONV_BN_RELU, (x,))
+    torch.testing.assert_close(evaluated(fused, x), evaluated(model, x))
+    # With a hook inside, the model's own forward runs.
+    hook = fused.get_submodule("relu").register_forward_hook(nothing)
+    with pytest.warns(UserWarning, match="has a forward hook"):
+        evaluated(fused.train(), x)
+    hook.remove()
+    evaluated(model.train(), x)
+    torch.testing.assert_close(evaluated(fused.eval(), x), evaluated(model.eval(), x))
+    assert norms(fused) == 0
+
+
+def test_threads_may_make_the_first_call_at_once():
+    model, x = Net().eval(), image()
+    fused, expected = fuse_modules(model, CONV_BN_RELU), model(x).detach()
+    made: list[Tensor] = []
+
+    def work(grad: bool) -> None:
+        with torch.set_grad_enabled(grad):
+            made.extend(fused(x).detach() for _ in range(4))
+
+    threads = [threading.Thread(target=work, args=(bool(i % 2),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 16
+    for value in made:
+        torch.testing.assert_close(value, expected)
+
+
 def test_parameters_get_their_gradients_in_eval_mode():
     x = image()
     model = Net().eval()
@@ -184,6 +245,16 @@ def test_a_norm_over_something_else_than_the_channels_is_kept():
     fused = fuse_modules(model, ["linear", "bn"], (x,))
     assert torch.equal(evaluated(fused, x), evaluated(model, x))
     assert norms(fused) == 1
+
+
+def test_images_with_channels_last_are_folded_and_stay_so():
+    model, x = Net().eval(), image().to(memory_format=torch.channels_last)
+    fused = fuse_modules(model, CONV_BN_RELU, (x,))
+    for given in (x, torch.cat([x, x])[..., 1:]):
+        made, expected = evaluated(fused, given), evaluated(model, given)
+        torch.testing.assert_close(made, expected)
+        assert made.stride() == expected.stride()
+    assert norms(fused) == 0
 
 
 def test_under_autocast_the_casts_are_those_of_the_model():

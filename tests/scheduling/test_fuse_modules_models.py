@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail.errors import ScheduleError
+from dovetail.lowering.backends.int8 import Int8
 from dovetail.scheduling.fuse_modules import fuse_modules, fused_graphs
 from dovetail.zoo import resnet
+from tests.lowering.int8_helpers import integers, needs_int8, off
 from tests.scheduling.chained import CONV_BN_RELU, Net, awaken, evaluated, image, norms, regions_of
 
 
@@ -161,3 +163,30 @@ def test_a_backend_runs_the_regions():
     torch.testing.assert_close(evaluated(fused, x), evaluated(model, x))
     assert [r.backend for r in regions_of(fused)] == ["mine"]
     assert set(seen) == {"conv_bn_act"}
+
+
+class Scaled(nn.Module):
+    """A part that is given other values than the model, in the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(100 * x)
+
+
+@needs_int8
+@pytest.mark.parametrize("way", ["fuse_modules", "schedule"])
+@torch.no_grad()
+def test_sample_inputs_are_those_of_the_model_and_not_of_a_part(way: str):
+    model, x = Scaled().eval(), torch.randn(8, 32)
+    backend, expected = Int8([(x,), (-x,)]), model(x)
+    if way == "fuse_modules":
+        fast = fuse_modules(model, ["part.0", "part.1"], (x,), backend=backend)
+    else:
+        s = dovetail.schedule(model, (x,))
+        s.fuse(s["part"].find(dovetail.rules.DEFAULT["linear_relu"]), backend=backend)
+        fast = s.build()
+    assert integers(fast, x) == 1
+    assert off(fast(x), expected) < 0.02

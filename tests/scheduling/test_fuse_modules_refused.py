@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
@@ -43,6 +44,7 @@ def test_without_example_inputs_the_first_call_tells():
     [
         (["conv", "bm"], ScheduleError, "no module matches 'bm'"),
         (["conv"], ScheduleError, "names one module"),
+        ([[]], ScheduleError, "names no module"),
         (["conv", "conv"], ScheduleError, "names the same module twice"),
         ([["conv", "bn"], ["bn", "conv"]], ScheduleError, "is to be fused twice"),
         (["conv", ""], InvalidArgument, "'' is not the name of a module"),
@@ -73,14 +75,29 @@ def test_other_mistakes_are_told_at_once():
     model.bn = nn.BatchNorm2d(5)
     with pytest.raises(ScheduleError, match="'conv' is of 4 and 'bn' is of 5 channels"):
         fuse_modules(model, CONV_BN_RELU)
+    with pytest.raises(InvalidArgument, match="lazy modules; call it once"):
+        fuse_modules(nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU()), ["0", "1"])
     hooked = Net()
     hooked.bn.register_forward_hook(noting([], "bn"))
-    with pytest.raises(ScheduleError, match="module 'bn' within 'the model' has a forward hook"):
+    with pytest.raises(ScheduleError, match="module 'bn' within the model has a forward hook"):
         fuse_modules(hooked, CONV_BN_RELU)
     s = schedule(Net(), (image(),))
     s.fuse(s.find(nn.ReLU))
     with pytest.raises(InvalidArgument, match="built by a schedule"):
         fuse_modules(s.build(), CONV_BN_RELU)
+
+
+def test_a_call_that_cannot_be_captured_is_tried_once():
+    model, x = Net().eval(), image()
+    model.bn.momentum = None  # in training it computes with the number of calls
+    fused = fuse_modules(model, CONV_BN_RELU, (x,)).train()
+    with pytest.warns(UserWarning, match="a call runs the model as it is"):
+        made = fused(x)
+    assert torch.equal(made, model.train()(x))
+    for _ in range(10):
+        assert torch.equal(fused(x), model(x))
+    torch.testing.assert_close(dict(fused.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(evaluated(fused.eval(), x), evaluated(model.eval(), x))
 
 
 def test_hooks_around_what_is_fused_run_and_later_ones_inside_are_not_lost():
@@ -93,6 +110,6 @@ def test_hooks_around_what_is_fused_run_and_later_ones_inside_are_not_lost():
     evaluated(model, x)
     assert seen == ["model"]
     model.bn.register_forward_hook(noting(seen, "bn"))
-    with pytest.warns(UserWarning, match="'bn' within 'the model' has a forward hook"):
+    with pytest.warns(UserWarning, match="'bn' within the model has a forward hook"):
         evaluated(model, x)
     assert seen == ["model", "bn", "model"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -45,7 +47,29 @@ def capture(
     if not callable(model):
         raise InvalidArgument(f"capture takes a module, a callable or a graph, not a {type(model).__name__}.")
     trees.prepare()
-    return _from_model(model, args, kwargs, dynamic_shapes, strict)
+    if isinstance(model, nn.Module):
+        _refuse_inference_tensors(model)
+    with outside_inference_mode():
+        given, named = pytree.tree_map(_tracked, (args, kwargs))
+        return _from_model(model, given, named, dynamic_shapes, strict)
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Where tensors can be traced: whoever calls in inference mode is not the model. Leaving it records gradients."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _tracked(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+
+def _refuse_inference_tensors(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise CaptureError(
+                f"'{name}' of the model was made in torch.inference_mode(), and such tensors cannot be traced. "
+                f"Make or load the model outside of it."
+            )
 
 
 def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
-from torch.utils._sympy.numbers import int_oo
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.fakes import World, describe_symbolic, tensor_row
 from dovetail.graph.keys import REGION
 
 
@@ -139,180 +138,25 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch._ops.HigherOrderOperator):
             return ("higher_order", obj.name())
         if isinstance(obj, FakeTensor):
-            return ("tensor", self._tensor(obj))
+            return ("tensor", tensor_row(obj, self.storages))
         if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return ("symbolic", _describe_symbolic(obj))
+            return ("symbolic", describe_symbolic(obj))
         if isinstance(obj, (FakeTensorMode, ShapeEnv)):
             return ("none",)
         return None
-
-    def _tensor(self, value: FakeTensor) -> tuple[Any, ...]:
-        def plain(sizes: Any) -> tuple[Any, ...]:
-            return tuple(_describe_symbolic(s) if isinstance(s, torch.SymInt) else s for s in sizes)
-
-        strided = value.layout is torch.strided
-        storage = value.untyped_storage()._cdata if strided else id(value)
-        return (
-            self.storages.setdefault(storage, len(self.storages)),
-            plain(value.shape),
-            plain(value.stride()) if strided else None,
-            plain([value.storage_offset()])[0] if strided else 0,
-            value.dtype,
-            value.device,
-            value.requires_grad and (value.is_floating_point() or value.is_complex()),
-            isinstance(value, torch.nn.Parameter),
-        )
-
-
-@dataclass(frozen=True)
-class _Symbolic:
-    """A symbolic number: its expression, and for each symbol a hint and a range (None: no hint)."""
-
-    kind: str
-    expr: str
-    symbols: tuple[tuple[str, int | None, int | None, int | None], ...]
-
-
-def _describe_symbolic(value: Any) -> _Symbolic | tuple[str, Any]:
-    node = value.node
-    expr = node.expr
-    env: ShapeEnv = node.shape_env
-    rows: list[tuple[str, int | None, int | None, int | None]] = []
-    for symbol in sorted(expr.free_symbols, key=str):
-        bounds = env.var_to_range.get(symbol)
-        rows.append(
-            (
-                str(symbol),
-                _hint(env, symbol),
-                _bound(bounds and bounds.lower),
-                _bound(bounds and bounds.upper),
-            )
-        )
-    return _Symbolic(type(value).__name__, sympy.srepr(expr), tuple(rows))
-
-
-def _hint(env: ShapeEnv, symbol: sympy.Symbol) -> int | None:
-    # The table of hints was renamed between torch releases.
-    hints = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
-    known = hints.get(symbol)
-    return None if known is None else int(known)
-
-
-def _bound(value: Any) -> int | None:
-    return int(value) if value is not None and value not in (int_oo, -int_oo) and value.is_number else None
-
-
-_ENDLESS = 2**50
-
-
-@dataclass
-class _World:
-    """What fake tensors and symbols of one loaded graph live in."""
-
-    env: ShapeEnv = field(default_factory=ShapeEnv)
-    symbols: dict[str, Any] = field(default_factory=dict)
-    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-
-    def symbolic(self, described: _Symbolic) -> Any:
-        for name, hint, lower, upper in described.symbols:
-            if name not in self.symbols:
-                self.symbols[name] = self._symbol(name, hint, lower, upper)
-        names = {name: symbol.node.expr for name, symbol in self.symbols.items()}
-        expr = _parse(described.expr).subs({s: names[str(s)] for s in _parse(described.expr).free_symbols})
-        hint = _evaluate(expr, self.env)
-        if described.kind == "SymInt":
-            return self.env.create_symintnode(expr, hint=None if hint is None else int(hint))
-        if described.kind == "SymBool":
-            return self.env.create_symboolnode(expr)
-        return self.env.create_symfloatnode(expr, hint=None if hint is None else float(hint))
-
-    def _symbol(self, name: str, hint: int | None, lower: int | None, upper: int | None) -> Any:
-        from torch._dynamo.source import ConstantSource
-
-        if hint is None:
-            made: Any = self.env.create_unbacked_symint()
-        else:
-            source = ConstantSource(f"__loaded_{name}")
-            symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-            made = self.env.create_symintnode(symbol, hint=hint, source=source)
-        if lower is not None or upper is not None:
-            self.env.constrain_symbol_range(
-                made.node.expr,
-                compiler_min=lower if lower is not None else -(2**63),
-                compiler_max=upper if upper is not None else 2**63 - 1,
-            )
-        return made
-
-    def _symbolic_tensor(
-        self, storage_id: int, sizes: Sequence[Any], strides: Sequence[Any], start: Any, dtype: torch.dtype
-    ) -> torch.Tensor:
-        # Larger than any size can be, so that any view fits.
-        storage = self.storages.setdefault(storage_id, torch.UntypedStorage(_ENDLESS, device="meta"))
-        if storage.nbytes() < _ENDLESS:
-            storage.resize_(_ENDLESS)
-        # What torch asks of the symbols on the way (does it fit, is it contiguous) must not settle their values.
-        with self.env.suppress_guards():
-            return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
-
-    def tensor(self, row: tuple[Any, ...]) -> FakeTensor:
-        storage_id, shape, stride, offset, dtype, device, requires_grad, is_parameter = row
-
-        def real(value: Any) -> Any:
-            return self.symbolic(value) if isinstance(value, _Symbolic) else value
-
-        sizes, start = [real(s) for s in shape], real(offset)
-        strides = None if stride is None else [real(s) for s in stride]
-        with torch.no_grad():
-            if strides is None:
-                meta = torch.empty(sizes, dtype=dtype, device="meta")
-            elif any(isinstance(s, torch.SymInt) for s in [*sizes, *strides, start]):
-                meta = self._symbolic_tensor(storage_id, sizes, strides, start, dtype)
-            else:
-                needed = start + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-                nbytes = 0 if 0 in sizes else needed * dtype.itemsize
-                storage = self.storages.get(storage_id)
-                if storage is None:
-                    storage = self.storages[storage_id] = torch.UntypedStorage(nbytes, device="meta")
-                elif storage.nbytes() < nbytes:
-                    storage.resize_(nbytes)
-                meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
-            fake = FakeTensor(self.mode, meta, torch.device(device))
-            made: Any = torch.nn.Parameter(fake, requires_grad) if is_parameter else fake
-        if requires_grad and not is_parameter:
-            made.requires_grad_()
-        return made
-
-
-def _parse(text: str) -> Any:
-    """The sympy expression that `srepr` wrote."""
-    from torch.utils._sympy import functions
-
-    names: dict[str, Any] = dict(vars(sympy))
-    names.update({k: v for k, v in vars(functions).items() if isinstance(v, type)})
-    return eval(text, {"__builtins__": {}}, names)
-
-
-def _evaluate(expr: Any, env: ShapeEnv) -> Any:
-    hints = {s: _hint(env, s) for s in expr.free_symbols}
-    if any(h is None for h in hints.values()):
-        return None
-    return expr.xreplace({s: sympy.Integer(h) for s, h in hints.items()})
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.world = _World()
+        self.world = World()
 
     def persistent_load(self, pid: Any) -> Any:
         what, *rest = pid
         makers: dict[str, Callable[..., Any]] = {
-            "overload": _overload,
-            "packet": _packet,
-            "higher_order": _higher_order,
+            "overload": overload_named,
+            "packet": packet_named,
+            "higher_order": higher_order_named,
             "tensor": self.world.tensor,
             "symbolic": self.world.symbolic,
             "none": lambda: None,
@@ -324,15 +168,18 @@ def _lookup(namespace: str, name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name)
 
 
-def _packet(qualified: str) -> Any:
+def packet_named(qualified: str) -> Any:
+    """The operator of a name such as `aten::add`, whatever its overload."""
     return _lookup(*qualified.split("::", 1))
 
 
-def _higher_order(name: str) -> Any:
+def higher_order_named(name: str) -> Any:
+    """The higher-order operator of a name."""
     return _lookup("higher_order", name.split("::")[-1])
 
 
-def _overload(qualified: str) -> Any:
+def overload_named(qualified: str) -> Any:
+    """The overload of a name such as `aten::add.Tensor`."""
     namespace, rest = qualified.split("::", 1)
     name, _, overload = rest.partition(".")
     return getattr(_lookup(namespace, name), overload or "default")

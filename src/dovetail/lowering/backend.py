@@ -24,6 +24,10 @@ _BUILT_IN = {
     "aoti": ("dovetail.lowering.backends.aoti", "Aoti"),
     "cuda_graphs": ("dovetail.lowering.backends.cuda_graphs", "CudaGraphs"),
     "int8": ("dovetail.lowering.backends.int8", "Int8"),
+    "onnxruntime": ("dovetail.lowering.backends.onnxruntime", "OnnxRuntime"),
+    "openvino": ("dovetail.lowering.backends.openvino", "OpenVino"),
+    "tvm": ("dovetail.lowering.backends.tvm", "Tvm"),
+    "xla": ("dovetail.lowering.backends.xla", "Xla"),
 }
 
 _AROUND = ("cuda_graphs",)

@@ -18,6 +18,7 @@ from dovetail.lowering.situation import (
     Unguardable,
     autocast_now,
     fit_for,
+    nothing_noted,
     situation_of,
 )
 from dovetail.lowering.unit import Unit
@@ -109,7 +110,8 @@ class Dispatcher:
         if len(self.entries) >= self.most and situation not in self.entries:
             self._warn()
             return None
-        return self.entry_for(situation)
+        with nothing_noted():
+            return self.entry_for(situation)
 
     def aliased(self, args: tuple[Any, ...]) -> bool:
         """Whether an operand that the body writes shares memory with another one."""

@@ -21,7 +21,7 @@ from dovetail.lowering.lowering import lowering_of
 from dovetail.lowering.makeup import Makeup
 from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
 from dovetail.lowering.site import is_watched
-from dovetail.lowering.situation import autocast_off, autocasting
+from dovetail.lowering.situation import autocast_off, autocasting, nothing_noted
 
 CudaGraphs = Literal["auto"] | bool
 Modes = tuple[Any, ...]
@@ -32,6 +32,8 @@ HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
 
 
@@ -76,16 +78,17 @@ class Forms:
         dynamic_shapes: Any = None,
         most: int = 8,
         cuda_graphs: CudaGraphs = "auto",
+        lock: threading.RLock | None = None,
     ) -> None:
         self.model, self.recipe = model, recipe
         self.dynamic_shapes, self.most = dynamic_shapes, most
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.made: list[Form] = []
         self._last: Form | None = None
-        self._refused = 0
+        self._refused: list[Any] = []
         self._warned = False
         self._busy: int | None = None
-        self._lock = threading.RLock()
+        self._lock = lock or threading.RLock()
         self._makeup = Makeup(model)
 
     @property
@@ -101,7 +104,7 @@ class Forms:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call by a capture that is for it, made now if need be."""
-        if (torch.compiler.is_compiling() or is_watched()) and not self._captured_elsewhere():
+        if (torch.compiler.is_compiling() or is_watched()) and not self.captured_elsewhere():
             return self.model.forward(*args, **kwargs)
         last = self._last
         # A GPU can begin with the call while it is looked whether the model is what it was.
@@ -114,7 +117,7 @@ class Forms:
             fits = last is not None and last is self._last and modes == last.modes
             made = end(fits) if end is not None else None
         if modes is None:
-            return self.model.forward(*args, **kwargs)
+            return self.with_stand_ins(args, kwargs)
         if last is not None and fits:
             if end is not None:
                 return made
@@ -124,7 +127,11 @@ class Forms:
                 pass
         return self._called(modes, args, kwargs)
 
-    def _captured_elsewhere(self) -> bool:
+    def with_stand_ins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call while other tensors stand for the parameters of the model, as `functional_call` has it."""
+        return self.model.forward(*args, **kwargs)
+
+    def captured_elsewhere(self) -> bool:
         """Whether it is another thread's capture that is being noticed; it is over then.
 
         While a model is exported its parameters are fake ones, and torch says to every thread that it is compiling.
@@ -148,6 +155,7 @@ class Forms:
                     if self._makeup.has_stand_ins():
                         return None
                     self.made.clear()
+                    self._refused.clear()
                     self._last = None
                     self._makeup = Makeup(self.model)
                     found = self._makeup.settings()
@@ -171,25 +179,26 @@ class Forms:
             with self._lock:
                 if len(self.made) != tried:  # another thread may have met the same call first
                     continue
+                form = refused = None
+                way = (modes, _seen((args, kwargs)))
                 try:
-                    form = self.specialise(args, kwargs)
+                    if way not in self._refused:
+                        form = self.specialise(args, kwargs)
                 except CaptureError as error:
                     if not tried or self.recipe.strict:
                         raise
-                    form, refused = None, error
-                else:
-                    refused = None
+                    refused = error
             break
         if form is not None:
             try:
                 return form.run(*args, **kwargs)
             except CallMismatch:  # it does not take what it was captured with
                 pass
-        self._captured_elsewhere()
+        self.captured_elsewhere()
         # Where the call cannot be made at all, the model's own error tells.
         made = self.model.forward(*args, **kwargs)
         if refused is not None:
-            self._refused += 1
+            self._refused.append(way)
             warnings.warn(
                 f"a call runs the model as it is, for it cannot be captured: {refused}", stacklevel=5
             )
@@ -198,7 +207,7 @@ class Forms:
     def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
         """Capture and lower for calls like this one; None once there are as many as there may be."""
         with self._lock:
-            if len(self.made) + self._refused >= self.most:
+            if len(self.made) + len(self._refused) >= self.most:
                 if not self._warned:
                     self._warned = True
                     warnings.warn(
@@ -207,10 +216,11 @@ class Forms:
                         stacklevel=5,
                     )
                 return None
-            modes, graph = self.captured(args, kwargs)
-            with autocast_off():
-                program = self.recipe(graph)
-                run = self._run(program, (args, kwargs))
+            with nothing_noted():
+                modes, graph = self.captured(args, kwargs)
+                with autocast_off():
+                    program = self.recipe(graph)
+                    run = self._run(program, (args, kwargs))
             form = self._last = Form(modes, program, _with_casts_made(run, modes))
             self.made.append(form)
             return form
@@ -248,6 +258,20 @@ class Forms:
         if lowering is not None and reason != NO_GPU:
             lowering.note("", "cuda_graphs", "declined", reason)
         return program.forward
+
+
+def _seen(given: Any) -> tuple[Any, ...]:
+    """What tells ways of calling from each other: structure, numbers, and what is to be seen of tensors."""
+    leaves, spec = pytree.tree_flatten(given)
+    told = [
+        (leaf.shape, leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype, leaf.device)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, (bool, int, float, str, type(None)))
+        else type(leaf)
+        for leaf in leaves
+    ]
+    return spec, [(type(value), value) for value in told]
 
 
 @contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import copy_graph, rebuild
+from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
 from dovetail.lowering.compiling import make_all
 from dovetail.lowering.dispatch import Dispatcher
@@ -69,8 +72,13 @@ def lower(
     return lower_with(gm, backends, options, progress)
 
 
-def lower_with(gm: GraphModule, backends: Any, options: Options, progress: bool | None = None) -> GraphModule:
-    """What `lower` returns, for options that were checked already."""
+def lower_with(
+    gm: GraphModule, backends: Any, options: Options, progress: bool | None = None, *, whole: bool = True
+) -> GraphModule:
+    """What `lower` returns, for options that were checked already.
+
+    A graph that is not of a `whole` model is not shown to backends that want to see it: what they have is for the model.
+    """
     found = regions(gm, nested=True)
     if backends is None:
         backends = DEFAULT
@@ -91,8 +99,19 @@ def lower_with(gm: GraphModule, backends: Any, options: Options, progress: bool 
         _compile_all(gm, lowering, list(units.values()), grad, progress)
     told = {_own(name): lowering.backend_of(name) for name in units}
     lowered = with_lowering(gm, lowering, told)
-    _settle(lowered, lowering)
+    if whole:
+        _settle(lowered, lowering)
     return lowered
+
+
+def settle_parts(model: nn.Module, backends: Iterable[Any]) -> None:
+    """Show a model, parts of which run lowered graphs, to the backends that want to see it; a warning where that fails."""
+    for backend in {id(b): b for given in backends for b in resolve(given)}.values():
+        if callable(getattr(backend, "settle", None)):
+            try:
+                backend.settle(model)
+            except Exception as error:
+                warnings.warn(f"'{backend.name}' cannot look at the model: {error}", stacklevel=3)
 
 
 def _settle(lowered: GraphModule, lowering: Lowering) -> None:

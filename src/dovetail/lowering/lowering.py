@@ -79,6 +79,17 @@ class Lowering:
         made._dispatchers, made._by_name = dict(self._dispatchers), dict(self._by_name)
         return made
 
+    def joined(self, other: Lowering, without: Iterable[str] = ()) -> Lowering:
+        """This lowering without some of its regions, and with those of another, by the code that is there already."""
+        gone = {*without, *other.assigned}
+        made = self.restricted(name for name in self.assigned if name not in gone)
+        made.assigned |= other.assigned
+        made.notes |= copy.deepcopy(other.notes)
+        made.events = [*self.events, *other.events]
+        made._dispatchers |= other._dispatchers
+        made._by_name |= other._by_name
+        return made
+
     def __reduce__(self) -> tuple[Any, ...]:
         assigned = {name: tuple(_portable(b) for b in chain) for name, chain in self.assigned.items()}
         return _restored, (assigned, self.options, self.notes)

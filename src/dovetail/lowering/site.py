@@ -13,6 +13,7 @@ from dovetail.lowering.backend import Compiled
 from dovetail.lowering.dispatch import Dispatcher, Entry
 from dovetail.lowering.faults import Failure, Fault, fault_of
 from dovetail.lowering.situation import Fit, Situation, fit_for
+from dovetail.lowering.writes import fused_steps
 from dovetail.outlining.region import Region
 
 
@@ -33,6 +34,10 @@ class CallSite:
     constants: frozenset[int]
     notes: dict[str, Any]
     tell: Callable[[str], None]
+
+
+# It stops a forward that is run again in backward by raising, as soon as all is there that it was run for.
+_CHECKPOINTING = "torch.utils.checkpoint"
 
 
 class Site:
@@ -85,6 +90,8 @@ class Site:
         try:
             return run(*args)
         except Exception as error:
+            if type(error).__module__ == _CHECKPOINTING:
+                raise
             error.add_note(f"in region '{self.name}', lowered by '{entry.backend}'")
             self._first = _NONE
             self._prepared.pop(entry, None)
@@ -136,7 +143,8 @@ class Site:
     def _seen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Where the constants lie and how often they were written: prepared state holds while that is so."""
         tensors = [args[i] for i in sorted(self.constants) if isinstance(args[i], Tensor)]
-        return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+        written = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+        return (fused_steps(), *written)
 
 
 def is_watched() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,9 +15,25 @@ from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.printers import PythonPrinter
 
+_TRIAL: ContextVar[bool] = ContextVar("trial", default=False)
 _PLAIN = (Tensor, torch.nn.Parameter)
 Size = int | str
 """A number, or an expression over the symbols of the operands where it may vary."""
+
+
+@contextlib.contextmanager
+def trial_run() -> Generator[None]:
+    """Calls that tell nothing of those to come: a backend that learns from calls does not learn from these."""
+    before = _TRIAL.set(True)
+    try:
+        yield
+    finally:
+        _TRIAL.reset(before)
+
+
+def is_trial() -> bool:
+    """Whether a call is part of a trial run."""
+    return _TRIAL.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +134,16 @@ def autocast_off() -> Generator[None]:
     finally:
         for kind in on:
             torch.set_autocast_enabled(kind, True)
+
+
+def nothing_noted() -> contextlib.AbstractContextManager[Any]:
+    """Run something that hooks on saved tensors do not notice: those of activation checkpointing count what a call
+    saves, and would miss what is only made on the way to its first run."""
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None) -> Spec:

@@ -123,7 +123,7 @@ def _obstacle(body: GraphModule) -> str | None:
             if inner is not None:
                 return inner
             if isinstance(module, nn.Module) and not isinstance(module, Body):
-                return f"'{node.name}' calls a module ({type(module).__name__}) that is not a graph"
+                return f"'{node.name}' calls {module._get_name()}, which is not a graph; leave it out of the region"
         elif node.op == "placeholder" and node.meta.get("val") is None:
             return f"nothing is known of its operand '{node.name}': capture the model, or set `meta['val']`"
     return None

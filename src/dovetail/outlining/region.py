@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +60,18 @@ class Region:
         from dovetail.outlining.reproducer import write
 
         return write(self, Path(path), seed=seed)
+
+    def export(self, folder: str | Path, *, seed: int = 0) -> Path:
+        """Write the region alone into a new folder: its body, made-up operands, what comes of them, and what it is.
+
+        For whoever writes faster code for it and has no model: `check.py` in the folder compares, and
+        `dovetail.replace_region` brings the result back. A folder that is there must be empty.
+        """
+        if not isinstance(folder, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"folder {folder!r} is neither a str nor a Path.")
+        # What knows files and examples stands above regions, which need none of it, and is loaded when asked for.
+        writer: Any = import_module("dovetail.interop.artefact")
+        return writer.write(self, Path(folder), seed=seed)
 
 
 def regions(gm: GraphModule, *, kind: str | None = None, nested: bool = False) -> list[Region]:

@@ -255,4 +255,5 @@ def _told(value: Any) -> str:
     if is_projection(value) and isinstance(value.args[0], Node):
         value = value.args[0]
     what, at = op_name(value.target) or value.name, path_of(value)
+    what = "batch_norm" if what in _NORMS else what
     return f"the result of {what} in '{at}'" if at else f"the result of {what}"

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.errors import ScheduleError
+from dovetail.graph.effects import effects
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
-from dovetail.scheduling.recording import Call, copied, undisturbed
+from dovetail.scheduling.recording import Call, undisturbed
 
 
 class Checkpoint(Backend):
@@ -36,6 +38,21 @@ class Checkpoint(Backend):
             return checkpoint(body, *operands, use_reentrant=False)
 
         return run
+
+
+def not_repeatable(gm: GraphModule, names: Iterable[str]) -> dict[str, str]:
+    """Which regions of a graph would be computed again from other numbers, and why: what they read is written later."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    written = {w for node in gm.graph.nodes for w in effects(node, gm).writes}
+    found: dict[str, str] = {}
+    for name in names:
+        read = [source.name for source in nodes[name].all_input_nodes if source in written]
+        if read:
+            found[name] = (
+                f"it reads '{read[0]}', which is written later, so that it would be computed again from other numbers. "
+                f"Leave that out of the region"
+            )
+    return found
 
 
 def require_repeatable(path: str, module: nn.Module, calls: Iterable[Call]) -> None:
@@ -64,12 +81,12 @@ def _statistics(module: nn.Module) -> list[str]:
 
 def _written(module: nn.Module, call: Call) -> list[str]:
     """What one run of a module changed: buffers, parameters, or what it was given."""
-    args, kwargs = copied(call.example.args), copied(dict(call.example.kwargs))
+    example = call.example.copied()
     state = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     watched: list[tuple[str, Tensor, int]] = [(f"'{n}'", value, value._version) for n, value in state.items()]
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(leaf, Tensor)]
     watched += [(f"argument {i}", value, value._version) for i, value in enumerate(given)]
     with undisturbed(module), torch.no_grad():
-        module.forward(*args, **kwargs)
+        example.call(module.forward)
         replaced = [f"'{name}'" for name, value in module.named_buffers() if state.get(name) is not value]
         return [name for name, value, version in watched if value._version != version] + replaced

@@ -70,6 +70,8 @@ def _formula(node: Node) -> tuple[Formula, bool]:
     target = node.target
     if not isinstance(target, OpOverload):
         raise ScheduleError(f"'{node.name}' cannot be taken apart: {target} is no operator of torch's")
+    if target is _aten.detach.default:
+        raise ScheduleError(f"'{node.name}' cannot be taken apart: {target} is as simple as it gets")
     if target in FORMULAS:
         return FORMULAS[target], True
     if target in _torch_forms():

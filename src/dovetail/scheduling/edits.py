@@ -14,13 +14,15 @@ from torch.fx import GraphModule
 from dovetail.errors import ScheduleError
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import copy_graph, rebuild
-from dovetail.lowering.lower import lower
+from dovetail.lowering.lower import lower_with
+from dovetail.lowering.options import Options
 from dovetail.outlining.inline import inline_named
 from dovetail.outlining.outline import outline
 from dovetail.outlining.record import call_of, make_identity, walk, write_call
 from dovetail.outlining.region import Region, regions
 from dovetail.outlining.requests import Request, is_projection
 from dovetail.rules.scene import Scene
+from dovetail.scheduling.checkpointing import Checkpoint, not_repeatable
 from dovetail.scheduling.decomposing import can_be_taken_apart, decomposed
 from dovetail.scheduling.finders import ByRegion, Finder
 from dovetail.scheduling.found import Found
@@ -41,9 +43,8 @@ class PartGraph:
         """The same with these regions lowered too."""
         here = {region.name for region in regions(self.gm)}
         backends = {name: b for name, b in {**self.backends, **wanted}.items() if name in here}
-        gm = lower(
-            self.gm, backends or [], smallest=1, on_error="raise" if strict else "fallback", progress=False
-        )
+        options = Options(smallest=1, on_error="raise" if strict else "fallback")
+        gm = lower_with(self.gm, backends or [], options, progress=False, whole=False)
         return PartGraph(gm, backends)
 
     def changed(self, gm: GraphModule) -> PartGraph:
@@ -120,6 +121,12 @@ class Fuse(Edit):
     backend: Any = None
 
     def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+        return self._fused(part, root, look, strict=True)
+
+    def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:
+        return self._fused(part, root, look, strict=False)[0]
+
+    def _fused(self, part: PartGraph, root: str, look: Look, *, strict: bool) -> tuple[PartGraph, list[str]]:
         found = self._matches(part, root, look)
         requests = [self._request(m) for m in found]
         if self.together:
@@ -129,7 +136,9 @@ class Fuse(Edit):
         made = PartGraph(gm, part.backends)
         if self.backend is not None or part.backends:
             wanted = {} if self.backend is None else dict.fromkeys(names, self.backend)
-            made = made.lowered(wanted, strict=False)
+            made = made.lowered(wanted, strict=strict and bool(wanted))
+            if strict:
+                require_lowered(made, wanted)
         return made, names
 
     def _request(self, match: Found) -> Request:
@@ -248,13 +257,19 @@ class Lower(Edit):
 
     def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
         names = [m.nodes[0].name for m in self._matches(part, root, look)]
+        for name, why in self._not_repeatable(part, names).items():
+            raise ScheduleError(f"region '{name}' cannot be checkpointed: {why}")
         made = part.lowered(dict.fromkeys(names, self.backend), strict=True)
         require_lowered(made, names)
         return made, names
 
     def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:
         names = [m.nodes[0].name for m in self._matches(part, root, look)]
-        return part.lowered(dict.fromkeys(names, self.backend), strict=False)
+        left_out = self._not_repeatable(part, names)
+        return part.lowered({n: self.backend for n in names if n not in left_out}, strict=False)
+
+    def _not_repeatable(self, part: PartGraph, names: list[str]) -> dict[str, str]:
+        return not_repeatable(part.gm, names) if isinstance(self.backend, Checkpoint) else {}
 
 
 def require_lowered(part: PartGraph, names: Iterable[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from dovetail.outlining.requests import Request, is_projection
 from dovetail.rules.matching.match import Value
 from dovetail.rules.modulestack import Frame, class_name, frame, stack_of
 from dovetail.rules.pattern import PatternRule
-from dovetail.rules.rule import Candidate, Refusal, Rule, RuleSet
+from dovetail.rules.rule import Candidate, Refusal, Rule
 from dovetail.rules.scene import Scene
 from dovetail.scheduling.found import Found, in_order, why_none
 from dovetail.scheduling.paths import below, is_within
@@ -343,51 +342,3 @@ def _named(node: Node) -> Iterator[tuple[str, Node]]:
     call = call_of(node.meta)
     for name, number in call.arguments if call is not None else ():
         yield name, cast("Node", node.args[number])
-
-
-def finder_of(what: Any) -> Finder:
-    """What `find` was given as a finder."""
-    if isinstance(what, Finder):
-        return what
-    if isinstance(what, Rule):
-        return ByRule((what,))
-    if isinstance(what, RuleSet) and len(what):
-        return ByRule(what.rules)
-    if isinstance(what, (OpOverload, OpOverloadPacket)):
-        return ByNode(what)
-    if isinstance(what, type) and issubclass(what, nn.Module):
-        return ByModule(what)
-    if isinstance(what, (str, re.Pattern)):
-        return ByModule(_expression(what))
-    if callable(what):
-        return (
-            ByNode(what) if _is_predicate(what) else ByRule((PatternRule(what, kind=_function_kind(what)),))
-        )
-    raise InvalidArgument(
-        f"find takes a pattern function or rule, a module class, a regular expression on module paths, a predicate "
-        f"on nodes or an operator, not {what!r}."
-    )
-
-
-def _expression(text: Any) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise InvalidArgument(f"{text!r} is not a regular expression on module paths: {error}.") from error
-
-
-def _is_predicate(function: Callable[..., Any]) -> bool:
-    """Whether a function looks at one node: its argument is called `node`, or annotated as one."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    if len(parameters) != 1:
-        return False
-    only = parameters[0]
-    return only.name == "node" or only.annotation in (Node, "Node", "fx.Node", "torch.fx.Node")
-
-
-def _function_kind(function: Callable[..., Any]) -> str:
-    kind = _KIND.sub("_", getattr(function, "__name__", "pattern")).strip("_")
-    return kind if kind and not kind[0].isdigit() else "pattern"

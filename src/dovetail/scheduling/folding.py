@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dovetail.graph.index import Index
 from dovetail.graph.module import Program, attribute, copy_graph, rebuild
-from dovetail.graph.normalform import by_name, normalised, op_name, same_geometry, written
+from dovetail.graph.normalform import by_name, normalised, op_name, written
+from dovetail.lowering.writes import fused_steps
 from dovetail.passes.constants import Constants, Names
 from dovetail.passes.fold_conv_batch_norm import folded_weights
 from dovetail.scheduling.chains import Chain, is_fixed
@@ -49,9 +51,18 @@ def why_not_folded(index: Index, chain: Chain) -> str:
     # layer, nothing else.
     if before.dim() != cast("Tensor", weight).dim():
         return "the norm is not over the channels of the product"
-    if not same_geometry(before, after):
+    if not _same_place(before, after):
         return "the norm returns another dtype or other strides than the product"
     return ""
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two values have one dtype, device, shape and strides, for all sizes they may have."""
+    if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
+        return False
+    # Strides of open sizes are written in several ways; none of this adds a guard.
+    pairs = (*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True))
+    return all(statically_known_true(m == n) for m, n in pairs)
 
 
 def _state(chain: Chain) -> list[Node]:
@@ -87,7 +98,7 @@ class Pair:
         """
         told = [t for t in (*self.sources, self.counter) if t is not None]
         try:
-            return [(t._version, t.data_ptr()) for t in told]
+            return [fused_steps(), *((t._version, t.data_ptr()) for t in told)]
         except RuntimeError:  # tensors of inference mode do not count their writes
             return object()
 
@@ -132,6 +143,10 @@ class Folds:
                     fold.weight.copy_(weight)
                     fold.bias.copy_(bias)
         self._seen = now
+
+    def forget(self) -> None:
+        """Take it that anything may have changed."""
+        self._seen = [None] * len(self._folds)
 
 
 def folded(gm: GraphModule, chains: Iterable[Chain]) -> tuple[GraphModule, list[Chain], Folds]:

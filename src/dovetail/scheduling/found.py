@@ -29,6 +29,7 @@ class Found(Match):
     finder: Finder | None = field(default=None, repr=False)
     request: Request | None = field(default=None, repr=False)
     together: tuple[Found, ...] = field(default=(), repr=False)
+    origin: object = field(default=None, repr=False)
 
     @property
     def names(self) -> frozenset[str]:
@@ -59,6 +60,7 @@ class PartRegion(Region):
     path: str = ""
     root: str = ""
     form: int = 0
+    origin: object = field(default=None, repr=False)
 
 
 def in_order(found: list[Found], position: dict[Node, int]) -> list[Found]:

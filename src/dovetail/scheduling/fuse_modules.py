@@ -9,15 +9,17 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.parameter import is_lazy
 
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.lowering.backend import resolve
+from dovetail.lowering.lower import settle_parts
 from dovetail.scheduling.chains import Group
 from dovetail.scheduling.fusing import Fusing
+from dovetail.scheduling.hooks import refuse_hooks
 from dovetail.scheduling.installing import is_scheduled
 from dovetail.scheduling.paths import is_within, joined, matching
 from dovetail.scheduling.recording import Call, Example, record
-from dovetail.scheduling.state import refuse_hooks
 
 
 def fuse_modules(
@@ -38,9 +40,9 @@ def fuse_modules(
     ScheduleError: at once with example inputs in `args` and `kwargs`, else when the model is first called.
 
     In train mode everything is computed as before. In eval mode a batch norm is folded into the weights before it,
-    which are computed again after training or loading (writes through `.data` are not seen); it is kept in calls that
-    give its parameters gradients, where the value before it is used elsewhere, or where it keeps no statistics.
-    Unless `inplace`, the model is copied first. A `backend` runs the regions.
+    which are computed again after training or loading (writes through `.data`, or by `F.batch_norm` into statistics,
+    are not seen); it is kept in calls that give its parameters gradients, where the value before it is used elsewhere,
+    or where it keeps no statistics. Unless `inplace`, the model is copied first. A `backend` runs the regions.
     """
     _require_arguments(model, args, kwargs, inplace)
     if backend is not None:
@@ -66,6 +68,8 @@ def fuse_modules(
             fusing.remove()
     for fusing in made:
         fusing.install()
+    if backend is not None and not model.training:
+        settle_parts(model, [backend])
     return model
 
 
@@ -91,6 +95,8 @@ class _Wanted:
 def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"fuse_modules takes a module, not a {type(model).__name__}.")
+    if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise InvalidArgument("the model has lazy modules; call it once, so that their sizes are known.")
     if isinstance(args, bool):
         raise InvalidArgument("the third argument is example inputs; write inplace=True to fuse in place.")
     if args is not None and not isinstance(args, (tuple, list)):
@@ -129,7 +135,7 @@ def _require_names(model: nn.Module, names: tuple[str, ...]) -> None:
         if name not in known or not name:
             raise InvalidArgument(f"{told}: '{name}' is not the name of a module within the model.")
     if len(names) < 2:
-        raise ScheduleError(f"{told} names one module; there is nothing to fuse it with")
+        raise ScheduleError(f"{told} names {'one' if names else 'no'} module; fusing takes two or three")
     if len({id(known[name]) for name in names}) < len(names):
         raise ScheduleError(f"{told} names the same module twice")
     for outer in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,16 +21,18 @@ from dovetail.lowering.site import is_watched
 from dovetail.scheduling.chains import Chain, Group, chains
 from dovetail.scheduling.edits import PartGraph, outlined
 from dovetail.scheduling.folding import Folds, folded
+from dovetail.scheduling.hooks import refuse_hooks
 from dovetail.scheduling.recording import Call
 from dovetail.scheduling.running import Installed, Steps, plain
-from dovetail.scheduling.state import refuse_hooks
 
 
 class _Captures(Forms):
     """Captures of a module at a path; with `any_size` they hold for other sizes too, unless the model asks for them."""
 
-    def __init__(self, module: nn.Module, path: str, recipe: Steps, *, any_size: bool) -> None:
-        super().__init__(module, recipe, cuda_graphs=False)
+    def __init__(
+        self, module: nn.Module, path: str, recipe: Steps, lock: threading.RLock, *, any_size: bool
+    ) -> None:
+        super().__init__(module, recipe, cuda_graphs=False, lock=lock)
         self._path, self._is_any_size = path, any_size
 
     def captured(
@@ -73,8 +76,11 @@ class Fusing(Installed):
     def __init__(self, module: nn.Module, path: str, groups: tuple[Group, ...]) -> None:
         super().__init__(module)
         self.path, self.groups = path, groups
+        self._ways = [min(paths).split(".") for group in groups for paths in group.paths]
         self._forms: tuple[Forms, Forms] | None = None
         self._folds: WeakKeyDictionary[GraphModule, Folds] = WeakKeyDictionary()
+        # One for both kinds of captures: they are of one module.
+        self._lock = threading.RLock()
 
     @property
     def kept(self) -> Forms:
@@ -92,12 +98,13 @@ class Fusing(Installed):
             twin, steps = plain(self.module), (Steps(self._with_norms), Steps(self._without_norms))
             # Backends make code for the sizes they see.
             any_size = all(group.backend is None for group in self.groups)
-            kept, without = (_Captures(twin, self.path, one, any_size=any_size) for one in steps)
-            self._forms = (kept, without)
+            with self._lock:
+                kept, without = (_Captures(twin, self.path, s, self._lock, any_size=any_size) for s in steps)
+                self._forms = self._forms or (kept, without)
         return self._forms
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched():
+        if torch.compiler.is_dynamo_compiling() or self._is_traced():
             own = self.own
             return own(*args, **kwargs) if own else type(self.module).forward(self.module, *args, **kwargs)
         forms = self.folded if self._may_fold() else self.kept
@@ -110,6 +117,17 @@ class Fusing(Installed):
             if isinstance(error.__cause__, ScheduleError):
                 raise error.__cause__ from None
             raise
+        finally:
+            if any(m.training for m in self._norms()):
+                # Statistics may have been written without a trace.
+                for folds in list(self._folds.values()):
+                    folds.forget()
+
+    def _is_traced(self) -> bool:
+        """Whether somebody looks at the operations of this call, and not only at those of another thread's."""
+        if not torch.compiler.is_compiling() and not is_watched():
+            return False
+        return not any(forms.captured_elsewhere() for forms in self._forms or ())
 
     def prepare(self, calls: Iterable[Call]) -> None:
         """Make graphs for calls like these; ScheduleError where the modules do not follow one another in one."""
@@ -127,10 +145,20 @@ class Fusing(Installed):
         )
 
     def _named(self) -> list[nn.Module]:
-        return [self.module.get_submodule(min(paths)) for group in self.groups for paths in group.paths]
+        found: list[nn.Module] = []
+        for way in self._ways:
+            # What each call asks for must be quicker than `get_submodule`.
+            at: nn.Module | None = self.module
+            for name in way:
+                at = at._modules.get(name) if at is not None else None
+            found += [] if at is None else [at]
+        return found
+
+    def _norms(self) -> list[nn.Module]:
+        return [m for m in self._named() if "running_mean" in m._buffers]
 
     def _has_fixed_norms(self) -> bool:
-        return any("running_mean" in m._buffers and not m.training for m in self._named())
+        return any(not m.training for m in self._norms())
 
     def _chains(self, gm: GraphModule) -> list[Chain]:
         return chains(gm, self.groups, f"'{self.path}'" if self.path else "the model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,8 @@ from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.lowering.backend import Backend
 from dovetail.rules.pattern import PatternRule
 from dovetail.rules.rule import Rule
-from dovetail.scheduling.finders import ByModule, ByNode, ByRegion, ByRule, Finder, finder_of
+from dovetail.scheduling.descriptions import finder_of
+from dovetail.scheduling.finders import ByModule, ByNode, ByRegion, ByRule, Finder
 
 VERSION = 1
 
@@ -58,6 +58,10 @@ class History(list[dict[str, Any]]):
             version, steps = data["dovetail schedule"], data["steps"]
         except (ValueError, KeyError, TypeError) as error:
             raise ScheduleError(f"this is not the history of a schedule: {error}") from error
+        if not isinstance(steps, list):
+            raise ScheduleError(
+                f"this is not the history of a schedule: its steps are a {type(steps).__name__}"
+            )
         if version != VERSION:
             raise ScheduleError(
                 f"the history is of version {version}, and this is dovetail's version {VERSION} of it"
@@ -68,6 +72,11 @@ class History(list[dict[str, Any]]):
 def _spelled(value: Any, number: int) -> Any:
     """A value as JSON has it."""
     if isinstance(value, Mapping):
+        if isinstance(cast("Mapping[Any, Any]", value).get("escapes"), Mapping):
+            raise ScheduleError(
+                f"step {number} cannot be saved: its escapes are told by node, and nodes have other names in another model. "
+                f"Give one word for all of them"
+            )
         return {str(k): _spelled(v, number) for k, v in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):
         return [_spelled(v, number) for v in cast("list[Any]", value)]
@@ -151,9 +160,9 @@ def restored(value: Any) -> Any:
 
 def finder_from(spelled: Mapping[str, Any]) -> Finder:
     """A finder as a step has it."""
-    (how, what), *more = spelled.items()
-    if more:
-        raise ScheduleError(f"a step finds in more than one way: {', '.join(spelled)}")
+    if not isinstance(spelled, Mapping) or len(spelled) != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(f"a step finds in one way, and this one has {spelled!r}")
+    how, what = next(iter(spelled.items()))
     if how == "operator":
         return ByNode(_operator(what))
     if how == "predicate":
@@ -161,7 +170,7 @@ def finder_from(spelled: Mapping[str, Any]) -> Finder:
     if how == "module":
         return ByModule(what)
     if how == "path":
-        return ByModule(re.compile(what))
+        return finder_of(str(what))
     if how == "region":
         return ByRegion(what)
     if how == "rule":
@@ -173,8 +182,11 @@ def finder_from(spelled: Mapping[str, Any]) -> Finder:
 
 def _operator(name: str) -> OpOverload | OpOverloadPacket:
     value: Any = torch.ops
-    for atom in name.split("."):
-        value = getattr(value, atom)
+    try:
+        for atom in name.split("."):
+            value = getattr(value, atom)
+    except AttributeError as error:
+        raise ScheduleError(f"a step finds the operator '{name}', which there is none of here") from error
     return value
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dovetail.scheduling.edits import Replace
-from dovetail.scheduling.running import Installed, Running, Steps, own_forward
+from dovetail.scheduling.running import Installed, Running, own_forward
 from dovetail.scheduling.state import State
 
 
@@ -19,10 +21,51 @@ class Checkpointed(Installed):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         own = self.own if self.own is not None else type(self.module).forward.__get__(self.module)
-        return checkpoint(own, *args, use_reentrant=False, **kwargs)
+        # Torch stops running it again by raising, which compiled code within would take for an error of its own.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(own, *args, use_reentrant=False, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Checkpointed, (self.module,)
+
+
+@dataclass(eq=False)
+class _Put:
+    """What is on a model: forwards, other modules, further ones, and parameters that others stand for."""
+
+    state: State | None = None
+    forwards: list[Installed] = field(default_factory=list[Installed])
+    swapped: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = field(
+        default_factory=list[tuple[dict[str, Any], str, nn.Module, nn.Module]]
+    )
+    added: list[tuple[dict[str, Any], str, nn.Module]] = field(
+        default_factory=list[tuple[dict[str, Any], str, nn.Module]]
+    )
+    emptied: list[tuple[dict[str, Any], str, Any]] = field(
+        default_factory=list[tuple[dict[str, Any], str, Any]]
+    )
+
+    def off(self) -> None:
+        """Give the model back what it had."""
+        for made in reversed(self.forwards):
+            made.remove()
+        for table, name, old, _ in reversed(self.swapped):
+            table[name] = old
+        for table, name, _ in self.added:
+            table.pop(name, None)
+        for table, name, value in self.emptied:
+            table[name] = value
+
+    def on(self) -> None:
+        """Put on again what was taken off."""
+        for table, name, _, new in self.swapped:
+            table[name] = new
+        for table, name, new in self.added:
+            table[name] = new
+        for table, name, _ in self.emptied:
+            table[name] = None
+        for made in self.forwards:
+            made.install()
 
 
 class Installation:
@@ -30,33 +73,58 @@ class Installation:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.state: State | None = None
-        self._forwards: list[Installed] = []
-        self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
-        self._added: list[tuple[nn.Module, str]] = []
-        self._emptied: list[tuple[dict[str, Any], str, Any]] = []
+        self._put = _Put()
+        self._known: dict[str, tuple[tuple[object, ...], Running]] = {}
+
+    @property
+    def state(self) -> State | None:
+        """The state that the model runs; None if it runs as it was given."""
+        return self._put.state
 
     def put(self, state: State, *, forwards: bool = True) -> None:
         """Make the model run a state; without `forwards` only its modules are exchanged."""
         self.take()
+        try:
+            self._exchange(state)
+            if forwards:
+                self._run(state)
+        except BaseException:
+            self.take()
+            raise
+
+    def _exchange(self, state: State) -> None:
         for path, new in state.swaps.items():
             parent, _, name = path.rpartition(".")
-            owner = self.model.get_submodule(parent)
-            old = owner._modules[name]
+            table = self.model.get_submodule(parent)._modules
+            old = table[name]
             assert old is not None
-            self._swapped.append((owner, name, old))
-            owner._modules[name] = new
-        if forwards:
-            runs = [Running(t.module, Steps(state.redo(root))) for root, t in state.traces.items()]
-            # What replaces an operation is a child of its part: with it the part is not what was captured.
-            before = [run.forms.modes() for run in runs]
-            self._add(state)
-            for run, root, modes in zip(runs, state.traces, before, strict=True):
-                run.adopt([(None if m == modes else m, gm) for m, gm in state.programs(root)])
-                self._install(run)
-            for path in sorted(state.checkpoints):
-                self._install(Checkpointed(self.model.get_submodule(path)))
-        self.state = state if forwards else None
+            self._put.swapped.append((table, name, old, new))
+            table[name] = new
+
+    def _run(self, state: State) -> None:
+        runs = {root: self._running(state, root) for root in state.traces}
+        # What replaces an operation is a child of its part: with it the part is not what was captured.
+        before = {root: run.forms.modes() for root, (run, is_new) in runs.items() if is_new}
+        self._add(state)
+        for root, (run, _) in runs.items():
+            if root in before:
+                now = before[root]
+                run.adopt([(None if m == now else m, gm) for m, gm in state.programs(root)])
+            self._install(run)
+        for path in sorted(state.checkpoints):
+            self._install(Checkpointed(self.model.get_submodule(path)))
+        self._put.state = state
+
+    def _running(self, state: State, root: str) -> tuple[Running, bool]:
+        """What runs a traced part, and whether it is new: one whose graphs are as they were keeps what it made."""
+        module = state.traces[root].module
+        told = (state.traces[root], own_forward(module), *(gm for _, gm in state.programs(root)))
+        known = self._known.get(root)
+        if known is not None and len(known[0]) == len(told) and all(map(operator.is_, known[0], told)):
+            return known[1], False
+        run = Running(module, state.steps(root))
+        self._known[root] = (told, run)
+        return run, True
 
     def _add(self, state: State) -> None:
         """Register modules that stand for operations, so that they are trained, moved and saved with the model.
@@ -75,44 +143,42 @@ class Installation:
                 count += 1
                 name = f"{new.name}_{count}"
             owner.add_module(name, new.new)
-            self._added.append((owner, name))
+            self._put.added.append((owner._modules, name, new.new))
             for taken in new.params:
                 path, _, own = taken.rpartition(".")
                 holder = new.new.get_submodule(path)
-                kind = holder._parameters if own in holder._parameters else holder._buffers
-                self._emptied.append((kind, own, kind[own]))
+                kind: dict[str, Any] = holder._parameters if own in holder._parameters else holder._buffers
+                self._put.emptied.append((kind, own, kind[own]))
                 kind[own] = None
 
     def _install(self, made: Installed) -> None:
         made.install()
-        self._forwards.append(made)
+        self._put.forwards.append(made)
 
     def take(self) -> None:
         """Give the model back what it had."""
-        for made in reversed(self._forwards):
-            made.remove()
-        for owner, name, old in reversed(self._swapped):
-            owner._modules[name] = old
-        for owner, name in self._added:
-            owner._modules.pop(name, None)
-        for kind, own, value in self._emptied:
-            kind[own] = value
-        self._forwards, self._swapped, self._added, self._emptied, self.state = [], [], [], [], None
+        self._put.off()
+        self._put = _Put()
+
+    @contextmanager
+    def suspended(self) -> Generator[None]:
+        """The model as it was given for a while; afterwards the very same is on it again."""
+        put, self._put = self._put, _Put()
+        put.off()
+        try:
+            yield
+        finally:
+            self.take()
+            self._put = put
+            put.on()
 
     @contextmanager
     def instead(self, state: State | None, *, forwards: bool = True) -> Generator[nn.Module]:
         """The model as another state has it for a while; None is the model as it was given."""
-        was = self.state
-        try:
-            if state is None:
-                self.take()
-            else:
+        with self.suspended():
+            if state is not None:
                 self.put(state, forwards=forwards)
             yield self.model
-        finally:
-            self.take()
-            if was is not None:
-                self.put(was)
 
 
 def is_scheduled(module: nn.Module) -> bool:

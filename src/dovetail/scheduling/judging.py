@@ -83,6 +83,7 @@ class Judge:
         self.wanted = trial.run(None, given)
         self._again: Outcome | None = None
         self._shaken: list[Outcome] | None = None
+        self._far_moved: dict[float, list[Outcome]] = {}
         self._precise: tuple[Outcome | None, Outcome | None] | None = None
 
     def again(self) -> Outcome:
@@ -139,9 +140,32 @@ class Judge:
         if _same(has, needs):
             return None
         if asked.bound is not None:
-            is_judged = has.shape != needs.shape or has.dtype != needs.dtype or rounding(needs.dtype)
-            return self._far(has, Reference(needs, bound=asked.bound)) if is_judged else None
+            is_like = has.shape == needs.shape and has.dtype == needs.dtype
+            if is_like and not rounding(needs.dtype):
+                return self._other_numbers(has, needs, label, asked.bound)
+            return self._far(has, Reference(needs, bound=asked.bound))
         return self._beyond_rounding(has, needs, label, asked)
+
+    def _other_numbers(self, has: Tensor, needs: Tensor, label: str, bound: float) -> str | None:
+        """How whole numbers differ: more than a share of `bound` of those that hold when the model is moved as far."""
+        other = has != needs
+        for moved in self._moved(bound):
+            found = _found(moved, label, needs)
+            other = other if found is None else other & (found == needs)
+        wrong = int(other.sum())
+        if wrong <= bound * other.numel():
+            return None
+        return (
+            f"has other whole numbers, {wrong} of {other.numel()}, where the model keeps its own if all of it is off "
+            f"by {bound:.1%}"
+        )
+
+    def _moved(self, bound: float) -> list[Outcome]:
+        """The model's own runs with its numbers moved by as much as a bound allows."""
+        if bound not in self._far_moved:
+            found = [self.trial.shaken(self.given, by) for by in (bound, -bound)]
+            self._far_moved[bound] = [o for o in found if o is not None]
+        return self._far_moved[bound]
 
     def _beyond_rounding(self, has: Tensor, needs: Tensor, label: str, asked: Demand) -> str | None:
         precise, moved = (_found(outcome, label, needs) for outcome in self._references())

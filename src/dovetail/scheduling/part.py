@@ -8,9 +8,10 @@ from typing import Any, overload
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, UnknownPart
 from dovetail.scheduling import actions, substituting
-from dovetail.scheduling.finders import ByNode, finder_of
+from dovetail.scheduling.descriptions import finder_of
+from dovetail.scheduling.finders import ByNode
 from dovetail.scheduling.found import Matches, PartRegion
 from dovetail.scheduling.paths import joined, matching
 from dovetail.scheduling.workspace import Workspace
@@ -58,18 +59,30 @@ class Part:
 
     def __getitem__(self, key: str | int | slice) -> Part:
         if isinstance(key, str):
-            with self._work.exchanged() as now:
-                found = [
-                    joined(path, inner)
-                    for path in self.paths
-                    for inner in matching(now.get_submodule(path), key)
-                ]
-            return Part(self._work, tuple(dict.fromkeys(found)))
+            return Part(self._work, self._within(key))
         if isinstance(key, slice):
             return Part(self._work, self.paths[key])
         if not isinstance(key, int) or isinstance(key, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"a part is asked for by path or number, not by {key!r}.")
+        if not -len(self.paths) <= key < len(self.paths):
+            raise IndexError(f"there are {len(self.paths)} parts, and number {key} is asked for")
         return Part(self._work, (self.paths[key],))
+
+    def _within(self, pattern: str) -> tuple[str, ...]:
+        """What a glob names within these parts; an error if that is nothing in any of them."""
+        found: dict[str, None] = {}
+        nothing: UnknownPart | None = None
+        with self._work.exchanged() as now:
+            for path in self.paths:
+                try:
+                    inner = matching(now.get_submodule(path), pattern)
+                except UnknownPart as error:
+                    nothing = nothing or error
+                else:
+                    found.update(dict.fromkeys(joined(path, name) for name in inner))
+        if nothing is not None and not found:
+            raise nothing
+        return tuple(found)
 
     def __repr__(self) -> str:
         return f"Part({', '.join(path or 'the model' for path in self.paths)})"
@@ -99,8 +112,9 @@ class Part:
     ) -> Any:
         """Make a region of each match, which computes exactly the same; with `together`, one of them all.
 
-        A `backend` runs it from now on, by name or as an object; without one it is there for a compiler or a module
-        that comes later. One match gives a region, a list of them a list.
+        A `backend` runs it from now on, by name or as an object, or the first of a list that takes it; that none does
+        is an error. Without one it is there for a compiler or a module that comes later. One match gives a region, a
+        list of them a list.
         """
         return actions.fuse(
             self._work,

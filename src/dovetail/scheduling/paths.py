@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -28,6 +29,15 @@ def matching(model: nn.Module, pattern: str) -> tuple[str, ...]:
     return found
 
 
+def require_path(model: nn.Module, path: str) -> None:
+    """UnknownPart if a model has no module at a path."""
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        known = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        raise UnknownPart(path, _near(path, known)) from None
+
+
 def _near(pattern: str, known: list[str]) -> list[str]:
     """Paths that may have been meant, layers folded into one."""
     folded = sorted({_NUMBER.sub("*", path) for path in known if path})
@@ -41,6 +51,21 @@ def _near(pattern: str, known: list[str]) -> list[str]:
 def joined(*parts: str) -> str:
     """Paths one below the other as one."""
     return ".".join(part for part in parts if part)
+
+
+def around(path: str) -> list[str]:
+    """The paths that a path lies in, itself first and the model last."""
+    found = [path] if path else []
+    while "." in path:
+        path = path.rpartition(".")[0]
+        found.append(path)
+    return [*found, ""]
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """Some paths without those that lie in others of them, each once."""
+    known = dict.fromkeys(paths)
+    return [path for path in known if not any(outer in known for outer in around(path) if outer != path)]
 
 
 def is_within(path: str, outer: str) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
 from torch.fx import Node
@@ -18,10 +19,8 @@ from dovetail.outlining.record import Call, call_of
 from dovetail.scheduling.checkpointing import Checkpoint
 from dovetail.scheduling.edits import PartGraph
 from dovetail.scheduling.finders import path_of
-from dovetail.scheduling.paths import below, is_within, joined
-from dovetail.scheduling.replacing import Adapter
+from dovetail.scheduling.paths import around, below, is_within, joined
 from dovetail.scheduling.state import State
-from dovetail.scheduling.swapping import Called
 from dovetail.scheduling.workspace import Workspace
 
 
@@ -49,7 +48,12 @@ class _Tree:
     def is_shown(self, path: str) -> bool:
         """Whether a module has a line: not if it is in a traced part and nothing is to be told of it."""
         root = self.state.root_of(path)
-        return root in (None, path) or any(is_within(told, path) for told in self.news)
+        return root in (None, path) or path in self.told
+
+    @cached_property
+    def told(self) -> set[str]:
+        """The modules that there is something to tell of, and those around them."""
+        return {outer for path in self.news for outer in around(path)}
 
 
 def _lines(tree: _Tree, module: nn.Module, path: str, label: str) -> list[str]:
@@ -79,11 +83,7 @@ def _names(names: list[str]) -> str:
 
 
 def _class_name(module: nn.Module) -> str:
-    return _label(module.function) if isinstance(module, Called) else type(module).__name__
-
-
-def _label(new: Any) -> str:
-    return type(new).__name__ if isinstance(new, nn.Module) else getattr(new, "__name__", type(new).__name__)
+    return module._get_name()
 
 
 def _news(state: State, model: nn.Module) -> dict[str, list[str]]:
@@ -146,7 +146,7 @@ def _counted(part: PartGraph, root: str, known: Set[str]) -> dict[str, Counter[s
 
 def _replaced(part: PartGraph, node: Node) -> str:
     called = attribute(part.gm, cast("str", node.target))
-    return f"calls {_label(called.new) if isinstance(called, Adapter) else type(called).__name__}"
+    return f"calls {called._get_name()}"
 
 
 def _region(part: PartGraph, node: Node, call: Call) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from dovetail.errors import ScheduleError
 from dovetail.lowering.examples import random_state_kept
+from dovetail.lowering.situation import trial_run
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,10 @@ class Example:
 
     def call(self, model: Callable[..., Any]) -> Any:
         return model(*self.args, **self.kwargs)
+
+    def copied(self) -> Example:
+        """The same inputs, of which nothing that runs later can change any."""
+        return Example(*copied((self.args, dict(self.kwargs))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +62,60 @@ def _told(leaf: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """The same structure with copies of its tensors, which nothing that runs later can change."""
-    return pytree.tree_map(_copy, value)
+    """The same structure with copies of its tensors, which nothing that runs later can change.
+
+    Those that share memory share it in the copies too: a write to one is seen in the other.
+    """
+    plain = {id(leaf): leaf for leaf in pytree.tree_leaves(value) if _has_storage(leaf)}
+    holders = Counter(leaf.untyped_storage()._cdata for leaf in plain.values())
+    storages: dict[int, Any] = {}
+    made: dict[int, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            place = leaf.untyped_storage()._cdata if id(leaf) in plain else None
+            if place is None or holders[place] == 1:
+                new = leaf.detach().clone()
+            else:
+                storage = storages.setdefault(place, leaf.untyped_storage().clone())
+                new = (
+                    leaf.detach().new_empty(0).set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
+                )  # pyright: ignore[reportArgumentType, reportCallIssue]
+            made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return pytree.tree_map(copy, value)
 
 
-def _copy(value: Any) -> Any:
-    if not isinstance(value, Tensor):
+def _has_storage(leaf: Any) -> bool:
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+
+
+def opened(value: Any) -> Any:
+    """The same with dataclasses, and other objects that hold tensors, as dicts of what is in them."""
+    return _within(value, ())
+
+
+def _within(value: Any, around: tuple[Any, ...]) -> Any:
+    def opened(leaf: Any) -> Any:
+        return _opened(leaf, around)
+
+    return pytree.tree_map(opened, value)
+
+
+def _opened(value: Any, around: tuple[Any, ...]) -> Any:
+    if isinstance(value, (Tensor, nn.Module, type)) or any(value is outer for outer in around):
         return value
-    made = value.detach().clone()
-    return made.requires_grad_() if value.requires_grad else made
+    if is_dataclass(value):
+        inner = {each.name: getattr(value, each.name, None) for each in fields(value)}
+    else:
+        inner = dict(getattr(value, "__dict__", {}))
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inner)):
+            return value
+    inside = (*around, value)
+    return {f"{type(value).__name__}.{name}": _within(held, inside) for name, held in inner.items()}
 
 
 def record(model: nn.Module, paths: Iterable[str], example: Example) -> dict[str, list[Call]]:
@@ -78,7 +129,7 @@ def record(model: nn.Module, paths: Iterable[str], example: Example) -> dict[str
         for path, module in wanted.items():
             stack.callback(_watch(module, calls[path]).remove)
         with undisturbed(model), torch.no_grad():
-            mine = Example(copied(example.args), copied(dict(example.kwargs)))
+            mine = example.copied()
             try:
                 mine.call(model)
             except Exception as error:
@@ -102,7 +153,7 @@ def returned_by(model: nn.Module, path: str, example: Example) -> list[Any]:
         returned.append(copied(call[-1]))
 
     with undisturbed(model), torch.no_grad():
-        given = Example(copied(example.args), copied(dict(example.kwargs)))
+        given = example.copied()
         handle = model.get_submodule(path).register_forward_hook(note)
         try:
             result = given.call(model.forward)
@@ -126,7 +177,7 @@ def _watch(module: nn.Module, calls: list[Call]) -> Any:
         is_new = signature not in seen
         if is_new:
             seen.add(signature)
-            example = Example(copied(args), copied(kwargs))
+            example = example.copied()
         result = inner(*args, **kwargs)
         if is_new:
             calls.append(Call(example, copied(result)))
@@ -156,13 +207,15 @@ def undisturbed(model: nn.Module) -> Generator[None]:
         (m, name, b, b.detach().clone()) for m in modules for name, b in m._buffers.items() if b is not None
     ]
     gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
-    with random_state_kept():
+    with random_state_kept(), trial_run():
         try:
             yield
         finally:
             with torch.no_grad():
                 for module, name, buffer, value in buffers:
                     module._buffers[name] = buffer
+                    if not buffer.is_leaf and not buffer._is_view():
+                        buffer.detach_()  # a write of something with a gradient gave it a history
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
                 for parameter, gradient, value in gradients:

@@ -117,6 +117,11 @@ def leaves(value: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
 
 
+def label_of(new: Any) -> str:
+    """What a replacement is called where it is told of."""
+    return type(new).__name__ if isinstance(new, nn.Module) else getattr(new, "__name__", type(new).__name__)
+
+
 class Adapter(nn.Module):
     """Called as a body is, runs what was put in its place."""
 
@@ -133,6 +138,9 @@ class Adapter(nn.Module):
         super().__init__()
         self.new, self.tells = new, tells
         self.order, self.results, self.fixed, self.params, self.named = order, results, fixed, params, named
+
+    def _get_name(self) -> str:
+        return label_of(self.new)
 
     def made(self, operands: Sequence[Any]) -> Any:
         """What the replacement returns for the operands of the body."""
@@ -211,7 +219,7 @@ def probed(gm: GraphModule, region: Region, example: Example, owner: nn.Module) 
     probe = Probe(region.body)
     run = with_call(gm, region, probe, "probe")
     with undisturbed(owner), torch.no_grad():
-        Example(copied(example.args), copied(dict(example.kwargs))).call(run)
+        example.copied().call(run)
     return probe
 
 
@@ -300,7 +308,8 @@ def compare(
             continue
         if not isinstance(has, Tensor):
             raise ScheduleError(f"result {i} of '{name}' is a {type(has).__name__}, not a tensor")
-        if has.shape != needs.shape or has.dtype != needs.dtype or has.device != needs.device:
+        alike = (has.shape, has.dtype, has.device, has.layout)
+        if alike != (needs.shape, needs.dtype, needs.device, needs.layout):
             raise ScheduleError(
                 f"result {i} of '{name}' is {_form(has)}, and what it stands for is {_form(needs)}"
             )
@@ -336,12 +345,16 @@ def signature_of(new: Any) -> inspect.Signature | None:
 
 @contextmanager
 def in_mode(new: Any, training: bool) -> Generator[None]:
-    """A new module in the mode of what it stands for; in its own again if it turns out not to fit."""
+    """A new module in the mode of what it stands for; in its own again if it turns out not to fit.
+
+    Where it is in that mode already, modules in it may be in others, such as norms that are not to be trained.
+    """
     if not isinstance(new, nn.Module):
         yield
         return
     modes = [(module, module.training) for module in new.modules()]
-    new.train(training)
+    if new.training != training:
+        new.train(training)
     try:
         yield
     except BaseException:
@@ -352,6 +365,7 @@ def in_mode(new: Any, training: bool) -> Generator[None]:
 
 def _form(value: Tensor) -> str:
     where = "" if value.device.type == "cpu" else f" on {value.device}"
+    where += "" if value.layout is torch.strided else f" ({str(value.layout).removeprefix('torch.')})"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
 
 

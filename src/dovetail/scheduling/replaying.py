@@ -11,6 +11,7 @@ from dovetail.errors import DovetailError, ScheduleError
 from dovetail.scheduling import actions, substituting
 from dovetail.scheduling.found import Found, PartRegion
 from dovetail.scheduling.history import finder_from, made_up, restored
+from dovetail.scheduling.paths import require_path
 from dovetail.scheduling.recording import Example
 from dovetail.scheduling.targets import grouped, keys_of
 from dovetail.scheduling.workspace import Workspace
@@ -26,8 +27,9 @@ def replay(schedule: Schedule, work: Workspace, steps: Iterable[Mapping[str, Any
         for number, step in enumerate(steps):
             if not isinstance(step, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ScheduleError(f"step {number} of the history is a {type(step).__name__}, not a dict")
-            entry = cast("dict[str, Any]", restored(dict(step)))
+            entry = _Entry(step)
             try:
+                entry = _Entry(cast("dict[str, Any]", restored(dict(step))))
                 _again(schedule, work, entry)
             except DovetailError as error:
                 raise ScheduleError(
@@ -38,18 +40,28 @@ def replay(schedule: Schedule, work: Workspace, steps: Iterable[Mapping[str, Any
         raise
 
 
+class _Entry(dict[str, Any]):
+    """A step as it was read, which may lack something."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ScheduleError(f"the step '{self.get('do', 'to find something')}' does not tell its '{key}'")
+
+
 def _again(schedule: Schedule, work: Workspace, entry: dict[str, Any]) -> None:
     do = entry.get("do")
     if do == "schedule":
         if work.example is None and entry.get("inputs") is not None:
             device = next((p.device for p in work.model.parameters()), torch.device("cpu"))
-            args, kwargs = made_up(entry["inputs"], device)
+            try:
+                args, kwargs = made_up(entry["inputs"], device)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ScheduleError(f"it does not tell what the inputs were: {entry['inputs']!r}") from error
             work.example = Example(args, kwargs)
         return
     if do == "apply":
         work.step(
             lambda _: {"do": "apply", "primitive": entry["primitive"]},
-            lambda: [_again(schedule, work, step) for step in entry.get("steps", [])],
+            lambda: [_again(schedule, work, _Entry(step)) for step in entry.get("steps", [])],
         )
         return
     if "at" in entry:
@@ -61,23 +73,39 @@ def _again(schedule: Schedule, work: Workspace, entry: dict[str, Any]) -> None:
 
 def _targets(work: Workspace, spelled: list[dict[str, Any]]) -> list[Any]:
     """What a step was about, in this model."""
-    items: list[Any] = []
-    for at in spelled:
+    if not isinstance(spelled, list) or not all(isinstance(at, Mapping) for at in spelled):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(f"it does not tell what it is about, but {spelled!r}")
+    paths = [_Entry(at)["path"] for at in spelled]
+    with work.exchanged() as model:
+        for path in dict.fromkeys(paths):
+            require_path(model, path)
+    work.prospect(work.looked_into(paths))  # one run of the model for all of them
+    known: dict[Any, list[Found]] = {}
+    matches: list[Found] = []
+    for at in map(_Entry, spelled):
         finder = finder_from(at["find"])
-        found = [m for m in work.find([at["path"]], finder) if m.form == at.get("form", 0)]
-        if at["occurrence"] >= len(found):
+        asked = (at["path"], finder.identity)
+        if asked not in known:
+            known[asked] = work.find([at["path"]], finder)
+        found = [m for m in known[asked] if m.form == at.get("form", 0)]
+        if not isinstance(at["occurrence"], int) or at["occurrence"] >= len(found):
             raise ScheduleError(
                 f"'{at['path'] or 'the model'}' has {len(found)} matches of {finder.name}, and number {at['occurrence']} was meant"
             )
-        match = found[at["occurrence"]]
-        items.append(_as_region(work, match) if "region" in at["find"] else match)
-        key = keys_of(work, grouped(work, [match], "replay"))[0]
+        matches.append(found[at["occurrence"]])
+    groups = grouped(work, matches, "replay")
+    order = [number for group in groups for number in group.numbers]
+    for number, key in zip(order, keys_of(work, groups), strict=True):
+        at = spelled[number]
         if at.get("key") not in (None, key):
             raise ScheduleError(
-                f"match {at['occurrence']} of {finder.name} in '{at['path'] or 'the model'}' computes something else than in the "
-                f"model that the history is of (its body is {key[:12]}, not {at['key'][:12]})"
+                f"match {at['occurrence']} of {matches[number].rule} in '{at['path'] or 'the model'}' computes something "
+                f"else than in the model that the history is of (its body is {key[:12]}, not {str(at['key'])[:12]})"
             )
-    return items
+    return [
+        _as_region(work, match) if "region" in at["find"] else match
+        for at, match in zip(spelled, matches, strict=True)
+    ]
 
 
 def _as_region(work: Workspace, match: Found) -> PartRegion:

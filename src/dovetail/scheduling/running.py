@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CallMismatch, CaptureError, DovetailError
+from dovetail.errors import CallMismatch, CaptureError, DovetailError, ScheduleError
+from dovetail.graph.module import Program
 from dovetail.lowering.forms import Forms, Modes
 from dovetail.lowering.site import is_watched
+from dovetail.scheduling.hooks import refuse_hooks
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -48,12 +51,21 @@ def own_forward(module: nn.Module) -> Any:
     return found
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a list of modules cannot."""
+    return type(module).forward is not nn.Module.forward or own_forward(module) is not None
+
+
 @dataclass(frozen=True)
 class Steps:
-    """What is done to a new capture of a part: all of its steps again."""
+    """What is done to a new capture of a part: all of its steps again.
+
+    `replaces` tells that the module's own forward computes something else than they do.
+    """
 
     redo: Callable[[GraphModule], GraphModule]
     strict: bool = False
+    replaces: bool = False
 
     def __call__(self, gm: GraphModule) -> GraphModule:
         try:
@@ -85,9 +97,77 @@ class Installed(ABC):
             self.module.__dict__["forward"] = self.own
 
 
-def _modes_of(module: nn.Module) -> list[bool]:
-    """The modes of a module and of those in it; a graph has those it was captured with."""
-    return [m.training for m in module.modules() if not isinstance(m, GraphModule) or m is module]
+def _is_in_mode(program: GraphModule, module: nn.Module) -> bool:
+    """Whether a graph was captured with a module and those in it in the modes they are in now."""
+    modes = {name: part.training for name, part in module.named_modules()}
+    return all(
+        modes.get(name, part.training) == part.training for name, part in program.named_modules() if name
+    )
+
+
+@contextmanager
+def _own_forwards_within(module: nn.Module) -> Generator[None]:
+    """Modules in a part with the forwards they had: one that is in another part too may be traced there."""
+    taken: list[Installed] = []
+    for inner in module.modules():
+        at = getattr(inner.__dict__.get("forward"), "__self__", None)
+        if isinstance(at, Installed) and inner is not module:
+            taken.append(at)
+            at.remove()
+    try:
+        yield
+    finally:
+        for at in taken:
+            at.install()
+
+
+class PartForms(Forms):
+    """Captures of a part: no hook becomes part of one, and stand-ins for parameters reach them."""
+
+    def captured(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[Modes, GraphModule]:
+        try:
+            refuse_hooks(type(self.model).__name__, self.model)
+        except ScheduleError as error:
+            raise CaptureError(str(error)) from error
+        with _own_forwards_within(self.model):
+            return super().captured(args, kwargs)
+
+    def with_stand_ins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call while other tensors than its own stand for parameters of the part, or another tracer looks on."""
+        for form in self.made:
+            if _is_in_mode(form.program, self.model):
+                try:
+                    return _on_present(form.program, self.model, args, kwargs)
+                except CallMismatch:
+                    continue
+        if getattr(self.recipe, "replaces", False):
+            raise ScheduleError(
+                f"a {type(self.model).__name__} in which something was replaced is called in a way that nothing was done "
+                f"for yet, by a tracer or with stand-ins for its parameters. Call it with such inputs first"
+            )
+        return self.model.forward(*args, **kwargs)
+
+
+def _on_present(
+    program: GraphModule, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """A graph run on the tensors that a module has now under the names of those that the graph has."""
+    known = {**dict(_tensors(program)), **dict(program.named_buffers(remove_duplicate=False))}
+    now = {**dict(_tensors(module)), **dict(module.named_buffers(remove_duplicate=False))}
+    others = {name: value for name, value in now.items() if known.get(name, value) is not value}
+    if not others:
+        return program.forward(*args, **kwargs)
+    try:
+        return torch.func.functional_call(program, others, args, dict(kwargs), tie_weights=False)
+    finally:
+        if isinstance(program, Program):
+            program.refresh_bodies()
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return module.named_parameters(remove_duplicate=False)
 
 
 class Running(Installed):
@@ -99,13 +179,13 @@ class Running(Installed):
     def __init__(self, module: nn.Module, steps: Steps) -> None:
         super().__init__(module)
         self.steps = steps
-        self._forms: Forms | None = None
+        self._forms: PartForms | None = None
 
     @property
-    def forms(self) -> Forms:
+    def forms(self) -> PartForms:
         """Made when first asked for: a module that is being unpickled has nothing in it yet."""
         if self._forms is None:
-            self._forms = Forms(plain(self.module), self.steps, cuda_graphs=False)
+            self._forms = PartForms(plain(self.module), self.steps, cuda_graphs=False)
         return self._forms
 
     def adopt(self, programs: list[tuple[Modes | None, GraphModule]]) -> None:
@@ -114,18 +194,22 @@ class Running(Installed):
         self.forms.adopt([(now or ((), ()) if modes is None else modes, gm) for modes, gm in programs])
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled(*args, **kwargs)
         if torch.compiler.is_compiling() or is_watched():
-            return self._traced(*args, **kwargs)
+            return self.forms.with_stand_ins(args, kwargs)
         return self.forms.call(args, kwargs)
 
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
-        """A call that another tracer looks at: a graph that fits, whose operations it sees."""
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """A call that torch.compile looks at: a graph that fits, whose operations it sees."""
         for form in self.forms.made:
-            if _modes_of(form.program) == _modes_of(self.module):
+            if _is_in_mode(form.program, self.module):
                 try:
                     return form.program.forward(*args, **kwargs)
                 except CallMismatch:
                     continue
+        if self.steps.replaces:
+            return _aside(self, args, kwargs)  # pyright: ignore[reportCallIssue]  # its decorator is not typed
         return self.forms.model.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
@@ -134,3 +218,9 @@ class Running(Installed):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Running, (self.module, self.steps)
+
+
+@torch.compiler.disable
+def _aside(run: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call outside of what is being compiled: it is captured first."""
+    return run.forms.call(args, kwargs)

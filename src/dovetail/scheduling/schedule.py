@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.lowering.lower import settle_parts
 from dovetail.scheduling.history import History, described
 from dovetail.scheduling.installing import is_scheduled
 from dovetail.scheduling.part import Part
@@ -68,7 +69,9 @@ class Schedule(Part):
             )
         label = getattr(primitive, "__qualname__", repr(primitive))
         return self._work.step(
-            lambda _: {"do": "apply", "primitive": label}, lambda: primitive(self, *args, **kwargs)
+            lambda _: {"do": "apply", "primitive": label},
+            lambda: primitive(self, *args, **kwargs),
+            is_own=False,
         )
 
     def build(self) -> nn.Module:
@@ -78,7 +81,12 @@ class Schedule(Part):
         `release` gives the model back as it was.
         """
         self._work.installation.put(self._work.state)
-        return self._work.model
+        model = self._work.model
+        if not model.training:
+            settle_parts(
+                model, [b for part in self._work.state.graphs.values() for b in part.backends.values()]
+            )
+        return model
 
     def release(self) -> nn.Module:
         """The model as it was before it was scheduled."""
@@ -113,6 +121,12 @@ class Schedule(Part):
     def print(self) -> None:
         """Show the tree of modules with what was done where."""
         print(tree(self._work))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ScheduleError(
+            "a schedule belongs to its model and is not copied or pickled. Copy the model, built or not, and replay the "
+            "history on it: schedule(copy).replay(s.history)"
+        )
 
     def __str__(self) -> str:
         return tree(self._work)

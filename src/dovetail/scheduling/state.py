@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -11,13 +12,12 @@ from torch.fx import GraphModule
 
 from dovetail.errors import ScheduleError
 from dovetail.lowering.forms import Forms, Modes
-from dovetail.scheduling.edits import Edit, Look, PartGraph
-from dovetail.scheduling.paths import is_within
+from dovetail.scheduling.edits import Edit, Look, PartGraph, Replace
+from dovetail.scheduling.hooks import refuse_hooks
+from dovetail.scheduling.paths import around, joined
 from dovetail.scheduling.recording import Call
 from dovetail.scheduling.running import Steps, plain
 from dovetail.scheduling.scenes import Scenes
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class State:
 
     def root_of(self, path: str) -> str | None:
         """The traced part that a path lies in."""
-        return next((root for root in self.traces if is_within(path, root)), None)
+        return next((outer for outer in around(path) if outer in self.traces), None)
 
     def edited(self, edit: Edit, look: Look) -> tuple[State, list[str]]:
         """The state after an edit, and the names of the regions it made."""
@@ -53,43 +53,72 @@ class State:
         part, names = edit.apply(self.graphs[place], root, look)
         return replace(self, graphs={**self.graphs, place: part}, edits=(*self.edits, edit)), names
 
-    def traced(self, trace: Trace, look: Look) -> State:
-        """The state with one more part traced; steps that were done on parts within it are done again there."""
-        inner = [path for path in self.traces if is_within(path, trace.path)]
-        if any(len(self.traces[path].calls) > 1 for path in inner) or (inner and len(trace.calls) > 1):
-            raise ScheduleError(
-                f"'{inner[0]}' within '{trace.path}' was traced on its own and is called in several ways; "
-                f"undo its steps to trace what is around it"
-            )
-        gone = set(inner)
+    def traced(self, traces: Iterable[Trace], look: Look) -> State:
+        """The state with more parts traced, none within another; steps on parts within them are done again there."""
+        new = {trace.path: trace for trace in traces}
+        inner = {path: outer for path in self.traces if (outer := _among(path, new)) is not None}
+        for path, outer in inner.items():
+            if len(self.traces[path].calls) > 1 or len(new[outer].calls) > 1:
+                raise ScheduleError(
+                    f"'{path}' within '{outer or 'the model'}' was traced on its own and is called in several ways; "
+                    f"undo its steps to trace what is around it"
+                )
+        self._refuse_shared(new, inner)
         state = replace(
             self,
-            traces={**{p: t for p, t in self.traces.items() if p not in gone}, trace.path: trace},
+            traces={**{p: t for p, t in self.traces.items() if p not in inner}, **new},
             graphs={
-                **{place: part for place, part in self.graphs.items() if place[0] not in gone},
-                **{(trace.path, i): PartGraph(gm) for i, (_, gm) in enumerate(trace.captures)},
+                **{place: part for place, part in self.graphs.items() if place[0] not in inner},
+                **{(p, i): PartGraph(gm) for p, t in new.items() for i, (_, gm) in enumerate(t.captures)},
             },
-            edits=tuple(e for e in self.edits if not is_within(e.root, trace.path)),
+            edits=tuple(e for e in self.edits if _among(e.root, new) is None),
         )
         for edit in self.edits:
-            if is_within(edit.root, trace.path):
+            outer = _among(edit.root, new)
+            if outer is not None:
                 try:
                     state, _ = state.edited(edit, look)
                 except ScheduleError as error:
                     raise ScheduleError(
-                        f"'{trace.path or 'the model'}' cannot be traced as a whole: a step on '{edit.root}' "
+                        f"'{outer or 'the model'}' cannot be traced as a whole: a step on '{edit.root}' "
                         f"cannot be done there: {error}"
                     ) from error
         return state
 
-    def redo(self, root: str) -> Callable[[GraphModule], GraphModule]:
+    def _refuse_shared(self, new: Mapping[str, Trace], inner: Mapping[str, str]) -> None:
+        """Raise where a part holds a module that was traced under another name: its steps would be lost there."""
+        known = {trace.module: path for path, trace in self.traces.items() if path not in inner}
+        for outer, trace in new.items() if known else ():
+            for name, module in trace.module.named_modules():
+                if module in known:
+                    raise ScheduleError(
+                        f"'{joined(outer, name)}' is the module that was traced as '{known[module]}'; with "
+                        f"'{outer or 'the model'}' traced as a whole its steps would be lost there. Undo them first"
+                    )
+
+    def steps(self, root: str) -> Steps:
         """What does the steps of a traced part on another capture of it."""
-        return Redo(tuple(e for e in self.edits if is_within(e.root, root)), root)
+        edits = self._by_root.get(root, ())
+        return Steps(Redo(tuple(edits), root), replaces=any(isinstance(e, Replace) for e in edits))
+
+    @cached_property
+    def _by_root(self) -> dict[str, list[Edit]]:
+        found: dict[str, list[Edit]] = {}
+        for edit in self.edits:
+            root = self.root_of(edit.root)
+            if root is not None:
+                found.setdefault(root, []).append(edit)
+        return found
 
     def programs(self, root: str) -> list[tuple[Modes, GraphModule]]:
         """The graphs of a traced part as they are now, with the modes they are for."""
         trace = self.traces[root]
         return [(modes, self.graphs[root, i].gm) for i, (modes, _) in enumerate(trace.captures)]
+
+
+def _among(path: str, known: Container[str]) -> str | None:
+    """The outermost of some paths that a path lies in."""
+    return next((outer for outer in reversed(around(path)) if outer in known), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,17 +147,3 @@ def trace_part(path: str, module: nn.Module, calls: Iterable[Call]) -> Trace:
     forms = Forms(plain(module), Steps(lambda gm: gm), cuda_graphs=False)
     captures = tuple(forms.captured(call.example.args, call.example.kwargs) for call in listed)
     return Trace(path, module, listed, captures)
-
-
-def refuse_hooks(path: str, module: nn.Module) -> None:
-    """Raise where a hook would become part of the graph, or be lost: hooks on modules inside of a part."""
-    for name, inner in module.named_modules():
-        if inner is module:
-            continue
-        for kind in _HOOKS:
-            if inner.__dict__.get(kind):
-                what = kind.strip("_").removesuffix("s").replace("_", " ")
-                raise ScheduleError(
-                    f"module '{name}' within '{path or 'the model'}' has a {what}; tracing would bake it into the graph. "
-                    f"Remove it, or schedule smaller parts that do not hold the module"
-                )

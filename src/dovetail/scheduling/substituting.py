@@ -11,8 +11,9 @@ from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.scheduling.binding import bound, order_of_results, spelled_operand
+from dovetail.scheduling.descriptions import finder_of
 from dovetail.scheduling.edits import Replace, isolated
-from dovetail.scheduling.finders import ByModule, finder_of
+from dovetail.scheduling.finders import ByModule
 from dovetail.scheduling.found import Found, PartRegion
 from dovetail.scheduling.paths import below, is_within
 from dovetail.scheduling.recording import returned_by
@@ -241,11 +242,10 @@ def _replace_group(
 
 
 def _is_training(work: Workspace, group: Group) -> bool:
-    with work.exchanged() as model:
-        try:
-            return model.get_submodule(group.found[0].module_path).training
-        except AttributeError:
-            return work.state.traces[group.root].module.training
+    try:
+        return work.module_at(group.found[0].module_path).training
+    except AttributeError:
+        return work.state.traces[group.root].module.training
 
 
 def _results(
@@ -278,7 +278,7 @@ def refuse_sharing(work: Workspace, new: Any, params: Params, paths: Sequence[st
     own = own_state(new, params or {})
     if not own:
         return
-    places = [path for path, module in work.state.swaps.items() if module is new]
+    places = [path for path, module in work.state.swaps.items() if module.__dict__ is new.__dict__]
     places += [e.root for e in work.state.edits if isinstance(e, Replace) and e.new and e.new.new is new]
     if len(paths) > 1 or places:
         here = ", ".join(f"'{p or 'the model'}'" for p in [*places, *paths][:4])

@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.scheduling.hooks import hook_on
 from dovetail.scheduling.paths import is_within
-from dovetail.scheduling.recording import Call, copied, undisturbed
-from dovetail.scheduling.replacing import (
-    check_signature,
-    compare,
-    in_mode,
-    leaves,
-    random_state,
-    set_random_state,
-)
+from dovetail.scheduling.recording import Call, copied, opened, undisturbed
+from dovetail.scheduling.replacing import check_signature, compare, in_mode, label_of, leaves
 from dovetail.scheduling.workspace import Workspace
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def swapped(
@@ -55,39 +48,40 @@ def swapped(
 
 
 def _try(module: nn.Module, old: nn.Module, call: Call, path: str, label: str, check: bool) -> None:
-    args, kwargs = call.example.args, dict(call.example.kwargs)
-    with undisturbed(nn.ModuleList([old, module])), torch.no_grad():
-        drawn = random_state()
+    both = nn.ModuleList([old, module])
+    with undisturbed(both), torch.no_grad():
         try:
-            result = module(*copied(args), **copied(kwargs))
+            result = copied(call.example.copied().call(module))
         except Exception as error:
             raise ScheduleError(
                 f"'{label}' does not take what '{path}' is called with: {type(error).__name__}: {error}"
             ) from error
-        wanted = call.result
-        if check:
-            # What it draws at random is to be drawn from the same numbers.
-            set_random_state(drawn)
-            wanted = old(*copied(args), **copied(kwargs))
-    compare(leaves(result), leaves(wanted), label, values=check)
+    wanted = call.result
+    if check:
+        # From the same state, which the two may share, and the same random numbers.
+        with undisturbed(both), torch.no_grad():
+            wanted = call.example.copied().call(old)
+    compare(leaves(opened(result)), leaves(opened(wanted)), label, values=check)
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
-    for kind in _HOOKS:
-        if module.__dict__.get(kind):
-            what = kind.strip("_").removesuffix("s").replace("_", " ")
-            raise ScheduleError(
-                f"'{path}' has a {what}, which would be lost. Remove it, or replace what is within the module"
-            )
+    what = hook_on(module)
+    if what is not None:
+        raise ScheduleError(
+            f"'{path}' has a {what}, which would be lost. Remove it, or replace what is within the module"
+        )
 
 
 class Called(nn.Module):
-    """A function, or something with further arguments fixed, as a module."""
+    """A function as a module, with further arguments fixed."""
 
     def __init__(self, function: Callable[..., Any], fixed: Mapping[str, Any]) -> None:
         super().__init__()
         self.function = function
         self.fixed = dict(fixed)
+
+    def _get_name(self) -> str:
+        return label_of(self.function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **self.fixed, **kwargs)
@@ -96,7 +90,31 @@ class Called(nn.Module):
 def as_module(new: Any, fixed: Mapping[str, Any]) -> nn.Module:
     if not callable(new):
         raise InvalidArgument(f"replace takes a module or a function, not a {type(new).__name__}.")
-    return new if isinstance(new, nn.Module) and not fixed else Called(new, fixed)
+    if not isinstance(new, nn.Module):
+        return Called(new, fixed)
+    return with_arguments(new, fixed) if fixed else new
+
+
+def with_arguments(module: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
+    """A module that is the given one in everything, names of its parameters included, with arguments fixed."""
+    made = _fixing(type(module), dict(fixed))
+    object.__setattr__(made, "__dict__", module.__dict__)
+    return made
+
+
+def _fixing(cls: type[nn.Module], fixed: dict[str, Any]) -> nn.Module:
+    def forward(self: nn.Module) -> Callable[..., Any]:
+        own = self.__dict__.get("forward")
+        return partial(own if own is not None else cls.forward.__get__(self), **fixed)
+
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        return _fixing, (cls, fixed), self.__dict__
+
+    # A property comes before what an instance has; torch's own classes look their forward up on the class.
+    body = {"forward": property(forward), "__module__": cls.__module__, "__reduce_ex__": reduced}
+    made = type(cls.__name__, (cls,), body)
+    made.__qualname__ = cls.__qualname__
+    return cast("nn.Module", object.__new__(made))
 
 
 @contextmanager
@@ -124,15 +142,26 @@ def _taken_over(
 
 def _parameter(work: Workspace, old: nn.Module, source: Any) -> nn.Parameter:
     """A parameter of the module that is replaced, or of the model: by name, or itself."""
-    with work.exchanged() as model:
-        known = {**dict(model.named_parameters()), **dict(old.named_parameters())}
+    own = dict(old.named_parameters())
     if isinstance(source, str):
-        if source not in known:
-            there = ", ".join(n for n, _ in old.named_parameters()) or "none"
+        found = own[source] if source in own else _at(work, source)
+        if found is None:
+            there = ", ".join(own) or "none"
             raise ScheduleError(f"there is no parameter '{source}'; the module that is replaced has {there}")
-        return known[source]
-    if isinstance(source, Tensor) and any(source is p for p in known.values()):
-        return source  # pyright: ignore[reportReturnType]
+        return found
+    if isinstance(source, nn.Parameter):
+        with work.exchanged() as model:
+            if any(source is p for p in (*own.values(), *model.parameters())):
+                return source
     raise InvalidArgument(
         f"params of a module that is replaced are its parameters, or names of them, not a {type(source).__name__}."
     )
+
+
+def _at(work: Workspace, path: str) -> nn.Parameter | None:
+    """A parameter of the model by its whole name."""
+    owner, _, name = path.rpartition(".")
+    try:
+        return work.module_at(owner)._parameters.get(name)
+    except AttributeError:
+        return None

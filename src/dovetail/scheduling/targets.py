@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from dovetail.errors import InvalidArgument, ScheduleError
@@ -128,7 +128,7 @@ def keys_of(work: Workspace, groups: Iterable[Group]) -> list[str]:
         known: dict[str | int, str] = {region.name: region.key for region in regions(gm)}
         fresh = [m for m in group.found if not isinstance(m.finder, ByRegion)]
         if fresh:
-            requests = [replace(m.request, kind="probe") for m in fresh if m.request is not None]
+            requests = [m.request for m in fresh if m.request is not None]
             made, names = outlined(gm, requests)
             keys = {region.name: region.key for region in regions(made)}
             known.update({id(m): keys[name] for m, name in zip(fresh, names, strict=True)})

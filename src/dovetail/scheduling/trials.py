@@ -19,7 +19,7 @@ from dovetail.lowering.precise import precise_operands
 from dovetail.scheduling.edits import Replace
 from dovetail.scheduling.installing import Installation
 from dovetail.scheduling.paths import is_within
-from dovetail.scheduling.recording import Example, undisturbed
+from dovetail.scheduling.recording import Example, opened, undisturbed
 from dovetail.scheduling.replacing import Adapter
 from dovetail.scheduling.state import State
 
@@ -151,7 +151,7 @@ class Trial:
     ) -> Outcome:
         self.streams.put(self.start)
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
-            made = example.call(model)
+            made = opened(example.call(model))
             leaves, spec = pytree.tree_flatten_with_path(made)
             gradients = _gradients([v for _, v in leaves], targets, example, unread) if grad else {}
         return Outcome(
@@ -244,6 +244,10 @@ def _label(number: int, path: tuple[Any, ...]) -> str:
 
 def _kept(value: Any) -> Any:
     """A value as it is now, whatever is done to its memory later."""
+    if isinstance(value, float):
+        return torch.tensor(
+            value, dtype=torch.float64
+        )  # a number that was read from a tensor is as close as that
     if not isinstance(value, Tensor):
         return value
     dense = value if value.layout is torch.strided else value.to_dense()

@@ -188,10 +188,8 @@ class _Checker:
         new = [trace for path, trace in after.traces.items() if before.traces.get(path) is not trace]
         if not new or dict(after.swaps) != dict(before.swaps):
             return None
-        state = before
         try:
-            for trace in new:
-                state = state.traced(trace, self.work.look)
+            state = before.traced(new, self.work.look)
         except ScheduleError:
             return None
         if not isinstance(self._difference(judge, state), Difference):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,20 +11,22 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.graph.capture import outside_inference_mode
 from dovetail.lowering.forms import Forms
 from dovetail.outlining.record import call_of, walk
-from dovetail.outlining.region import regions
+from dovetail.outlining.region import Region, regions
 from dovetail.rules.modulestack import frame
 from dovetail.scheduling.edits import Edit
 from dovetail.scheduling.finders import Finder, frames_of
 from dovetail.scheduling.found import Found, Matches, PartRegion
 from dovetail.scheduling.history import History
+from dovetail.scheduling.hooks import refuse_hooks
 from dovetail.scheduling.installing import Installation
-from dovetail.scheduling.paths import below, is_within, joined
+from dovetail.scheduling.paths import around, below, is_within, joined, outermost
 from dovetail.scheduling.recording import Call, Example, record
-from dovetail.scheduling.running import Steps, plain
+from dovetail.scheduling.running import Steps, has_forward, plain
 from dovetail.scheduling.scenes import Scenes
-from dovetail.scheduling.state import State, Trace, refuse_hooks, trace_part
+from dovetail.scheduling.state import State, Trace, trace_part
 
 Result = TypeVar("Result")
 
@@ -47,6 +49,7 @@ class Workspace:
         self.look = Scenes()
         self.installation = Installation(model)
         self.after: list[Callable[[Done], None]] = []
+        self.origin = object()
         self._inner: list[dict[str, Any]] | None = None
         self._traces: dict[str, tuple[Any, Trace]] = {}
         self._prospect: tuple[State, list[str], State] = (self.state, [], self.state)
@@ -62,8 +65,11 @@ class Workspace:
             yield model
 
     def module_at(self, path: str) -> nn.Module:
-        with self.exchanged() as model:
-            return model.get_submodule(path)
+        """The module at a path as it is now: a replaced one, or what is within it, or the model's own."""
+        outer = next((p for p in around(path) if p in self.state.swaps), None)
+        if outer is None:
+            return self.model.get_submodule(path)
+        return self.state.swaps[outer].get_submodule(below(path, outer))
 
     def require_example(self) -> Example:
         if self.example is None:
@@ -72,12 +78,19 @@ class Workspace:
             )
         return self.example
 
-    def step(self, entry: Callable[[Result], dict[str, Any]], work: Callable[[], Result]) -> Result:
-        """Do a step wholly or not at all. A step within another is a part of that one."""
+    def step(
+        self, entry: Callable[[Result], dict[str, Any]], work: Callable[[], Result], *, is_own: bool = True
+    ) -> Result:
+        """Do a step wholly or not at all. A step within another is a part of that one.
+
+        A step that is not one of ours, but a function of the user's, sees the model as it was built.
+        """
         before, outer = self.state, self._inner
         self._inner = []
         try:
-            result = work()
+            # Taken off once: looking at modules would do so again and again.
+            with outside_inference_mode(), self.installation.suspended() if is_own else nullcontext():
+                result = work()
             told = entry(result)
             if self._inner:
                 told = {**told, "steps": self._inner}
@@ -86,6 +99,8 @@ class Workspace:
                     check(Done(told, before))
         except BaseException:
             self.state, self._inner = before, outer
+            if self.installation.state is not before:
+                self._refreshed()
             raise
         self._inner = outer
         if outer is not None:
@@ -96,6 +111,8 @@ class Workspace:
         return result
 
     def undo(self, count: int) -> list[dict[str, Any]]:
+        if self._inner is not None:
+            raise ScheduleError("a step that is being done cannot undo others; raise, and none of it is done")
         undone = self.done[len(self.done) - count :]
         self.state = undone[0].before
         del self.done[len(self.done) - count :]
@@ -119,71 +136,79 @@ class Workspace:
     def record(self, paths: Iterable[str]) -> dict[str, list[Call]]:
         """How some parts are called in one run of the model as it is now."""
         example = self.require_example()
-        with self.installation.instead(self.state) as model:
+        with outside_inference_mode(), self.installation.instead(self.state) as model:
             return record(model, paths, example)
 
     def prospect(self, paths: Iterable[str]) -> State:
         """The state with some parts traced that were not; looking into them does not change what is scheduled."""
-        missing = [path for path in dict.fromkeys(paths) if self.state.root_of(path) is None]
-        missing = [p for p in missing if not any(q != p and is_within(p, q) for q in missing)]
+        missing = outermost(path for path in paths if self.state.root_of(path) is None)
         if not missing:
             return self.state
+        stale = self._stale(missing)
         seen, wanted, made = self._prospect
-        if seen is self.state and wanted == missing and self._are_good(missing):
+        if seen is self.state and wanted == missing and not stale:
             return made
-        self._capture([path for path in missing if not self._are_good([path])])
-        state = self.state
-        for path in missing:
-            state = state.traced(self._traces[path][1], self.look)
+        if stale:
+            self._capture(stale)
+        state = self.state.traced([self._traces[path][1] for path in missing], self.look)
         self._prospect = (self.state, missing, state)
         return state
 
-    def adopt(self, items: Iterable[Any]) -> None:
+    def adopt(self, items: Sequence[Any]) -> None:
         """Let the parts that matches were found in be traced ones from now on."""
         roots = [item.root for item in items if isinstance(item, (Found, PartRegion))]
+        for item in items:
+            if isinstance(item, (Found, PartRegion)) and item.origin is not self.origin:
+                raise InvalidArgument(f"{item!r} is of another schedule; find it in this one.")
         self.state = self.prospect(roots)
 
-    def _are_good(self, paths: Iterable[str]) -> bool:
-        """Whether parts were traced as they are now: in the same modes, of the same modules."""
-        return all(path in self._traces and self._told(path) == self._traces[path][0] for path in paths)
-
-    def _told(self, path: str) -> Any:
-        swaps = [(p, m) for p, m in self.state.swaps.items() if is_within(p, path) or is_within(path, p)]
-        module = self.module_at(path)
-        return swaps, module, self.example, Forms(plain(module), Steps(_as_it_is)).modes()
-
-    def _capture(self, paths: list[str]) -> None:
-        """Trace parts, with one run of the model for all of them."""
+    def _stale(self, paths: Iterable[str]) -> list[str]:
+        """Those of some parts that were not traced as they are now: in the same modes, of the same modules."""
+        found: list[str] = []
         with self.exchanged() as model:
             for path in paths:
                 module = model.get_submodule(path)
                 self._refuse_untraceable(path, module)
                 refuse_hooks(path, module)
+                if path not in self._traces or self._told(module) != self._traces[path][0]:
+                    found.append(path)
+        return found
+
+    def _told(self, module: nn.Module) -> Any:
+        return list(module.modules()), self.example, Forms(plain(module), Steps(_as_it_is)).modes()
+
+    def _capture(self, paths: list[str]) -> None:
+        """Trace parts, with one run of the model for all of them."""
         calls = self.record(paths)
         with self.exchanged() as model:
             for path in paths:
-                trace = trace_part(path, model.get_submodule(path), calls[path])
-                self._traces[path] = (self._told(path), trace)
+                module = model.get_submodule(path)
+                trace = trace_part(path, module, calls[path])
+                self._traces[path] = (self._told(module), trace)
 
     def _refuse_untraceable(self, path: str, module: nn.Module) -> None:
         import torch
 
         if isinstance(module, torch.jit.ScriptModule):
-            raise ScheduleError(f"'{path}' is a TorchScript module, which cannot be traced")
+            raise ScheduleError(f"{_named(path)} is a TorchScript module, which cannot be traced")
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            raise ScheduleError(
+                f"{_named(path)} is compiled by torch.compile. Schedule the module in it, and compile what `build` gives"
+            )
         inside = [c for c in self.state.checkpoints if is_within(c, path)]
         if inside:
             raise ScheduleError(
-                f"'{path or 'the model'}' cannot be traced: '{inside[0]}' is checkpointed as a module, which tracing would "
+                f"{_named(path)} cannot be traced: '{inside[0]}' is checkpointed as a module, which tracing would "
                 f"lose. Checkpoint regions of the traced part instead"
             )
-        if type(module).forward is nn.Module.forward:
+        if not has_forward(module):
             raise ScheduleError(
-                f"'{path}' is a {type(module).__name__} and has no forward of its own; take the modules in it: "
+                f"{_named(path)} is a {type(module).__name__} and has no forward of its own; take the modules in it: "
                 f"'{joined(path, '*')}'"
             )
 
     def find(self, paths: Iterable[str], finder: Finder) -> Matches:
-        listed = list(dict.fromkeys(paths))
+        listed = self.looked_into(paths)
         state = self.prospect(listed)
         found: list[Found] = []
         why: dict[str, None] = {}
@@ -197,27 +222,63 @@ class Workspace:
                     why[f"{path}: {reason}" if path else reason] = None
         return Matches(found, "" if found else "; ".join(why))
 
-    @staticmethod
-    def _placed(match: Found, path: str, root: str, form: int) -> Found:
-        return replace(match, path=path, root=root, form=form, module_path=joined(root, match.module_path))
+    def looked_into(self, paths: Iterable[str]) -> list[str]:
+        """The parts to look into for some paths: none within another, each module under one name.
+
+        A container that is never called stands for the modules in it where these are among the paths.
+        """
+        known = dict.fromkeys(self._one_name(paths))
+        inner = {outer for path in known for outer in around(path) if outer != path}
+        return outermost(p for p in known if p not in inner or has_forward(self.module_at(p)))
+
+    def _one_name(self, paths: Iterable[str]) -> list[str]:
+        """Paths with the name under which a module was traced, or that it has first, if it has several."""
+        listed = list(paths)
+        with self.exchanged() as model:
+            every = list(model.named_modules(remove_duplicate=False))
+        first: dict[nn.Module, str] = {}
+        for path, module in every:
+            first.setdefault(module, path)
+        if len(first) == len(every):
+            return listed
+        modules = dict(every)
+        traced = {trace.module: root for root, trace in self.state.traces.items()}
+
+        def name(path: str) -> str:
+            if path not in modules or self.state.root_of(path) is not None:
+                return path
+            for outer in around(path):
+                if modules[outer] in traced:
+                    return joined(traced[modules[outer]], below(path, outer))
+            known = first[modules[path]]
+            return known if self.state.root_of(known) is None else path
+
+        return [name(path) for path in listed]
+
+    def _placed(self, match: Found, path: str, root: str, form: int) -> Found:
+        inner = joined(root, match.module_path)
+        return replace(match, path=path, root=root, form=form, module_path=inner, origin=self.origin)
 
     def graphs_of(self, paths: Iterable[str]) -> list[GraphModule]:
-        listed = list(paths)
+        listed = self.looked_into(paths)
         state = self.prospect(listed)
         roots = dict.fromkeys(state.root_of(path) for path in listed)
         return [part.gm for (root, _), part in state.graphs.items() if root in roots]
 
     def regions_of(self, paths: Iterable[str]) -> list[PartRegion]:
         """The regions in some parts, of those that are traced."""
+        known = dict.fromkeys(self._one_name(paths))
+        inside: dict[str, list[str]] = {}
+        for path in known:
+            inside.setdefault(self.state.root_of(path) or "", []).append(path)
         found: list[PartRegion] = []
         for (root, form), part in self.state.graphs.items():
-            inside = [p for p in paths if is_within(p, root) or is_within(root, p)]
-            for region in regions(part.gm):
-                scopes = [below(p, root) if is_within(p, root) else "" for p in inside]
-                here = [p for p, s in zip(inside, scopes, strict=True) if _is_from(region.node, s)]
-                if here:
-                    path = here[0] if is_within(here[0], root) else root
-                    found.append(placed(region, path, root, form))
+            whole = any(outer in known for outer in around(root))
+            scopes = [root] if whole else inside.get(root, [])
+            for region in regions(part.gm) if scopes else ():
+                path = next((p for p in scopes if _is_from(region.node, below(p, root))), None)
+                if path is not None:
+                    found.append(self.placed(region, path, root, form))
         return found
 
     def regions_holding(self, path: str) -> list[str]:
@@ -240,15 +301,18 @@ class Workspace:
     def regions_named(self, root: str, form: int, names: Mapping[str, str]) -> list[PartRegion]:
         """Regions by name, each with the path of the part it was made in."""
         known = {region.name: region for region in regions(self.state.graphs[root, form].gm)}
-        return [placed(known[name], path, root, form) for name, path in names.items()]
+        return [self.placed(known[name], path, root, form) for name, path in names.items()]
+
+    def placed(self, region: Region, path: str, root: str, form: int) -> PartRegion:
+        return PartRegion(**vars(region), path=path, root=root, form=form, origin=self.origin)
 
 
 def _is_from(node: Any, scope: str) -> bool:
     return scope == "" or any(is_within(frame.path, scope) for frame in frames_of(node))
 
 
-def placed(region: Any, path: str, root: str, form: int) -> PartRegion:
-    return PartRegion(**vars(region), path=path, root=root, form=form)
+def _named(path: str) -> str:
+    return f"'{path}'" if path else "the model"
 
 
 def _as_it_is(gm: GraphModule) -> GraphModule:

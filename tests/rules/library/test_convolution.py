@@ -118,18 +118,31 @@ def test_other_ranks() -> None:
     assert not candidates(CONVOLUTION["conv1d_bn_act"], graph_of(three, (torch.randn(2, 6, 4, 5, 6),)))
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        y += x
+        return F.relu(y, inplace=True)
+
+
 def test_a_shortcut_that_is_added_before_the_activation() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.bn = conv(), nn.BatchNorm2d(6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.bn(self.conv(x))
-            y += x
-            return F.relu(y, inplace=True)
-
     assert found(BN, Block().eval(), X)["residual"] is True
+
+
+@pytest.mark.parametrize("dims", [(0,), (0, 2, 3)], ids=["batch", "batch and image"])
+@pytest.mark.parametrize("stride", [0, 1, 2], ids=["shortcut", "stride 1", "stride 2"])
+def test_sizes_that_may_vary(stride: int, dims: tuple[int, ...]) -> None:
+    # Which library would take the convolution hangs on them; what it is does not.
+    plain = nn.Sequential(conv(stride=max(stride, 1)), nn.BatchNorm2d(6), nn.ReLU())
+    model = (plain if stride else Block()).eval()
+    graph = dovetail.capture(model, (X,), dynamic_shapes=(dict.fromkeys(dims, torch.export.Dim.AUTO),))
+    match = candidates(BN, graph)[0]
+    assert match.attrs is not None
+    assert (match.attrs["residual"], match.attrs["activation"]) == (not stride, "relu")
 
 
 def test_in_training() -> None:

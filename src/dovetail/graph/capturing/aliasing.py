@@ -37,6 +37,26 @@ def keep_old_values(program: ExportedProgram) -> None:
     rename_results(program)
 
 
+_DROPOUTS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+)
+
+
+def see_through_dropout(program: ExportedProgram) -> None:
+    """Take out dropout that drops nothing: it returns its input itself, and decomposing would make a copy of that,
+    which what is written into the result later would not reach."""
+    graph = program.graph
+    calls = [n for n in graph.nodes if n.target in _DROPOUTS and len(n.args) == 3]
+    idle = [n for n in calls if n.args[2] is False or n.args[1] == 0]
+    for node in idle:
+        node.replace_all_uses_with(cast(Node, node.args[0]))
+        graph.erase_node(node)
+    if idle:
+        program.graph_module.recompile()
+        rename_results(program)
+
+
 def _is_rebinding(node: Node) -> bool:
     """Whether the exporter added this write because forward assigned a new tensor to a buffer."""
     if node.target is not torch.ops.aten.copy_.default or "copy_" in str(node.meta.get("torch_fn")):

@@ -70,6 +70,7 @@ class Convention:
         self._defaulted = tuple(i for i, slot in enumerate(slots) if not slot.captured)
         self._flat = all(child.type is None for child in children(in_spec))
         self._in_order = order == tuple(range(len(order)))
+        self._single = carried is None and out_spec.is_leaf()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Convention:
         return self
@@ -128,6 +129,8 @@ class Convention:
         does.
         """
         out = list(flat) if isinstance(flat, (list, tuple)) else [flat]
+        if self._single and len(out) == 1:
+            return out[0]
         carried = self.carried
         if carried is None or given is None:
             return pytree.tree_unflatten(out, self.out_spec)

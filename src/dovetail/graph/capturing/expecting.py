@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,7 +89,7 @@ class Expectations:
                 _check_constant(expected, value)
             elif type(expected) is SymbolInput:
                 symbolic = True
-        if symbolic:
+        if symbolic and not self._holds(values):
             self._check_symbols(values)
         if self._mutated:
             self._check_distinct(values)
@@ -110,6 +110,35 @@ class Expectations:
         texts |= {e.expression for e in self.inputs if isinstance(e, SymbolInput)}
         texts |= {inverse for _, _, inverse in self.solved} | set(self.guards)
         return {t: compile(t, "<guard>", "eval") for t in texts if isinstance(t, str)}
+
+    @cached_property
+    def _holds(self) -> Callable[[Sequence[Any]], bool]:
+        """All that is asked of symbols as one piece of code, which tells that it holds but not what does not."""
+        if self.solved:
+            return lambda values: False
+        lines, tests, bound = ["def holds(values):"], list[str](), set[str]()
+        for i, expected in enumerate(self.inputs):
+            stated = [expected.expression] if isinstance(expected, SymbolInput) else []
+            places = [f"values[{i}]"]
+            if isinstance(expected, TensorInput):
+                lines.append(f"    _shape{i} = values[{i}].shape")
+                stated = [size for size in expected.sizes if isinstance(size, str)]
+                places = [f"_shape{i}[{d}]" for d, size in enumerate(expected.sizes) if isinstance(size, str)]
+            for text, place in zip(stated, places, strict=False):
+                if text.isidentifier() and text not in bound:
+                    bound.add(text)
+                    lines.append(f"    {text} = {place}")
+                else:
+                    tests.append(f"{place} == ({text})")
+        for name, low, high in self.ranges:
+            if name in bound:
+                tests += [f"{low} <= {name}"] if low is not None else []
+                tests += [f"{name} <= {high}"] if high is not None else []
+        tests += [f"({guard})" for guard in self.guards]
+        lines.append(f"    return {' and '.join(tests) or 'True'}")
+        names = dict(_ARITHMETIC)
+        exec("\n".join(lines), names)
+        return names["holds"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in ("inputs", "ranges", "solved", "guards", "twins")}

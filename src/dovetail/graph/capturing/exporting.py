@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CaptureError
-from dovetail.graph.capturing import aliasing, batchnorm, blame, direct, gradmode, watching
+from dovetail.graph.capturing import aliasing, batchnorm, blame, copying, direct, gradmode, watching
 from dovetail.graph.capturing.direct import Decomposed
 from dovetail.graph.capturing.parting import Unsure
 from dovetail.graph.capturing.quieting import noise_kept, quiet, rng_kept
@@ -96,6 +96,7 @@ def decompose(program: ExportedProgram) -> Exported:
     Edits the program given; `own` makes one that may be edited.
     """
     with quiet(), rng_kept(), torch.enable_grad():
+        aliasing.see_through_dropout(program)
         aliasing.keep_old_values(program)
         aliases = aliasing.aliased_results(program)
         if gradmode.flatten_no_grad(program.graph_module):
@@ -112,6 +113,7 @@ def decompose(program: ExportedProgram) -> Exported:
                 _log.debug("the program is traced anew to decompose it: %s", reason)
                 decomposed = retraced(program, signature)
         batchnorm.choose_kernel_as_eager(decomposed.graph)
+        copying.make_differentiable(decomposed.graph)
         return Exported(decomposed, aliases, names, in_spec, out_spec)
 
 
@@ -170,13 +172,11 @@ def _kept_draws(graph: Graph) -> list[Node]:
     draws: list[Node] = []
     for node in reversed(list(graph.nodes)):
         target = node.target
-        if node not in alive and isinstance(target, OpOverload):
-            if torch.Tag.nondeterministic_seeded in target.tags:
-                draws.append(node)
-            elif not target._schema.is_mutable:
+        # What is written may not be read by anybody either, so that a write alone keeps nothing.
+        if node not in alive:
+            if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
                 continue
-        elif node not in alive:
-            continue
+            draws.append(node)
         alive.update(node.all_input_nodes)
     return [_as_tensor(graph, node) for node in reversed(draws)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from dovetail.graph.capturing.aliasing import storage_of
 from dovetail.graph.module import copy_node
 
 _WRAP = "wrap_with_set_grad_enabled"
@@ -24,12 +26,21 @@ def flatten_no_grad(module: GraphModule) -> int:
     count = 0
     for owner in [module, *_inner_graphs(module)]:
         blocks = [n for n in owner.graph.nodes if _is_block(n)]
+        if blocks:
+            _know_readers(owner.graph)
         for block in blocks:
             _inline_block(owner, block)
         if blocks:
             owner.recompile()
         count += len(blocks)
     return count
+
+
+def _know_readers(graph: Graph) -> None:
+    """Let every value know all that read it: the exporter forgets readers whose own results nobody needs."""
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
 
 
 def _inner_graphs(module: GraphModule) -> list[GraphModule]:
@@ -54,7 +65,7 @@ def _inline_block(owner: GraphModule, block: Node) -> None:
             index = cast(int, user.args[1])
             value = results[index]
             if hold_back and not mutates and isinstance(value, Node) and _holds_tensor(value):
-                value = _detached(graph, value)
+                value = _fresh(graph, _detached(graph, value), operands, block)
             _take_over(user, value)
     graph.erase_node(block)
     if not body_node.users:
@@ -108,6 +119,41 @@ def _detached(graph: Graph, node: Node) -> Node:
     new = graph.call_function(torch.ops.aten.detach.default, (node,))
     new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
     return new
+
+
+def _fresh(graph: Graph, node: Node, operands: list[Any], block: Node) -> Node:
+    """A result of a block in memory of its own if something is written into it after the block, with gradients.
+
+    A write goes through to what a value is a view of, and what is seen of that through `detach` has none.
+    """
+    place = storage_of(node.meta["val"])
+    read = {storage_of(n.meta["val"]) for n in operands if _holds_tensor(n)}
+    if place in read or not any(place in _written(n) for n in _after(block)):
+        return node
+    new = graph.call_function(torch.ops.aten.clone.default, (node,))
+    new.meta = dict(node.meta)
+    return new
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while (node := node.next).op != "root":
+        yield node
+
+
+def _written(node: Node) -> set[int]:
+    """The memory that an operation writes."""
+    if not _is_mutating(node):
+        return set()
+    schema = cast(OpOverload, node.target)._schema
+    given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    found: set[int] = set()
+    for name in written:
+        values = given.get(name)
+        for value in values if isinstance(values, (list, tuple)) else (values,):
+            if _holds_tensor(value):
+                found.add(storage_of(cast(Node, value).meta["val"]))
+    return found
 
 
 def _holds_tensor(value: object) -> bool:

@@ -15,13 +15,14 @@ EMPTY = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of the model's signature, and whether capture was given a value for it."""
+    """One parameter of the model's signature, whether capture was given a value for it, and whether by its name."""
 
     name: str
     kind: Any
     has_default: bool
     default: Any
     captured: bool
+    by_name: bool = False
 
     def parameter(self) -> inspect.Parameter:
         default = self.default if self.has_default else EMPTY
@@ -120,12 +121,12 @@ def arrange(in_spec: TreeSpec, signature: inspect.Signature) -> Arrangement:
     for name, parameter in signature.parameters.items():
         captured = name in bound.arguments
         default = parameter.default
-        slots.append(
-            Slot(name, parameter.kind, default is not EMPTY, None if default is EMPTY else default, captured)
-        )
+        value: Any = bound.arguments.get(name)
+        by_name = captured and (type(value) is dict or (type(value) is int and value >= positional))
+        known = None if default is EMPTY else default
+        slots.append(Slot(name, parameter.kind, default is not EMPTY, known, captured, by_name))
         if not captured:
             continue
-        value = bound.arguments[name]
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             chosen.append(tuple_of([take(i, f"{name}[{j}]") for j, i in enumerate(value)]))
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:

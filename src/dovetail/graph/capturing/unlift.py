@@ -229,7 +229,7 @@ class _Unlifting:
         at = result
         while at not in wanted:
             path.append(at)
-            base = viewed_operand(at)
+            base = _base(at)
             if base is None:
                 return None
             at = base
@@ -241,15 +241,24 @@ class _Unlifting:
 
     def _replayed(self, target: Node, path: Sequence[Node]) -> Node:
         at = self.made[target]
+        mode = at.meta["val"].fake_mode
         for old in path:
-            base = cast(Node, viewed_operand(old))
+            base = cast(Node, _base(old))
             operands = {n: self.made[n] for n in old.all_input_nodes if n is not base} | {base: at}
             new = copy_node(self.graph, old, operands.__getitem__)
             arguments: Any = map_arg((new.args, new.kwargs), lambda n: n.meta.get("val"))
-            with at.meta["val"].fake_mode:
+            with mode:
                 new.meta["val"] = cast(Any, new.target)(*arguments[0], **arguments[1])
             at = new
         return at
+
+
+def _base(node: Node) -> Node | None:
+    """What a value is a view of; one of several views is taken out of all of them."""
+    if node.target is not operator.getitem:
+        return viewed_operand(node)
+    source = cast(Node, node.args[0])
+    return source if viewed_operand(source) is not None else None
 
 
 def _may_be_kept(owner: Node) -> bool:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame, trees
+from dovetail.graph.capturing.rebinding import Rebinding
 
 _OWN = frozenset(
     {
@@ -75,16 +76,19 @@ def watched(model: nn.Module) -> Generator[Seen]:
     given: list[tuple[list[Any], Any]] = []
     strangers = _Strangers(seen)
     entered: list[_Strangers] = []
+    buffers: list[Rebinding] = []
 
     def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [pytree.tree_flatten((args, kwargs))]
+        buffers[:] = [Rebinding(module)]
         entered.append(strangers.__enter__())
 
-    def at_end(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def at_end(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         entered.pop().__exit__(None, None, None)
         _compare(before, seen)
         if given:
             _compare_arguments(given.pop(), args, kwargs, result, seen)
+        return buffers.pop().settle(result, lambda what, advice: seen.note(what, None, advice))
 
     # Compared as soon as forward is done, for the exporter restores attributes itself, without a word.
     hooks = [

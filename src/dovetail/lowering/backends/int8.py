@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, InvalidArgument
@@ -24,7 +24,7 @@ from dovetail.lowering.faults import Failure
 from dovetail.lowering.flattening import flat
 from dovetail.lowering.lowering import lowering_of
 from dovetail.lowering.site import CallSite
-from dovetail.lowering.situation import autocast_off
+from dovetail.lowering.situation import autocast_off, is_trial
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
@@ -36,8 +36,8 @@ class Int8(Backend):
     """Runs regions with products in int8: linear layers and convolutions, with the batch norm and activation behind.
 
     Each call of a region runs in float32 until it was calibrated: by `calibration`, sample inputs of the model that
-    are run through each graph when it is lowered (a tuple of arguments, a mapping of keyword arguments, or the one
-    argument), otherwise in its own first `calibrate` calls. If its result in int8 is further than `bound` from that in
+    are run through it when it is lowered, fused by name or built (a tuple of arguments, a mapping of keyword arguments,
+    or the one argument), otherwise in its own first `calibrate` calls. If its result in int8 is further than `bound` from that in
     float32, relative to its size, in the last of these, it stays in float32 and the record says so; `verify` allows
     code the same. Where the weights of one call change, all calls of the graph calibrate again.
 
@@ -90,8 +90,8 @@ class Int8(Backend):
             return plan.plain
         return Calibrated(self, plan, site)
 
-    def settle(self, lowered: GraphModule) -> None:
-        """Run the sample inputs through a graph; its state is put back afterwards."""
+    def settle(self, lowered: nn.Module) -> None:
+        """Run the sample inputs through a model or its graph; its state is put back afterwards."""
         if not self.samples:
             return
         buffers = [(b, b.detach().clone()) for b in lowered.buffers() if not b.is_inference()]
@@ -104,7 +104,7 @@ class Int8(Backend):
                 for (buffer, before), version in zip(buffers, versions, strict=True):
                     if buffer._version != version:
                         buffer.copy_(before)
-        lowering = lowering_of(lowered)
+        lowering = lowering_of(lowered) if isinstance(lowered, GraphModule) else None
         if fitting < len(self.samples) and lowering is not None:
             told = (
                 f"{fitting} of {len(self.samples)} sample inputs fit this graph; calls make up for the others"
@@ -125,7 +125,7 @@ def _check(calibration: Any, calibrate: Any, bound: Any) -> None:
         raise InvalidArgument(f"bound {bound!r}; give a relative error such as 0.05.")
 
 
-def _ran(lowered: GraphModule, sample: Any) -> bool:
+def _ran(lowered: nn.Module, sample: Any) -> bool:
     args, kwargs = (sample, {}) if isinstance(sample, tuple) else ((), sample)
     if not isinstance(sample, (tuple, Mapping)):
         args, kwargs = (sample,), {}
@@ -174,7 +174,7 @@ class Calibrated:
             known, steps = self._state = (self._known(), None)
         if steps is not None:
             return self.plan.quantised(*steps, *operands)
-        if known.refused:
+        if known.refused or is_trial():
             return self.plan.plain(*operands)
         made = self.plan.watched(*known.watches, *operands)
         if known.watched():

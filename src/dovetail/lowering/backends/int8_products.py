@@ -16,7 +16,10 @@ from dovetail.lowering.faults import Failure
 
 _PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
-_NORMS = frozenset({"_native_batch_norm_legit_no_training", "batch_norm", "native_batch_norm"})
+_NORMS = frozenset(
+    {"_native_batch_norm_legit_no_training", "batch_norm", "native_batch_norm"}
+    | {"_native_batch_norm_legit_functional", "_native_batch_norm_legit"}
+)
 _TURNS = frozenset({"t", "numpy_T", "transpose", "permute"})
 # Elementwise, and not tagged so.
 _SIMPLE = frozenset({"softplus", "elu", "gelu", "silu", "mish", "hardswish", "relu6", "hardtanh", "clone"})

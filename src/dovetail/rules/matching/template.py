@@ -120,7 +120,7 @@ def make_template(
         with choosing(taken):
             results = _flat_results(function(**arguments), name)
         if stage is not None:
-            settled.extend(str(guard.expr) for guard in stage.env.guards)
+            settled.extend(stage.settled())
         return results
 
     drawn = _sketched(run, example, given, taken) if values is None and dialect == CAPTURED else None

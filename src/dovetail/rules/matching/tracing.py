@@ -115,6 +115,21 @@ def _captured(function: Callable[..., Any], values: Sequence[Any]) -> Program:
     return rebuild(program, graph)
 
 
+class _StageMode(FakeTensorMode):
+    """Fake tensors on which a convolution decides nothing about sizes.
+
+    Which library takes it hangs on the size of the batch, what it computes does not; `capture` has none of them on.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.convolution.default or self.shape_env is None:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with self.shape_env.suppress_guards():
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 class Stage:
     """Makes stand-ins for values: same sizes, strides, dtypes and devices, with symbols of their own.
 
@@ -123,8 +138,14 @@ class Stage:
 
     def __init__(self) -> None:
         self.env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode = _StageMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.symbols: dict[Any, Any] = {}
+        self._envs: dict[int, ShapeEnv] = {}
+
+    def settled(self) -> list[str]:
+        """What was decided about sizes here that the graph does not go by itself."""
+        known = {guard.expr.xreplace(self.symbols) for env in self._envs.values() for guard in env.guards}
+        return [str(guard.expr) for guard in self.env.guards if guard.expr not in known]
 
     def stand_in(self, value: Any) -> Any:
         """A stand-in for a value."""
@@ -142,7 +163,8 @@ class Stage:
     def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt):
             return size
-        expr = size.node.expr
+        expr, env = size.node.expr, size.node.shape_env
+        self._envs[id(env)] = env
         for symbol in expr.free_symbols:
             if symbol not in self.symbols:
                 self.symbols[symbol] = self._symbol(size, symbol)

@@ -30,7 +30,7 @@ from dovetail.rules.matching.template import (
 )
 from dovetail.rules.matching.tracing import AUTOGRAD, CAPTURED, Stage
 
-_OTHER = {float: (0.31831,), int: (0, 2, -1), bool: (True,), type(None): (0.5, 1)}
+_OTHER = {float: (0.31831,), int: (0, 2, -1), bool: (True, False), type(None): (0.5, 1)}
 _MOST_EXACT = 512
 
 

@@ -1,0 +1,194 @@
+"""Compilers through dovetail against the same compilers on the whole model, torch.compile and eager.
+
+    python -m benchmarks.backends [--models ...] [--methods ...] [--repeat 20] [--cold ...] [--write FILE]
+
+Steady: one process for each model, all methods in turns, medians. First result: one process for each method and model,
+with empty caches, from the call that compiles to the first result, imports of the compiler included; capturing counts.
+What a method gives is compared with eager before it is measured. "blocks" is a mixture by region: the model is cut into
+blocks, each is measured with every backend, and the fastest takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from benchmarks.backends_models import LARGE, Args, alone, build
+from benchmarks.outline import machine
+from benchmarks.results import write_section
+
+FOREIGN = ("onnxruntime", "openvino", "tvm", "xla")
+TITLE = "Other compilers, through dovetail and on the whole model"
+METHODS = ("torch.compile", *FOREIGN, *(f"{name} alone" for name in FOREIGN), "blocks")
+TOLERANCE = 2e-4
+
+
+def compiled(method: str, model: nn.Module, args: Args) -> Callable[..., Any]:
+    if method == "eager":
+        return model
+    if method == "torch.compile":
+        return torch.compile(model)
+    if method.endswith(" alone"):
+        return alone(method.removesuffix(" alone"), model, args)
+    import dovetail
+
+    if method == "blocks":
+        from benchmarks.backends_mixing import mixture
+
+        return mixture(model, args, ("openvino", "onnxruntime"))
+    return dovetail.compile(model, args, backends=[method])
+
+
+def cold(method: str, name: str) -> dict[str, Any]:
+    """Seconds from the call that compiles to the first result, in this process."""
+    model, args = build(name)
+    start = time.perf_counter()
+    with torch.no_grad():
+        compiled(method, model, args)(*args)
+    return {"seconds": time.perf_counter() - start}
+
+
+def cold_apart(method: str, name: str, bytecode: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "DOVETAIL_CACHE_DIR": f"{folder}/dovetail",
+            "PYTHONPYCACHEPREFIX": bytecode,
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
+        command = [sys.executable, "-m", "benchmarks.backends", "--one", method, "--models", name]
+        ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=900)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"error": (ran.stderr.strip().splitlines() or ["?"])[-1]}
+
+
+def steady(name: str, methods: list[str], repeat: int) -> dict[str, float | str]:
+    """Median milliseconds of each method, all in turns, or why it has none."""
+    runs: dict[str, Callable[..., Any]] = {}
+    found: dict[str, float | str] = {}
+    for method in ["eager", *methods]:
+        model, args = build(name)
+        try:
+            with torch.no_grad():
+                runs[method] = compiled(method, model, args)
+                _compare(model(*args), runs[method](*args))
+        except Exception as error:
+            runs.pop(method, None)
+            found[method] = f"{type(error).__name__}: {error}".splitlines()[0][:60]
+            print(f"{name}, {method}: {error}", file=sys.stderr, flush=True)
+    _, args = build(name)
+    times: dict[str, list[float]] = {method: [] for method in runs}
+    with torch.no_grad():
+        slow = {m for m, run in runs.items() if _once(run, args) > 2.0}
+        for _ in range(2):
+            for method, run in runs.items():
+                _once(run, args) if method not in slow else None
+        for turn in range(repeat):
+            for method, run in runs.items():
+                if method not in slow or turn < 2:
+                    times[method].append(_once(run, args))
+    return found | {method: statistics.median(values) * 1e3 for method, values in times.items()}
+
+
+def _once(run: Callable[..., Any], args: Args) -> float:
+    start = time.perf_counter()
+    run(*args)
+    return time.perf_counter() - start
+
+
+def _compare(expected: Any, made: Any) -> None:
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(made), strict=False)
+    for a, b in pairs:
+        if isinstance(a, torch.Tensor) and a.is_floating_point():
+            error = ((a - b).norm() / a.norm()).item()
+            if not error < TOLERANCE:
+                raise ValueError(f"off by {error:.1e} of the size of the result")
+
+
+def _cells(found: dict[str, float | str], methods: list[str], form: str) -> str:
+    numbers = [v for k, v in found.items() if isinstance(v, float) and k != "eager"]
+    best = min(numbers, default=0.0)
+    cells: list[str] = []
+    for method in methods:
+        value = found.get(method, "")
+        text = format(value, form) if isinstance(value, float) else ("–" if value else "")
+        cells.append(f"**{text}**" if value == best else text)
+    return " | ".join(cells)
+
+
+def main() -> int:
+    from dovetail import zoo
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*", default=[*LARGE, *zoo.names()])
+    parser.add_argument("--cold", nargs="*", default=list(LARGE), help="models whose first result is timed")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(cold(options.one, options.models[0])))
+        return 0
+    if options.part:
+        print(json.dumps(steady(options.part, options.methods, options.repeat)))
+        return 0
+    lines = _steady_rows(options) + [""] + _cold_rows(options)
+    report = "\n".join([*lines, "", f"CPU; {machine()}", ""])
+    print(report)
+    if options.write:
+        write_section(options.write, TITLE, report)
+    return 0
+
+
+def _steady_rows(options: argparse.Namespace) -> list[str]:
+    columns = ["eager", *options.methods]
+    lines = ["Milliseconds per call, in turns:", "", f"| model | {' | '.join(columns)} |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for name in options.models:
+        # A process for each model: the compilers' pools of threads would pile up.
+        command = [sys.executable, "-m", "benchmarks.backends", "--part", name]
+        command += ["--repeat", str(options.repeat), "--methods", *options.methods]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        told = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+        print(ran.stderr[-2000:], file=sys.stderr)
+        found = json.loads(told[-1]) if told else {}
+        lines.append(f"| {name} | {_cells(found, columns, '.1f')} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def _cold_rows(options: argparse.Namespace) -> list[str]:
+    columns = list(options.methods)
+    lines = ["Seconds to the first result, caches empty:", "", f"| model | {' | '.join(columns)} |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    with tempfile.TemporaryDirectory() as bytecode:
+        if options.cold:
+            for method in columns:
+                cold_apart(method, "mlp", bytecode)
+        for name in options.cold:
+            rows = {m: cold_apart(m, name, bytecode) for m in columns}
+            found = {m: r.get("seconds", r.get("error", "")) for m, r in rows.items()}
+            lines.append(f"| {name} | {_cells(found, columns, '.1f')} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Fake tensors and symbolic sizes as plain values, and made again from those in a world of their own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from dovetail.errors import InvalidArgument
+
+TensorRow = tuple[Any, ...]
+"""Number of the storage, sizes, strides, offset, dtype, device, whether it requires gradients, whether it is a parameter."""
+
+
+def tensor_row(value: FakeTensor, storages: dict[int, int]) -> TensorRow:
+    """What `World.tensor` needs; `storages` numbers the storages met so far."""
+
+    def plain(sizes: Any) -> tuple[Any, ...]:
+        return tuple(describe_symbolic(s) if isinstance(s, torch.SymInt) else s for s in sizes)
+
+    strided = value.layout is torch.strided
+    storage = value.untyped_storage()._cdata if strided else id(value)
+    return (
+        storages.setdefault(storage, len(storages)),
+        plain(value.shape),
+        plain(value.stride()) if strided else None,
+        plain([value.storage_offset()])[0] if strided else 0,
+        value.dtype,
+        value.device,
+        value.requires_grad and (value.is_floating_point() or value.is_complex()),
+        isinstance(value, torch.nn.Parameter),
+    )
+
+
+@dataclass(frozen=True)
+class Symbolic:
+    """A symbolic number: its expression, and for each symbol a hint and a range (None: no hint)."""
+
+    kind: str
+    expr: str
+    symbols: tuple[tuple[str, int | None, int | None, int | None], ...]
+
+
+def describe_symbolic(value: Any) -> Symbolic:
+    """A symbolic number in plain values."""
+    node = value.node
+    expr = node.expr
+    env: ShapeEnv = node.shape_env
+    rows: list[tuple[str, int | None, int | None, int | None]] = []
+    for symbol in sorted(expr.free_symbols, key=str):
+        bounds = env.var_to_range.get(symbol)
+        rows.append(
+            (
+                str(symbol),
+                _hint(env, symbol),
+                _bound(bounds and bounds.lower),
+                _bound(bounds and bounds.upper),
+            )
+        )
+    return Symbolic(type(value).__name__, sympy.srepr(expr), tuple(rows))
+
+
+def _hint(env: ShapeEnv, symbol: sympy.Symbol) -> int | None:
+    # The table of hints was renamed between torch releases.
+    hints = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
+    known = hints.get(symbol)
+    return None if known is None else int(known)
+
+
+def _bound(value: Any) -> int | None:
+    return int(value) if value is not None and value not in (int_oo, -int_oo) and value.is_number else None
+
+
+_ENDLESS = 2**50
+
+
+@dataclass
+class World:
+    """What fake tensors and symbols of one loaded graph live in."""
+
+    env: ShapeEnv = field(default_factory=ShapeEnv)
+    symbols: dict[str, Any] = field(default_factory=dict)
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    _made: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def symbolic(self, described: Symbolic) -> Any:
+        """The number that `describe_symbolic` described."""
+        for name, hint, lower, upper in described.symbols:
+            if name not in self.symbols:
+                self.symbols[name] = self._symbol(name, hint, lower, upper)
+        key = (described.kind, described.expr)
+        if key not in self._made:
+            self._made[key] = self._number(*key)
+        return self._made[key]
+
+    def _number(self, kind: str, text: str) -> Any:
+        parsed = parse_expression(text)
+        # A pair at a time could change what was put in before: a new symbol may have the name of an old one.
+        expr = parsed.xreplace({s: self.symbols[str(s)].node.expr for s in parsed.free_symbols})
+        hint = _evaluate(expr, self.env)
+        if kind == "SymInt":
+            return self.env.create_symintnode(expr, hint=None if hint is None else int(hint))
+        if kind == "SymBool":
+            return self.env.create_symboolnode(expr)
+        return self.env.create_symfloatnode(expr, hint=None if hint is None else float(hint))
+
+    def _symbol(self, name: str, hint: int | None, lower: int | None, upper: int | None) -> Any:
+        from torch._dynamo.source import ConstantSource
+
+        if hint is None:
+            made: Any = self.env.create_unbacked_symint()
+        else:
+            source = ConstantSource(f"__loaded_{name}")
+            symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            made = self.env.create_symintnode(symbol, hint=hint, source=source)
+        # Exactly what it was: a new symbol has bounds of its own, and open ones are part of what a body's key tells.
+        bounds = ValueRanges(-int_oo if lower is None else lower, int_oo if upper is None else upper)
+        self.env.var_to_range[made.node.expr] = bounds
+        return made
+
+    def _symbolic_tensor(
+        self, storage_id: int, sizes: Sequence[Any], strides: Sequence[Any], start: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        # Larger than any size can be, so that any view fits.
+        storage = self.storages.setdefault(storage_id, torch.UntypedStorage(_ENDLESS, device="meta"))
+        if storage.nbytes() < _ENDLESS:
+            storage.resize_(_ENDLESS)
+        # What torch asks of the symbols on the way (does it fit, is it contiguous) must not settle their values.
+        with self.env.suppress_guards():
+            return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
+
+    def tensor(self, row: TensorRow) -> FakeTensor:
+        """The fake tensor that `tensor_row` described."""
+        storage_id, shape, stride, offset, dtype, device, requires_grad, is_parameter = row
+
+        def real(value: Any) -> Any:
+            return self.symbolic(value) if isinstance(value, Symbolic) else value
+
+        sizes, start = [real(s) for s in shape], real(offset)
+        strides = None if stride is None else [real(s) for s in stride]
+        with torch.no_grad():
+            if strides is None:
+                meta = torch.empty(sizes, dtype=dtype, device="meta")
+            elif any(isinstance(s, torch.SymInt) for s in [*sizes, *strides, start]):
+                meta = self._symbolic_tensor(storage_id, sizes, strides, start, dtype)
+            else:
+                needed = start + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+                nbytes = 0 if 0 in sizes else needed * dtype.itemsize
+                storage = self.storages.get(storage_id)
+                if storage is None:
+                    storage = self.storages[storage_id] = torch.UntypedStorage(nbytes, device="meta")
+                elif storage.nbytes() < nbytes:
+                    storage.resize_(nbytes)
+                meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
+            fake = FakeTensor(self.mode, meta, torch.device(device))
+            made: Any = torch.nn.Parameter(fake, requires_grad) if is_parameter else fake
+        if requires_grad and not is_parameter:
+            made.requires_grad_()
+        return made
+
+
+def parse_expression(text: str) -> Any:
+    """The sympy expression that `srepr` wrote. Nothing but constructors of sympy and torch's own functions is called."""
+    try:
+        return _built(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{text[:80]!r} is no expression over sizes: {error}.") from error
+
+
+def _built(tree: ast.expr) -> Any:
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, (int, float)):
+        return tree.value
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+        return -_built(tree.operand)
+    if isinstance(tree, ast.Tuple):
+        return tuple(_built(item) for item in tree.elts)
+    if isinstance(tree, ast.Name):
+        return _named_class(tree.id, (sympy.Basic,), values=True)
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        made = _named_class(tree.func.id, (sympy.Basic,))
+        keywords = {str(k.arg): _flag(k.value) for k in tree.keywords}
+        return made(*[_argument(made, a) for a in tree.args], **keywords)
+    raise ValueError(f"a {type(tree).__name__} has no place in it")
+
+
+def _argument(made: Any, tree: ast.expr) -> Any:
+    # sympy evaluates text that it is given: only a name and the digits of a number may be text.
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+        if made is sympy.Symbol and tree.value.isidentifier():
+            return tree.value
+        if made is sympy.Float and re.fullmatch(r"[-+0-9.eE]+", tree.value):
+            return tree.value
+        raise ValueError("text has no place in it")
+    return _built(tree)
+
+
+def _flag(tree: ast.expr) -> Any:
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, (bool, int)):
+        return tree.value
+    raise ValueError("a keyword has a value that is no flag")
+
+
+def _named_class(name: str, bases: tuple[type, ...], *, values: bool = False) -> Any:
+    from torch.utils._sympy import functions, numbers
+
+    for module in (functions, numbers, sympy):
+        found = vars(module).get(name)
+        if isinstance(found, type) and issubclass(found, bases):
+            return found
+        if values and isinstance(found, bases):
+            return found
+    raise ValueError(f"{name!r} is unknown")
+
+
+def _evaluate(expr: Any, env: ShapeEnv) -> Any:
+    hints = {s: _hint(env, s) for s in expr.free_symbols}
+    if any(h is None for h in hints.values()):
+        return None
+    return expr.xreplace({s: sympy.Integer(h) for s, h in hints.items()})

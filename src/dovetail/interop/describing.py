@@ -1,0 +1,258 @@
+"""A graph as JSON: its modules, each once, with their graphs, regions, and what tensors they hold."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+
+from dovetail.errors import SaveError
+from dovetail.fusion.ledger import ledger_of
+from dovetail.graph.canonical import CanonicalReport
+from dovetail.graph.capturing.calling import ModelCodeGen
+from dovetail.graph.keys import CANONICAL, LEDGER, LOWERING, OUTLINING, REGION
+from dovetail.graph.module import Body, attribute
+from dovetail.graph.text import show
+from dovetail.interop import conventions, functions
+from dovetail.interop.encoding import PATH, Encoder, Unwritable
+from dovetail.outlining.record import Call, call_of, state_of
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OWN = frozenset({CANONICAL, LEDGER, LOWERING, OUTLINING})
+
+
+class Describer:
+    """Writes a graph down. `tensors` are all that it holds, each once, in the order of their numbers."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.encoder = Encoder()
+        self.tensors: list[Tensor] = []
+        self.rows: list[list[Any]] = []
+        self._tensors: dict[int, int] = {}
+        self._storages: dict[Any, int] = {}
+        self._modules: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """The graph as JSON. Raises SaveError naming what has no form in a file."""
+        for hooks in _HOOKS:
+            if getattr(self.gm, hooks, None):
+                raise SaveError(
+                    "the graph has hooks, which are Python code: remove them, and add them after loading."
+                )
+        root = self._module(self.gm, "")
+        codegen = self.gm.graph._codegen
+        convention = None
+        if isinstance(codegen, ModelCodeGen):
+            try:
+                convention = conventions.write(codegen.convention, self.encoder)
+            except Unwritable as reason:
+                raise SaveError(f"it is called with {reason}.") from reason
+        elif type(codegen) is not CodeGen:
+            raise SaveError(
+                f"it is called in a way of its own ({type(codegen).__name__}): `capture` the program it comes from."
+            )
+        return {
+            "root": root,
+            "convention": convention,
+            "ledger": ledger_of(self.gm).to_json() if LEDGER in self.gm.meta else None,
+            "modules": self._modules,
+            "tensors": self.rows,
+            **self.encoder.tables(),
+        }
+
+    def _module(self, module: nn.Module, path: str) -> int:
+        known = self._numbers.get(id(module))
+        if known is not None:
+            return known
+        number = self._numbers[id(module)] = len(self._modules)
+        row: dict[str, Any] = {}
+        self._modules.append(row)
+        row["training"] = module.training
+        held = {
+            name: None if child is None else self._module(child, _joined(path, name))
+            for name, child in module._modules.items()
+        }
+        row["modules"] = list(held.items())
+        row["parameters"] = [
+            [n, None if v is None else self._tensor(v, _joined(path, n))]
+            for n, v in module._parameters.items()
+        ]
+        volatile = module._non_persistent_buffers_set
+        row["buffers"] = [
+            [n, None if v is None else self._tensor(v, _joined(path, n)), n not in volatile]
+            for n, v in module._buffers.items()
+        ]
+        row["constants"] = self._constants(module, path)
+        if isinstance(module, GraphModule):
+            row["graph"] = self._graph(module, path)
+        for name in (*held, *module._parameters, *module._buffers):
+            if not PATH.fullmatch(name):
+                raise SaveError(f"'{_joined(path, name)}' has a name that no file can hold.")
+        return number
+
+    def _constants(self, module: nn.Module, path: str) -> list[Any]:
+        """Plain attributes that graphs name: those of a graph are its own, those deeper down of the outermost one."""
+        found: list[Any] = []
+        for name, value in module.__dict__.items():
+            if isinstance(value, Tensor) and not (isinstance(module, Body) and name in module.borrowed):
+                found.append([name, self._tensor(value, _joined(path, name))])
+        return found
+
+    def _tensor(self, value: Tensor, path: str) -> int:
+        known = self._tensors.get(id(value))
+        if known is None:
+            known = self._tensors[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+            self.rows.append(self._tensor_row(value, path))
+        return known
+
+    def _tensor_row(self, value: Tensor, path: str) -> list[Any]:
+        plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
+        if (
+            not plain
+            or value.layout is not torch.strided
+            or value.is_quantized
+            or value.is_conj()
+            or value.is_neg()
+        ):
+            raise SaveError(
+                f"'{path}' is a {type(value).__name__} that is more than its numbers and has no form in a file."
+            )
+        if value.device.type == "meta":
+            raise SaveError(f"'{path}' is on the meta device and has no numbers to be saved.")
+        # Empty tensors have no address to be told by.
+        storage = value.untyped_storage()
+        place = (str(value.device), storage.data_ptr()) if storage.nbytes() else ("", id(value))
+        return [
+            self._storages.setdefault(place, len(self._storages)),
+            str(value.dtype).removeprefix("torch."),
+            list(value.shape),
+            list(value.stride()),
+            value.storage_offset(),
+            str(value.device),
+            value.requires_grad,
+            isinstance(value, nn.Parameter),
+        ]
+
+    def _graph(self, gm: GraphModule, path: str) -> dict[str, Any]:
+        nodes: dict[Node, int] = {}
+        rows: list[Any] = []
+        for node in gm.graph.nodes:
+            rows.append(self._node(gm, node, nodes))
+            nodes[node] = len(nodes)
+        is_body = isinstance(gm, Body)
+        borrowed: list[Any] = []
+        if isinstance(gm, Body):
+            borrowed = [self._borrowed(gm, name, target) for name, target in gm.borrowed.items()]
+        state = state_of(gm)
+        ranks = state.ranks
+        return {
+            "body": is_body,
+            "name": type(gm).__name__,
+            "impure": isinstance(gm, Body) and gm.is_marked_impure,
+            "borrowed": borrowed,
+            "nodes": rows,
+            "canonical": _canonical(gm.meta),
+            "outlining": None
+            if OUTLINING not in gm.meta
+            else [dict(state.counters), None if ranks is None else dict(ranks), state.epoch],
+            "meta": self.encoder.meta({k: v for k, v in gm.meta.items() if k not in _OWN}),
+        }
+
+    def _borrowed(self, body: Body, name: str, target: str) -> list[Any]:
+        value = body.__dict__[name]
+        if isinstance(value, Tensor):
+            return [name, target, "tensor", self._tensor(value, target)]
+        if isinstance(value, GraphModule):
+            return [name, target, "module", self._module(value, target)]
+        raise SaveError(f"'{target}' is a {type(value).__name__}, {_CODE}")
+
+    def _node(self, gm: GraphModule, node: Node, nodes: Mapping[Node, int]) -> list[Any]:
+        target: Any = node.target
+        if node.op == "call_function":
+            name = functions.name_of(target)
+            target = {"fn": name} if name is not None else None
+            if target is None:
+                try:
+                    target = self.encoder.value(node.target)
+                except Unwritable:
+                    raise SaveError(f"it calls {show(node.target)}, {_CODE}", node.name) from None
+            asked = node.args[1] if node.target is getattr and len(node.args) > 1 else None
+            if asked is not None and asked not in functions.ATTRIBUTES:
+                raise SaveError(f"it asks for the attribute {asked!r}, {_CODE}", node.name)
+        elif node.op in ("call_module", "get_attr"):
+            self._require_known(gm, node)
+        elif node.op == "call_method" and not functions.is_method(str(target)):
+            raise SaveError(f"it calls the method {target!r}, {_CODE}", node.name)
+        if not node.name.isidentifier() or keyword.iskeyword(node.name):
+            raise SaveError("its name is none that a file can hold.", node.name)
+        try:
+            args, kwargs = self.encoder.value(node.args, nodes), self.encoder.value(dict(node.kwargs), nodes)
+        except Unwritable as reason:
+            raise SaveError(f"one of its arguments is {reason}, {_CODE}", node.name) from reason
+        return [
+            node.op,
+            target,
+            args,
+            kwargs,
+            node.name,
+            self.encoder.type(node.type),
+            self._meta(node.meta, node),
+        ]
+
+    def _require_known(self, gm: GraphModule, node: Node) -> None:
+        """A call must be of a graph, and what is read a tensor or a graph: all else is Python code."""
+        value = attribute(gm, cast("str", node.target))
+        if node.op == "call_module" and not isinstance(value, GraphModule):
+            raise SaveError(
+                f"it calls '{node.target}', a {type(value).__name__}, {_CODE} `dovetail.capture(model, ...)` turns "
+                f"modules into operations.",
+                node.name,
+            )
+        if value is not None and not isinstance(value, Tensor | GraphModule):
+            raise SaveError(f"it reads '{node.target}', a {type(value).__name__}, {_CODE}", node.name)
+
+    def _meta(self, meta: Mapping[str, Any], node: Node | None = None) -> int:
+        call = call_of(meta)
+        return self.encoder.meta(meta, None if call is None else {REGION: self._call(call)})
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        """The record of a region; who ran it is not written down."""
+        identity = call.identity
+        return {
+            "identity": [identity.kind, identity.version, identity.attrs],
+            "members": [
+                [m.name, self._meta(m.meta), m.rank, m.target, m.clone, self.encoder.type(m.type)]
+                for m in call.members
+            ],
+            "rank": call.rank,
+            "epoch": call.epoch,
+            "escapes": [[name, *escape] for name, escape in call.escapes],
+            "rule": call.rule,
+            "round": call.round,
+            "depth": call.depth,
+            "arguments": [list(pair) for pair in call.arguments],
+            "results": list(call.results),
+        }
+
+
+_CODE = "which is Python code, and a file of ours holds none."
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _canonical(meta: Mapping[str, Any]) -> Any:
+    """The counts of a report; False where a graph is said to be canonical and has none, None where it is not."""
+    if CANONICAL not in meta:
+        return None
+    report = meta[CANONICAL]
+    return [list(row) for row in report.counts] if isinstance(report, CanonicalReport) else False

@@ -1,0 +1,299 @@
+"""Backends that hand regions to a compiler of another project: what they take, and code bound to weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import operator
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from dovetail.graph.effects import effects
+from dovetail.graph.module import Body
+from dovetail.lowering.backend import Answer, Backend, Compiled
+from dovetail.lowering.backends.common import why_not_fixed, why_not_plain
+from dovetail.lowering.flattening import flat
+from dovetail.lowering.onnx.layouts import Layout, layout_of
+from dovetail.lowering.site import CallSite
+from dovetail.outlining.region import Region
+from dovetail.rules.capability import capability
+from dovetail.rules.rule import Decline
+
+_NOWHERE = torch.nn.Module()
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class NoForm(Exception):
+    """A compiler has no form of something; the text says of what and why."""
+
+
+class Foreign(Backend):
+    """A backend whose compiler takes a region of fixed sizes as a program all of whose operands are inputs.
+
+    For each call `prepare` binds the weights to the code once, so that calls pass on only what changes.
+    """
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, *WHOLE})
+
+    @cached_property
+    def rules(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return capability(self.takes, self.name, join_siblings=True)
+
+    @abstractmethod
+    def why_not_operation(self, node: Node) -> str | None:
+        """Why the compiler does not know a plain operation on tensors that it has dtypes for; None if it does."""
+
+    @abstractmethod
+    def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> Any:
+        """What the compiler is given for a body; raises NoForm. Operands and results are in the order of memory."""
+
+    @abstractmethod
+    def session(self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
+        """Code of a program for the number of threads that torch has now, with some operands bound."""
+
+    @abstractmethod
+    def packed(self, program: Any) -> bytes:
+        """A program, with what was compiled of it, as bytes."""
+
+    @abstractmethod
+    def unpacked(self, data: bytes) -> Any:
+        """The program of these bytes."""
+
+    def missing(self) -> str | None:
+        """What to install; None if it is there."""
+        gone = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if not gone:
+            return None
+        return f"{' and '.join(gone)} not installed; pip install 'dovetail[{self.name}]'"
+
+    def takes(self, node: Node) -> bool | Decline:
+        """Whether it can run an operation."""
+        reason = self.missing() or self.why_not(node)
+        return True if reason is None else Decline(reason)
+
+    def why_not(self, node: Node) -> str | None:
+        """Why it cannot run an operation; None if it can."""
+        if node.target is operator.getitem:
+            return None
+        return self.why_not_plainly(node) or self.why_not_operation(node)
+
+    def why_not_plainly(self, node: Node) -> str | None:
+        """Why an operation is out of the question before the compiler is asked."""
+        reason = _why_not_pure(node)
+        if reason is not None:
+            return reason
+        for one in values_of(node, *node.all_input_nodes):
+            reason = self.why_not_value(one)
+            if reason is not None:
+                return reason
+        return None
+
+    def why_not_value(self, value: Any) -> str | None:
+        """Why it has no such tensors."""
+        if not isinstance(value, Tensor):
+            return f"a {type(value).__name__} is computed, and '{self.name}' has tensors only"
+        if value.dtype not in self.dtypes:
+            return f"'{self.name}' does not take {str(value.dtype).removeprefix('torch.')}"
+        if value.device.type != "cpu":
+            return f"it is on {value.device}, and '{self.name}' runs on the CPU here"
+        if any(not isinstance(n, int) for n in value.shape):
+            return f"its sizes may vary, and '{self.name}' takes fixed ones"
+        return None
+
+    def supports(self, region: Region) -> Answer:
+        reason = (
+            self.missing() or why_not_plain(region) or why_not_fixed(region) or self._why_not_body(region)
+        )
+        return True if reason is None else Decline(reason)
+
+    def _why_not_body(self, region: Region) -> str | None:
+        body = flat(cast("Body", region.body))
+        for node in body.graph.nodes:
+            if node.op == "get_attr":
+                return f"it holds '{node.target}', which is no operand"
+            reason = self.why_not(node) if node.op == "call_function" else None
+            if node.op == "placeholder":
+                reason = self.why_not_value(node.meta["val"])
+            if reason is not None:
+                return f"{reason} ('{node.name}')"
+        for node in results_of(body):
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor):
+                return f"its result '{node.name}' is no tensor"
+            if 0 in (s for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
+                return f"the elements of its result '{node.name}' lie over each other"
+        operands = [layout_of(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]
+        try:
+            self._made(region, body, operands)
+        except NoForm as failure:
+            return str(failure)
+        return None
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        body = flat(cast("Body", region.body))
+        operands = [layout_of(example) for example in examples]
+        program, results = self._made(region, body, operands)
+        made = Model(self, program, tuple(operands), tuple(results))
+        made.session()
+        return made
+
+    def _made(
+        self, region: Region, body: GraphModule, operands: Sequence[Layout]
+    ) -> tuple[Any, list[Layout]]:
+        """The program of a region, and how its results lie. What `supports` has made is not made again."""
+        results = [layout_of(node.meta["val"]) for node in results_of(body)]
+        key = (tuple(operands), tuple(results))
+        kept = self._programs.get(region.body)
+        if kept is None or kept[0] != key:
+            kept = self._programs[region.body] = (key, self.program(body, operands, results))
+        return kept[1], results
+
+    @cached_property
+    def _programs(self) -> WeakKeyDictionary[GraphModule, tuple[Any, Any]]:
+        return WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_programs", "rules")}
+
+    def prepare(self, site: CallSite) -> Compiled:
+        constants = {i: site.operands[i] for i in site.constants if isinstance(site.operands[i], Tensor)}
+        return cast("Model", site.compiled).bound(constants) if constants else site.compiled
+
+    def save(self, compiled: Any) -> bytes:
+        model = cast("Model", compiled)
+        head = {"operands": [*map(_told, model.operands)], "results": [*map(_told, model.results)]}
+        return joined(json.dumps(head).encode(), self.packed(model.program))
+
+    def load(self, data: bytes, region: Region) -> Compiled:
+        head, rest = parted(data)
+        told = json.loads(head)
+        operands, results = (tuple(map(_layout, told[k])) for k in ("operands", "results"))
+        made = Model(self, self.unpacked(rest), operands, results)
+        made.session()
+        return made
+
+
+class Session:
+    """Code with some operands bound; it takes the others as its compiler has them."""
+
+    @abstractmethod
+    def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """The results, in memory that is theirs."""
+
+
+class Model:
+    """A program and code of it, for each number of threads that torch was set to, with some operands bound."""
+
+    def __init__(
+        self,
+        backend: Foreign,
+        program: Any,
+        operands: tuple[Layout, ...],
+        results: tuple[Layout, ...],
+        constants: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.backend, self.program, self.operands, self.results = backend, program, operands, results
+        self.constants = dict(constants or {})
+        self._given = [i for i in range(len(operands)) if i not in self.constants]
+        self._sessions: dict[int, Session] = {}
+        self._lock = threading.Lock()
+
+    def bound(self, constants: Mapping[int, Tensor]) -> Model:
+        """The same with some operands bound."""
+        made = Model(self.backend, self.program, self.operands, self.results, constants)
+        made.session()
+        return made
+
+    def session(self) -> Session:
+        """The code for the number of threads that torch has now."""
+        threads = torch.get_num_threads()
+        found = self._sessions.get(threads)
+        if found is None:
+            with self._lock:
+                found = self._sessions.get(threads)
+                if found is None:
+                    rows = {i: self.operands[i].rows(value.detach()) for i, value in self.constants.items()}
+                    found = self._sessions[threads] = self.backend.session(self.program, rows, self.results)
+        return found
+
+    def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return self.session()(*[self.operands[i].rows(operands[i].detach()) for i in self._given])
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unpickled, (self.backend, self.backend.save(self), self.constants)
+
+
+def _unpickled(backend: Foreign, data: bytes, constants: Mapping[int, Tensor]) -> Model:
+    made = cast("Model", backend.load(data, cast("Region", None)))
+    return made.bound(constants) if constants else made
+
+
+def installed(package: str) -> str:
+    """The version of a package, for cache keys."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def results_of(body: GraphModule) -> Sequence[Node]:
+    """The nodes that a flat body returns."""
+    return cast("Sequence[Node]", body.graph.output_node().args[0])
+
+
+def values_of(*nodes: Node) -> Iterator[Any]:
+    """What nodes compute; parts of tuples one by one, without those that are not there."""
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)):
+            yield from (one for one in cast("Sequence[Any]", value) if one is not None)
+        else:
+            yield value
+
+
+def _why_not_pure(node: Node) -> str | None:
+    """Why a node is no operation of tensors alone."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return f"'{node.name}' calls {target}, which is no operator"
+    found = effects(node, _NOWHERE)
+    if found.pure:
+        return None
+    word = "writes" if found.writes else "draws random numbers" if found.random else "acts on the world"
+    return f"{target} {word}"
+
+
+def joined(*parts: bytes) -> bytes:
+    """Several pieces as one, which `parted` takes apart."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def parted(data: bytes) -> list[bytes]:
+    """The pieces that were joined."""
+    found: list[bytes] = []
+    while data:
+        end = 8 + int.from_bytes(data[:8], "little")
+        found.append(data[8:end])
+        data = data[end:]
+    return found
+
+
+def _told(layout: Layout) -> Any:
+    return [str(layout.dtype).removeprefix("torch."), layout.order, layout.sizes, layout.strides]
+
+
+def _layout(told: Any) -> Layout:
+    dtype, *rest = told
+    return Layout(getattr(torch, dtype), *(None if r is None else tuple(r) for r in rest))

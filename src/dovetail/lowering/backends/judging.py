@@ -1,0 +1,148 @@
+"""Which operations a compiler knows, found out by giving it some: many at once, and each that is alike only once."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.lowering.backends.foreign import NoForm
+from dovetail.lowering.backends.retelling import INDEXING, alone, written_out
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of an operation: the reason why it is not taken, or what to write in its place, if anything."""
+
+    reason: str | None = None
+    written: GraphModule | None = None
+
+
+class Judge:
+    """Asks a compiler about operations.
+
+    `convert` gives a graph to the compiler and raises NoForm for what it does not know. What it does not know is tried
+    again in the operations that `table` leads to, those of `foreseen` at once. `sift` says beforehand what is not even
+    to be tried.
+    """
+
+    def __init__(
+        self,
+        convert: Callable[[Graph], Any],
+        table: Callable[[], Mapping[Any, Callable[..., Any]]],
+        sift: Callable[[Node], str | None],
+        foreseen: frozenset[str] = frozenset(),
+    ) -> None:
+        self.convert, self.table, self.sift, self.foreseen = convert, table, sift, foreseen
+        self._known: dict[str, Verdict] = {}
+        self._lock = threading.RLock()
+
+    def verdict(self, node: Node, others: Callable[[Node], bool]) -> Verdict:
+        """What becomes of a node. Other operations of its graph are tried in the same go, if `others` says so."""
+        reason = self.sift(node)
+        if reason is not None:
+            return Verdict(reason)
+        key = signature(node)
+        with self._lock:
+            if key not in self._known:
+                waiting = {key: node}
+                for one in node.graph.nodes:
+                    if one.op == "call_function" and one.target is not operator.getitem and others(one):
+                        waiting.setdefault(signature(one), one)
+                self._try([n for k, n in waiting.items() if k not in self._known and self.sift(n) is None])
+            return self._known[key]
+
+    def spelling(self, node: Node) -> GraphModule | None:
+        """What to write in place of a node that was taken."""
+        found = self._known.get(signature(node))
+        return None if found is None else found.written
+
+    def _try(self, nodes: Sequence[Node]) -> None:
+        """Try some together; where they fail, halves of them, until it is known which it is."""
+        written = {n: self._written(n) for n in nodes if str(n.target) in self.foreseen}
+        if self._why_not(nodes, written) is None:
+            self._known.update({signature(n): Verdict(written=written.get(n)) for n in nodes})
+        elif len(nodes) > 1:
+            half = len(nodes) // 2
+            self._try(nodes[:half])
+            self._try(nodes[half:])
+        else:
+            self._known[signature(nodes[0])] = self._second(nodes[0])
+
+    def _second(self, node: Node) -> Verdict:
+        """Try an operation again, written out."""
+        written = self._written(node)
+        if written is None:
+            return Verdict(self._why_not([node], {}))
+        reason = self._why_not([node], {node: written})
+        return Verdict(reason) if reason is not None else Verdict(written=written)
+
+    def _written(self, node: Node) -> GraphModule | None:
+        """A node in other operations; None if there is no such way to tell it."""
+        try:
+            written = written_out(node, self.table())
+        except Exception:  # what torch cannot write out has to be taken as it is, or not at all
+            return None
+        calls = [n.target for n in written.graph.nodes if n.op == "call_function"]
+        held = any(n.op == "get_attr" for n in written.graph.nodes) or any(map(_needs_strides, calls))
+        return None if held or calls == [node.target] else written
+
+    def _why_not(self, nodes: Sequence[Node], written: Mapping[Node, GraphModule | None]) -> str | None:
+        try:
+            self.convert(alone(nodes, written.get))
+        except NoForm as failure:
+            return str(failure)
+        except Exception as error:
+            return f"it is not told to the compiler: {_first_line(error)}"
+        return None
+
+
+def signature(node: Node) -> str:
+    """All that can matter of one operation: its operator, its literals, the dtypes and sizes of what it is given."""
+    return f"{node.target} {map_arg((node.args, node.kwargs), _described)!r}"
+
+
+def reads_itself(node: Node) -> bool:
+    """Whether an operation that takes indices takes one value in two places, so that it could not be replaced in one."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return str(node.target) in INDEXING and len(found) != len(set(found))
+
+
+_STRIDED = ("as_strided", "set", "resize", "view.dtype", "is_contiguous")
+_UNSET = ("empty", "new_empty")
+
+
+def about_memory(target: Any) -> bool:
+    """Whether an operator is about how values lie in memory, or shows memory that nobody wrote."""
+    return str(target).removeprefix("aten.").startswith((*_STRIDED, *_UNSET))
+
+
+def _needs_strides(target: Any) -> bool:
+    return str(target).removeprefix("aten.").startswith(_STRIDED)
+
+
+def _described(node: Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return _Text(f"<{value.dtype} {tuple(value.shape)}>")
+    return _Text(f"<{type(cast('object', value)).__name__}>")
+
+
+class _Text(str):
+    """Stands for a value in a signature, without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()[
+        :200
+    ]

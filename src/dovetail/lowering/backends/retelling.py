@@ -1,0 +1,218 @@
+"""A flat body written anew for a compiler: operands in the order of memory, indices checked, what it does not know in
+operations that it does."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from dovetail.lowering.onnx.layouts import Layout
+
+ATEN = torch.ops.aten
+Spelling = Callable[[Node], GraphModule | None]
+"""The operations to write in place of a node, with its inputs in order as operands; None to write it as it is."""
+
+
+@dataclass(frozen=True)
+class Retold:
+    """A graph, and whether its last result says that every index was in range."""
+
+    graph: Graph
+    guarded: bool
+
+
+class Teller:
+    """Writes operations into a graph, each with a fake of its value. `checks` says that indices are looked at."""
+
+    def __init__(self, checks: bool = True) -> None:
+        self.graph, self.mode, self.checks = Graph(), FakeTensorMode(), checks
+        self.flags: list[Node] = []
+        self._start: Node | None = None
+
+    def operand(self, name: str, sizes: Sequence[int], dtype: torch.dtype) -> Node:
+        """An operand that lies row by row."""
+        # Operands come first, also those that are thought of later.
+        with contextlib.nullcontext() if self._start is None else self.graph.inserting_before(self._start):
+            made = self.graph.placeholder(name)
+        with self.mode:
+            made.meta["val"] = torch.empty(tuple(sizes), dtype=dtype)
+        return made
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """An operation. Views of memory are told as what they are views of, however that lies."""
+        if target in _VIEWS:
+            # _reshape_alias has strides too.
+            target, args = ATEN.reshape.default, args[:2]
+        made = self.graph.call_function(target, args, kwargs)
+        self._start = self._start or made
+        given, named = cast("Any", map_arg((args, kwargs), lambda n: n.meta["val"]))
+        with self.mode, torch.no_grad():
+            made.meta["val"] = target(*given, **named)
+        return made
+
+    def write(self, node: Node, env: dict[Node, Any], spelling: Spelling) -> None:
+        """An operation of another graph, written out where `spelling` says so; `env` has what stands for its inputs."""
+        if node.target is operator.getitem and isinstance(env[cast("Node", node.args[0])], tuple):
+            env[node] = env[cast("Node", node.args[0])][cast("int", node.args[1])]
+            return
+        args, kwargs = cast("Any", map_arg((node.args, node.kwargs), env.__getitem__))
+        args = self._in_range(node.target, list(args))
+        written = spelling(node)
+        if written is None:
+            env[node] = self.call(node.target, *args, **kwargs)
+            return
+        # The inputs as they are now: an index may have been replaced by one that is in range.
+        replaced = dict(zip(_nodes(node.args), _nodes(args), strict=False))
+        inner: dict[Node, Any] = {}
+        given = [replaced.get(n, env[n]) for n in node.all_input_nodes]
+        for one in written.graph.nodes:
+            if one.op == "placeholder":
+                inner[one] = given.pop(0)
+            elif one.op == "output":
+                made = cast("tuple[Any, ...]", map_arg(one.args[0], inner.__getitem__))
+                env[node] = made[0] if isinstance(node.meta["val"], Tensor) else made
+            else:
+                told = cast("Any", map_arg((one.args, one.kwargs), inner.__getitem__))
+                inner[one] = self.call(one.target, *told[0], **told[1])
+
+    def _in_range(self, target: Any, args: list[Any]) -> list[Any]:
+        """Arguments with indices that are counted from the front and in range; whether they were in range is a flag.
+
+        Eager code raises where one is not. Compilers read what lies there, or the last row.
+        """
+        at = _INDICES.get(str(target))
+        if at is not None:
+            source, index, dim = at
+            along = 0 if dim is None else args[dim]
+            args[index] = self._checked(args[index], _size(args[source], along), 0)
+        elif str(target) == "aten.index.Tensor":
+            sizes = args[0].meta["val"].shape
+            args[1] = [
+                None if one is None else self._wrapped(self._checked(one, sizes[d], -sizes[d]), sizes[d])
+                for d, one in enumerate(args[1])
+            ]
+        return args
+
+    def _checked(self, index: Node, size: int, lowest: int) -> Node:
+        if not self.checks or not index.meta["val"].numel() or not size:
+            return index
+        least, most = (self.call(op, index) for op in (ATEN.min.default, ATEN.max.default))
+        low = self.call(ATEN.ge.Scalar, least, lowest)
+        self.flags.append(self.call(ATEN.logical_and.default, low, self.call(ATEN.lt.Scalar, most, size)))
+        return self.call(ATEN.clamp.default, index, lowest, size - 1)
+
+    def _wrapped(self, index: Node, size: int) -> Node:
+        from_the_end = self.call(ATEN.lt.Scalar, index, 0)
+        return self.call(ATEN.where.self, from_the_end, self.call(ATEN.add.Tensor, index, size), index)
+
+    def finish(self, results: Sequence[Node]) -> Retold:
+        """The graph with these results, and the flag after them."""
+        flag: list[Node] = []
+        for one in self.flags:
+            flag = [self.call(ATEN.logical_and.default, flag[0], one) if flag else one]
+        self.graph.output((*results, *flag))
+        return Retold(self.graph, bool(flag))
+
+
+_VIEWS = (ATEN.view.default, ATEN._unsafe_view.default, ATEN._reshape_alias.default)
+_INDICES: Mapping[str, tuple[int, int, int | None]] = {
+    "aten.embedding.default": (0, 1, None),
+    "aten.index_select.default": (0, 2, 1),
+    "aten.gather.default": (0, 2, 1),
+    "aten.scatter.value": (0, 2, 1),
+    "aten.scatter.src": (0, 2, 1),
+    "aten.scatter_add.default": (0, 2, 1),
+}
+"""Which argument is read or written at positions, which has the positions, and which says along which dimension."""
+
+INDEXING = frozenset({*_INDICES, "aten.index.Tensor"})
+
+
+def _size(node: Node, dim: int) -> int:
+    shape = node.meta["val"].shape
+    return shape[dim] if shape else 1
+
+
+def _nodes(value: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(value, found.append)
+    return found
+
+
+def retold(
+    body: GraphModule,
+    operands: Sequence[Layout],
+    results: Sequence[Layout],
+    spelling: Spelling = lambda _: None,
+) -> Retold:
+    """A flat body whose operands and results have their dimensions in the order in which they lie in memory."""
+    teller = Teller()
+    env: dict[Node, Any] = {}
+    waiting = list(operands)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            layout = waiting.pop(0)
+            sizes = cast("tuple[int, ...]", layout.sizes)
+            order = layout.order or tuple(range(len(sizes)))
+            given = teller.operand(node.name, [sizes[d] for d in order], layout.dtype)
+            env[node] = (
+                teller.call(ATEN.permute.default, given, list(layout.back)) if layout.turned else given
+            )
+        elif node.op == "call_function":
+            teller.write(node, env, spelling)
+    nodes = cast("Sequence[Node]", body.graph.output_node().args[0])
+    made: list[Node] = []
+    for node, layout in zip(nodes, results, strict=True):
+        value = env[node]
+        made.append(
+            teller.call(ATEN.permute.default, value, list(layout.order))
+            if layout.order and layout.turned
+            else value
+        )
+    return teller.finish(made)
+
+
+def written_out(node: Node, table: Mapping[Any, Callable[..., Any]]) -> GraphModule:
+    """A graph that does what one operation does in the operations that `table` leads to."""
+    inputs = node.all_input_nodes
+
+    def run(*given: Tensor) -> tuple[Any, ...]:
+        env = dict(zip(inputs, given, strict=True))
+        args, kwargs = cast("Any", map_arg((node.args, node.kwargs), env.__getitem__))
+        made = cast("Any", node.target)(*args, **kwargs)
+        return (made,) if isinstance(made, Tensor) else tuple(made)
+
+    with FakeTensorMode(), torch.no_grad():
+        fakes = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in inputs]
+        return make_fx(run, decomposition_table=dict(table))(*fakes)
+
+
+def alone(nodes: Sequence[Node], spelling: Spelling) -> Graph:
+    """A graph of operations each of which has operands of its own."""
+    teller = Teller()
+    made: list[Node] = []
+    for node in nodes:
+        env: dict[Node, Any] = {
+            n: teller.operand(n.name, n.meta["val"].shape, n.meta["val"].dtype) for n in node.all_input_nodes
+        }
+        teller.write(node, env, spelling)
+        value = env[node]
+        if isinstance(value, Node) and not isinstance(value.meta["val"], Tensor):
+            count = len(value.meta["val"])
+            value = tuple(
+                teller.call(operator.getitem, value, i)
+                for i in range(count)
+                if value.meta["val"][i] is not None
+            )
+        made.extend(cast("Sequence[Node]", value) if isinstance(value, tuple) else [value])
+    return teller.finish(made).graph

@@ -1,0 +1,175 @@
+"""TVM on the CPU: regions as Relax functions, compiled with LLVM."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from dovetail.lowering.backends.foreign import Foreign, Session, installed, joined, parted
+from dovetail.lowering.backends.judging import Judge, about_memory, reads_itself
+from dovetail.lowering.backends.retelling import retold
+from dovetail.lowering.backends.tvm_converting import INEXACT, converted
+from dovetail.lowering.onnx.layouts import Layout
+
+
+class Tvm(Foreign):
+    """Compiles regions of fixed sizes with TVM for the CPU, in float32.
+
+    Nothing is tuned: loops are as TVM writes them by itself, in one thread unless they are sorted or scanned. `target`
+    is a target of TVM's, the processor that this runs on if it is not given.
+    """
+
+    name = "tvm"
+    packages: ClassVar[tuple[str, ...]] = ("tvm",)
+
+    def __init__(self, target: str | None = None) -> None:
+        self.target = target
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {} if self.target is None else {"target": self.target}
+
+    @functools.cached_property
+    def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"1 {installed('apache-tvm')}"
+
+    def why_not_operation(self, node: Node) -> str | None:
+        return _judge().verdict(node, lambda one: self.why_not_plainly(one) is None).reason
+
+    def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> Program:
+        told = retold(body, operands, results, _judge().spelling)
+        return Program(self.target, told.guarded, converted(told.graph))
+
+    def session(
+        self, program: Program, constants: Mapping[int, Tensor], results: Sequence[Layout]
+    ) -> Session:
+        return _Running(program, constants, results)
+
+    def packed(self, program: Program) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="dovetail-tvm-") as folder:
+            path = Path(folder) / "region.so"
+            # It is linked by the compiler of the system; without one this raises, and nothing is kept.
+            program.executable().export_library(str(path))
+            return joined(b"g" if program.guarded else b"-", path.read_bytes())
+
+    def unpacked(self, data: bytes) -> Program:
+        guarded, library = parted(data)
+        return Program(self.target, guarded == b"g", library=library)
+
+
+@dataclass(eq=False)
+class Program:
+    """A Relax module or the library that was made of one, and whether its last result is the flag of its indices."""
+
+    target: str | None
+    guarded: bool
+    module: Any = None
+    library: bytes = b""
+    _made: Any = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def executable(self) -> Any:
+        """The code."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._loaded() if self.library else self._compiled()
+            return self._made
+
+    def _compiled(self) -> Any:
+        import tvm
+
+        here = tvm.target.Target
+        target = here.from_device(tvm.cpu()) if self.target is None else here(self.target)
+        return tvm.compile(self.module, target=target)
+
+    def _loaded(self) -> Any:
+        import tvm
+
+        # What is loaded stays when its file is gone.
+        with tempfile.NamedTemporaryFile(prefix="dovetail-tvm-", suffix=".so") as file:
+            file.write(self.library)
+            file.flush()
+            return tvm.runtime.load_module(file.name)
+
+
+class _Running(Session):
+    def __init__(self, program: Program, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> None:
+        from tvm import cpu, relax, runtime
+
+        self._program, self._results = program, list(results)
+        self._machine: Callable[[], Any] = lambda: relax.VirtualMachine(program.executable(), cpu())
+        self._given: Callable[[Tensor], Any] = runtime.from_dlpack
+        self._held = dict(constants)
+        self._bound = {i: self._given(value) for i, value in constants.items()}
+        # A machine is for one call at a time, and threads may call at once.
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._idle.put(self._machine())
+
+    def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        _set_threads(torch.get_num_threads())
+        fresh, bound = iter(map(self._given, rows)), self._bound
+        operands = [bound[i] if i in bound else next(fresh) for i in range(len(bound) + len(rows))]
+        try:
+            machine = self._idle.get_nowait()
+        except queue.Empty:
+            machine = self._machine()
+        try:
+            made = [torch.from_dlpack(value) for value in machine["main"](*operands)]
+        finally:
+            self._idle.put(machine)
+        if self._program.guarded and not bool(made.pop()):
+            raise IndexError("an index is out of range")
+        return tuple(
+            layout.result(value) for layout, value in zip(self._results, self._fresh(made, rows), strict=True)
+        )
+
+    def _fresh(self, made: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Results in memory of their own: a reshape of an operand, or of another result, is told in place."""
+        seen = {t.untyped_storage().data_ptr() for t in (*rows, *self._held.values())}
+        own: list[Tensor] = []
+        for value in made:
+            value = value.clone() if value.data_ptr() in seen else value
+            seen.add(value.data_ptr())
+            own.append(value)
+        return own
+
+
+_STATE = threading.local()
+
+
+def _set_threads(count: int) -> None:
+    """Tell TVM how many threads it has; each thread that calls it has threads of its own."""
+    if getattr(_STATE, "count", 0) != count:
+        import tvm
+
+        configure: Any = tvm.get_global_func("runtime.config_threadpool", allow_missing=True)
+        if configure is not None:
+            configure(0, count)
+        _STATE.count = count
+
+
+@functools.cache
+def _judge() -> Judge:
+    return Judge(converted, _table, _sifted)
+
+
+def _table() -> Mapping[Any, Callable[..., Any]]:
+    return torch.export.default_decompositions()
+
+
+def _sifted(node: Node) -> str | None:
+    if reads_itself(node):
+        return "it takes an index from the tensor that it reads"
+    if about_memory(node.target):
+        return f"{node.target} is about memory, and TVM has values"
+    return INEXACT.get(str(node.target))

@@ -1,0 +1,153 @@
+"""Loops for some of Relax's operators, where TVM's own would give other values than torch.
+
+Its maxima drop what is no number, which torch keeps; and its `take` reads outside of a tensor where an index is out of
+range.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Loops = Callable[[Any, Any], Any]
+
+
+@functools.cache
+def loops() -> dict[str, Loops]:
+    """By the name of an operator, what writes its loops."""
+    from tvm import topi
+
+    def take(builder: Any, call: Any) -> Any:
+        axis = call.attrs.axis
+        return builder.call_te(
+            topi.take, call.args[0], call.args[1], None if axis is None else int(axis), mode="clip"
+        )
+
+    return {
+        "relax.take": take,
+        "relax.nn.relu": lambda builder, call: builder.call_te(_relu, call.args[0]),
+        "relax.clip": lambda builder, call: builder.call_te(_clip, *call.args),
+        "relax.maximum": lambda builder, call: builder.call_te(_broadcast(_more), *call.args),
+        "relax.minimum": lambda builder, call: builder.call_te(_broadcast(_less), *call.args),
+        "relax.max": lambda builder, call: _reduced(builder, call, _more, least=True),
+        "relax.min": lambda builder, call: _reduced(builder, call, _less, least=False),
+        "relax.nn.max_pool2d": _pooled,
+    }
+
+
+def _relu(x: Any) -> Any:
+    from tvm import te, tirx
+
+    return te.compute(x.shape, lambda *i: tirx.Select(x(*i) < 0, tirx.const(0, x.dtype), x(*i)), name="relu")
+
+
+def _clip(x: Any, low: Any, high: Any) -> Any:
+    from tvm import te, tirx
+
+    least, most = (tirx.Cast(x.dtype, bound) for bound in (low, high))
+
+    def clipped(*i: Any) -> Any:
+        value = x(*i)
+        return tirx.Select(value < least, least, tirx.Select(value > most, most, value))
+
+    return te.compute(x.shape, clipped, name="clip")
+
+
+def _more(a: Any, b: Any) -> Any:
+    from tvm import tirx
+
+    return tirx.Select(_or_no_number(a > b, a), a, b)
+
+
+def _less(a: Any, b: Any) -> Any:
+    from tvm import tirx
+
+    return tirx.Select(_or_no_number(a < b, a), a, b)
+
+
+def _or_no_number(better: Any, value: Any) -> Any:
+    from tvm import tirx
+
+    # A comparison with itself would be simplified away.
+    return tirx.any(better, tirx.isnan(value)) if "float" in str(value.dtype) else better
+
+
+def _broadcast(better: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def both(x: Any, y: Any) -> Any:
+        from tvm import te, topi
+
+        shape = [max(int(a), int(b)) if 0 not in (int(a), int(b)) else 0 for a, b in _aligned(x.shape, y.shape)]
+        wide = [topi.broadcast_to(one, shape) for one in (x, y)]
+        return te.compute(shape, lambda *i: better(wide[0](*i), wide[1](*i)), name="extreme")
+
+    return both
+
+
+def _aligned(x: Sequence[Any], y: Sequence[Any]) -> list[tuple[Any, Any]]:
+    rank = max(len(x), len(y))
+    filled = [[1] * (rank - len(shape)) + list(shape) for shape in (x, y)]
+    return list(zip(*filled, strict=True))
+
+
+def _bound(dtype: Any, least: bool) -> Any:
+    from tvm import te, tirx
+
+    text = str(dtype)
+    if text.startswith("float"):
+        return tirx.const(float("-inf" if least else "inf"), text)
+    return te.min_value(text) if least else te.max_value(text)
+
+
+def _reducer(better: Callable[[Any, Any], Any], least: bool) -> Any:
+    from tvm import te
+
+    return te.comm_reducer(lambda a, b: better(a, b), lambda dtype: _bound(dtype, least), name="extreme")
+
+
+def _reduced(builder: Any, call: Any, better: Callable[[Any, Any], Any], *, least: bool) -> Any:
+    from tvm import te
+
+    given = [int(n) for n in call.args[0].ty.shape.values]
+    axes = range(len(given)) if call.attrs.axis is None else [int(a) % len(given) for a in call.attrs.axis]
+    sizes = [int(n) for n in call.ty.shape.values]
+    kept, reducer = bool(call.attrs.keepdims), _reducer(better, least)
+
+    def run(x: Any) -> Any:
+        along = {a: te.reduce_axis((0, given[a]), name=f"k{a}") for a in axes}
+
+        def at(*i: Any) -> Any:
+            free = iter(i)
+            place = [along[d] if d in along and not kept else next(free) for d in range(len(given))]
+            return reducer(x(*[along.get(d, p) for d, p in enumerate(place)]), axis=list(along.values()))
+
+        return te.compute(sizes, at, name="extreme") if along else x
+
+    return builder.call_te(run, call.args[0])
+
+
+def _pooled(builder: Any, call: Any) -> Any:
+    from tvm import te, tirx
+
+    attrs = call.attrs
+    if str(attrs.layout) != "NCHW" or str(attrs.out_layout) != "NCHW":
+        raise NotImplementedError(f"max_pool2d in the layout {attrs.layout}")
+    sizes = [int(n) for n in call.ty.shape.values]
+    height, width = (int(n) for n in call.args[0].ty.shape.values[2:])
+    kernel, step, wide = ([int(n) for n in a] for a in (attrs.pool_size, attrs.strides, attrs.dilation))
+    top, left = (int(n) for n in list(attrs.padding)[:2])
+    reducer = _reducer(_more, least=True)
+
+    def run(x: Any) -> Any:
+        down, across = (te.reduce_axis((0, k), name=name) for k, name in zip(kernel, ("kh", "kw"), strict=True))
+
+        def at(n: Any, c: Any, i: Any, j: Any) -> Any:
+            row = i * step[0] + down * wide[0] - top
+            column = j * step[1] + across * wide[1] - left
+            inside = tirx.all(row >= 0, row < height, column >= 0, column < width)
+            value = tirx.if_then_else(inside, x(n, c, row, column), _bound(x.dtype, True))
+            return reducer(value, axis=[down, across])
+
+        return te.compute(sizes, at, name="max_pool2d")
+
+    return builder.call_te(run, call.args[0])

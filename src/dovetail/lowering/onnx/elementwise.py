@@ -1,0 +1,359 @@
+"""Operators that look at each element by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dovetail.lowering.onnx.types import NoForm, element
+from dovetail.lowering.onnx.writer import Form, Writer, form
+
+_UNARY = {
+    "abs": "Abs",
+    "acos": "Acos",
+    "acosh": "Acosh",
+    "asin": "Asin",
+    "asinh": "Asinh",
+    "atan": "Atan",
+    "atanh": "Atanh",
+    "ceil": "Ceil",
+    "cos": "Cos",
+    "cosh": "Cosh",
+    "erf": "Erf",
+    "exp": "Exp",
+    "floor": "Floor",
+    "hardswish": "HardSwish",
+    "log": "Log",
+    "mish": "Mish",
+    "neg": "Neg",
+    "reciprocal": "Reciprocal",
+    "relu": "Relu",
+    "round": "Round",
+    "sigmoid": "Sigmoid",
+    "sign": "Sign",
+    "sin": "Sin",
+    "sinh": "Sinh",
+    "softsign": "Softsign",
+    "sqrt": "Sqrt",
+    "tan": "Tan",
+    "tanh": "Tanh",
+}
+_BINARY = {"mul": "Mul", "div": "Div", "maximum": "Max", "minimum": "Min"}
+_COMPARED = {"eq": "Equal", "lt": "Less", "gt": "Greater", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
+_LOGICAL = {"logical_and": "And", "logical_or": "Or", "logical_xor": "Xor"}
+_BITS = {"bitwise_and": "BitwiseAnd", "bitwise_or": "BitwiseOr", "bitwise_xor": "BitwiseXor"}
+
+
+def dtype_of(w: Writer, node: Any) -> torch.dtype:
+    """The dtype of what a node computes."""
+    return w.value(node).dtype
+
+
+def together(a: Any, b: Any) -> torch.dtype:
+    """The dtype in which two operands meet."""
+    known = [v.meta["val"] if isinstance(v, Node) else v for v in (a, b)]
+    if not all(isinstance(v, (Tensor, int, float)) for v in known):
+        raise NoForm("an operand that is neither a tensor nor a number")
+    return torch.result_type(*known)
+
+
+def floating(w: Writer, node: Any) -> None:
+    """Refuse what ONNX has for fractions only."""
+    if not dtype_of(w, node).is_floating_point:
+        raise NoForm("whole numbers, where ONNX wants fractions")
+
+
+def _unary(kind: str) -> Form:
+    def write(w: Writer, node: Node, x: Any) -> str:
+        if kind not in ("Abs", "Neg", "Sign") or dtype_of(w, node) == torch.bool:
+            floating(w, node)
+        return w.op(kind, w.read(x, dtype_of(w, node)), label=node.name)
+
+    return write
+
+
+def _binary(kind: str) -> Form:
+    def write(w: Writer, node: Node, a: Any, b: Any) -> str:
+        dtype = dtype_of(w, node)
+        if dtype == torch.bool:
+            raise NoForm(f"{kind} of truth values")
+        return w.op(kind, w.read(a, dtype), w.read(b, dtype), label=node.name)
+
+    return write
+
+
+def _compared(kind: str) -> Form:
+    def write(w: Writer, node: Node, a: Any, b: Any) -> str:
+        dtype = together(a, b)
+        if dtype == torch.bool and kind != "Equal":
+            dtype = torch.int32
+        return w.op(kind, w.read(a, dtype), w.read(b, dtype), label=node.name)
+
+    return write
+
+
+def _logical(kind: str, *, bits: str | None = None) -> Form:
+    def write(w: Writer, node: Node, a: Any, b: Any) -> str:
+        dtype = dtype_of(w, node)
+        if bits is not None and dtype != torch.bool:
+            return w.op(bits, w.read(a, dtype), w.read(b, dtype), label=node.name)
+        return w.op(kind, w.read(a, torch.bool), w.read(b, torch.bool), label=node.name)
+
+    return write
+
+
+for _name, _kind in _UNARY.items():
+    form(f"aten.{_name}.default")(_unary(_kind))
+for _name, _kind in _BINARY.items():
+    for _overload in ("default",) if _name in ("maximum", "minimum") else ("Tensor", "Scalar"):
+        form(f"aten.{_name}.{_overload}")(_binary(_kind))
+for _name, _kind in _COMPARED.items():
+    form(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(_compared(_kind))
+for _name, _kind in _LOGICAL.items():
+    form(f"aten.{_name}.default")(_logical(_kind))
+for (_name, _kind), _logic in zip(_BITS.items(), _LOGICAL.values(), strict=True):
+    form(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(_logical(_logic, bits=_kind))
+
+
+@form("aten.ne.Tensor", "aten.ne.Scalar")
+def _(w: Writer, node: Node, a: Any, b: Any) -> str:
+    return w.op("Not", _compared("Equal")(w, node, a, b))
+
+
+@form("aten.logical_not.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    return w.op("Not", w.read(x, torch.bool), label=node.name)
+
+
+@form("aten.bitwise_not.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    dtype = dtype_of(w, node)
+    return w.op("Not" if dtype == torch.bool else "BitwiseNot", w.read(x, dtype), label=node.name)
+
+
+def _sum(kind: str) -> Form:
+    def write(w: Writer, node: Node, a: Any, b: Any, alpha: Any = 1) -> str:
+        dtype = dtype_of(w, node)
+        if dtype == torch.bool:
+            raise NoForm(f"{kind} of truth values")
+        scaled = w.read(b, dtype)
+        if alpha != 1:
+            scaled = w.op("Mul", scaled, w.constant(alpha, dtype))
+        return w.op(kind, w.read(a, dtype), scaled, label=node.name)
+
+    return write
+
+
+form("aten.add.Tensor", "aten.add.Scalar")(_sum("Add"))
+form("aten.sub.Tensor", "aten.sub.Scalar")(_sum("Sub"))
+
+
+@form("aten.rsub.Scalar", "aten.rsub.Tensor")
+def _(w: Writer, node: Node, a: Any, b: Any, alpha: Any = 1) -> str:
+    return _sum("Sub")(w, node, b, a, alpha=alpha)
+
+
+@form("aten.div.Tensor_mode", "aten.div.Scalar_mode")
+def _(w: Writer, node: Node, a: Any, b: Any, *, rounding_mode: str | None) -> str:
+    dtype = dtype_of(w, node)
+    if rounding_mode is None:
+        return _binary("Div")(w, node, a, b)
+    if not dtype.is_floating_point:
+        raise NoForm("whole numbers are divided otherwise in ONNX")
+    ratio = w.op("Div", w.read(a, dtype), w.read(b, dtype))
+    if rounding_mode == "floor":
+        return w.op("Floor", ratio, label=node.name)
+    return w.op("Mul", w.op("Sign", ratio), w.op("Floor", w.op("Abs", ratio)), label=node.name)
+
+
+@form("aten.remainder.Tensor", "aten.remainder.Scalar")
+def _(w: Writer, node: Node, a: Any, b: Any) -> str:
+    dtype = dtype_of(w, node)
+    left, right = w.read(a, dtype), w.read(b, dtype)
+    if not dtype.is_floating_point:
+        return w.op("Mod", left, right, label=node.name)
+    whole = w.op("Floor", w.op("Div", left, right))
+    return w.op("Sub", left, w.op("Mul", whole, right), label=node.name)
+
+
+@form("aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar")
+def _(w: Writer, node: Node, base: Any, exponent: Any) -> str:
+    dtype = dtype_of(w, node)
+    x = w.read(base, dtype)
+    # torch computes these as products and roots, and ONNX's readers do not always see it.
+    if exponent in (2, 3) and not isinstance(exponent, Node):
+        square = w.op("Mul", x, x, label=node.name)
+        return square if exponent == 2 else w.op("Mul", square, x, label=node.name)
+    if not isinstance(exponent, Node) and exponent == 0.5:
+        return w.op("Sqrt", x, label=node.name)
+    return w.op("Pow", x, w.read(exponent, dtype), label=node.name)
+
+
+@form("aten.square.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    floating(w, node)
+    return w.op("Mul", w.of(x), w.of(x), label=node.name)
+
+
+@form("aten.rsqrt.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    return w.op("Reciprocal", w.op("Sqrt", w.read(x, dtype_of(w, node))), label=node.name)
+
+
+@form("aten.log2.default", "aten.log10.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    dtype = dtype_of(w, node)
+    base = 2.0 if "log2" in str(node.target) else 10.0
+    return w.op("Mul", w.op("Log", w.read(x, dtype)), w.constant(1 / math.log(base), dtype), label=node.name)
+
+
+@form("aten.silu.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    return w.op("Mul", w.of(x), w.op("Sigmoid", w.of(x)), label=node.name)
+
+
+@form("aten.gelu.default")
+def _(w: Writer, node: Node, x: Any, *, approximate: str = "none") -> str:
+    return w.op("Gelu", w.of(x), approximate=approximate, label=node.name)
+
+
+@form("aten.leaky_relu.default")
+def _(w: Writer, node: Node, x: Any, slope: float = 0.01) -> str:
+    return w.op("LeakyRelu", w.of(x), alpha=float(slope), label=node.name)
+
+
+@form("aten.elu.default")
+def _(w: Writer, node: Node, x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> str:
+    if scale != 1 or input_scale != 1:
+        raise NoForm("elu with scales")
+    return w.op("Elu", w.of(x), alpha=float(alpha), label=node.name)
+
+
+@form("aten.celu.default")
+def _(w: Writer, node: Node, x: Any, alpha: float = 1.0) -> str:
+    return w.op("Celu", w.of(x), alpha=float(alpha), label=node.name)
+
+
+@form("aten.prelu.default")
+def _(w: Writer, node: Node, x: Any, weight: Any) -> str:
+    rank = w.value(x).dim()
+    slope = w.of(weight)
+    if rank > 2 and w.value(weight).dim() == 1:
+        slope = w.op("Reshape", slope, w.constant([-1] + [1] * (rank - 2), torch.int64))
+    return w.op("PRelu", w.of(x), slope, label=node.name)
+
+
+@form("aten.softplus.default")
+def _(w: Writer, node: Node, x: Any, beta: float = 1.0, threshold: float = 20.0) -> str:
+    dtype = dtype_of(w, node)
+    scaled = w.of(x) if beta == 1 else w.op("Mul", w.of(x), w.constant(beta, dtype))
+    soft = w.op("Softplus", scaled)
+    if beta != 1:
+        soft = w.op("Div", soft, w.constant(beta, dtype))
+    large = w.op("Greater", scaled, w.constant(threshold, dtype))
+    return w.op("Where", large, w.of(x), soft, label=node.name)
+
+
+@form("aten.log_sigmoid.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    return w.op("Neg", w.op("Softplus", w.op("Neg", w.of(x))), label=node.name)
+
+
+@form("aten.hardsigmoid.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    return w.op("HardSigmoid", w.of(x), alpha=1 / 6, beta=0.5, label=node.name)
+
+
+@form("aten.hardtanh.default", "aten.clamp.default", "aten.clamp.Tensor")
+def _(w: Writer, node: Node, x: Any, least: Any = None, most: Any = None) -> str:
+    dtype = dtype_of(w, node)
+    if "hardtanh" in str(node.target):
+        least, most = -1.0 if least is None else least, 1.0 if most is None else most
+    found = w.read(x, dtype)
+    # Max and Min rather than Clip: bounds may be tensors, and then they broadcast.
+    if least is not None:
+        found = w.op("Max", found, w.read(least, dtype), label=node.name)
+    return found if most is None else w.op("Min", found, w.read(most, dtype), label=node.name)
+
+
+@form("aten.clamp_min.default", "aten.clamp_min.Tensor")
+def _(w: Writer, node: Node, x: Any, least: Any) -> str:
+    return _binary("Max")(w, node, x, least)
+
+
+@form("aten.clamp_max.default", "aten.clamp_max.Tensor")
+def _(w: Writer, node: Node, x: Any, most: Any) -> str:
+    return _binary("Min")(w, node, x, most)
+
+
+@form("aten.relu6.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    floating(w, node)
+    dtype = dtype_of(w, node)
+    return w.op("Min", w.op("Relu", w.of(x)), w.constant(6, dtype), label=node.name)
+
+
+@form("aten.glu.default")
+def _(w: Writer, node: Node, x: Any, dim: int = -1) -> str:
+    left, right = w.op("Split", w.of(x), results=2, axis=dim, num_outputs=2)
+    return w.op("Mul", left, w.op("Sigmoid", right), label=node.name)
+
+
+@form("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
+def _(w: Writer, node: Node, condition: Any, a: Any, b: Any) -> str:
+    return _chosen(w, node, w.read(condition, torch.bool), a, b)
+
+
+def _chosen(w: Writer, node: Node, condition: str, a: Any, b: Any) -> str:
+    dtype = dtype_of(w, node)
+    left, right = w.read(a, dtype), w.read(b, dtype)
+    if dtype == torch.bool:
+        # Runtimes choose between numbers only.
+        other = w.op("And", w.op("Not", condition), right)
+        return w.op("Or", w.op("And", condition, left), other, label=node.name)
+    return w.op("Where", condition, left, right, label=node.name)
+
+
+@form("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def _(w: Writer, node: Node, x: Any, mask: Any, value: Any) -> str:
+    return _chosen(w, node, w.read(mask, torch.bool), value, x)
+
+
+@form("aten.isnan.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    floating(w, x)
+    return w.op("IsNaN", w.of(x), label=node.name)
+
+
+@form("aten.isinf.default")
+def _(w: Writer, node: Node, x: Any) -> str:
+    floating(w, x)
+    return w.op("IsInf", w.of(x), label=node.name)
+
+
+@form("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
+def _(w: Writer, node: Node, x: Any, *_: Any, **options: Any) -> str:
+    if any(options.get(k) is not None for k in ("layout", "pin_memory")) or "device" in options:
+        given, made = w.value(x), w.value(node)
+        if given.device != made.device:
+            raise NoForm("a copy to another device")
+    given, wanted = dtype_of(w, x), dtype_of(w, node)
+    if given.is_floating_point and not wanted.is_floating_point and wanted not in (torch.bool, torch.int64):
+        raise NoForm("numbers that a small whole number cannot hold are cast otherwise in ONNX")
+    return w.op("Cast", w.of(x), to=element(wanted), label=node.name)
+
+
+@form("aten.clone.default", "aten.detach.default", "aten.alias.default", "aten.contiguous.default")
+def _(w: Writer, node: Node, x: Any, **_: Any) -> str:
+    return w.op("Identity", w.of(x), label=node.name)
+
+
+@form("aten.dropout.default")
+def _(w: Writer, node: Node, x: Any, p: float, train: bool) -> str:
+    if train and p:
+        raise NoForm("a dropout draws random numbers")
+    return w.op("Identity", w.of(x), label=node.name)

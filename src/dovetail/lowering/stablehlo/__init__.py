@@ -1,0 +1,1 @@
+"""StableHLO: graphs in the language that XLA and others read."""

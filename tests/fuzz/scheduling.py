@@ -1,0 +1,451 @@
+"""Schedules of generated models: drawing steps of every kind, and doing them."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+
+import dovetail
+from dovetail.scheduling.schedule import Schedule
+
+from .program import Case, Do, make_inputs
+from .units import draw_model, given, known_classes, maker
+
+_aten = torch.ops.aten
+ACTIVATIONS = (_aten.relu.default, _aten.tanh.default, _aten.gelu.default, _aten.neg.default)
+
+
+# What a schedule looks for. All of it can be imported, so that histories can be saved, but where it says otherwise.
+
+
+@dovetail.rule(kind="relu_sum")
+def relu_sum(x: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(x) + y
+
+
+@dovetail.rule(kind="scaled", escapes="output")
+def scaled(x: Tensor, factor: float = dovetail.Const()) -> Tensor:
+    return torch.tanh(x) * factor
+
+
+def product_sum(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b)
+
+
+def two_results(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.relu(x), torch.relu(x) + y
+
+
+def is_activation(node: Node) -> bool:
+    return node.target in ACTIVATIONS
+
+
+def is_anything(node: Node) -> bool:
+    return True
+
+
+FINDS: dict[str, Any] = {
+    "relu": _aten.relu.default,
+    "tanh": _aten.tanh.default,
+    "gelu": _aten.gelu.default,
+    "neg": _aten.neg.default,
+    "softmax": _aten.softmax.int,
+    "add": _aten.add,
+    "mul": _aten.mul.Tensor,
+    "linear": _aten.linear.default,
+    "relu_sum": relu_sum,
+    "scaled": scaled,
+    "product_sum": product_sum,
+    "two_results": two_results,
+    "activation": is_activation,
+    "anything": is_anything,
+    "Linear": nn.Linear,
+    "ReLU": nn.ReLU,
+    "BatchNorm": nn.BatchNorm1d,
+    "Sequential": nn.Sequential,
+    "modules": r"m\d",
+    "first": r"^p0$",
+    "every": r".",
+    "default": dovetail.rules.DEFAULT,
+    "groups": dovetail.rules.groups(),
+}
+UNSAVED = ("groups", "lambda", "default")
+
+
+# What takes the place of something, and computes the same.
+
+
+def summed(x: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(x).add(y)
+
+
+class Summed(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.relu(x) + y
+
+
+def tanh_times(x: Tensor, factor: float) -> Tensor:
+    return torch.tanh(x) * factor
+
+
+def two(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    once = torch.relu(x)
+    return once, once + y
+
+
+def rectified(*values: Tensor) -> tuple[Tensor, ...]:
+    """Siblings at once."""
+    return tuple(torch.relu(v) for v in values)
+
+
+def twin_of(thing: Any) -> Any:
+    """A module equal to another, with the same state, or a function for a match of an activation."""
+    if isinstance(thing, nn.Module):
+        return copy.copy(thing)
+    return _OPERATORS.get(str(thing.nodes[0].target).removeprefix("aten."), torch.relu)
+
+
+_OPERATORS = {
+    "relu.default": torch.relu,
+    "tanh.default": torch.tanh,
+    "gelu.default": F.gelu,
+    "neg.default": torch.neg,
+}
+EQUALS: dict[str, tuple[Callable[[], Any], ...]] = {
+    "relu": (lambda: torch.relu, lambda: F.relu, nn.ReLU),
+    "tanh": (lambda: torch.tanh, nn.Tanh),
+    "gelu": (lambda: F.gelu, nn.GELU),
+    "neg": (lambda: torch.neg,),
+    "relu_sum": (lambda: summed, Summed),
+    "scaled": (lambda: tanh_times,),
+    "product_sum": (lambda: F.linear,),
+    "two_results": (lambda: two,),
+    "siblings": (lambda: rectified,),
+}
+
+
+def relus_fused(s: Schedule, at: str) -> None:
+    """A step of two steps."""
+    made = s[at].fuse(s[at].find(_aten.relu.default), kind="npu.relu")
+    s.annotate(made, tile=4)
+
+
+class Mark(NamedTuple):
+    """What a step means for the model: other roundings, whether it can be saved, whether it may bring state."""
+
+    inexact: bool
+    saved: bool
+    adds: bool
+
+
+class Play:
+    """A schedule of a model, and what its steps so far mean for what must hold."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: dict[str, Any]
+    ) -> None:
+        self.model, self.known = model, known
+        self.schedule = dovetail.schedule(model, args, kwargs)
+        self.is_built = False
+        self.kept: list[Any] = []  # what was found before, which may be out of date
+        self.marks: list[
+            tuple[bool, bool]
+        ] = []  # for each step: whether numbers may change, and whether it is saved
+
+    @property
+    def is_exact(self) -> bool:
+        return not any(mark.inexact for mark in self.marks)
+
+    @property
+    def can_be_saved(self) -> bool:
+        return all(mark.saved for mark in self.marks)
+
+    @property
+    def adds_state(self) -> bool:
+        return any(mark.adds for mark in self.marks)
+
+    def carry_out(self, do: Do) -> None:
+        getattr(self, f"_{do.what}")(do, dict(do.options))
+
+    def _mark(self, *, inexact: bool = False, saved: bool = True, adds: bool = False) -> None:
+        self.marks.append(Mark(inexact, saved, adds))
+
+    def _part(self, do: Do) -> Any:
+        return self.schedule[do.at] if do.at else self.schedule
+
+    def _found(self, do: Do) -> Any:
+        """Matches, those that were picked; a single one where one is asked for."""
+        if do.find == "stale":
+            found: Any = list(self.kept)
+        elif do.find == "lambda":
+            found = self._part(do).find(where=lambda n: n.target in ACTIVATIONS)
+        else:
+            found = self._part(do).find(self.known.get(do.find, FINDS.get(do.find)))
+        if found and do.find != "stale":
+            self.kept = list(found)
+        return _picked(do, found)
+
+    def _targets(self, do: Do) -> Any:
+        """Regions, matches, or a path, as a step takes them."""
+        if do.find == "regions":
+            return _picked(do, self._part(do).regions)
+        return self._found(do) if do.find else do.at
+
+    def _fuse(self, do: Do, options: dict[str, Any]) -> None:
+        options.pop("single", None)
+        found = self._found(do)
+        made = self._part(do).fuse(found, **options)
+        assert isinstance(made, list) == (isinstance(found, list) and not options.get("together"))
+        self._mark(inexact=options.get("backend") == "torchscript", saved=do.find not in UNSAVED)
+
+    def _lower(self, do: Do, options: dict[str, Any]) -> None:
+        self.schedule.lower(self._targets(do), options["backend"])
+        self._mark(inexact=options["backend"] == "torchscript")
+
+    def _replace(self, do: Do, options: dict[str, Any]) -> None:
+        ways = EQUALS["siblings" if options.get("siblings") else do.find]
+        new = ways[options["way"] % len(ways)]()
+        found = self._found(do)
+        if isinstance(found, list) and not options.get("siblings"):
+            found = found[0] if found else found
+        self.schedule.replace(new, found, check=options["check"])
+        self._mark(saved=not isinstance(new, nn.Module))
+
+    def _replace_linear(self, do: Do, options: dict[str, Any]) -> None:
+        """A layer that takes its weights over from what it stands for."""
+        found = self._found(do)
+        match = found[0] if isinstance(found, list) and found else found
+        if isinstance(match, list):
+            match = self._part(do).find(_aten.linear.default)[:1]
+            if not match:
+                raise dovetail.ScheduleError("nothing to replace")
+            match = match[0]
+        weights = [v for v in match.operands.values() if v is not None and v.node.op == "get_attr"]
+        new = nn.Linear(3, 3, bias=len(weights) > 1)
+        params = dict(zip(("weight", "bias"), weights, strict=False))
+        self.schedule.replace(new, match, params=params, check=options["check"])
+        self._mark(saved=False)
+
+    def _replace_region(self, do: Do, options: dict[str, Any]) -> None:
+        """What a region computes by its own body, as a module that was not there before."""
+        region = _picked(do, self._part(do).regions)
+        region = region[0] if isinstance(region, list) and region else region
+        body = region if isinstance(region, list) else region.body
+        self.schedule.replace(body, region, check=options["check"])
+        self._mark(saved=False)
+
+    def _replace_module(self, do: Do, options: dict[str, Any]) -> None:
+        part = self._part(do)
+        old = part.modules[0]
+        keeps = self._is_shared(old) or self._is_traced
+        self._refuse_twice(old)
+        part.replace(copy.copy(old) if keeps else copy.deepcopy(old), check=options["check"])
+        self._mark(saved=False, adds=True)
+
+    @property
+    def _is_traced(self) -> bool:
+        return "traced" in str(self.schedule)
+
+    def _refuse_twice(self, module: nn.Module) -> None:
+        """A copy that shares buffers, beside the module that it stands for in a graph, is nothing a user would do."""
+        if self._is_traced and any(True for _ in module.buffers()):
+            raise dovetail.ScheduleError("not tried")
+
+    def _is_shared(self, module: nn.Module) -> bool:
+        """Whether the model has it, or something in it, in another place too: a copy of its own would part them."""
+        everywhere = Counter(id(m._buffers) for _, m in self.model.named_modules(remove_duplicate=False))
+        here = Counter(id(m._buffers) for _, m in module.named_modules(remove_duplicate=False))
+        return any(everywhere[key] > count for key, count in here.items())
+
+    def _replace_all(self, do: Do, options: dict[str, Any]) -> None:
+        what = self.known.get(do.find, FINDS.get(do.find))
+        if isinstance(what, type):
+            for module in self.model.modules():
+                self._refuse_twice(module) if type(module) is what else None
+        self._part(do).replace_all(what, twin_of, check=options["check"])
+        self._mark(adds=True)
+
+    def _decompose(self, do: Do, options: dict[str, Any]) -> None:
+        target = self._targets(do)
+        self.schedule.decompose(target)
+        self._mark(inexact=do.find != "regions", saved=do.find not in UNSAVED)
+
+    def _annotate(self, do: Do, options: dict[str, Any]) -> None:
+        self.schedule.annotate(self._targets(do), **options)
+        self._mark()
+
+    def _checkpoint(self, do: Do, options: dict[str, Any]) -> None:
+        self.schedule.checkpoint(self._targets(do))
+        self._mark()
+
+    def _apply(self, do: Do, options: dict[str, Any]) -> None:
+        self.schedule.apply(relus_fused, do.at)
+        self._mark()
+
+    def _build(self, do: Do, options: dict[str, Any]) -> None:
+        self.schedule.build()
+        self.is_built = True
+
+    def _release(self, do: Do, options: dict[str, Any]) -> None:
+        self.schedule.release()
+        self.is_built = False
+
+    def _undo(self, do: Do, options: dict[str, Any]) -> None:
+        self.schedule.undo(options["steps"])
+        del self.marks[len(self.marks) - options["steps"] :]
+
+
+def _picked(do: Do, found: Sequence[Any]) -> Any:
+    items = list(found)
+    chosen = [items[i % len(items)] for i in dict.fromkeys(do.picks)] if items and do.picks else items
+    return chosen[0] if chosen and dict(do.options).get("single") else chosen
+
+
+# Drawing
+
+
+def draw_schedule(rng: Random, lengths: tuple[int, ...]) -> Case:
+    """A model and the steps of a schedule of it."""
+    case = draw_model(rng)
+    model = maker(case)()
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    names = [unit.name for unit in case.units]
+    play = Play(model, *given(case, make_inputs(case.program)), known_classes(case))
+    stages: list[Do] = []
+    for _ in range(_one(rng, lengths)):
+        step, is_over = _drawn(rng, play, paths, names)
+        stages.append(step)
+        if is_over:
+            break
+    return replace(case, stages=tuple(stages))
+
+
+def _drawn(rng: Random, play: Play, paths: list[str], names: list[str]) -> tuple[Do, bool]:
+    """A step, of those that are refused only now and then one; and whether it is better to stop there."""
+    while True:
+        step = _draw(rng, paths, names)
+        if step.what in LOOKS:
+            return step, False
+        try:
+            play.carry_out(step)
+        except dovetail.DovetailError:
+            if rng.randrange(8) == 0:
+                return step, False
+        except Exception:  # the properties will meet it again and report it
+            return step, True
+        else:
+            return step, False
+
+
+def _one(rng: Random, items: Sequence[Any]) -> Any:
+    return items[rng.randrange(len(items))]
+
+
+def _draw_at(rng: Random, paths: list[str]) -> str:
+    way = rng.randrange(10)
+    if not paths or way < 3:
+        return ""
+    if way < 8:
+        return str(_one(rng, paths))
+    if way == 8:
+        atoms = str(_one(rng, paths)).split(".")
+        atoms[rng.randrange(len(atoms))] = "*"
+        return ".".join(atoms)
+    return str(_one(rng, ("**", "*", "**.m*", "p*", "nowhere")))
+
+
+LOOKS = ("verify", "replay", "copy", "mode", "batch")
+"""Steps that leave a schedule as it is."""
+
+KINDS = (
+    *["fuse"] * 14,
+    *["replace"] * 5,
+    *["replace_linear"] * 1,
+    *["replace_region"] * 2,
+    *["replace_module"] * 3,
+    *["replace_all"] * 3,
+    *["decompose"] * 4,
+    *["annotate"] * 2,
+    *["checkpoint"] * 3,
+    *["lower"] * 2,
+    *["undo"] * 3,
+    *["build"] * 2,
+    *["release"] * 1,
+    *["apply"] * 1,
+    *["verify"] * 2,
+    *["replay"] * 2,
+    *["copy"] * 2,
+    *["mode"] * 2,
+    *["batch"] * 1,
+)
+
+
+def _draw(rng: Random, paths: list[str], names: list[str]) -> Do:
+    what, at = _one(rng, KINDS), _draw_at(rng, paths)
+    picks = tuple(rng.randrange(6) for _ in range(rng.randrange(4)))
+    check = ("check", rng.randrange(2) == 0)
+    single = (("single", True),) if rng.randrange(3) == 0 else ()
+    if what == "fuse":
+        return Do(what, at, _draw_find(rng, names), picks, (*single, *_draw_fusion(rng)))
+    if what == "lower":
+        return Do(what, at, "regions", picks, (*single, _draw_backend(rng)))
+    if what == "replace":
+        if rng.randrange(5) == 0:
+            return Do(what, at, "relu", picks, (("siblings", True), ("way", 0), check))
+        find = _one(rng, [k for k in EQUALS if k != "siblings"])
+        return Do(what, at, find, picks, (("way", rng.randrange(3)), check))
+    if what == "replace_linear":
+        return Do(what, at, "linear", picks, (check,))
+    if what in ("replace_region", "replace_module"):
+        return Do(what, at, "", picks, (check,))
+    if what == "replace_all":
+        known = ("Linear", "ReLU", "BatchNorm", "relu", "tanh", *names)
+        return Do(what, at, _one(rng, known), (), (check,))
+    if what == "decompose":
+        find = _one(rng, ("regions", "regions", "", "linear", "softmax", "gelu", "stale"))
+        return Do(what, at, find, picks, single)
+    if what in ("annotate", "checkpoint"):
+        options = (("tile", rng.randrange(3)),) if what == "annotate" else single
+        return Do(what, at, _one(rng, ("regions", "regions", "")), picks, options)
+    if what == "undo":
+        return Do(what, options=(("steps", 1 + rng.randrange(2)),))
+    if what == "verify":
+        return Do(what, options=(("train", _one(rng, (None, None, True, False))),))
+    if what == "apply":
+        return Do(what, at)
+    if what == "mode":
+        return Do(what, options=(("train", rng.randrange(2) == 0),))
+    return Do(what)
+
+
+def _draw_find(rng: Random, names: list[str]) -> str:
+    known = [*FINDS, "lambda", "stale", "anything", "every", "relu", "activation", "relu_sum", *names, *names]
+    return str(_one(rng, known))
+
+
+def _draw_backend(rng: Random) -> tuple[str, Any]:
+    return "backend", _one(rng, ("eager", "eager", "torchscript"))
+
+
+def _draw_fusion(rng: Random) -> tuple[tuple[str, Any], ...]:
+    options: list[tuple[str, Any]] = []
+    if rng.randrange(3) == 0:
+        options.append(("kind", _one(rng, ("fused", "npu.pool", "relu_sum"))))
+    if rng.randrange(4) == 0:
+        options.append(_draw_backend(rng))
+    if rng.randrange(4) == 0:
+        options.append(("together", True))
+    if rng.randrange(6) == 0:
+        options.append(("escapes", _one(rng, ("output", "duplicate", "leave", "refuse"))))
+    if rng.randrange(8) == 0:
+        options.append(("attrs", {"eps": 1e-5}))
+    return tuple(options)

@@ -1,0 +1,446 @@
+"""A vendor's compiler claims what it knows by kind, another takes what is left: in process, and from an ONNX file."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+import dovetail
+from dovetail import zoo
+from dovetail.graph.normalform import by_name, op_name
+from dovetail.lowering.backends.onnxruntime import OnnxRuntime
+from examples.vendor_backend import KERNELS, RULES, Net, Npu, compiled_from
+from tests.guides import ROOT
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+KINDS = sorted(KERNELS)
+
+
+class Plain(dovetail.Backend):
+    """Takes any region and runs its body node by node, counting."""
+
+    name = "plain"
+    rules = dovetail.rules.capability(
+        lambda node: node.op == "call_function", kind="rest", min_size=1, join_siblings=True
+    )
+    smallest = 1
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def supports(self, region: dovetail.Region) -> Any:
+        if region.kind != "rest":
+            return dovetail.Decline(f"'{region.kind}' is not mine")
+        return True
+
+    def compile(self, region: dovetail.Region, examples: Any) -> Callable[..., Any]:
+        interpreter = torch.fx.Interpreter(region.body)
+
+        def run(*operands: Any) -> Any:
+            self.ran += 1
+            return interpreter.run(*operands)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return Net().eval()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 3, 16, 16)
+
+
+@pytest.fixture
+def gm(model: nn.Module, x: Tensor) -> GraphModule:
+    return dovetail.capture(model, (x,))
+
+
+@pytest.fixture(params=[OnnxRuntime, Plain])
+def other(request: pytest.FixtureRequest) -> Any:
+    if request.param is OnnxRuntime:
+        pytest.importorskip("onnxruntime")
+    return request.param()
+
+
+def known(gm: GraphModule) -> list[tuple[str, tuple[str, ...]]]:
+    """What the accelerator knows of a flat graph, said without any rule."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for node in gm.graph.nodes:
+        name = op_name(node.target) if node.op == "call_function" else ""
+        given = by_name(node) if name else {}
+        users = list(node.users)
+        if name == "conv2d" and given["groups"] == 1 and set(given["dilation"]) == {1}:
+            after = [u for u in users if op_name(u.target) in ("relu", "gelu", "sigmoid")]
+            if len(users) == 1 and after:
+                found.append(("npu.conv_act", (node.name, after[0].name)))
+        elif name == "scaled_dot_product_attention" and given["attn_mask"] is None:
+            found.append(("npu.attention", (node.name,)))
+        elif name == "sigmoid" and op_name(_source(node)) != "conv2d":
+            found.append(("npu.sigmoid", (node.name,)))
+        elif name == "avg_pool2d" and not given["ceil_mode"]:
+            found.append(("npu.avg_pool", (node.name,)))
+    return sorted(found)
+
+
+def _source(node: Node) -> Any:
+    return node.args[0].target if isinstance(node.args[0], Node) else None
+
+
+def claimed(gm: GraphModule) -> list[tuple[str, tuple[str, ...]]]:
+    return sorted((r.kind, r.nodes) for r in dovetail.regions(gm, nested=True) if r.kind in KERNELS)
+
+
+def who(gm: GraphModule) -> dict[tuple[str, ...], str | None]:
+    return {region.nodes: region.backend for region in dovetail.regions(gm, nested=True)}
+
+
+def test_exactly_what_it_knows_is_claimed(gm: GraphModule, model: nn.Module, x: Tensor) -> None:
+    fused = dovetail.fuse(gm, RULES)
+    wanted = known(gm)
+    assert Counter(kind for kind, _ in wanted) == {
+        "npu.conv_act": 1,
+        "npu.avg_pool": 1,
+        "npu.attention": 2,
+        "npu.sigmoid": 2,
+    }
+    assert claimed(fused) == wanted
+    assert len(dovetail.regions(fused, nested=True)) == len(wanted)
+    # All else is where it was, and nothing was computed otherwise.
+    assert dovetail.text(dovetail.inline(fused)) == dovetail.text(gm)
+    assert torch.equal(fused(x), model(x))
+
+
+def test_two_compilers_share_a_model_and_no_region(
+    gm: GraphModule, model: nn.Module, x: Tensor, other: Any
+) -> None:
+    npu = Npu()
+    both = dovetail.fuse(dovetail.fuse(gm, npu.rules), other.rules)
+    assert torch.equal(both(x), model(x))
+    assert claimed(both) == known(gm)
+    listed = dovetail.regions(both, nested=True)
+    assert not [region.name for region in listed if "/" in region.name]
+    held = [name for region in listed for name in region.nodes]
+    assert len(held) == len(set(held))
+    operations = {n.name for n in gm.graph.nodes if n.op == "call_function"}
+    assert set(held) == operations
+
+    lowered = dovetail.lower(both, [npu, other])
+    for region in dovetail.regions(lowered):
+        assert region.backend == ("npu" if region.kind in KERNELS else other.name), region.name
+    npu.calls.clear()
+    torch.testing.assert_close(lowered(x), model(x), **CLOSE)
+    assert npu.calls == Counter(kind for kind, _ in known(gm))
+
+
+def test_the_record_tells_who_took_what_and_why_others_did_not(gm: GraphModule, other: Any) -> None:
+    fused = dovetail.fuse(gm, RULES)
+    lowered = dovetail.lower(dovetail.fuse(fused, other.rules), [Npu(), other])
+    ledger = dovetail.explain(lowered)
+    assert {(a.kind, a.nodes) for a in ledger.accepted if a.kind in KERNELS} == set(known(gm))
+    (left,) = [d for d in ledger.declined if d.rule.startswith("npu.")]
+    assert left.nodes == ("conv2d_1", "relu_1")
+    assert left.reason == "convolutions have neither dilation nor groups"
+    assert any(left.reason in reason for reason in dovetail.explain(fused).why_not("conv2d_1", "relu_1"))
+    of_kind = {region.name: region.kind for region in dovetail.regions(lowered)}
+    made = {e.region: e.backend for e in ledger.lowered if e.outcome in ("compiled", "disk")}
+    for name, backend in made.items():
+        assert backend == ("npu" if of_kind[name] in KERNELS else other.name)
+    assert set(made.values()) == {"npu", other.name}
+    refused = {(e.region, e.backend): e.reason for e in ledger.lowered if e.outcome == "supports"}
+    for name, kind in of_kind.items():
+        if kind not in KERNELS:
+            assert refused[name, "npu"] == f"'npu' has no kernel for kind '{kind}'"
+
+
+def test_one_step_or_two_make_no_difference(gm: GraphModule, x: Tensor, other: Any) -> None:
+    npu = Npu()
+    fused = dovetail.fuse(gm, RULES)
+    at_once = dovetail.lower(dovetail.fuse(fused, other.rules), [npu, other])
+
+    first = dovetail.lower(fused, [npu])
+    between = dovetail.fuse(first, other.rules)
+    assert {r.backend for r in dovetail.regions(between) if r.kind in KERNELS} == {"npu"}
+    npu.calls.clear()
+    between(x)
+    assert sum(npu.calls.values()) == len(known(gm))
+    then = dovetail.lower(between, [npu, other])
+
+    by_kind = dovetail.lower(between, {**dict.fromkeys(KINDS, npu), "*": other})
+    for lowered in (then, by_kind):
+        assert who(lowered) == who(at_once)
+        assert torch.equal(lowered(x), at_once(x))
+
+
+def test_compile_does_all_of_it(model: nn.Module, x: Tensor, gm: GraphModule, other: Any) -> None:
+    npu = Npu()
+    fast = dovetail.compile(model, (x,), backends=[npu, other])
+    npu.calls.clear()
+    torch.testing.assert_close(fast(x), model(x), **CLOSE)
+    assert npu.calls == Counter(kind for kind, _ in known(gm))
+
+
+def test_taking_one_back_leaves_the_other(gm: GraphModule, model: nn.Module, x: Tensor, other: Any) -> None:
+    npu = Npu()
+    both = dovetail.fuse(dovetail.fuse(gm, RULES), other.rules)
+    lowered = dovetail.lower(both, [npu, other])
+    mine = {nodes for _, nodes in known(gm)}
+
+    without = dovetail.lower(lowered, {**dict.fromkeys(KINDS, ()), "*": other})
+    assert who(without) == {nodes: None if nodes in mine else other.name for nodes in who(lowered)}
+    npu.calls.clear()
+    torch.testing.assert_close(without(x), model(x), **CLOSE)
+    assert not npu.calls
+
+    inlined = lowered
+    for kind in KINDS:
+        inlined = dovetail.inline(inlined, kind=kind)
+    assert who(inlined) == {nodes: name for nodes, name in who(lowered).items() if nodes not in mine}
+    torch.testing.assert_close(inlined(x), model(x), **CLOSE)
+    assert not npu.calls
+
+    alone = dovetail.lower(lowered, [npu])
+    assert who(alone) == {nodes: "npu" if nodes in mine else None for nodes in who(lowered)}
+    torch.testing.assert_close(alone(x), model(x), **CLOSE)
+    assert npu.calls
+
+    nobody = dovetail.lower(lowered, [])
+    assert set(who(nobody).values()) == {None}
+    assert torch.equal(nobody(x), model(x))
+
+
+def _attends(x: Tensor, **options: Any) -> Tensor:
+    heads = x.flatten(2).unsqueeze(1)
+    return F.scaled_dot_product_attention(heads, heads, heads, **options)
+
+
+KERNEL = torch.linspace(-1, 1, 4 * 4 * 9).reshape(4, 4, 3, 3)
+UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...], str]] = {
+    "padding that does not count": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+        ("avg_pool2d",),
+        "padding always counts",
+    ),
+    "ceiling": (
+        lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True),
+        ("avg_pool2d",),
+        "windows that hang over the edge are not pooled",
+    ),
+    "dilation": (
+        lambda x: torch.relu(F.conv2d(x, KERNEL, dilation=2)),
+        ("conv2d", "relu"),
+        "convolutions have neither dilation nor groups",
+    ),
+    "groups": (
+        lambda x: F.gelu(F.conv2d(x, KERNEL[:, :1], groups=4)),
+        ("conv2d", "gelu"),
+        "convolutions have neither dilation nor groups",
+    ),
+    "activation": (lambda x: torch.tanh(F.conv2d(x, KERNEL)), ("conv2d", "tanh"), "there is no tanh"),
+    "float mask": (
+        lambda x: _attends(x, attn_mask=torch.linspace(-2, 2, 4).expand(4, 4).contiguous()),
+        ("scaled_dot_product_attention",),
+        "nothing can be added to the scores",
+    ),
+    "bool mask": (
+        lambda x: _attends(x, attn_mask=torch.ones(4, 4, dtype=torch.bool).tril()),
+        ("scaled_dot_product_attention",),
+        "nothing can be added to the scores",
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", UNKNOWN)
+def test_a_variant_it_does_not_know_runs_as_it_was(variant: str) -> None:
+    function, nodes, reason = UNKNOWN[variant]
+    x = torch.randn(2, 4, 9, 9)
+    fused = dovetail.fuse(dovetail.capture(function, (x,)), RULES)
+    assert not dovetail.regions(fused)
+    assert (nodes, reason) in [(d.nodes, d.reason) for d in dovetail.explain(fused).declined]
+    npu = Npu()
+    lowered = dovetail.lower(fused, [npu])
+    assert torch.equal(lowered(x), function(x))
+    assert not npu.calls
+    # Nobody has claimed it, so that others can.
+    taken = dovetail.fuse(fused, Plain().rules)
+    assert set(nodes) <= {name for region in dovetail.regions(taken) for name in region.nodes}
+
+
+TAKEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "padding that counts": (lambda x: F.avg_pool2d(x, 3, 2, 1), "npu.avg_pool"),
+    "windows over each other": (lambda x: F.avg_pool2d(x, (3, 2), (1, 2)), "npu.avg_pool"),
+    "stride": (lambda x: F.gelu(F.conv2d(x, KERNEL, stride=(2, 1), padding=(0, 1))), "npu.conv_act"),
+    "sigmoid behind": (lambda x: torch.sigmoid(F.conv2d(x, KERNEL)), "npu.conv_act"),
+    "causal": (lambda x: _attends(x, is_causal=True), "npu.attention"),
+    "scale": (lambda x: _attends(x, scale=0.3), "npu.attention"),
+    "by hand": (
+        lambda x: torch.softmax(x @ x.transpose(-1, -2) / 3, -1) @ x,
+        "npu.attention",
+    ),
+    "sigmoid": (torch.sigmoid, "npu.sigmoid"),
+}
+
+
+@pytest.mark.parametrize("variant", TAKEN)
+def test_a_variant_it_knows_is_computed_right(variant: str) -> None:
+    function, kind = TAKEN[variant]
+    x, npu = torch.randn(2, 4, 9, 9), Npu()
+    fused = dovetail.fuse(dovetail.capture(function, (x,)), RULES)
+    assert [region.kind for region in dovetail.regions(fused)] == [kind]
+    lowered = dovetail.lower(fused, [npu], verify=True, on_error="raise")
+    npu.calls.clear()
+    torch.testing.assert_close(lowered(x), function(x), **CLOSE)
+    assert npu.calls == {kind: 1}
+
+
+@dovetail.rule(kind="npu.avg_pool")
+def unguarded(
+    x: Tensor,
+    kernel: Any = dovetail.Const([2, 2]),
+    stride: Any = dovetail.Const([2, 2]),
+    padding: Any = dovetail.Const([0, 0]),
+    ceil: Any = dovetail.Const(False),
+    include_pad: Any = dovetail.Const(True),
+) -> Tensor:
+    return F.avg_pool2d(x, kernel, stride, padding, ceil, include_pad)
+
+
+def test_a_region_of_its_kind_that_it_does_not_know_is_declined() -> None:
+    function, _, reason = UNKNOWN["padding that does not count"]
+    x, npu = torch.randn(2, 4, 9, 9), Npu()
+    lowered = dovetail.lower(dovetail.fuse(dovetail.capture(function, (x,)), unguarded), [npu])
+    (region,) = dovetail.regions(lowered)
+    assert (region.kind, region.backend) == ("npu.avg_pool", None)
+    (entry,) = dovetail.explain(lowered).lowered
+    assert (entry.backend, entry.outcome, entry.reason) == ("npu", "supports", reason)
+    assert torch.equal(lowered(x), function(x))
+    assert not npu.calls
+
+
+def test_another_precision_is_declined_region_by_region(model: nn.Module, x: Tensor) -> None:
+    wide, npu = model.double(), Npu()
+    fused = dovetail.fuse(dovetail.capture(wide, (x.double(),)), RULES)
+    lowered = dovetail.lower(fused, [npu])
+    assert set(who(lowered).values()) == {None}
+    reasons = {e.reason.rpartition(" is ")[2] for e in dovetail.explain(lowered).lowered}
+    assert reasons == {"torch.float64"}
+    assert torch.equal(lowered(x.double()), wide(x.double()))
+    assert not npu.calls
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet", "inception", "bert", "llama", "mlp"])
+def test_models_of_the_zoo_are_claimed_exactly(name: str) -> None:
+    found = zoo.get(name)
+    model, inputs = found.build().eval(), found.example_inputs()
+    gm = dovetail.FoldConvBatchNorm()(dovetail.capture(model, inputs.args, inputs.kwargs))
+    npu = Npu()
+    fused = dovetail.fuse(gm, RULES)
+    wanted = known(gm)
+    assert claimed(fused) == wanted
+    lowered = dovetail.lower(dovetail.fuse(fused, Plain().rules), [npu, Plain()])
+    npu.calls.clear()
+    made = lowered(*inputs.args, **inputs.kwargs)
+    assert npu.calls == Counter(kind for kind, _ in wanted)
+    torch.testing.assert_close(made, model(*inputs.args, **inputs.kwargs), **CLOSE)
+
+
+# The same, over ONNX functions.
+
+
+@pytest.fixture
+def file(gm: GraphModule, tmp_path: Path) -> Path:
+    pytest.importorskip("onnx")
+    # Regions of other kinds, which the vendor knows nothing of, are in the file too.
+    return dovetail.to_onnx(dovetail.fuse(dovetail.fuse(gm, RULES)), tmp_path / "fused.onnx")
+
+
+def test_a_file_has_its_functions_by_domain(file: Path, gm: GraphModule) -> None:
+    import onnx
+
+    model = onnx.load(file)
+    onnx.checker.check_model(model)
+    names = Counter((f.domain, f.name) for f in model.functions)
+    assert set(names.values()) == {1}
+    assert {domain for domain, _ in names} == {"npu", "dovetail"}
+    # Two layers call one function of attention and one of the gate.
+    assert sorted(f"{domain}.{name}" for domain, name in names if domain == "npu") == KINDS
+    calls = Counter(f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain == "npu")
+    assert calls == Counter(kind for kind, _ in known(gm))
+
+
+def test_its_functions_are_its_own_and_all_others_are_written_out(
+    file: Path, gm: GraphModule, model: nn.Module, x: Tensor
+) -> None:
+    calls: Counter[str] = Counter()
+    torch.testing.assert_close(compiled_from(file, calls)(x), model(x), **CLOSE)
+    assert calls == Counter(kind for kind, _ in known(gm))
+
+
+def test_who_knows_none_of_the_functions_runs_the_file_all_the_same(
+    file: Path, model: nn.Module, x: Tensor
+) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (made,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(made), model(x), **CLOSE)
+
+
+def test_a_function_it_does_not_know_is_written_out(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    function, _, _ = UNKNOWN["padding that does not count"]
+
+    def pools(x: Tensor) -> Tensor:
+        return F.avg_pool2d(function(x), 2)
+
+    x, calls = torch.randn(2, 4, 9, 9), Counter[str]()
+    fused = dovetail.fuse(dovetail.capture(pools, (x,)), unguarded)
+    assert len(dovetail.regions(fused)) == 2
+    made = compiled_from(dovetail.to_onnx(fused, tmp_path / "pools.onnx"), calls)(x)
+    torch.testing.assert_close(made, pools(x), **CLOSE)
+    assert calls == {"npu.avg_pool": 1}
+
+
+def test_regions_are_found_again_and_taken_again(
+    file: Path, gm: GraphModule, model: nn.Module, x: Tensor
+) -> None:
+    again = dovetail.from_onnx(file)
+    before = dovetail.regions(dovetail.fuse(gm, RULES))
+    mine = [region for region in dovetail.regions(again) if region.kind in KERNELS]
+    assert [(r.kind, r.version, r.attrs) for r in mine] == [(r.kind, r.version, r.attrs) for r in before]
+    npu = Npu()
+    lowered = dovetail.lower(again, [npu])
+    assert {r.backend for r in dovetail.regions(lowered) if r.kind in KERNELS} == {"npu"}
+    npu.calls.clear()
+    torch.testing.assert_close(lowered(x)[0], model(x), **CLOSE)
+    assert npu.calls == Counter(kind for kind, _ in known(gm))
+
+
+def test_the_example_runs() -> None:
+    pytest.importorskip("onnxruntime")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / "vendor_backend.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same bits: True" in done.stdout
+    assert "left alone: conv2d_1, relu_1: convolutions have neither dilation nor groups" in done.stdout
