@@ -53,8 +53,7 @@ def build(name: str) -> tuple[nn.Module, Args]:
     from dovetail import zoo
 
     entry = zoo.get(name)
-    args, _ = entry.example_inputs("base", batch=1)
-    return entry.build("base").eval(), args
+    return entry.build("base").eval(), entry.example_inputs("base", batch=1).args
 
 
 def alone(compiler: str, model: nn.Module, args: Args) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import dovetail
 from .fusing import draw_fusion, fused
 from .generate import Flavour, draw_program
 from .program import Asked, Case, Do, Fused, Opened, Stage, build
-from .scheduling import draw_schedule
+from .schedule_drawing import draw_schedule
 
 POLICIES = ("auto", "output", "duplicate", "duplicate", "leave", "refuse")
 KINDS = ("fused", "fused", "pair", "npu.pool", "a_b")

@@ -1,9 +1,10 @@
-"""Thousands of random programs, the same ones each time, and proof that a broken outliner would be caught."""
+"""Thousands of random programs, the same ones each time, and proof that what is broken would be caught."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from dovetail.graph import index
 from dovetail.graph.dependencies import Dependencies
 from dovetail.outlining import escapes, outline
+from dovetail.scheduling import recording
+from dovetail.scheduling.workspace import Workspace
 
 from .hunt import Found, draw, hunt
 
@@ -131,6 +134,30 @@ def test_a_broken_outliner_is_caught(
     failure = _first_failure(flavour, programs=400, seconds=0)
     assert failure is not None
     assert failure.which.startswith(caught_by)
+
+
+def _undoes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workspace, "undo", lambda self, count: [self.done.pop().entry for _ in range(count)])
+
+
+def _keeps_buffers_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "undisturbed", lambda model: nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "caught_by"),
+    [(_undoes_nothing, ("undo", "after undo")), (_keeps_buffers_changed, ("after", "released", "replay"))],
+)
+def test_a_broken_schedule_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    caught_by: tuple[str, ...],
+) -> None:
+    mistake(monkeypatch)
+    failure = _first_failure("scheduled", programs=40, seconds=5)
+    assert failure is not None
+    assert failure.which.startswith(caught_by)
+    assert "verify_schedule(" in failure.script
 
 
 def test_a_failure_is_a_script_that_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

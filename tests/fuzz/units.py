@@ -75,7 +75,19 @@ class Nest(Builder):
         # Functionalisation in torch writes a tensor that is listed twice once only.
         if "_foreach_" in expression and len({id(self.of(r)) for r in args[0]}) < len(args[0]):
             return None
-        return super().call(expression, *args, **kwargs)
+        return None if self._overdraws(expression, args) else super().call(expression, *args, **kwargs)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Ref | None:
+        # Called by name, an operator that does not fit returns a word for it instead of raising.
+        if name.startswith("__") or self._overdraws(name, args):
+            return None
+        return super().method(name, *args, **kwargs)
+
+    def _overdraws(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether random numbers are put in the place of some with gradients: torch's form of that without writing
+        has no derivative."""
+        is_draw = any(word in name for word in ("normal_", "uniform_", "bernoulli_"))
+        return is_draw and isinstance(args[0], Ref) and bool(self.of(args[0]).requires_grad)
 
     def call_child(self, path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Ref | None:
         return self._add("call_module", path, args, kwargs, child)

@@ -45,7 +45,7 @@ def of_zoo(name: str, train: bool, is_open: bool) -> tuple[GraphModule, zoo.Inpu
     return dovetail.capture(model, inputs.args, inputs.kwargs, dynamic_shapes=sizes), inputs
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", ["mlp", "llama", "resnet", "moe"])
 def test_models_of_the_zoo(name: str) -> None:
     graph, inputs = of_zoo(name, train=True, is_open=True)
     survives(dovetail.fuse(graph, rules=RULES), inputs.args, inputs.kwargs)

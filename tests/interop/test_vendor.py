@@ -1,27 +1,23 @@
-"""A vendor's compiler claims what it knows by kind, another takes what is left: in process, and from an ONNX file."""
+"""A vendor's compiler claims what it knows by kind, and another takes what is left."""
 
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 import dovetail
 from dovetail import zoo
-from dovetail.graph.normalform import by_name, op_name
 from dovetail.lowering.backends.onnxruntime import OnnxRuntime
-from examples.vendor_backend import KERNELS, RULES, Net, Npu, compiled_from
+from examples.vendor_backend import KERNELS, RULES, Net, Npu
 from tests.guides import ROOT
-
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-KINDS = sorted(KERNELS)
+from tests.interop.vendor import CLOSE, KERNEL, KINDS, UNKNOWN, attends, claimed, known, unguarded
 
 
 class Plain(dovetail.Backend):
@@ -52,10 +48,8 @@ class Plain(dovetail.Backend):
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
         yield
 
 
@@ -79,34 +73,6 @@ def other(request: pytest.FixtureRequest) -> Any:
     if request.param is OnnxRuntime:
         pytest.importorskip("onnxruntime")
     return request.param()
-
-
-def known(gm: GraphModule) -> list[tuple[str, tuple[str, ...]]]:
-    """What the accelerator knows of a flat graph, said without any rule."""
-    found: list[tuple[str, tuple[str, ...]]] = []
-    for node in gm.graph.nodes:
-        name = op_name(node.target) if node.op == "call_function" else ""
-        given = by_name(node) if name else {}
-        users = list(node.users)
-        if name == "conv2d" and given["groups"] == 1 and set(given["dilation"]) == {1}:
-            after = [u for u in users if op_name(u.target) in ("relu", "gelu", "sigmoid")]
-            if len(users) == 1 and after:
-                found.append(("npu.conv_act", (node.name, after[0].name)))
-        elif name == "scaled_dot_product_attention" and given["attn_mask"] is None:
-            found.append(("npu.attention", (node.name,)))
-        elif name == "sigmoid" and op_name(_source(node)) != "conv2d":
-            found.append(("npu.sigmoid", (node.name,)))
-        elif name == "avg_pool2d" and not given["ceil_mode"]:
-            found.append(("npu.avg_pool", (node.name,)))
-    return sorted(found)
-
-
-def _source(node: Node) -> Any:
-    return node.args[0].target if isinstance(node.args[0], Node) else None
-
-
-def claimed(gm: GraphModule) -> list[tuple[str, tuple[str, ...]]]:
-    return sorted((r.kind, r.nodes) for r in dovetail.regions(gm, nested=True) if r.kind in KERNELS)
 
 
 def who(gm: GraphModule) -> dict[tuple[str, ...], str | None]:
@@ -227,47 +193,6 @@ def test_taking_one_back_leaves_the_other(gm: GraphModule, model: nn.Module, x: 
     assert torch.equal(nobody(x), model(x))
 
 
-def _attends(x: Tensor, **options: Any) -> Tensor:
-    heads = x.flatten(2).unsqueeze(1)
-    return F.scaled_dot_product_attention(heads, heads, heads, **options)
-
-
-KERNEL = torch.linspace(-1, 1, 4 * 4 * 9).reshape(4, 4, 3, 3)
-UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...], str]] = {
-    "padding that does not count": (
-        lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
-        ("avg_pool2d",),
-        "padding always counts",
-    ),
-    "ceiling": (
-        lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True),
-        ("avg_pool2d",),
-        "windows that hang over the edge are not pooled",
-    ),
-    "dilation": (
-        lambda x: torch.relu(F.conv2d(x, KERNEL, dilation=2)),
-        ("conv2d", "relu"),
-        "convolutions have neither dilation nor groups",
-    ),
-    "groups": (
-        lambda x: F.gelu(F.conv2d(x, KERNEL[:, :1], groups=4)),
-        ("conv2d", "gelu"),
-        "convolutions have neither dilation nor groups",
-    ),
-    "activation": (lambda x: torch.tanh(F.conv2d(x, KERNEL)), ("conv2d", "tanh"), "there is no tanh"),
-    "float mask": (
-        lambda x: _attends(x, attn_mask=torch.linspace(-2, 2, 4).expand(4, 4).contiguous()),
-        ("scaled_dot_product_attention",),
-        "nothing can be added to the scores",
-    ),
-    "bool mask": (
-        lambda x: _attends(x, attn_mask=torch.ones(4, 4, dtype=torch.bool).tril()),
-        ("scaled_dot_product_attention",),
-        "nothing can be added to the scores",
-    ),
-}
-
-
 @pytest.mark.parametrize("variant", UNKNOWN)
 def test_a_variant_it_does_not_know_runs_as_it_was(variant: str) -> None:
     function, nodes, reason = UNKNOWN[variant]
@@ -289,8 +214,8 @@ TAKEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "windows over each other": (lambda x: F.avg_pool2d(x, (3, 2), (1, 2)), "npu.avg_pool"),
     "stride": (lambda x: F.gelu(F.conv2d(x, KERNEL, stride=(2, 1), padding=(0, 1))), "npu.conv_act"),
     "sigmoid behind": (lambda x: torch.sigmoid(F.conv2d(x, KERNEL)), "npu.conv_act"),
-    "causal": (lambda x: _attends(x, is_causal=True), "npu.attention"),
-    "scale": (lambda x: _attends(x, scale=0.3), "npu.attention"),
+    "causal": (lambda x: attends(x, is_causal=True), "npu.attention"),
+    "scale": (lambda x: attends(x, scale=0.3), "npu.attention"),
     "by hand": (
         lambda x: torch.softmax(x @ x.transpose(-1, -2) / 3, -1) @ x,
         "npu.attention",
@@ -309,18 +234,6 @@ def test_a_variant_it_knows_is_computed_right(variant: str) -> None:
     npu.calls.clear()
     torch.testing.assert_close(lowered(x), function(x), **CLOSE)
     assert npu.calls == {kind: 1}
-
-
-@dovetail.rule(kind="npu.avg_pool")
-def unguarded(
-    x: Tensor,
-    kernel: Any = dovetail.Const([2, 2]),
-    stride: Any = dovetail.Const([2, 2]),
-    padding: Any = dovetail.Const([0, 0]),
-    ceil: Any = dovetail.Const(False),
-    include_pad: Any = dovetail.Const(True),
-) -> Tensor:
-    return F.avg_pool2d(x, kernel, stride, padding, ceil, include_pad)
 
 
 def test_a_region_of_its_kind_that_it_does_not_know_is_declined() -> None:
@@ -360,77 +273,6 @@ def test_models_of_the_zoo_are_claimed_exactly(name: str) -> None:
     made = lowered(*inputs.args, **inputs.kwargs)
     assert npu.calls == Counter(kind for kind, _ in wanted)
     torch.testing.assert_close(made, model(*inputs.args, **inputs.kwargs), **CLOSE)
-
-
-# The same, over ONNX functions.
-
-
-@pytest.fixture
-def file(gm: GraphModule, tmp_path: Path) -> Path:
-    pytest.importorskip("onnx")
-    # Regions of other kinds, which the vendor knows nothing of, are in the file too.
-    return dovetail.to_onnx(dovetail.fuse(dovetail.fuse(gm, RULES)), tmp_path / "fused.onnx")
-
-
-def test_a_file_has_its_functions_by_domain(file: Path, gm: GraphModule) -> None:
-    import onnx
-
-    model = onnx.load(file)
-    onnx.checker.check_model(model)
-    names = Counter((f.domain, f.name) for f in model.functions)
-    assert set(names.values()) == {1}
-    assert {domain for domain, _ in names} == {"npu", "dovetail"}
-    # Two layers call one function of attention and one of the gate.
-    assert sorted(f"{domain}.{name}" for domain, name in names if domain == "npu") == KINDS
-    calls = Counter(f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain == "npu")
-    assert calls == Counter(kind for kind, _ in known(gm))
-
-
-def test_its_functions_are_its_own_and_all_others_are_written_out(
-    file: Path, gm: GraphModule, model: nn.Module, x: Tensor
-) -> None:
-    calls: Counter[str] = Counter()
-    torch.testing.assert_close(compiled_from(file, calls)(x), model(x), **CLOSE)
-    assert calls == Counter(kind for kind, _ in known(gm))
-
-
-def test_who_knows_none_of_the_functions_runs_the_file_all_the_same(
-    file: Path, model: nn.Module, x: Tensor
-) -> None:
-    ort = pytest.importorskip("onnxruntime")
-    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    (made,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(made), model(x), **CLOSE)
-
-
-def test_a_function_it_does_not_know_is_written_out(tmp_path: Path) -> None:
-    pytest.importorskip("onnx")
-    function, _, _ = UNKNOWN["padding that does not count"]
-
-    def pools(x: Tensor) -> Tensor:
-        return F.avg_pool2d(function(x), 2)
-
-    x, calls = torch.randn(2, 4, 9, 9), Counter[str]()
-    fused = dovetail.fuse(dovetail.capture(pools, (x,)), unguarded)
-    assert len(dovetail.regions(fused)) == 2
-    made = compiled_from(dovetail.to_onnx(fused, tmp_path / "pools.onnx"), calls)(x)
-    torch.testing.assert_close(made, pools(x), **CLOSE)
-    assert calls == {"npu.avg_pool": 1}
-
-
-def test_regions_are_found_again_and_taken_again(
-    file: Path, gm: GraphModule, model: nn.Module, x: Tensor
-) -> None:
-    again = dovetail.from_onnx(file)
-    before = dovetail.regions(dovetail.fuse(gm, RULES))
-    mine = [region for region in dovetail.regions(again) if region.kind in KERNELS]
-    assert [(r.kind, r.version, r.attrs) for r in mine] == [(r.kind, r.version, r.attrs) for r in before]
-    npu = Npu()
-    lowered = dovetail.lower(again, [npu])
-    assert {r.backend for r in dovetail.regions(lowered) if r.kind in KERNELS} == {"npu"}
-    npu.calls.clear()
-    torch.testing.assert_close(lowered(x)[0], model(x), **CLOSE)
-    assert npu.calls == Counter(kind for kind, _ in known(gm))
 
 
 def test_the_example_runs() -> None:

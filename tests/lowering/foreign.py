@@ -266,6 +266,14 @@ class ForeignKit:
         lowered = lower(whole(turned, x, y), self.backend, cache=False, verify=True, on_error="raise")
         self.check_same(lowered(x, y), turned(x, y))
 
+    def test_operands_may_begin_anywhere(self) -> None:
+        def run(x: Tensor, w: Tensor) -> Tensor:
+            return torch.relu(x @ w) + x
+
+        x, w = torch.randn(1 + 16 * 16)[1:].view(16, 16), torch.randn(3 + 16 * 16)[3:].view(16, 16)
+        lowered = lower(whole(run, x, w), self.backend, cache=False, on_error="raise")
+        self.check_same(lowered(x, w), run(x, w))
+
     def test_results_have_memory_of_their_own(self) -> None:
         def shaped(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             y = torch.relu(x) + 1

@@ -117,5 +117,3 @@ def _sample(call: Call) -> Sample | None:
             results.append(part)
     graph.output(tuple(results))
     return Sample(target, GraphModule(nn.Module(), graph), given, listed)
-
-

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.lowering.backend import by_name
-from dovetail.lowering.backends.onnx_based import Model
+from dovetail.lowering.backends.foreign import Model
 from dovetail.lowering.onnx.layouts import layout_of
 from dovetail.lowering.onnx.program import model_of
 from dovetail.lowering.onnx.types import NoForm

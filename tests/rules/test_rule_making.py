@@ -234,6 +234,22 @@ def test_literals_that_are_lists_are_captured_whole() -> None:
     assert candidate.attrs == {"stride": [1, 2], "padding": [0, 3]}
 
 
+@pytest.mark.parametrize("example", [False, True])
+def test_a_switch_is_captured_whichever_way_its_example_stands(example: bool) -> None:
+    @rule(kind="pool")
+    def pool(x, include_pad=Const(example)):
+        return F.avg_pool2d(x, [3, 3], [2, 2], [1, 1], False, include_pad)
+
+    for given in (False, True):
+        gm = dovetail.capture(
+            lambda x, given=given: F.avg_pool2d(x, 3, 2, 1, count_include_pad=given),
+            (torch.randn(1, 2, 9, 9),),
+        )
+        (candidate,), _, _ = proposals(pool, gm)
+        assert isinstance(candidate, Candidate)
+        assert candidate.attrs == {"include_pad": given}
+
+
 def test_alternatives_that_differ_in_a_literal_are_each_proven() -> None:
     @rule(kind="scaled")
     def scaled(x, y):

@@ -152,14 +152,7 @@ class Archive:
         """The bytes of a record, whose checksum must hold."""
         try:
             return self._zip.read(f"{self._root}/{record}")
-        except (
-            KeyError,
-            zipfile.BadZipFile,
-            EOFError,
-            NotImplementedError,
-            RuntimeError,
-            ValueError,
-        ) as error:
+        except _DAMAGED as error:
             raise InvalidFile(
                 self.path, f"is damaged: its record '{record}' cannot be read ({error})."
             ) from error

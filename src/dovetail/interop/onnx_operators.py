@@ -80,7 +80,6 @@ _UNARY: Mapping[str, Reading] = {
     "Exp": torch.exp,
     "Floor": torch.floor,
     "HardSwish": F.hardswish,
-    "IsInf": torch.isinf,
     "IsNaN": torch.isnan,
     "Log": torch.log,
     "Mish": F.mish,
@@ -241,6 +240,13 @@ def _(x: Any, slope: Any) -> Any:
 @operator("Cast")
 def _(x: Any, *, to: int) -> Any:
     return tensor(x).to(DTYPES[to])
+
+
+@operator("IsInf")
+def _(x: Any, *, detect_negative: int = 1, detect_positive: int = 1) -> Any:
+    if detect_negative and detect_positive:
+        return torch.isinf(x)
+    return torch.isposinf(x) if detect_positive else torch.isneginf(x)
 
 
 @operator("Identity")

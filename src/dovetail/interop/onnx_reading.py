@@ -19,7 +19,7 @@ from dovetail.graph.capture import capture
 from dovetail.interop.boundaries import OPERAND, RESULT, Boundaries, unmarked
 from dovetail.interop.boundaries import marked as seen
 from dovetail.interop.onnx_operators import NoCounterpart, operators
-from dovetail.interop.onnx_writing import DOMAIN, GRAPH, REGION
+from dovetail.interop.onnx_writing import DOMAIN, GRAPH, TOLD
 from dovetail.interop.onnx_writing import FORMAT as WRITTEN
 from dovetail.lowering.onnx.types import DTYPES
 from dovetail.rules.rule import Candidate, Proposal, Rule
@@ -238,7 +238,7 @@ def _attribute(attribute: Any) -> Any:
 
 
 def _mark(node: Any, attributes: Mapping[str, Any], depth: int) -> _Mark:
-    told = {p.key: p.value for p in node.metadata_props}.get(REGION)
+    told = {p.key: p.value for p in node.metadata_props}.get(TOLD)
     if told is not None:
         identity = json.loads(told)
         arguments, results = identity.get("arguments", {}), identity.get("results", ())

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from dovetail.errors import InvalidArgument, SaveError
+from dovetail.graph.keys import REGION
 from dovetail.graph.module import Body, attribute
 from dovetail.lowering.onnx.program import IR_VERSION, described
 from dovetail.lowering.onnx.types import NoForm, element
@@ -24,8 +25,8 @@ from dovetail.outlining.requests import require_graph
 
 DOMAIN = "dovetail"
 """The domain of functions whose kind names no vendor."""
-REGION = "dovetail.region"
-"""The key in the metadata of a call that has all of the region's identity, as JSON."""
+TOLD = REGION
+"""The key in the metadata of a call that has all of the region's identity, as JSON: that of the call here."""
 GRAPH = "dovetail.graph"
 """The key in the metadata of a model with the version of what is written here."""
 FORMAT = 1
@@ -170,7 +171,7 @@ class _Writer(Writer):
             **{key: _attribute(value) for key, value in attrs.items()},
         )
         entry = written.metadata_props.add()
-        entry.key, entry.value = REGION, json.dumps(_told(node, call, attrs), sort_keys=True)
+        entry.key, entry.value = TOLD, json.dumps(_told(node, call, attrs), sort_keys=True)
         self.nodes.append(written)
         self.names[node] = tuple(made)
 

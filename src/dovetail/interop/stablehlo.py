@@ -112,7 +112,7 @@ class _Program:
         return stitched(module, MAIN, calls, self.counts, named, self.updates)
 
     def _main(self) -> None:
-        function = _Function()
+        function = self.functions[MAIN] = _Function()
         listed = list(self.gm.graph.nodes)
         held: dict[str, Node] = {}
         for node in listed:
@@ -151,7 +151,7 @@ class _Program:
         if not isinstance(value, Tensor):
             raise SaveError(f"it is a {type(value).__name__}; StableHLO takes tensors only.", node.name)
         reason = None if value.dtype in self.backend.dtypes else f"StableHLO is not written in {value.dtype}"
-        if any(not isinstance(n, int) for n in value.shape):
+        if any(isinstance(n, torch.SymInt) for n in value.shape):
             reason = "its sizes may vary, and StableHLO is written with fixed ones"
         if reason is not None:
             raise SaveError(f"{reason}; capture the graph otherwise.", node.name)
@@ -188,7 +188,7 @@ class _Program:
         if key in self.names:
             return self.names[key]
         name = self.names[key] = self._free(call.identity.kind)
-        function = _Function()
+        function = self.functions[name] = _Function()
         inside = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
         for node in body.graph.find_nodes(op="placeholder"):
             function.env[node] = self._operand(function, node, node.meta.get("val"))
@@ -219,7 +219,6 @@ class _Program:
             made.append(value)
         self.counts[name] = len(made) + len(news)
         function.teller.finish([*made, *news, *function.handed])
-        self.functions[name] = function
 
 
 def _is_update(node: Node) -> bool:

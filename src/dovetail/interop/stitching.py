@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from dovetail.lowering.backends.foreign import loaded
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -39,8 +41,7 @@ def stitched(
     Each function takes the results of the regions it calls as its last arguments, and gives what they are called with as
     its last results, after the `counts` that are its own. In between, in its block, a composite belongs.
     """
-    from torch_mlir import ir
-
+    ir = loaded("torch_mlir.ir")
     with module.context, ir.Location.unknown():
         for function in list(module.body.operations):
             name = ir.StringAttr(function.operation.attributes["sym_name"]).value

@@ -242,8 +242,8 @@ def _trial(unit: Unit, run: Compiled, examples: Sequence[Any], expected: Expecte
         raise _Untried(f"its operands are too large to be made up ({size / 2**30:.1f} GiB)")
     # The body is asked first: made-up operands may be none that it takes.
     try:
-        given = real_examples(examples)
-        unit.region.body(*_passed(unit, real_examples(examples) if unit.effects.writes else given))
+        given = _again(unit, examples)
+        unit.region.body(*_passed(unit, _again(unit, examples) if unit.effects.writes else given))
     except Exception as error:
         raise _Untried(f"the body itself does not take made-up operands: {in_a_line(error)}") from error
     watch = Watch(given, unit.effects)
@@ -251,8 +251,12 @@ def _trial(unit: Unit, run: Compiled, examples: Sequence[Any], expected: Expecte
     reason = expected.wrong(made) or watch.wrong(made)
     if reason is not None:
         return reason
-    again = run(*_passed(unit, real_examples(examples) if unit.effects.writes else given))
+    again = run(*_passed(unit, _again(unit, examples) if unit.effects.writes else given))
     return watch.kept(made, again)
+
+
+def _again(unit: Unit, examples: Sequence[Any]) -> list[Any]:
+    return real_examples(examples, positive=unit.variances)
 
 
 def _passed(unit: Unit, given: Sequence[Any]) -> list[Any]:

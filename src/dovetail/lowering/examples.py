@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,8 +37,11 @@ def _made(spec: Any) -> Any:
     return made.requires_grad_(spec.requires_grad)
 
 
-def real_examples(examples: Sequence[Any], seed: int = 0) -> list[Any]:
-    """Made-up tensors like fake ones: normal numbers, small whole ones, fair coins; symbols by their hint."""
+def real_examples(examples: Sequence[Any], seed: int = 0, positive: Collection[int] = ()) -> list[Any]:
+    """Made-up tensors like fake ones: normal numbers, small whole ones, fair coins; symbols by their hint.
+
+    Operands in `positive` have no negative numbers: of a variance below zero nobody makes a number.
+    """
     made: list[Any] = []
     for i, example in enumerate(examples):
         if not isinstance(example, Tensor):
@@ -47,17 +50,20 @@ def real_examples(examples: Sequence[Any], seed: int = 0) -> list[Any]:
         sizes = [hint_of(n) for n in example.shape]
         strides = [hint_of(n) for n in example.stride()]
         generator = torch.Generator().manual_seed(seed + i)
-        made.append(_filled(example, sizes, strides, generator))
+        made.append(_filled(example, sizes, strides, generator, i in positive))
     return made
 
 
-def _filled(like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator) -> Tensor:
+def _filled(
+    like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator, positive: bool
+) -> Tensor:
     # All the memory that is spanned is filled: elements may lie over each other, as in an expanded tensor.
     length = span(sizes, strides)
     drawn = [min(length, _DRAWN)]
     if like.dtype.is_floating_point or like.dtype.is_complex:
         wide = torch.complex64 if like.dtype.is_complex else torch.float32
-        values = torch.randn(drawn, generator=generator, dtype=wide).to(like.dtype)
+        values = torch.randn(drawn, generator=generator, dtype=wide)
+        values = (values.abs() if positive else values).to(like.dtype)
     elif like.dtype is torch.bool:
         values = torch.rand(drawn, generator=generator) < 0.5
     else:

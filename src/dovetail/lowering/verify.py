@@ -38,7 +38,7 @@ def verify_unit(
     with random_state_kept(), torch.set_grad_enabled(situation.grad):
         trial = _Trial(unit, situation.grad, bound)
         for seed in _SEEDS:
-            given = real_examples(examples, seed)
+            given = real_examples(examples, seed, unit.variances)
             reason = trial.shapes(run, given) if unit.effects.random else trial.values(run, given)
             if reason is not None:
                 return reason

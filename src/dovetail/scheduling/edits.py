@@ -257,10 +257,10 @@ class Lower(Edit):
 
     def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
         names = [m.nodes[0].name for m in self._matches(part, root, look)]
-        for name, why in self._not_repeatable(part, names).items():
-            raise ScheduleError(f"region '{name}' cannot be checkpointed: {why}")
         made = part.lowered(dict.fromkeys(names, self.backend), strict=True)
         require_lowered(made, names)
+        for name, why in self._not_repeatable(part, names).items():
+            raise ScheduleError(f"region '{name}' cannot be checkpointed: {why}")
         return made, names
 
     def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:

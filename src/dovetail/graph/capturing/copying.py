@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 _COPY = torch.ops.aten.copy.default
@@ -23,7 +23,7 @@ def make_differentiable(graph: Graph) -> None:
         if not isinstance(has, Tensor) or not isinstance(reads, Tensor) or not has.dtype.is_floating_point:
             continue
         is_spread = tuple(reads.shape) != tuple(has.shape)
-        if is_spread and not all(isinstance(size, int) for size in has.shape):
+        if is_spread and any(isinstance(size, SymInt) for size in has.shape):
             continue
         with graph.inserting_before(node):
             if reads.dtype != has.dtype or reads.device != has.device:

@@ -122,7 +122,7 @@ def arrange(in_spec: TreeSpec, signature: inspect.Signature) -> Arrangement:
         captured = name in bound.arguments
         default = parameter.default
         value: Any = bound.arguments.get(name)
-        by_name = captured and (type(value) is dict or (type(value) is int and value >= positional))
+        by_name = _is_named(value, positional)
         known = None if default is EMPTY else default
         slots.append(Slot(name, parameter.kind, default is not EMPTY, known, captured, by_name))
         if not captured:
@@ -139,6 +139,11 @@ def arrange(in_spec: TreeSpec, signature: inspect.Signature) -> Arrangement:
         order[placeholder] = leaf
         named[placeholder] = path
     return Arrangement(tuple(slots), tuple_of(chosen), tuple(order), tuple(named))
+
+
+def _is_named(value: Any, positional: int) -> bool:
+    """Whether what was bound to a parameter, by number, was given by name: the numbers of those come last."""
+    return isinstance(value, dict) or (isinstance(value, int) and value >= positional)
 
 
 def _leaf_paths(spec: TreeSpec) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import operator
@@ -24,6 +25,7 @@ from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.backends.common import why_not_fixed, why_not_plain
 from dovetail.lowering.flattening import flat
 from dovetail.lowering.onnx.layouts import Layout, layout_of
+from dovetail.lowering.onnx.types import NoForm, is_number
 from dovetail.lowering.site import CallSite
 from dovetail.outlining.region import Region
 from dovetail.rules.capability import capability
@@ -32,19 +34,20 @@ from dovetail.rules.rule import Decline
 _NOWHERE = torch.nn.Module()
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-
-class NoForm(Exception):
-    """A compiler has no form of something; the text says of what and why."""
+_CHANGES = 4
+"""How often the weights of a call may change before they are no longer bound to its code."""
 
 
 class Foreign(Backend):
-    """A backend whose compiler takes a region of fixed sizes as a program all of whose operands are inputs.
+    """A backend whose compiler takes a region as a program all of whose operands are inputs.
 
-    For each call `prepare` binds the weights to the code once, so that calls pass on only what changes.
+    For each call `prepare` binds the weights to the code once, so that calls pass on only what changes; where they
+    change again and again, they stay inputs. With `open_sizes` it also takes sizes that may vary.
     """
 
     packages: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, *WHOLE})
+    open_sizes: ClassVar[bool] = False
 
     @cached_property
     def rules(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -55,7 +58,7 @@ class Foreign(Backend):
         """Why the compiler does not know a plain operation on tensors that it has dtypes for; None if it does."""
 
     @abstractmethod
-    def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> Any:
+    def program(self, body: GraphModule, operands: Sequence[Any], results: Sequence[Layout]) -> Any:
         """What the compiler is given for a body; raises NoForm. Operands and results are in the order of memory."""
 
     @abstractmethod
@@ -90,6 +93,8 @@ class Foreign(Backend):
 
     def why_not_plainly(self, node: Node) -> str | None:
         """Why an operation is out of the question before the compiler is asked."""
+        if self.open_sizes and not isinstance(node.target, OpOverload):
+            return None
         reason = _why_not_pure(node)
         if reason is not None:
             return reason
@@ -101,20 +106,23 @@ class Foreign(Backend):
 
     def why_not_value(self, value: Any) -> str | None:
         """Why it has no such tensors."""
+        if self.open_sizes and isinstance(value, (int, torch.SymInt)):
+            return None
         if not isinstance(value, Tensor):
             return f"a {type(value).__name__} is computed, and '{self.name}' has tensors only"
         if value.dtype not in self.dtypes:
             return f"'{self.name}' does not take {str(value.dtype).removeprefix('torch.')}"
         if value.device.type != "cpu":
             return f"it is on {value.device}, and '{self.name}' runs on the CPU here"
-        if any(not isinstance(n, int) for n in value.shape):
+        if not self.open_sizes and not all(map(is_number, value.shape)):
             return f"its sizes may vary, and '{self.name}' takes fixed ones"
         return None
 
     def supports(self, region: Region) -> Answer:
-        reason = (
-            self.missing() or why_not_plain(region) or why_not_fixed(region) or self._why_not_body(region)
-        )
+        reason = self.missing() or why_not_plain(region)
+        if reason is None and not self.open_sizes:
+            reason = why_not_fixed(region)
+        reason = reason or self._why_not_body(region)
         return True if reason is None else Decline(reason)
 
     def _why_not_body(self, region: Region) -> str | None:
@@ -133,7 +141,7 @@ class Foreign(Backend):
                 return f"its result '{node.name}' is no tensor"
             if 0 in (s for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
                 return f"the elements of its result '{node.name}' lie over each other"
-        operands = [layout_of(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]
+        operands = [_laid(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]
         try:
             self._made(region, body, operands)
         except NoForm as failure:
@@ -142,14 +150,14 @@ class Foreign(Backend):
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         body = flat(cast("Body", region.body))
-        operands = [layout_of(example) for example in examples]
+        operands = [_laid(example) for example in examples]
         program, results = self._made(region, body, operands)
         made = Model(self, program, tuple(operands), tuple(results))
         made.session()
         return made
 
     def _made(
-        self, region: Region, body: GraphModule, operands: Sequence[Layout]
+        self, region: Region, body: GraphModule, operands: Sequence[Layout | None]
     ) -> tuple[Any, list[Layout]]:
         """The program of a region, and how its results lie. What `supports` has made is not made again."""
         results = [layout_of(node.meta["val"]) for node in results_of(body)]
@@ -167,8 +175,12 @@ class Foreign(Backend):
         return {k: v for k, v in self.__dict__.items() if k not in ("_programs", "rules")}
 
     def prepare(self, site: CallSite) -> Compiled:
+        counts = site.notes.setdefault(f"{self.name} weights", {})
+        counts[site.name] = counts.get(site.name, 0) + 1
         constants = {i: site.operands[i] for i in site.constants if isinstance(site.operands[i], Tensor)}
-        return cast("Model", site.compiled).bound(constants) if constants else site.compiled
+        if not constants or counts[site.name] > _CHANGES:
+            return site.compiled
+        return cast("Model", site.compiled).bound(constants)
 
     def save(self, compiled: Any) -> bytes:
         model = cast("Model", compiled)
@@ -199,7 +211,7 @@ class Model:
         self,
         backend: Foreign,
         program: Any,
-        operands: tuple[Layout, ...],
+        operands: tuple[Layout | None, ...],
         results: tuple[Layout, ...],
         constants: Mapping[int, Tensor] | None = None,
     ) -> None:
@@ -223,13 +235,17 @@ class Model:
             with self._lock:
                 found = self._sessions.get(threads)
                 if found is None:
-                    rows = {i: self.operands[i].rows(value.detach()) for i, value in self.constants.items()}
+                    rows = {i: self._rows(i, value) for i, value in self.constants.items()}
                     found = self._sessions[threads] = self.backend.session(self.program, rows, self.results)
         return found
 
     def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return self.session()(*[self.operands[i].rows(operands[i].detach()) for i in self._given])
+            return self.session()(*[self._rows(i, operands[i]) for i in self._given])
+
+    def _rows(self, i: int, value: Any) -> Tensor:
+        layout = self.operands[i]
+        return torch.tensor(value) if layout is None else layout.rows(value.detach())
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _unpickled, (self.backend, self.backend.save(self), self.constants)
@@ -238,6 +254,11 @@ class Model:
 def _unpickled(backend: Foreign, data: bytes, constants: Mapping[int, Tensor]) -> Model:
     made = cast("Model", backend.load(data, cast("Region", None)))
     return made.bound(constants) if constants else made
+
+
+def loaded(name: str) -> Any:
+    """A module of another project, imported when it is needed; what it has is not known here."""
+    return importlib.import_module(name)
 
 
 def installed(package: str) -> str:
@@ -290,10 +311,19 @@ def parted(data: bytes) -> list[bytes]:
     return found
 
 
-def _told(layout: Layout) -> Any:
+def _laid(value: Any) -> Layout | None:
+    """How an operand lies in memory; None for a number."""
+    return layout_of(value) if isinstance(value, Tensor) else None
+
+
+def _told(layout: Layout | None) -> Any:
+    if layout is None:
+        return None
     return [str(layout.dtype).removeprefix("torch."), layout.order, layout.sizes, layout.strides]
 
 
-def _layout(told: Any) -> Layout:
+def _layout(told: Any) -> Any:
+    if told is None:
+        return None
     dtype, *rest = told
     return Layout(getattr(torch, dtype), *(None if r is None else tuple(r) for r in rest))

@@ -58,11 +58,6 @@ class Judge:
                 self._try([n for k, n in waiting.items() if k not in self._known and self.sift(n) is None])
             return self._known[key]
 
-    def spelling(self, node: Node) -> GraphModule | None:
-        """What to write in place of a node that was taken."""
-        found = self._known.get(signature(node))
-        return None if found is None else found.written
-
     def _try(self, nodes: Sequence[Node]) -> None:
         """Try some together; where they fail, halves of them, until it is known which it is."""
         written = {n: self._written(n) for n in nodes if str(n.target) in self.foreseen}
@@ -79,7 +74,7 @@ class Judge:
         """Try an operation again, written out."""
         written = self._written(node)
         if written is None:
-            return Verdict(self._why_not([node], {}))
+            return Verdict(self._why_not([node], {node: None} if str(node.target) in self.foreseen else {}))
         reason = self._why_not([node], {node: written})
         return Verdict(reason) if reason is not None else Verdict(written=written)
 
@@ -94,6 +89,9 @@ class Judge:
         return None if held or calls == [node.target] else written
 
     def _why_not(self, nodes: Sequence[Node], written: Mapping[Node, GraphModule | None]) -> str | None:
+        lost = next((n for n in nodes if n in written and written[n] is None), None)
+        if lost is not None:
+            return f"{lost.target} cannot be told in simpler operations"
         try:
             self.convert(alone(nodes, written.get))
         except NoForm as failure:
@@ -115,6 +113,27 @@ def reads_itself(node: Node) -> bool:
     return str(node.target) in INDEXING and len(found) != len(set(found))
 
 
+def why_risky(node: Node) -> str | None:
+    """Why an operation is better not even tried, whatever the compiler: some of these make one run for ever."""
+    if reads_itself(node):
+        return "it takes an index from the tensor that it reads"
+    if about_memory(node.target):
+        return f"{node.target} is about memory, and a compiler has values"
+    # Of a tuple, parts that are not asked for may be empty.
+    for one in (node, *node.all_input_nodes):
+        value = one.meta.get("val")
+        if isinstance(value, Tensor) and not value.numel():
+            return "there is nothing in a tensor that it takes or makes"
+    first = node.args[0] if node.args else None
+    value = first.meta.get("val") if isinstance(first, Node) else None
+    named = _name(node.target) not in ("unsqueeze", "squeeze") and any(
+        a.name.startswith("dim") for a in cast("Any", node.target)._schema.arguments
+    )
+    if named and isinstance(value, Tensor) and not value.dim():
+        return f"{node.target} is along a dimension of a tensor that has none"
+    return None
+
+
 _STRIDED = ("as_strided", "set", "resize", "view.dtype", "is_contiguous")
 _UNSET = ("empty", "new_empty")
 
@@ -122,6 +141,11 @@ _UNSET = ("empty", "new_empty")
 def about_memory(target: Any) -> bool:
     """Whether an operator is about how values lie in memory, or shows memory that nobody wrote."""
     return str(target).removeprefix("aten.").startswith((*_STRIDED, *_UNSET))
+
+
+def _name(target: Any) -> str:
+    """The name of an operator without its overload."""
+    return str(target).removeprefix("aten.").partition(".")[0]
 
 
 def _needs_strides(target: Any) -> bool:

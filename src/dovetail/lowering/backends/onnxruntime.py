@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dovetail.lowering.backends.onnx_based import OnnxBackend, Session
+from dovetail.lowering.backends.foreign import Session, installed
+from dovetail.lowering.backends.onnx_based import OnnxBackend
 from dovetail.lowering.onnx.layouts import Layout
 from dovetail.lowering.onnx.types import ELEMENTS
 from dovetail.lowering.onnx.writer import Dialect
@@ -24,7 +24,7 @@ class OnnxRuntime(OnnxBackend):
 
     name = "onnxruntime"
     packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxruntime")
-    dialect = Dialect(attention=True)
+    dialect: ClassVar[Dialect] = Dialect(attention=True)
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         self._options = dict(options or {})
@@ -37,16 +37,8 @@ class OnnxRuntime(OnnxBackend):
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"1 {installed('onnxruntime')}"
 
-    def session(self, model: bytes, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
-        return _Running(model, constants, results, self._options)
-
-
-def installed(package: str) -> str:
-    """The version of a package, for cache keys."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+    def session(self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
+        return _Running(program, constants, results, self._options)
 
 
 class _Running(Session):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.lowering.backends.onnx_based import OnnxBackend, Session, input_names
-from dovetail.lowering.backends.onnxruntime import installed
+from dovetail.lowering.backends.foreign import Session, installed
+from dovetail.lowering.backends.onnx_based import OnnxBackend, input_names
 from dovetail.lowering.onnx.layouts import Layout
 
 
@@ -43,11 +43,11 @@ class OpenVino(OnnxBackend):
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"1 {installed('openvino')}"
 
-    def why_not(self, node: Node) -> str | None:
-        return _why_wide(node) or super().why_not(node)
+    def why_not_operation(self, node: Node) -> str | None:
+        return _why_wide(node) or super().why_not_operation(node)
 
-    def session(self, model: bytes, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
-        return _Running(model, constants, results, self.precision, self._options)
+    def session(self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
+        return _Running(program, constants, results, self.precision, self._options)
 
 
 _POSITIONS = {"embedding": 1, "index_select": 2, "gather": 2, "index": 1, "scatter": 2}
@@ -109,12 +109,15 @@ class _Running(Session):
             for target in parameter.output(0).get_target_inputs():
                 target.replace_source_output(held)
             model.remove_parameter(parameter)
+        threads = torch.get_num_threads()
         settings: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": precision,
-            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,
+            # Its own fusion of chains crashes the process where it compiles float32 for a single thread.
+            **({"SNIPPETS_MODE": "DISABLE"} if threads == 1 else {}),
             **options,
         }
         self._compiled = _core().compile_model(model, "CPU", settings)

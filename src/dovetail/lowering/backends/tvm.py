@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from dovetail.lowering.backends.foreign import Foreign, Session, installed, joined, parted
-from dovetail.lowering.backends.judging import Judge, about_memory, reads_itself
+from dovetail.lowering.backends.foreign import Foreign, NoForm, Session, installed, joined, loaded, parted
+from dovetail.lowering.backends.judging import Judge, Verdict, why_risky
 from dovetail.lowering.backends.retelling import retold
 from dovetail.lowering.backends.tvm_converting import INEXACT, converted
 from dovetail.lowering.onnx.layouts import Layout
@@ -44,10 +44,20 @@ class Tvm(Foreign):
         return f"1 {installed('apache-tvm')}"
 
     def why_not_operation(self, node: Node) -> str | None:
-        return _judge().verdict(node, lambda one: self.why_not_plainly(one) is None).reason
+        return self._verdict(node).reason
+
+    def spelling(self, node: Node) -> GraphModule | None:
+        """What is written in place of an operation; None where it is written as it is. Raises NoForm."""
+        found = self._verdict(node)
+        if found.reason is not None:
+            raise NoForm(found.reason)
+        return found.written
+
+    def _verdict(self, node: Node) -> Verdict:
+        return _judge().verdict(node, lambda one: self.why_not_plainly(one) is None)
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> Program:
-        told = retold(body, operands, results, _judge().spelling)
+        told = retold(body, operands, results, self.spelling)
         return Program(self.target, told.guarded, converted(told.graph))
 
     def session(
@@ -86,37 +96,36 @@ class Program:
             return self._made
 
     def _compiled(self) -> Any:
-        import tvm
-
+        tvm = loaded("tvm")
         here = tvm.target.Target
         target = here.from_device(tvm.cpu()) if self.target is None else here(self.target)
         return tvm.compile(self.module, target=target)
 
     def _loaded(self) -> Any:
-        import tvm
-
         # What is loaded stays when its file is gone.
         with tempfile.NamedTemporaryFile(prefix="dovetail-tvm-", suffix=".so") as file:
             file.write(self.library)
             file.flush()
-            return tvm.runtime.load_module(file.name)
+            return loaded("tvm").runtime.load_module(file.name)
 
 
 class _Running(Session):
     def __init__(self, program: Program, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> None:
-        from tvm import cpu, relax, runtime
-
+        tvm = loaded("tvm")
+        relax = loaded("tvm.relax")
         self._program, self._results = program, list(results)
-        self._machine: Callable[[], Any] = lambda: relax.VirtualMachine(program.executable(), cpu())
-        self._given: Callable[[Tensor], Any] = runtime.from_dlpack
-        self._held = dict(constants)
-        self._bound = {i: self._given(value) for i, value in constants.items()}
+        self._machine: Callable[[], Any] = lambda: relax.VirtualMachine(program.executable(), tvm.cpu())
+        self._given: Callable[[Tensor], Any] = tvm.runtime.from_dlpack
+        # The memory is torch's own, and must live as long as TVM reads it.
+        self._held = {i: _aligned(value) for i, value in constants.items()}
+        self._bound = {i: self._given(value) for i, value in self._held.items()}
         # A machine is for one call at a time, and threads may call at once.
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._idle.put(self._machine())
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
         _set_threads(torch.get_num_threads())
+        rows = tuple(map(_aligned, rows))
         fresh, bound = iter(map(self._given, rows)), self._bound
         operands = [bound[i] if i in bound else next(fresh) for i in range(len(bound) + len(rows))]
         try:
@@ -135,7 +144,7 @@ class _Running(Session):
 
     def _fresh(self, made: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
         """Results in memory of their own: a reshape of an operand, or of another result, is told in place."""
-        seen = {t.untyped_storage().data_ptr() for t in (*rows, *self._held.values())}
+        seen = {t.data_ptr() for t in (*rows, *self._held.values())}
         own: list[Tensor] = []
         for value in made:
             value = value.clone() if value.data_ptr() in seen else value
@@ -144,15 +153,21 @@ class _Running(Session):
         return own
 
 
+_ALIGNMENT = 64
+
+
+def _aligned(value: Tensor) -> Tensor:
+    """A tensor that begins where TVM's code expects one to; torch's own memory does, a part of it may not."""
+    return value.clone() if value.data_ptr() % _ALIGNMENT else value
+
+
 _STATE = threading.local()
 
 
 def _set_threads(count: int) -> None:
     """Tell TVM how many threads it has; each thread that calls it has threads of its own."""
     if getattr(_STATE, "count", 0) != count:
-        import tvm
-
-        configure: Any = tvm.get_global_func("runtime.config_threadpool", allow_missing=True)
+        configure = loaded("tvm").get_global_func("runtime.config_threadpool", allow_missing=True)
         if configure is not None:
             configure(0, count)
         _STATE.count = count
@@ -168,8 +183,4 @@ def _table() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _sifted(node: Node) -> str | None:
-    if reads_itself(node):
-        return "it takes an index from the tensor that it reads"
-    if about_memory(node.target):
-        return f"{node.target} is about memory, and TVM has values"
-    return INEXACT.get(str(node.target))
+    return why_risky(node) or INEXACT.get(str(node.target))

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from dovetail.lowering.backends.common import quiet
-from dovetail.lowering.backends.foreign import NoForm
+from dovetail.lowering.backends.foreign import NoForm, loaded
 from dovetail.lowering.backends.tvm_loops import loops
 
 INEXACT: Mapping[str, str] = {
@@ -34,15 +34,27 @@ _CONVERTING = threading.Lock()
 
 def converted(graph: Graph) -> Any:
     """A Relax module whose function "main" does what a graph does, down to loops; raises NoForm."""
-    from tvm import relax
-    from tvm.relax.frontend.torch import from_exported_program
-
+    relax = loaded("tvm.relax")
+    convert = loaded("tvm.relax.frontend.torch").from_exported_program
     with _CONVERTING, quiet():
         try:
-            module = from_exported_program(_exported(graph), run_ep_decomposition=False)
-            return relax.transform.LegalizeOps(loops())(module)
+            module = relax.transform.LegalizeOps(loops())(
+                convert(_exported(graph), run_ep_decomposition=False)
+            )
         except Exception as error:
             raise NoForm(f"TVM does not convert it: {_reason(error)}") from error
+    _check_types(module, graph)
+    return module
+
+
+def _check_types(module: Any, graph: Graph) -> None:
+    """Whether results are what they must be: of some dtypes the converter makes others."""
+    made = list(module["main"].ret_ty.fields)
+    for kind, node in zip(made, cast("Sequence[Node]", graph.output_node().args[0]), strict=True):
+        value = node.meta["val"]
+        got, wanted = str(kind.dtype), str(value.dtype).removeprefix("torch.")
+        if got != wanted or [int(n) for n in kind.shape.values] != list(value.shape):
+            raise NoForm(f"TVM makes {got} of what is {wanted} ('{node.name}')")
 
 
 def _exported(graph: Graph) -> ExportedProgram:

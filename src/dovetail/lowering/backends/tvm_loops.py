@@ -7,8 +7,11 @@ range.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from dovetail.lowering.backends.foreign import loaded
 
 Loops = Callable[[Any, Any], Any]
 
@@ -16,7 +19,7 @@ Loops = Callable[[Any, Any], Any]
 @functools.cache
 def loops() -> dict[str, Loops]:
     """By the name of an operator, what writes its loops."""
-    from tvm import topi
+    topi = loaded("tvm.topi")
 
     def take(builder: Any, call: Any) -> Any:
         axis = call.attrs.axis
@@ -37,49 +40,60 @@ def loops() -> dict[str, Loops]:
 
 
 def _relu(x: Any) -> Any:
-    from tvm import te, tirx
+    te, tirx = loaded("tvm.te"), loaded("tvm.tirx")
 
-    return te.compute(x.shape, lambda *i: tirx.Select(x(*i) < 0, tirx.const(0, x.dtype), x(*i)), name="relu")
+    def at(*i: Any) -> Any:
+        return tirx.Select(x(*i) < 0, tirx.const(0, x.dtype), x(*i))
+
+    return te.compute(x.shape, at, name="relu")
 
 
 def _clip(x: Any, low: Any, high: Any) -> Any:
-    from tvm import te, tirx
+    te, tirx = loaded("tvm.te"), loaded("tvm.tirx")
+    # A bound that is not there is infinite, which whole numbers cannot be.
+    least, most = (None if _is_infinite(bound) else tirx.Cast(x.dtype, bound) for bound in (low, high))
 
-    least, most = (tirx.Cast(x.dtype, bound) for bound in (low, high))
-
-    def clipped(*i: Any) -> Any:
+    def at(*i: Any) -> Any:
         value = x(*i)
-        return tirx.Select(value < least, least, tirx.Select(value > most, most, value))
+        if most is not None:
+            value = tirx.Select(value > most, most, value)
+        return value if least is None else tirx.Select(x(*i) < least, least, value)
 
-    return te.compute(x.shape, clipped, name="clip")
+    return te.compute(x.shape, at, name="clip")
+
+
+def _is_infinite(bound: Any) -> bool:
+    return math.isinf(getattr(bound, "value", 0))
 
 
 def _more(a: Any, b: Any) -> Any:
-    from tvm import tirx
-
+    tirx = loaded("tvm.tirx")
     return tirx.Select(_or_no_number(a > b, a), a, b)
 
 
 def _less(a: Any, b: Any) -> Any:
-    from tvm import tirx
-
+    tirx = loaded("tvm.tirx")
     return tirx.Select(_or_no_number(a < b, a), a, b)
 
 
 def _or_no_number(better: Any, value: Any) -> Any:
-    from tvm import tirx
-
+    tirx = loaded("tvm.tirx")
     # A comparison with itself would be simplified away.
     return tirx.any(better, tirx.isnan(value)) if "float" in str(value.dtype) else better
 
 
 def _broadcast(better: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def both(x: Any, y: Any) -> Any:
-        from tvm import te, topi
-
-        shape = [max(int(a), int(b)) if 0 not in (int(a), int(b)) else 0 for a, b in _aligned(x.shape, y.shape)]
+        te, topi = loaded("tvm.te"), loaded("tvm.topi")
+        shape = [
+            max(int(a), int(b)) if 0 not in (int(a), int(b)) else 0 for a, b in _aligned(x.shape, y.shape)
+        ]
         wide = [topi.broadcast_to(one, shape) for one in (x, y)]
-        return te.compute(shape, lambda *i: better(wide[0](*i), wide[1](*i)), name="extreme")
+
+        def at(*i: Any) -> Any:
+            return better(wide[0](*i), wide[1](*i))
+
+        return te.compute(shape, at, name="extreme")
 
     return both
 
@@ -91,8 +105,7 @@ def _aligned(x: Sequence[Any], y: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _bound(dtype: Any, least: bool) -> Any:
-    from tvm import te, tirx
-
+    te, tirx = loaded("tvm.te"), loaded("tvm.tirx")
     text = str(dtype)
     if text.startswith("float"):
         return tirx.const(float("-inf" if least else "inf"), text)
@@ -100,14 +113,20 @@ def _bound(dtype: Any, least: bool) -> Any:
 
 
 def _reducer(better: Callable[[Any, Any], Any], least: bool) -> Any:
-    from tvm import te
+    te = loaded("tvm.te")
 
-    return te.comm_reducer(lambda a, b: better(a, b), lambda dtype: _bound(dtype, least), name="extreme")
+    # It looks at the code of the function, so this must be one that has two parameters.
+    def combined(a: Any, b: Any) -> Any:
+        return better(a, b)
+
+    def identity(dtype: Any) -> Any:
+        return _bound(dtype, least)
+
+    return te.comm_reducer(combined, identity, name="extreme")
 
 
 def _reduced(builder: Any, call: Any, better: Callable[[Any, Any], Any], *, least: bool) -> Any:
-    from tvm import te
-
+    te = loaded("tvm.te")
     given = [int(n) for n in call.args[0].ty.shape.values]
     axes = range(len(given)) if call.attrs.axis is None else [int(a) % len(given) for a in call.attrs.axis]
     sizes = [int(n) for n in call.ty.shape.values]
@@ -119,16 +138,16 @@ def _reduced(builder: Any, call: Any, better: Callable[[Any, Any], Any], *, leas
         def at(*i: Any) -> Any:
             free = iter(i)
             place = [along[d] if d in along and not kept else next(free) for d in range(len(given))]
-            return reducer(x(*[along.get(d, p) for d, p in enumerate(place)]), axis=list(along.values()))
+            value = x(*[along.get(d, p) for d, p in enumerate(place)])
+            return reducer(value, axis=list(along.values())) if along else value
 
-        return te.compute(sizes, at, name="extreme") if along else x
+        return te.compute(sizes, at, name="extreme")
 
     return builder.call_te(run, call.args[0])
 
 
 def _pooled(builder: Any, call: Any) -> Any:
-    from tvm import te, tirx
-
+    te, tirx = loaded("tvm.te"), loaded("tvm.tirx")
     attrs = call.attrs
     if str(attrs.layout) != "NCHW" or str(attrs.out_layout) != "NCHW":
         raise NotImplementedError(f"max_pool2d in the layout {attrs.layout}")
@@ -139,7 +158,9 @@ def _pooled(builder: Any, call: Any) -> Any:
     reducer = _reducer(_more, least=True)
 
     def run(x: Any) -> Any:
-        down, across = (te.reduce_axis((0, k), name=name) for k, name in zip(kernel, ("kh", "kw"), strict=True))
+        down, across = (
+            te.reduce_axis((0, k), name=name) for k, name in zip(kernel, ("kh", "kw"), strict=True)
+        )
 
         def at(n: Any, c: Any, i: Any, j: Any) -> Any:
             row = i * step[0] + down * wide[0] - top

@@ -13,14 +13,22 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from dovetail.lowering.backends.foreign import WHOLE, Foreign, Session, installed, joined, parted
-from dovetail.lowering.backends.judging import Judge, about_memory, reads_itself
+from dovetail.lowering.backends.foreign import (
+    WHOLE,
+    Foreign,
+    NoForm,
+    Session,
+    installed,
+    joined,
+    loaded,
+    parted,
+)
+from dovetail.lowering.backends.judging import Judge, Verdict, why_risky
 from dovetail.lowering.backends.retelling import retold
 from dovetail.lowering.onnx.layouts import Layout
 from dovetail.lowering.stablehlo.importing import module_of, portable
 
-# torchax was weighed: it has a function in jax for each operator and so needs no torch-mlir, but it traces every body
-# in Python through jax, keeps arrays of its own class, and has no StableHLO to look at before jax has made it.
+# Not by way of torchax: its latest version cannot be imported with torch 2.13, and makes jax arrays, not StableHLO.
 
 
 class Xla(Foreign):
@@ -41,11 +49,17 @@ class Xla(Foreign):
         return super().missing() or _why_no_runtime()
 
     def why_not_operation(self, node: Node) -> str | None:
-        return _judge().verdict(node, lambda one: self.why_not_plainly(one) is None).reason
+        return self._verdict(node).reason
 
     def spelling(self, node: Node) -> GraphModule | None:
-        """What is written in place of an operation that is taken; None where it is written as it is."""
-        return _judge().spelling(node)
+        """What is written in place of an operation; None where it is written as it is. Raises NoForm."""
+        found = self._verdict(node)
+        if found.reason is not None:
+            raise NoForm(found.reason)
+        return found.written
+
+    def _verdict(self, node: Node) -> Verdict:
+        return _judge().verdict(node, lambda one: self.why_not_plainly(one) is None)
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> Program:
         told = retold(body, operands, results, self.spelling)
@@ -138,15 +152,14 @@ class _Runtime:
 def _runtime() -> _Runtime:
     # jaxlib tells of itself on stderr unless this is set; jax sets it too.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    from jaxlib import _jax, xla_client  # pyright: ignore[reportMissingImports]
-
+    xla_client, inner = loaded("jaxlib.xla_client"), loaded("jaxlib._jax")
     for method in ("compile_and_load", "deserialize_executable", "devices"):
         getattr(xla_client.Client, method)
     return _Runtime(
         xla_client.make_cpu_client,
         xla_client.CompileOptions,
-        _jax.dlpack_managed_tensor_to_buffer,
-        _jax.buffer_to_dlpack_managed_tensor,
+        inner.dlpack_managed_tensor_to_buffer,
+        inner.buffer_to_dlpack_managed_tensor,
     )
 
 
@@ -191,9 +204,7 @@ def _judge() -> Judge:
 
 
 def _table() -> Mapping[Any, Callable[..., Any]]:
-    from torch_mlir.extras.fx_decomp_util import get_decomposition_table
-
-    return get_decomposition_table()
+    return loaded("torch_mlir.extras.fx_decomp_util").get_decomposition_table()
 
 
 _FORESEEN = frozenset(
@@ -202,14 +213,11 @@ _FORESEEN = frozenset(
         "aten._native_batch_norm_legit_no_training.default",
         "aten.unbind.int",
         "aten.diff.default",
+        "aten.einsum.default",
     }
 )
-"""Operators that torch-mlir is known to take only when they are written out."""
+"""Operators that torch-mlir is known to take only when they are written out; of some einsums it would die."""
 
 
 def _sifted(node: Node) -> str | None:
-    if reads_itself(node):
-        return "it takes an index from the tensor that it reads"
-    if about_memory(node.target):
-        return f"{node.target} is about memory, and XLA has values"
-    return None
+    return why_risky(node)

@@ -66,8 +66,10 @@ def _mask(w: Writer, q: Node, k: Node, mask: Any, causal: bool) -> tuple[str | N
         seen = reduced(w, "ReduceMax", counted, [last], keepdim=True)
         zero, never = w.constant(0.0, dtype), w.constant(-math.inf, dtype)
         return w.op("Where", w.of(mask), zero, never), w.op("Equal", seen, w.constant(0, torch.int32))
-    most = reduced(w, "ReduceMax", w.read(mask, dtype), [last], keepdim=True)
-    return w.read(mask, dtype), w.op("Equal", most, w.constant(-math.inf, dtype))
+    # Not the largest of each row: OpenVINO has a finite one where all are infinite.
+    hidden = w.op("IsInf", w.read(mask, dtype), detect_positive=0)
+    every = reduced(w, "ReduceMin", w.cast(hidden, torch.bool, torch.int32), [last], keepdim=True)
+    return w.read(mask, dtype), w.op("Equal", every, w.constant(1, torch.int32))
 
 
 def _written(

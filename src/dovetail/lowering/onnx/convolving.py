@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from dovetail.lowering.onnx.elementwise import floating
@@ -17,10 +18,18 @@ def _each(value: Any, rank: int) -> list[int]:
     return listed * rank if len(listed) == 1 else listed
 
 
-def _batched(w: Writer, node: Node, x: Any, rank: int) -> None:
-    floating(w, x)
-    if w.value(x).dim() != rank + 2:
-        raise NoForm("an image without a batch")
+class _Image:
+    """An image for ONNX, which wants a batch of them, and the way back."""
+
+    def __init__(self, w: Writer, x: Any, rank: int) -> None:
+        floating(w, x)
+        self.w, self.alone = w, w.value(x).dim() == rank + 1
+        self.front = w.constant([0], torch.int64)
+        self.name = w.op("Unsqueeze", w.of(x), self.front) if self.alone else w.of(x)
+
+    def back(self, made: str, label: str) -> str:
+        """A result without a batch if there was none."""
+        return self.w.op("Squeeze", made, self.front, label=label) if self.alone else made
 
 
 def _convolution(rank: int) -> Form:
@@ -35,7 +44,7 @@ def _convolution(rank: int) -> Form:
         dilation: Any = 1,
         groups: int = 1,
     ) -> str:
-        _batched(w, node, x, rank)
+        image = _Image(w, x, rank)
         rest = [] if bias is None else [w.of(bias)]
         if padding == "same" and any(s != 1 for s in _each(stride, rank)):
             raise NoForm("padding 'same' with strides")
@@ -47,9 +56,9 @@ def _convolution(rank: int) -> Form:
             pads = [t // 2 for t in totals] + [t - t // 2 for t in totals]
         else:
             pads = _each(padding, rank) * 2
-        return w.op(
+        made = w.op(
             "Conv",
-            w.of(x),
+            image.name,
             w.of(weight),
             *rest,
             strides=_each(stride, rank),
@@ -59,6 +68,7 @@ def _convolution(rank: int) -> Form:
             kernel_shape=w.sizes(weight)[2:],
             label=node.name,
         )
+        return image.back(made, node.name)
 
     return write
 
@@ -76,14 +86,14 @@ def _transposed(rank: int) -> Form:
         groups: int = 1,
         dilation: Any = 1,
     ) -> str:
-        _batched(w, node, x, rank)
+        image = _Image(w, x, rank)
         rest = [] if bias is None else [w.of(bias)]
         more, steps = _each(output_padding, rank), _each(stride, rank)
         if any(a >= b for a, b in zip(more, steps, strict=True)):
             raise NoForm("a transposed convolution padded by a stride or more")
-        return w.op(
+        made = w.op(
             "ConvTranspose",
-            w.of(x),
+            image.name,
             w.of(weight),
             *rest,
             strides=_each(stride, rank),
@@ -94,6 +104,7 @@ def _transposed(rank: int) -> Form:
             kernel_shape=w.sizes(weight)[2:],
             label=node.name,
         )
+        return image.back(made, node.name)
 
     return write
 
@@ -134,10 +145,10 @@ def _max_pool(rank: int, *, positions: bool) -> Form:
         dilation: Any = 1,
         ceil_mode: bool = False,
     ) -> Any:
-        _batched(w, node, x, rank)
+        image = _Image(w, x, rank)
         made = w.op(
             "MaxPool",
-            w.of(x),
+            image.name,
             kernel_shape=_each(kernel, rank),
             strides=_each(stride if stride else kernel, rank),
             pads=_each(padding, rank) * 2,
@@ -145,6 +156,7 @@ def _max_pool(rank: int, *, positions: bool) -> Form:
             ceil_mode=int(ceil_mode),
             label=node.name,
         )
+        made = image.back(made, node.name)
         # Positions are counted otherwise in ONNX.
         return (made, None) if positions else made
 
@@ -163,36 +175,38 @@ def _average_pool(rank: int) -> Form:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> str:
-        _batched(w, node, x, rank)
+        image = _Image(w, x, rank)
         if divisor_override is not None:
             raise NoForm("an average with a divisor of its own")
         if ceil_mode:
             raise NoForm("an average whose last windows reach over the edge")
-        return w.op(
+        made = w.op(
             "AveragePool",
-            w.of(x),
+            image.name,
             kernel_shape=_each(kernel, rank),
             strides=_each(stride if stride else kernel, rank),
             pads=_each(padding, rank) * 2,
             count_include_pad=int(count_include_pad),
             label=node.name,
         )
+        return image.back(made, node.name)
 
     return write
 
 
 def _adaptive(rank: int, kind: str) -> Form:
     def write(w: Writer, node: Node, x: Any, size: Sequence[Any]) -> Any:
-        _batched(w, node, x, rank)
+        image = _Image(w, x, rank)
         wanted = _each(size, rank)
         if all(n == 1 for n in wanted):
-            made = w.op(f"Global{kind}Pool", w.of(x), label=node.name)
+            made = w.op(f"Global{kind}Pool", image.name, label=node.name)
         else:
-            given = w.sizes(x)[2:]
+            given = w.sizes(x)[-rank:]
             if any(a % b for a, b in zip(given, wanted, strict=True)):
                 raise NoForm("windows of several sizes")
             step = [a // b for a, b in zip(given, wanted, strict=True)]
-            made = w.op(f"{kind}Pool", w.of(x), kernel_shape=step, strides=step, label=node.name)
+            made = w.op(f"{kind}Pool", image.name, kernel_shape=step, strides=step, label=node.name)
+        made = image.back(made, node.name)
         return made if kind == "Average" else (made, None)
 
     return write

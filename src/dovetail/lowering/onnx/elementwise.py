@@ -342,9 +342,10 @@ def _(w: Writer, node: Node, x: Any, *_: Any, **options: Any) -> str:
         if given.device != made.device:
             raise NoForm("a copy to another device")
     given, wanted = dtype_of(w, x), dtype_of(w, node)
+    number = element(wanted)
     if given.is_floating_point and not wanted.is_floating_point and wanted not in (torch.bool, torch.int64):
         raise NoForm("numbers that a small whole number cannot hold are cast otherwise in ONNX")
-    return w.op("Cast", w.of(x), to=element(wanted), label=node.name)
+    return w.op("Cast", w.of(x), to=number, label=node.name)
 
 
 @form("aten.clone.default", "aten.detach.default", "aten.alias.default", "aten.contiguous.default")

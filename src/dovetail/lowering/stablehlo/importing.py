@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from dovetail.lowering.backends.foreign import NoForm
+from dovetail.lowering.backends.foreign import NoForm, loaded
 
 PACKAGE = "torch_mlir"
 
@@ -36,22 +36,20 @@ def module_of(graphs: Mapping[str, Graph]) -> Any:
 
     Products are as exact as torch makes them: in float32 throughout, unless torch was told otherwise.
     """
-    from torch_mlir import ir
-    from torch_mlir.dialects import torch as dialect
-    from torch_mlir.extras.fx_importer import FxImporter
-    from torch_mlir.passmanager import PassManager
-
+    ir = loaded("torch_mlir.ir")
+    manager = loaded("torch_mlir.passmanager").PassManager
+    importing = loaded("torch_mlir.extras.fx_importer").FxImporter
     with _CONVERTING:
         context = ir.Context()
-        dialect.register_dialect(context)
+        loaded("torch_mlir.dialects.torch").register_dialect(context)
         try:
-            importer = FxImporter(context=context)
+            importer = importing(context=context)
             for name, graph in graphs.items():
                 importer.import_stateless_graph(graph, func_name=name)
             module = importer.module
             with context:
                 for pipeline in _PIPELINES:
-                    PassManager.parse(pipeline).run(module.operation)
+                    manager.parse(pipeline).run(module.operation)
         except Exception as error:
             raise NoForm(_reason(error)) from error
         with context, ir.Location.unknown():
@@ -60,10 +58,12 @@ def module_of(graphs: Mapping[str, Graph]) -> Any:
 
 
 def portable(module: Any) -> bytes:
-    """A module as bytes that other versions of StableHLO read too."""
-    from torch_mlir._mlir_libs import _stablehlo
-
-    return _stablehlo.serialize_portable_artifact(module, _stablehlo.get_minimum_version())
+    """A module as bytes that StableHLO has read for twelve weeks, and will read for years."""
+    library = loaded("torch_mlir._mlir_libs._stablehlo")
+    needed = library.StablehloCompatibilityRequirement.WEEK_12
+    return library.serialize_portable_artifact(
+        module, library.get_version_from_compatibility_requirement(needed)
+    )
 
 
 def operations(owner: Any) -> Iterator[Any]:
@@ -91,10 +91,19 @@ def _settle(ir: Any, module: Any) -> None:
                 )
             op.operation.result.replace_all_uses_with(made.result)
             op.operation.erase()
+        elif name == "stablehlo.compare" and _is_bool(ir, op):
+            op.operation.attributes["compare_type"] = ir.Attribute.parse(
+                "#stablehlo<comparison_type UNSIGNED>"
+            )
         elif name in ("stablehlo.dot_general", "stablehlo.convolution"):
             op.operation.attributes["precision_config"] = precision
         elif name.partition(".")[0] not in ("stablehlo", "func", "builtin"):
             raise NoForm(f"torch-mlir leaves a {name}")
+
+
+def _is_bool(ir: Any, op: Any) -> bool:
+    kind = ir.RankedTensorType(op.operation.operands[0].type).element_type
+    return str(kind) == "i1"
 
 
 _FAILED = re.compile(r"(?:failed to legalize|unsupported|expected|error:)[^\n]*?'([a-z_0-9.]+)'")
