@@ -11,7 +11,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint fuzz bench-outline bench-fuse bench-compile bench-int8 clean
+.PHONY: help demo test test-all lint fuzz bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ bench-compile: $(READY)  ## compiled models against torch.compile, cold start an
 
 bench-int8: $(READY)  ## int8 against float32 on ResNet and BERT, error and speed; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.int8 --write benchmarks/RESULTS.md
+
+bench-backends: $(READY)  ## other compilers through dovetail and alone, steady state and first result; writes benchmarks/RESULTS.md
+	@$(PIP) -e '.[bench]'
+	$(BIN)/python -m benchmarks.backends --write benchmarks/RESULTS.md
 
 clean:  ## remove .venv and everything generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info

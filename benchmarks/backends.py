@@ -149,7 +149,7 @@ def main() -> int:
     if options.part:
         print(json.dumps(steady(options.part, options.methods, options.repeat)))
         return 0
-    lines = _steady_rows(options) + [""] + _cold_rows(options)
+    lines = [*_steady_rows(options), "", *_cold_rows(options)]
     report = "\n".join([*lines, "", f"CPU; {machine()}", ""])
     print(report)
     if options.write:

@@ -101,10 +101,10 @@ def test_a_graph_that_cannot_be_captured_runs_as_it_is() -> None:
         return torch.func.grad(lambda z: (z.sin() ** 2).sum())(x)
 
     x = torch.randn(3, 8)
-    with pytest.warns(UserWarning, match="runs as it is: (forward uses a tensor|torch.export cannot trace)"):
+    with pytest.warns(UserWarning, match=r"runs as it is: (forward uses a tensor|torch.export cannot trace)"):
         assert torch.equal(compiled(derivative)(x), derivative(x))
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="forward uses a tensor|torch.export cannot trace"):
+    with pytest.raises(Exception, match=r"forward uses a tensor|torch.export cannot trace"):
         compiled(derivative, on_error="raise")(x)
 
 

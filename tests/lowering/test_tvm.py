@@ -33,6 +33,7 @@ class TestTvm(ForeignKit):
     name = "tvm"
     isolated = Isolated
     dies = Dies
+    share = 0.8
 
 
 def test_what_is_no_number_stays_so() -> None:

@@ -17,7 +17,6 @@ from dovetail.lowering.flattening import Flattener, flat, held_value
 from dovetail.outlining.key import key_of
 from dovetail.outlining.region import Region
 
-
 _VARIANCE = 4
 """The place of the variance among the arguments of every batch norm."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dovetail.lowering.backends.foreign import NoForm
+from dovetail.lowering.backends.foreign import Foreign
 from dovetail.lowering.backends.retelling import INDEXING, alone, written_out
+from dovetail.lowering.onnx.types import NoForm
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,27 @@ class Judge:
         except Exception as error:
             return f"it is not told to the compiler: {_first_line(error)}"
         return None
+
+
+class Judged(Foreign):
+    """A backend that finds out what its compiler takes by giving it some."""
+
+    @abstractmethod
+    def judge(self) -> Judge:
+        """What is known of the compiler; all backends of a class have the same one."""
+
+    def why_not_operation(self, node: Node) -> str | None:
+        return self._verdict(node).reason
+
+    def spelling(self, node: Node) -> GraphModule | None:
+        """What is written in place of an operation; None where it is written as it is. Raises NoForm."""
+        found = self._verdict(node)
+        if found.reason is not None:
+            raise NoForm(found.reason)
+        return found.written
+
+    def _verdict(self, node: Node) -> Verdict:
+        return self.judge().verdict(node, lambda one: self.why_not_plainly(one) is None)
 
 
 def signature(node: Node) -> str:

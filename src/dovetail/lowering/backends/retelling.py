@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -67,7 +68,7 @@ class Teller:
             return
         args, kwargs = cast("Any", map_arg((node.args, node.kwargs), env.__getitem__))
         args = self._in_range(node.target, list(args))
-        written = spelling(node)
+        written = None if node.target is operator.getitem else spelling(node)
         if written is None:
             env[node] = self.call(node.target, *args, **kwargs)
             return
@@ -194,7 +195,22 @@ def written_out(node: Node, table: Mapping[Any, Callable[..., Any]]) -> GraphMod
 
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in inputs]
-        return make_fx(run, decomposition_table=dict(table))(*fakes)
+        return _pure(make_fx(run, decomposition_table=dict(table))(*fakes))
+
+
+def _pure(written: GraphModule) -> GraphModule:
+    """Without writes into what it has made itself and reads nowhere else, as some decompositions have them."""
+    for node in written.graph.nodes:
+        target = node.target
+        if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+            continue
+        made = node.args[0]
+        name = target._schema.name.removeprefix("aten::")
+        packet = getattr(ATEN, name.removesuffix("_"), None)
+        if not name.endswith("_") or made.op != "call_function" or len(made.users) > 1 or packet is None:
+            raise ValueError(f"{target} writes what is read elsewhere")
+        node.target = getattr(packet, target._overloadname)
+    return written
 
 
 def alone(nodes: Sequence[Node], spelling: Spelling) -> Graph:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from dovetail.lowering.backends.foreign import Foreign, NoForm, Session, installed, joined, loaded, parted
-from dovetail.lowering.backends.judging import Judge, Verdict, why_risky
+from dovetail.lowering.backends.foreign import Session, installed, joined, loaded, parted
+from dovetail.lowering.backends.judging import Judge, Judged, why_risky
 from dovetail.lowering.backends.retelling import retold
+from dovetail.lowering.backends.tried import TVM, why_untried
 from dovetail.lowering.backends.tvm_converting import INEXACT, converted
 from dovetail.lowering.onnx.layouts import Layout
 
 
-class Tvm(Foreign):
+class Tvm(Judged):
     """Compiles regions of fixed sizes with TVM for the CPU, in float32.
 
     Nothing is tuned: loops are as TVM writes them by itself, in one thread unless they are sorted or scanned. `target`
@@ -43,18 +44,8 @@ class Tvm(Foreign):
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"1 {installed('apache-tvm')}"
 
-    def why_not_operation(self, node: Node) -> str | None:
-        return self._verdict(node).reason
-
-    def spelling(self, node: Node) -> GraphModule | None:
-        """What is written in place of an operation; None where it is written as it is. Raises NoForm."""
-        found = self._verdict(node)
-        if found.reason is not None:
-            raise NoForm(found.reason)
-        return found.written
-
-    def _verdict(self, node: Node) -> Verdict:
-        return _judge().verdict(node, lambda one: self.why_not_plainly(one) is None)
+    def judge(self) -> Judge:
+        return _judge()
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> Program:
         told = retold(body, operands, results, self.spelling)
@@ -183,4 +174,13 @@ def _table() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _sifted(node: Node) -> str | None:
-    return why_risky(node) or INEXACT.get(str(node.target))
+    return why_untried(TVM, node) or _why_wrong(node) or why_risky(node)
+
+
+def _why_wrong(node: Node) -> str | None:
+    """Why an operation would not give in TVM what it gives in torch, where that is a matter of its operands."""
+    name, first = str(node.target), node.args[0] if node.args else None
+    value = first.meta.get("val") if isinstance(first, Node) else None
+    if name.startswith("aten.ne.") and isinstance(value, Tensor) and value.dtype.is_floating_point:
+        return "TVM says of what is no number that it equals itself"
+    return INEXACT.get(name)

@@ -14,6 +14,7 @@ from typing import Any
 from dovetail.lowering.backends.foreign import loaded
 
 Loops = Callable[[Any, Any], Any]
+Better = Callable[[Any, Any], Any]
 
 
 @functools.cache
@@ -31,10 +32,10 @@ def loops() -> dict[str, Loops]:
         "relax.take": take,
         "relax.nn.relu": lambda builder, call: builder.call_te(_relu, call.args[0]),
         "relax.clip": lambda builder, call: builder.call_te(_clip, *call.args),
-        "relax.maximum": lambda builder, call: builder.call_te(_broadcast(_more), *call.args),
-        "relax.minimum": lambda builder, call: builder.call_te(_broadcast(_less), *call.args),
-        "relax.max": lambda builder, call: _reduced(builder, call, _more, least=True),
-        "relax.min": lambda builder, call: _reduced(builder, call, _less, least=False),
+        "relax.maximum": lambda builder, call: builder.call_te(_broadcast(True), *call.args),
+        "relax.minimum": lambda builder, call: builder.call_te(_broadcast(False), *call.args),
+        "relax.max": lambda builder, call: _reduced(builder, call, True),
+        "relax.min": lambda builder, call: _reduced(builder, call, False),
         "relax.nn.max_pool2d": _pooled,
     }
 
@@ -66,29 +67,27 @@ def _is_infinite(bound: Any) -> bool:
     return math.isinf(getattr(bound, "value", 0))
 
 
-def _more(a: Any, b: Any) -> Any:
-    tirx = loaded("tvm.tirx")
-    return tirx.Select(_or_no_number(a > b, a), a, b)
+def _better(most: bool, dtype: Any) -> Better:
+    """The larger one of two, or the smaller; what is no number is kept."""
+    tirx, floats = loaded("tvm.tirx"), "float" in str(dtype)
+
+    # A reducer looks at the code of the function, so this must be one that has two parameters.
+    def better(a: Any, b: Any) -> Any:
+        first = a > b if most else a < b
+        # A comparison with itself would be simplified away.
+        return tirx.Select(tirx.any(first, tirx.isnan(a)) if floats else first, a, b)
+
+    return better
 
 
-def _less(a: Any, b: Any) -> Any:
-    tirx = loaded("tvm.tirx")
-    return tirx.Select(_or_no_number(a < b, a), a, b)
-
-
-def _or_no_number(better: Any, value: Any) -> Any:
-    tirx = loaded("tvm.tirx")
-    # A comparison with itself would be simplified away.
-    return tirx.any(better, tirx.isnan(value)) if "float" in str(value.dtype) else better
-
-
-def _broadcast(better: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _broadcast(most: bool) -> Better:
     def both(x: Any, y: Any) -> Any:
         te, topi = loaded("tvm.te"), loaded("tvm.topi")
         shape = [
             max(int(a), int(b)) if 0 not in (int(a), int(b)) else 0 for a, b in _aligned(x.shape, y.shape)
         ]
         wide = [topi.broadcast_to(one, shape) for one in (x, y)]
+        better = _better(most, x.dtype)
 
         def at(*i: Any) -> Any:
             return better(wide[0](*i), wide[1](*i))
@@ -112,25 +111,21 @@ def _bound(dtype: Any, least: bool) -> Any:
     return te.min_value(text) if least else te.max_value(text)
 
 
-def _reducer(better: Callable[[Any, Any], Any], least: bool) -> Any:
+def _reducer(most: bool, dtype: Any) -> Any:
     te = loaded("tvm.te")
 
-    # It looks at the code of the function, so this must be one that has two parameters.
-    def combined(a: Any, b: Any) -> Any:
-        return better(a, b)
-
     def identity(dtype: Any) -> Any:
-        return _bound(dtype, least)
+        return _bound(dtype, most)
 
-    return te.comm_reducer(combined, identity, name="extreme")
+    return te.comm_reducer(_better(most, dtype), identity, name="extreme")
 
 
-def _reduced(builder: Any, call: Any, better: Callable[[Any, Any], Any], *, least: bool) -> Any:
+def _reduced(builder: Any, call: Any, most: bool) -> Any:
     te = loaded("tvm.te")
     given = [int(n) for n in call.args[0].ty.shape.values]
     axes = range(len(given)) if call.attrs.axis is None else [int(a) % len(given) for a in call.attrs.axis]
     sizes = [int(n) for n in call.ty.shape.values]
-    kept, reducer = bool(call.attrs.keepdims), _reducer(better, least)
+    kept, reducer = bool(call.attrs.keepdims), _reducer(most, call.args[0].ty.dtype)
 
     def run(x: Any) -> Any:
         along = {a: te.reduce_axis((0, given[a]), name=f"k{a}") for a in axes}
@@ -155,7 +150,7 @@ def _pooled(builder: Any, call: Any) -> Any:
     height, width = (int(n) for n in call.args[0].ty.shape.values[2:])
     kernel, step, wide = ([int(n) for n in a] for a in (attrs.pool_size, attrs.strides, attrs.dilation))
     top, left = (int(n) for n in list(attrs.padding)[:2])
-    reducer = _reducer(_more, least=True)
+    reducer = _reducer(True, call.args[0].ty.dtype)
 
     def run(x: Any) -> Any:
         down, across = (

@@ -15,23 +15,22 @@ from torch.fx import GraphModule, Node
 
 from dovetail.lowering.backends.foreign import (
     WHOLE,
-    Foreign,
-    NoForm,
     Session,
     installed,
     joined,
     loaded,
     parted,
 )
-from dovetail.lowering.backends.judging import Judge, Verdict, why_risky
+from dovetail.lowering.backends.judging import Judge, Judged, why_risky
 from dovetail.lowering.backends.retelling import retold
+from dovetail.lowering.backends.tried import XLA, why_untried
 from dovetail.lowering.onnx.layouts import Layout
 from dovetail.lowering.stablehlo.importing import module_of, portable
 
 # Not by way of torchax: its latest version cannot be imported with torch 2.13, and makes jax arrays, not StableHLO.
 
 
-class Xla(Foreign):
+class Xla(Judged):
     """Compiles regions of fixed sizes with XLA for the CPU, with as many threads as torch has.
 
     Operands and results are passed without copies. Indices are checked, as they are in eager code.
@@ -48,18 +47,8 @@ class Xla(Foreign):
     def missing(self) -> str | None:
         return super().missing() or _why_no_runtime()
 
-    def why_not_operation(self, node: Node) -> str | None:
-        return self._verdict(node).reason
-
-    def spelling(self, node: Node) -> GraphModule | None:
-        """What is written in place of an operation; None where it is written as it is. Raises NoForm."""
-        found = self._verdict(node)
-        if found.reason is not None:
-            raise NoForm(found.reason)
-        return found.written
-
-    def _verdict(self, node: Node) -> Verdict:
-        return _judge().verdict(node, lambda one: self.why_not_plainly(one) is None)
+    def judge(self) -> Judge:
+        return _judge()
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> Program:
         told = retold(body, operands, results, self.spelling)
@@ -220,4 +209,4 @@ _FORESEEN = frozenset(
 
 
 def _sifted(node: Node) -> str | None:
-    return why_risky(node)
+    return why_untried(XLA, node) or why_risky(node)
