@@ -113,24 +113,8 @@ def _tvm(model: nn.Module, args: Args) -> Callable[..., Any]:
     return run
 
 
-def _xla(model: nn.Module, args: Args) -> Callable[..., Any]:
-    import torchax
-
-    weights, function = torchax.extract_jax(model)
-    import jax
-
-    compiled = jax.jit(function)
-
-    def run(*given: torch.Tensor) -> Any:
-        made = compiled(weights, tuple(jax.numpy.from_dlpack(g) for g in given))
-        return torch.from_dlpack(jax.block_until_ready(made))
-
-    return run
-
-
 _ALONE: dict[str, Callable[[nn.Module, Args], Callable[..., Any]]] = {
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
     "tvm": _tvm,
-    "xla": _xla,
 }

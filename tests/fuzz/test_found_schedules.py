@@ -183,6 +183,8 @@ def test_dropout_that_drops_nothing_is_its_input() -> None:
 
     x = torch.randn(2, 3)
     agree(dovetail.capture(model, (x,)), model, x)
+    idle = dovetail.capture(nn.Dropout().eval(), (x,))
+    agree(lambda x: idle(x).relu_() + x, lambda x: x.relu_() + x, x)
 
 
 def test_one_of_several_views_of_a_written_input_is_returned_as_a_view() -> None:

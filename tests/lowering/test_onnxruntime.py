@@ -14,7 +14,8 @@ from dovetail.lowering.backend import Compiled, by_name
 from dovetail.lowering.backends.onnxruntime import OnnxRuntime
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
-from tests.lowering.foreign import ForeignKit, whole
+from tests.lowering.foreign import ForeignKit
+from tests.lowering.foreign_models import whole
 
 pytest.importorskip("onnxruntime")
 

@@ -15,7 +15,8 @@ from dovetail.lowering.backend import Compiled
 from dovetail.lowering.backends.openvino import OpenVino
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
-from tests.lowering.foreign import ForeignKit, whole
+from tests.lowering.foreign import ForeignKit
+from tests.lowering.foreign_models import whole
 
 pytest.importorskip("openvino")
 

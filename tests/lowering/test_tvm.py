@@ -13,7 +13,8 @@ from dovetail.lowering.backend import Compiled, by_name, identity
 from dovetail.lowering.backends.tvm import Tvm
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
-from tests.lowering.foreign import ForeignKit, whole
+from tests.lowering.foreign import ForeignKit
+from tests.lowering.foreign_models import whole
 
 pytest.importorskip("tvm")
 
@@ -33,7 +34,6 @@ class TestTvm(ForeignKit):
     name = "tvm"
     isolated = Isolated
     dies = Dies
-    share = 0.8
 
 
 def test_what_is_no_number_stays_so() -> None:

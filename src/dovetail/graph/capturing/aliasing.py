@@ -7,9 +7,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 
 def keep_old_values(program: ExportedProgram) -> None:
@@ -45,16 +47,52 @@ _DROPOUTS = tuple(
 
 def see_through_dropout(program: ExportedProgram) -> None:
     """Take out dropout that drops nothing: it returns its input itself, and decomposing would make a copy of that,
-    which what is written into the result later would not reach."""
+    which what is written into the result, here or by who called, would not reach."""
     graph = program.graph
     calls = [n for n in graph.nodes if n.target in _DROPOUTS and len(n.args) == 3]
     idle = [n for n in calls if n.args[2] is False or n.args[1] == 0]
     for node in idle:
-        node.replace_all_uses_with(cast(Node, node.args[0]))
+        source = cast(Node, node.args[0])
+        users = list(node.users)
+        node.replace_all_uses_with(source)
         graph.erase_node(node)
+        if storage_of(source.meta["val"]) != storage_of(node.meta["val"]):
+            _seen_anew(users, storage_of(node.meta["val"]))
     if idle:
         program.graph_module.recompile()
         rename_results(program)
+
+
+def _seen_anew(users: list[Node], place: int) -> None:
+    """Work the values out again that were views of memory which is no longer there."""
+    queue = users
+    for node in queue:
+        value = node.meta.get("val")
+        parts: Any = value if isinstance(value, (list, tuple)) else (value,)
+        tensors = [part for part in parts if isinstance(part, Tensor) and storage_of(part) == place]
+        if node.op != "call_function" or not tensors:
+            continue
+        args, kwargs = cast(Any, map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
+        with cast(Any, tensors[0]).fake_mode:
+            node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
+        queue.extend(node.users)
+
+
+def written_by(node: Node) -> set[int]:
+    """The memory that an operation writes, by what its operands are known to be."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+        return set()
+    given = {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
+    found: set[int] = set()
+    for argument in target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values: Any = given.get(argument.name)
+            for value in values if isinstance(values, (list, tuple)) else (values,):
+                known = value.meta.get("val") if isinstance(value, Node) else None
+                if isinstance(known, Tensor):
+                    found.add(storage_of(known))
+    return found
 
 
 def _is_rebinding(node: Node) -> bool:

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dovetail.graph.capturing.aliasing import storage_of
+from dovetail.graph.capturing.aliasing import storage_of, written_by
 from dovetail.graph.module import copy_node
 
 _WRAP = "wrap_with_set_grad_enabled"
@@ -128,7 +128,7 @@ def _fresh(graph: Graph, node: Node, operands: list[Any], block: Node) -> Node:
     """
     place = storage_of(node.meta["val"])
     read = {storage_of(n.meta["val"]) for n in operands if _holds_tensor(n)}
-    if place in read or not any(place in _written(n) for n in _after(block)):
+    if place in read or not any(place in written_by(n) for n in _after(block)):
         return node
     new = graph.call_function(torch.ops.aten.clone.default, (node,))
     new.meta = dict(node.meta)
@@ -138,22 +138,6 @@ def _fresh(graph: Graph, node: Node, operands: list[Any], block: Node) -> Node:
 def _after(node: Node) -> Iterator[Node]:
     while (node := node.next).op != "root":
         yield node
-
-
-def _written(node: Node) -> set[int]:
-    """The memory that an operation writes."""
-    if not _is_mutating(node):
-        return set()
-    schema = cast(OpOverload, node.target)._schema
-    given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    found: set[int] = set()
-    for name in written:
-        values = given.get(name)
-        for value in values if isinstance(values, (list, tuple)) else (values,):
-            if _holds_tensor(value):
-                found.add(storage_of(cast(Node, value).meta["val"]))
-    return found
 
 
 def _holds_tensor(value: object) -> bool:

@@ -224,11 +224,10 @@ def alone(nodes: Sequence[Node], spelling: Spelling) -> Graph:
         teller.write(node, env, spelling)
         value = env[node]
         if isinstance(value, Node) and not isinstance(value.meta["val"], Tensor):
-            count = len(value.meta["val"])
+            # Parts that nobody can ask for are empty, or not there.
+            parts = enumerate(value.meta["val"])
             value = tuple(
-                teller.call(operator.getitem, value, i)
-                for i in range(count)
-                if value.meta["val"][i] is not None
+                teller.call(operator.getitem, value, i) for i, one in parts if one is not None and one.numel()
             )
         made.extend(cast("Sequence[Node]", value) if isinstance(value, tuple) else [value])
     return teller.finish(made).graph

@@ -43,19 +43,19 @@ _BOTH = """
     zeros.default zeros_like.default
 """
 _XLA = """
-    _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec addbmm.default
-    addr.default all.dim amax.default amin.default any.default any.dim any.dims argmax.default argmin.default
-    argsort.default atan2.default avg_pool1d.default avg_pool2d.default bilinear.default clamp.Tensor
-    clamp_max.Tensor clamp_max.default clamp_min.Tensor conv3d.default conv_transpose1d.default
-    conv_transpose2d.input conv_transpose3d.input copysign.Tensor cosine_similarity.default cross.default
-    deg2rad.default diag.default diag_embed.default exp2.default fmax.default fmin.default kron.default
-    log1p.default log_sigmoid.default logsumexp.default max.other max_pool2d_with_indices.default
-    meshgrid.indexing min.other mish.default nan_to_num.default native_group_norm.default
-    native_layer_norm.default prod.dim_int round.decimals scatter_add.default slice_scatter.default sort.default
-    std.correction std.default std_mean.correction std_mean.default std_mean.dim sum_to_size.default
-    tensordot.default true_divide.Tensor upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec
-    upsample_nearest3d.vec var.correction var.default var.dim var_mean.correction var_mean.default var_mean.dim
-    vdot.default
+    _native_batch_norm_legit_functional.default _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec
+    _upsample_nearest_exact3d.vec addbmm.default addr.default all.dim amax.default amin.default any.default
+    any.dim any.dims argmax.default argmin.default argsort.default atan2.default avg_pool1d.default
+    avg_pool2d.default bilinear.default clamp.Tensor clamp_max.Tensor clamp_max.default clamp_min.Tensor
+    conv3d.default conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input copysign.Tensor
+    cosine_similarity.default cross.default deg2rad.default diag.default diag_embed.default exp2.default
+    fmax.default fmin.default kron.default log1p.default log_sigmoid.default logsumexp.default max.other
+    max_pool2d_with_indices.default meshgrid.indexing min.other mish.default nan_to_num.default
+    native_group_norm.default native_layer_norm.default prod.dim_int round.decimals scatter_add.default
+    slice_scatter.default sort.default std.correction std.default std_mean.correction std_mean.default
+    std_mean.dim sum_to_size.default tensordot.default true_divide.Tensor upsample_linear1d.vec
+    upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec var.correction var.default var.dim
+    var_mean.correction var_mean.default var_mean.dim vdot.default
 """
 _TVM = """
     diagonal.default

@@ -116,7 +116,9 @@ for _name, _kind in _COMPARED.items():
 for _name, _kind in _LOGICAL.items():
     form(f"aten.{_name}.default")(_logical(_kind))
 for (_name, _kind), _logic in zip(_BITS.items(), _LOGICAL.values(), strict=True):
-    form(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(_logical(_logic, bits=_kind))
+    _spelled = f"__{_name.removeprefix('bitwise_')}__"
+    for _packet in (_name, _spelled):
+        form(f"aten.{_packet}.Tensor", f"aten.{_packet}.Scalar")(_logical(_logic, bits=_kind))
 
 
 @form("aten.ne.Tensor", "aten.ne.Scalar")
