@@ -277,12 +277,15 @@ print(json.dumps({"torch": middle - start, "ours": end - middle, "new": sorted(s
 
 
 def test_importing_costs_little_beyond_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=True
-    )
-    told = json.loads(done.stdout)
-    heavy = [m for m in told["new"] if any(m == h or m.startswith(f"{h}.") for h in HEAVY)]
-    assert not heavy
-    assert "dovetail.zoo" not in told["new"]
-    # A third of torch's own time is usual; twice that leaves room for a busy machine.
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=True
+        )
+        told = json.loads(done.stdout)
+        heavy = [m for m in told["new"] if any(m == h or m.startswith(f"{h}.") for h in HEAVY)]
+        assert not heavy
+        assert "dovetail.zoo" not in told["new"]
+        # A third of torch's own time is usual; twice that, once in four, leaves room for a busy machine.
+        if told["ours"] < max(0.7 * told["torch"], 1.0):
+            return
     assert told["ours"] < max(0.7 * told["torch"], 1.0)

@@ -29,6 +29,8 @@ _TOLD = (
     "a call runs the model as it is, for it cannot be captured: "
     "(two example inputs share memory|forward writes to .*, which requires gradients)"
 )
+# An input that is written behind autograd's back, by way of `detach`, cannot be written by a graph.
+_WRITTEN_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _NOT_STEPS = ("build", "release", "undo")
 
 
@@ -119,6 +121,8 @@ class Trial:
     def compare(self, when: str, wanted: list[Seen], got: list[Seen], *, gradients: bool = True) -> None:
         if not self.play.is_exact and self.is_touchy:
             return
+        if any(_WRITTEN_LEAF in seen.error for seen in got):
+            raise NotAProgram(_WRITTEN_LEAF)
         judge = difference if self.play.is_exact else loose_difference
         which, words = judge(wanted, got, gradients=gradients, aliasing=False)
         if which:

@@ -245,7 +245,7 @@ class Play:
         self._mark(saved=False)
 
     def _replace_module(self, do: Do, options: dict[str, Any]) -> None:
-        part = self._part(do)
+        part = self._part(do)[0]
         old = part.modules[0]
         keeps = self._is_shared(old) or self._is_traced
         self._refuse_twice(old)

@@ -99,3 +99,18 @@ def test_symbolic_sizes_that_share_a_storage_stay_symbolic_in_pickle() -> None:
     out = dovetail.outline(gm, ["sin"], kind="fused")
     assert "f32[s0, 3]" in dovetail.text(out)
     assert dovetail.text(pickle.loads(pickle.dumps(out))) == dovetail.text(out)
+
+
+def test_a_view_that_a_region_hands_on_stays_one_tensor() -> None:
+    root, graph = nn.Module(), Graph()
+    root.same = nn.Identity()
+    x = graph.placeholder("x")
+    view = graph.create_node("call_function", torch.ops.aten.detach.default, (x,), name="view")
+    handed = graph.create_node("call_module", "same", (view,), name="handed")
+    graph.output((view, handed))
+    gm = GraphModule(root, graph)
+    FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(2, 3))
+    gm = dovetail.outline(gm, ["handed"], kind="inner", escapes="output")
+    gm = dovetail.outline(gm, ["inner_0", "view"], kind="outer")
+    first, second = gm(torch.ones(2, 3))
+    assert first is second

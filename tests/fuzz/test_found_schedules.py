@@ -296,3 +296,21 @@ def test_a_module_in_two_parts_is_traced_in_each_as_it_is() -> None:
     s["first.shared"].fuse(s["first.shared"].find(_aten.mul.Tensor))
     for rows in (2, 5):
         agree(s.build(), twin, torch.randn(rows, 3))
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(x)
+        return y, torch.tanh(y)
+
+
+def test_what_replaces_several_results_is_not_taken_for_fewer() -> None:
+    # Seen from the part both results are used, and from the model around it only the second.
+    model = Of(lambda m, x: torch.neg(m.part(x)[1]), part=Pair())
+    twin, x = copy.deepcopy(model), torch.randn(2, 3)
+    s = dovetail.schedule(model, (x,))
+    region = s["part"].fuse(s["part"].find(Pair)[0])
+    s.replace(region.body, region, check=True)
+    with pytest.raises(dovetail.ScheduleError, match="2 results are used, and here 1 are"):
+        s.find(_aten.neg.default)
+    agree(s.build(), twin, x)

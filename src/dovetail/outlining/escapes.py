@@ -189,7 +189,10 @@ def _may_be_handed_on(index: Index, position: int) -> bool:
     found, value = index.dependencies.effects, index.nodes[position].meta.get("val")
     for user in index.nodes[position].users:
         told = found.get(index.position[user])
-        if told is not None and told.aliases and told.looks and same_kind(value, user.meta.get("val")):
+        made = user.meta.get("val")
+        # A region that is called gives a tuple, and the tensor may be among what it gives.
+        each = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
+        if told is not None and told.aliases and told.looks and any(same_kind(value, v) for v in each):
             return True
     return False
 

@@ -47,7 +47,8 @@ def bound(
     free = names.keys() - named.keys() - fixed.keys() - set(list(names)[: len(given)])
     literals = tuple(name for name in found[0].literals if name in free) if is_pattern else ()
     arity = tuple(len(match.operands) for match in found)
-    return Replacement(new, label, tuple(given), results, arity, named, literals, taken, dict(fixed))
+    outputs = tuple(len(match.outputs) for match in found)
+    return Replacement(new, label, tuple(given), results, arity, outputs, named, literals, taken, dict(fixed))
 
 
 def _parameter_names(new: Any) -> dict[str, Any]:

@@ -34,8 +34,9 @@ class Replacement:
     """What is called instead, and with what.
 
     `given` are the operands it takes by position, `named` by keyword; `literals` are captured ones it takes by
-    keyword, `params` parameters of its own that operands stand for, `fixed` further arguments. `results` says which result of it each result of the matches is. `arity` is
-    how many operands each match has: where they are others, this is no replacement for it.
+    keyword, `params` parameters of its own that operands stand for, `fixed` further arguments. `results` says which
+    result of it each result of the matches is. `arity` is how many operands each match has, and `outputs` how many
+    results: where they are others, this is no replacement for it.
     """
 
     new: Callable[..., Any]
@@ -43,6 +44,7 @@ class Replacement:
     given: tuple[Operand, ...]
     results: tuple[int, ...]
     arity: tuple[int, ...]
+    outputs: tuple[int, ...]
     named: Mapping[str, Operand] = field(default_factory=dict[str, Operand])
     literals: tuple[str, ...] = ()
     params: Mapping[str, Operand] = field(default_factory=dict[str, Operand])
@@ -61,6 +63,12 @@ class Replacement:
             raise ScheduleError(
                 f"'{self.name}' was made for operations that read {_counted(self.arity)} values, and here they read "
                 f"{_counted(arity)}"
+            )
+        outputs = tuple(len(match.outputs) for match in found)
+        if outputs != self.outputs:
+            raise ScheduleError(
+                f"'{self.name}' was made for operations of which {_counted(self.outputs)} results are used, and here "
+                f"{_counted(outputs)} are"
             )
         inputs = {node.name: i for i, node in enumerate(region.inputs)}
 

@@ -24,12 +24,14 @@ class _Image:
     def __init__(self, w: Writer, x: Any, rank: int) -> None:
         floating(w, x)
         self.w, self.alone = w, w.value(x).dim() == rank + 1
-        self.front = w.constant([0], torch.int64)
-        self.name = w.op("Unsqueeze", w.of(x), self.front) if self.alone else w.of(x)
+        self.name = w.op("Unsqueeze", w.of(x), self._front()) if self.alone else w.of(x)
+
+    def _front(self) -> str:
+        return self.w.constant([0], torch.int64)
 
     def back(self, made: str, label: str) -> str:
         """A result without a batch if there was none."""
-        return self.w.op("Squeeze", made, self.front, label=label) if self.alone else made
+        return self.w.op("Squeeze", made, self._front(), label=label) if self.alone else made
 
 
 def _convolution(rank: int) -> Form:
