@@ -39,6 +39,7 @@ def from_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Gr
     """
     if not isinstance(path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
+    _check_sizes(sizes)
     model = _parsed(path)
     try:
         reading = _Reading(model)
@@ -52,6 +53,15 @@ def from_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Gr
         # Inner ones first: they are operations of those around them.
         gm = fuse(gm, _Marked(marked, depth, values), rounds=1)
     return gm
+
+
+def _check_sizes(sizes: Any) -> None:
+    given = {} if sizes is None else sizes
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(f"sizes {sizes!r}; give a mapping from the names of open sizes to numbers.")
+    for name, size in cast("Mapping[Any, Any]", given).items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise InvalidArgument(f"sizes: {name!r} is {size!r}, which is no size.")
 
 
 def _parsed(path: str | Path) -> Any:

@@ -55,6 +55,8 @@ def to_onnx(gm: GraphModule, path: str | Path) -> Path:
     target = Path(path)
     if not target.parent.is_dir():
         raise SaveError(f"there is no folder '{target.parent}'")
+    if target.is_dir():
+        raise SaveError(f"'{target}' is a folder; give the name of a file")
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         written = Path(folder) / target.name
         beside = f"{target.name}.data"
