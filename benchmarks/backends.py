@@ -4,8 +4,8 @@
 
 Steady: one process for each model, all methods in turns, medians. First result: one process for each method and model,
 with empty caches, from the call that compiles to the first result, imports of the compiler included; capturing counts.
-What a method gives is compared with eager before it is measured. "blocks" is a mixture by region: the model is cut into
-blocks, each is measured with every backend, and the fastest takes it.
+What a method gives is compared with eager before it is measured. "mixture" is by region: the model is cut into blocks,
+each measured with every backend, and into regions as large as one backend takes them, and the fastest of that is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOREIGN = ("onnxruntime", "openvino", "tvm", "xla")
 TITLE = "Other compilers, through dovetail and on the whole model"
 # There is no way of XLA's own for torch modules that runs with every torch: torchax does not import with 2.13.
 ALONE = ("onnxruntime", "openvino", "tvm")
-METHODS = ("torch.compile", *FOREIGN, *(f"{name} alone" for name in ALONE), "blocks")
+METHODS = ("torch.compile", *FOREIGN, *(f"{name} alone" for name in ALONE), "mixture")
 TOLERANCE = 2e-4
 
 
@@ -47,7 +47,7 @@ def compiled(method: str, model: nn.Module, args: Args) -> Callable[..., Any]:
         return alone(method.removesuffix(" alone"), model, args)
     import dovetail
 
-    if method == "blocks":
+    if method == "mixture":
         from benchmarks.backends_mixing import mixture
 
         return mixture(model, args, ("openvino", "onnxruntime"))

@@ -1,8 +1,10 @@
-"""A mixture by region: blocks of a model, each run by the backend that was fastest on it."""
+"""A mixture by region: a model cut in several ways, each region by the backend that was fastest on it."""
 
 from __future__ import annotations
 
 import statistics
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +12,35 @@ import torch
 from torch import nn
 
 import dovetail
-from dovetail.lowering.recipe import blocks
+from dovetail.lowering.backend import by_name
+from dovetail.lowering.recipe import blocks, default_pipeline
 
 _TURNS = 7
 
 
 def mixture(model: nn.Module, args: Sequence[Any], backends: Sequence[str]) -> Callable[..., Any]:
-    """The model cut into blocks, lowered by a plan that was measured."""
-    fused = dovetail.Pipeline(list(blocks()))(dovetail.capture(model, tuple(args)))
+    """The fastest of these: regions as large as one backend takes them, and blocks that repeat, each by its best."""
+    captured = dovetail.capture(model, tuple(args))
+    candidates = {"blocks": _by_block(captured, args, backends)}
+    for name in backends:
+        cut = default_pipeline([by_name(name)])(captured)
+        candidates[f"{name} as far as it goes"] = dovetail.lower(cut, [name])
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(_TURNS + 2):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run(*args)
+            if turn >= 2:
+                times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    best = min(medians, key=medians.__getitem__)
+    told = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in medians.items())
+    print(f"mixture: {told}; chosen: {best}", file=sys.stderr)
+    return candidates[best]
+
+
+def _by_block(captured: torch.fx.GraphModule, args: Sequence[Any], backends: Sequence[str]) -> Any:
+    fused = dovetail.Pipeline([dovetail.FoldConstants(), *blocks()])(captured)
     times: dict[str, dict[str, float]] = {}
     for backend in (*backends, ""):
         lowered = dovetail.lower(fused, [backend] if backend else [])

@@ -47,6 +47,7 @@ from dovetail.outlining.requests import Request
 from dovetail.passes.base import Pass
 from dovetail.passes.bisect import bisect
 from dovetail.passes.cleanup import Cleanup
+from dovetail.passes.fold_constants import FoldConstants
 from dovetail.passes.fold_conv_batch_norm import FoldConvBatchNorm
 from dovetail.passes.fuse import Fuse
 from dovetail.passes.inline import Inline
@@ -89,6 +90,7 @@ __all__ = [
     "EmptyRegion",
     "Escape",
     "EscapingValue",
+    "FoldConstants",
     "FoldConvBatchNorm",
     "Fuse",
     "Gain",

@@ -183,8 +183,10 @@ def test_what_cannot_be_written_is_told_and_nothing_is(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     path = to_onnx(outlined(), tmp_path / "whole.onnx")
-    with pytest.raises(InvalidFile, match="is no file"):
+    with pytest.raises(FileNotFoundError):
         from_onnx(tmp_path / "missing.onnx")
+    with pytest.raises(IsADirectoryError):
+        from_onnx(tmp_path)
     with pytest.raises(InvalidArgument, match="give a mapping"):
         from_onnx(path, sizes=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="which is no size"):

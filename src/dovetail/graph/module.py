@@ -8,16 +8,18 @@ import gc
 from collections.abc import Generator, Mapping
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
 
 from dovetail.graph import pickling
+from dovetail.graph.holding import Holder, hold_together
 from dovetail.graph.keys import LOWERING
 
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
-_DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"})
+_HOLDER = "_holder"
+_DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", _HOLDER})
 
 
 class _GeneratedForward:
@@ -67,12 +69,19 @@ class Program(GraphModule):
             super().recompile()
             return
         # What runs is not what is edited: regions stay in the graph, and the code calls what they were compiled to.
-        graph = self.__dict__["_graph"]
-        self.__dict__["_graph"] = lowering.execution_graph(self)
+        graph, run = self.__dict__["_graph"], lowering.execution_graph(self)
+        self.__dict__[_HOLDER] = hold_together(run, lambda name: isinstance(attribute(self, name), Tensor))
+        self.__dict__["_graph"] = run
         try:
             super().recompile()
         finally:
             self.__dict__["_graph"] = graph
+
+    def _held_tensors(self) -> tuple[Any, ...]:
+        """The tensors that the code of a lowered graph needs; fetched one by one they would cost more than small
+        models do."""
+        holder: Holder = self.__dict__[_HOLDER]
+        return holder(self)
 
     def _recompile_submodules(self) -> list[tuple[str, PythonCode]]:
         # Bodies are shared with other graphs and know themselves whether they are stale.

@@ -69,10 +69,10 @@ def _parsed(path: str | Path) -> Any:
         import onnx
     except ImportError as error:
         raise InvalidArgument("onnx is not installed; pip install 'dovetail[onnx]'") from error
-    if not Path(path).is_file():
-        raise InvalidFile(path, "is no file.")
     try:
         model = onnx.load(str(path))
+    except OSError:
+        raise  # a file that is not there, or not to be read, is told by Python
     except Exception as error:
         raise InvalidFile(path, f"is no ONNX model, or not a whole one: {error}") from error
     if not model.graph.output:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from dovetail.graph.holding import dict_version
 
 # What every module has is torch's own business; of that only the mode is baked into a capture.
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
@@ -54,9 +55,9 @@ class Makeup:
 
         Parts are modules and tensors, the dtypes and devices of these, and the names of attributes.
         """
-        versions = [0] if _version is None else list(map(_version, self._dicts))
+        versions = [0] if dict_version is None else list(map(dict_version, self._dicts))
         seen, told = self._last
-        if _version is None or versions != seen:
+        if dict_version is None or versions != seen:
             found = self._told()
             if found is None:
                 return None
@@ -103,18 +104,3 @@ def _is_baked(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(_is_baked(v) for v in cast("tuple[Any, ...]", value))
     return isinstance(value, _BAKED)
-
-
-def _counter() -> Callable[[Any], int] | None:
-    """What tells whether a dict was written since, at a fraction of the cost of looking; None where it does not."""
-    try:
-        from torch._C._dynamo.guards import dict_version as version
-    except ImportError:
-        return None
-    probe = nn.Module()
-    before = version(probe.__dict__)
-    probe.training = False
-    return version if version(probe.__dict__) != before else None
-
-
-_version = _counter()

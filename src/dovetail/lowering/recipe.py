@@ -13,6 +13,7 @@ from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options
 from dovetail.outlining.record import call_of
 from dovetail.passes.base import Pass
+from dovetail.passes.fold_constants import FoldConstants
 from dovetail.passes.fuse import Fuse
 from dovetail.passes.pipeline import Pipeline
 from dovetail.rules.capability import capability
@@ -57,11 +58,12 @@ def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
 
     Compilers get blocks as large as they repeat. Rules go first where the caller names some, or where a backend has
     kernels for kinds, which the rules of the library find. Where a backend brings rules of its own, what lies between
-    its regions goes to the others: a block that holds some could not be taken as a whole.
+    its regions goes to the others: a block that holds some could not be taken as a whole. Such a backend may lack the
+    operations that masks and positions are made with, which are done once before.
     """
     brought = [setting(b, "rules") for b in backends if setting(b, "rules") is not None]
     if rules is None and brought:
-        return Pipeline([*map(Fuse, brought), blocks()[-1]])
+        return Pipeline([FoldConstants(), *map(Fuse, brought), blocks()[-1]])
     named = rules is not None or any(setting(b, "kernels") for b in backends)
     if not named:
         return Pipeline(list(blocks()))

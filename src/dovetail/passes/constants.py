@@ -44,7 +44,8 @@ class Constants:
 
     def add_all(self, stems: Sequence[str], compute: Callable[[], Sequence[Tensor]]) -> list[str]:
         """The same for several that are computed together."""
-        with unset_fake_temporarily(), torch.no_grad():
+        # Inference tensors could not be saved for a backward later.
+        with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
             values = [value.detach() for value in compute()]
         names = [self._names.new(stem) for stem in stems]
         self._made.update(zip(names, values, strict=True))
