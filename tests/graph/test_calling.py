@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+import dovetail
 from dovetail.errors import CallMismatch
 from dovetail.graph.capture import capture
 from dovetail.graph.capturing.calling import convention_of
@@ -263,3 +265,55 @@ def test_parameter_names_that_cannot_be_written_down() -> None:
     assert torch.equal(graph(device=Y, torch=X), X - Y)
     with pytest.raises(CallMismatch, match="missing a required argument: 'device'"):
         graph(X)
+
+
+class Stateful(nn.Module):
+    """Counts in one buffer, reads another, and may write what it is given."""
+
+    def __init__(self, *, writes_input: bool = False) -> None:
+        super().__init__()
+        self.writes_input = writes_input
+        self.register_buffer("count", torch.zeros(4))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes_input:
+            x.add_(1)
+            return x * self.scale
+        self.count.add_(1)
+        return x * 2 + self.scale
+
+
+@pytest.mark.parametrize(
+    ("writes_input", "name", "reason"),
+    [
+        (False, "count", "shares memory with the model's 'count', and the model writes to that"),
+        (True, "scale", "shares memory with the model's 'scale', and the model writes to it"),
+    ],
+)
+def test_a_model_given_its_own_state_is_told_before_anything_runs(
+    writes_input: bool, name: str, reason: str
+) -> None:
+    model, eager = (Stateful(writes_input=writes_input) for _ in range(2))
+    graph = capture(model, (torch.ones(4),))
+    for own in (getattr(graph, name), getattr(graph, name)[:4].view(4)):
+        with pytest.raises(CallMismatch, match=reason):
+            graph(own)
+    assert torch.equal(graph.count, torch.zeros(4))
+    assert torch.equal(graph(graph.get_buffer(name).clone()), eager(getattr(eager, name).clone()))
+    # Read by both and written by none, it may be one memory.
+    free = "scale" if name == "count" else "count"
+    assert torch.equal(graph(graph.get_buffer(free)), eager(getattr(eager, free)))
+
+
+def test_a_compiled_model_given_its_own_state_runs_its_own_forward() -> None:
+    model, eager = Stateful(), Stateful()
+    compiled = dovetail.compile(model, backends=["eager"])
+    for _ in range(3):
+        assert torch.equal(compiled(torch.ones(4)), eager(torch.ones(4)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it tells that the call cannot be captured
+            assert torch.equal(compiled(model.count), eager(eager.count))
+    assert len(compiled.graphs) == 1
+    with pytest.raises(dovetail.CaptureError, match="shares memory with the model's own 'count'"):
+        dovetail.compile(model, (model.count,), backends=["eager"])

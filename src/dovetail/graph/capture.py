@@ -18,7 +18,8 @@ from dovetail.graph.canonical import canonicalise
 from dovetail.graph.capturing import callables, exporting, specs, trees
 from dovetail.graph.capturing import skeleton as skeletons
 from dovetail.graph.capturing.calling import Convention, ModelCodeGen
-from dovetail.graph.capturing.expecting import expect, overlap
+from dovetail.graph.capturing.expecting import expect
+from dovetail.graph.capturing.sharing import overlap, owned_by
 from dovetail.graph.capturing.unlift import Unlifted, unlift
 from dovetail.graph.keys import CANONICAL
 from dovetail.graph.module import Program
@@ -103,6 +104,7 @@ def _from_model(
         decomposed = exporting.decompose(exported)
     except CaptureError as error:
         _blame_shared_inputs(args, kwargs, error)
+        _blame_shared_state(module, args, kwargs, error)
         raise
     unlifted = unlift(decomposed, skeletons.mirror(module))
     if unlifted.mutated:
@@ -132,6 +134,7 @@ def _finished(
         exported.program.range_constraints,
         exporting.guards_of(exported.program),
         frozenset(i for i, node in enumerate(unlifted.inputs) if not node.users),
+        owned_by(captured.graph, writes_inputs=bool(unlifted.mutated)),
     )
     convention = Convention(
         arrangement.slots,
@@ -170,3 +173,16 @@ def _blame_shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], cause: C
                     f"two example inputs share memory (shapes {tuple(first.shape)} and {tuple(second.shape)}), "
                     f"and the model writes to its inputs. Pass a clone of one of them."
                 ) from cause
+
+
+def _blame_shared_state(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cause: CaptureError
+) -> None:
+    """Raise if an example input is memory of the model's own, which breaks the tracing of one that writes it."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    for name, held in (*module.named_buffers(), *module.named_parameters()):
+        if any(overlap(leaf, held) for leaf in leaves):
+            raise CaptureError(
+                f"an example input shares memory with the model's own '{name}', which cannot be traced where the model "
+                f"writes one of them. Pass a clone. ({cause})"
+            ) from cause

@@ -19,6 +19,7 @@ from dovetail.graph.capturing.expecting import (
     SymbolInput,
     TensorInput,
 )
+from dovetail.graph.capturing.sharing import Owned
 from dovetail.graph.capturing.specs import Slot, children
 from dovetail.graph.capturing.trees import Carried
 from dovetail.interop.decoding import Absent, Decoder, Unreadable, rows, table, take
@@ -62,6 +63,8 @@ def write(convention: Convention, encoder: Encoder) -> dict[str, Any]:
         "solved": [list(row) for row in expectations.solved],
         "guards": list(expectations.guards),
         "twins": [list(pair) for pair in expectations.twins],
+        "written": list(expectations.owned.written),
+        "read": list(expectations.owned.read),
         "training": convention.training,
         "carried": None if carried is None else [carried.slot, carried.start, carried.count],
     }
@@ -81,6 +84,7 @@ def read(written: dict[str, Any], decoder: Decoder) -> Convention:
         tuple((take(str, n), take(str, s), take(str, i)) for n, s, i in rows(written["solved"])),
         tuple(take(str, guard) for guard in rows(written["guards"])),
         tuple((take(int, i), take(int, j)) for i, j in rows(written["twins"])),
+        Owned(*(tuple(take(str, target) for target in rows(written[key])) for key in ("written", "read"))),
     )
     carried, training = written["carried"], written["training"]
     slots = tuple(_read_slot(row, decoder) for row in rows(written["slots"]))

@@ -192,8 +192,8 @@ class Forms:
         if form is not None:
             try:
                 return form.run(*args, **kwargs)
-            except CallMismatch:  # it does not take what it was captured with
-                pass
+            except CallMismatch:  # it does not take what it was captured with, and another would not either
+                self._refused.append(way)
         self.captured_elsewhere()
         # Where the call cannot be made at all, the model's own error tells.
         made = self.model.forward(*args, **kwargs)

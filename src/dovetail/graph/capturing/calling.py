@@ -119,7 +119,7 @@ class Convention:
         leaves = given if self._flat else self._flatten(given)
         flat = leaves if self._in_order else [leaves[i] for i in self.order]
         if not tracing and not any(type(leaf) in _SYMBOLIC for leaf in flat):
-            self.expectations.check(flat)
+            self.expectations.check(module, flat)
         return flat
 
     def results(self, flat: Any, given: tuple[Any, ...] | None = None) -> Any:

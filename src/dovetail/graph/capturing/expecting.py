@@ -9,12 +9,12 @@ from typing import Any
 
 import sympy
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from dovetail.errors import CallMismatch
+from dovetail.graph.capturing.sharing import NOTHING, Owned, overlap, same_place
 
 _AGAIN = "Capture the model again with such inputs"
 
@@ -68,7 +68,8 @@ class Expectations:
 
     `ranges` bounds each symbol, `solved` gives a symbol that no size states plainly as an expression of the
     `size` it is hidden in, and `guards` are further conditions, as Python over the symbols. `twins` are inputs that
-    were one tensor: the exporter reads only one of them, and a model may do otherwise for two.
+    were one tensor: the exporter reads only one of them, and a model may do otherwise for two. `owned` is the state
+    that inputs must not share memory with.
     """
 
     inputs: tuple[Input, ...]
@@ -76,9 +77,10 @@ class Expectations:
     solved: tuple[tuple[str, str, str], ...] = ()
     guards: tuple[str, ...] = ()
     twins: tuple[tuple[int, int], ...] = ()
+    owned: Owned = NOTHING
 
-    def check(self, values: Sequence[Any]) -> None:
-        """Raise CallMismatch unless the values are such as the graph was captured for."""
+    def check(self, module: nn.Module, values: Sequence[Any]) -> None:
+        """Raise CallMismatch unless the values are such as the graph, which `module` has, was captured for."""
         if len(values) != len(self.inputs):
             raise CallMismatch(f"the graph takes {len(self.inputs)} inputs and was given {len(values)}.")
         symbolic = False
@@ -93,6 +95,8 @@ class Expectations:
             self._check_symbols(values)
         if self._mutated:
             self._check_distinct(values)
+        if self.owned:
+            self._check_owned(module, values)
         for i, j in self.twins:
             if values[i] is not values[j]:
                 raise CallMismatch(
@@ -141,7 +145,7 @@ class Expectations:
         return names["holds"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: getattr(self, k) for k in ("inputs", "ranges", "solved", "guards", "twins")}
+        return {k: getattr(self, k) for k in ("inputs", "ranges", "solved", "guards", "twins", "owned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -195,6 +199,16 @@ class Expectations:
                         f"model writes to '{self.inputs[i].path}'; they were distinct when it was captured. "
                         f"Pass a clone of one of them."
                     )
+
+    def _check_owned(self, module: nn.Module, values: Sequence[Any]) -> None:
+        shared = self.owned.shared(module, values, self._mutated)
+        if shared is not None:
+            i, target, writes = shared
+            written = f"writes to {'that' if writes else 'it'}"
+            raise CallMismatch(
+                f"'{self.inputs[i].path}' shares memory with the model's '{target}', and the model {written}; they "
+                f"were distinct when it was captured. Pass a clone."
+            )
 
 
 _ARITHMETIC: dict[str, Any] = {
@@ -275,28 +289,6 @@ def _named(text: str, where: Mapping[str, str]) -> str:
     return text
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two strided tensors may share memory."""
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        return a is b
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):
-        if a.untyped_storage()._cdata != b.untyped_storage()._cdata:  # they have no data to point at
-            return False
-    elif a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (start_a, end_a), (start_b, end_b) = _extent(a), _extent(b)
-    return start_a < end_b and start_b < end_a
-
-
-def _extent(value: Tensor) -> tuple[int, int]:
-    start = int(value.storage_offset()) * value.element_size()
-    steps = [int((size - 1) * stride) for size, stride in zip(value.shape, value.stride(), strict=True)]
-    span = sum(steps) + 1
-    return start, start + span * value.element_size()
-
-
 def expect(
     values: Sequence[Any],
     paths: Sequence[str],
@@ -304,6 +296,7 @@ def expect(
     range_constraints: Mapping[Any, Any],
     guards: Sequence[Any],
     unused: frozenset[int] = frozenset(),
+    owned: Owned = NOTHING,
 ) -> Expectations:
     """The expectations that follow from the fake inputs of a graph and what its exporter assumed."""
     inputs = tuple(
@@ -327,7 +320,7 @@ def expect(
         if symbol in known
     )
     kept = tuple(dict.fromkeys(_source(g) for g in guards if g.free_symbols and g.free_symbols <= known))
-    return Expectations(inputs, ranges, tuple(solved), kept, _twins(values, unused))
+    return Expectations(inputs, ranges, tuple(solved), kept, _twins(values, unused), owned)
 
 
 def _twins(values: Sequence[Any], unused: frozenset[int]) -> tuple[tuple[int, int], ...]:
@@ -336,15 +329,8 @@ def _twins(values: Sequence[Any], unused: frozenset[int]) -> tuple[tuple[int, in
     read = [j for j, value in enumerate(values) if isinstance(value, Tensor) and j not in unused]
     for i in sorted(unused):
         if isinstance(values[i], Tensor):
-            found.extend((i, j) for j in read if _same_place(values[i], values[j]))
+            found.extend((i, j) for j in read if same_place(values[i], values[j]))
     return tuple(found)
-
-
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    if a.layout is not torch.strided or b.layout is not torch.strided or a.dim() != b.dim():
-        return False
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.dtype == b.dtype
-    return same and str(a.shape) == str(b.shape) and str(a.stride()) == str(b.stride())
 
 
 def _input(value: Any, path: str, mutated: bool) -> Input:
