@@ -14,6 +14,7 @@ _FILES = (
     "attention",
     "convolving",
     "normalising",
+    "rearranging",
 )
 
 
