@@ -100,6 +100,45 @@ def test_the_runner_tells_good_code_from_bad(tmp_path: Path, capsys: pytest.Capt
     assert "result 0 has dtype torch.float64, not torch.float32" in capsys.readouterr().out
 
 
+REFUSED = {
+    "def run(x, w):\n    y = ((x * w).sigmoid() + 1).tanh()\n    x.mul_(2)\n    return y\n": (
+        "operand 0 was written, which the body leaves as it is"
+    ),
+    "def run(x, w):\n    y = ((x * w).sigmoid() + 1).tanh()\n    w.data = w.data[:2]\n    return y\n": (
+        "operand 1 was written, which the body leaves as it is"
+    ),
+    "def other(x, w):\n    return x\n": "has no function `run`",
+    "run = 3\n": "has no function `run`",
+    "def run(x, w):\n    pass\n": "`run` returned a NoneType; a tensor or a tuple of 1 is wanted",
+    "def run(x, w):\n    return x, w\n": "`run` returned 2 results; 1 are wanted",
+    "def run(x, w):\n    return ()\n": "`run` returned 0 results; 1 are wanted",
+}
+
+
+def test_the_runner_tells_what_is_no_code_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = dovetail.regions(gates())[0].export(tmp_path / "gate")
+    for number, (code, reason) in enumerate(REFUSED.items()):
+        path = tmp_path / f"code_{number}.py"
+        path.write_text(code)
+        assert checked(folder, str(path)) == 1, code
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.endswith(reason)
+    assert checked(folder, str(tmp_path / "none.py")) == 1
+    assert "there is no file" in capsys.readouterr().out
+
+
+def test_what_the_body_writes_the_code_may_write(tmp_path: Path) -> None:
+    graph = dovetail.capture(lambda x, y: x.add_(1) * y, (torch.ones(3), torch.ones(3)))
+    names = [n.name for n in graph.graph.nodes if n.op == "call_function"]
+    region = dovetail.regions(dovetail.outline(graph, names, kind="k"))[0]
+    folder = region.export(tmp_path / "k")
+    assert checked(folder) == 0
+    (tmp_path / "both.py").write_text("def run(x, y):\n    return x.add_(1) * y.add_(0)\n")
+    assert checked(folder, str(tmp_path / "both.py")) == 0
+    (tmp_path / "none.py").write_text("def run(x, y):\n    return (x + 1) * y\n")
+    assert checked(folder, str(tmp_path / "none.py")) == 1
+
+
 def test_the_runner_needs_torch_alone(tmp_path: Path) -> None:
     folder = dovetail.regions(gates())[0].export(tmp_path / "gate")
     code = f"import sys, runpy; sys.modules['dovetail'] = None; sys.argv = ['']; runpy.run_path({str(folder / 'check.py')!r}, run_name='__main__')"

@@ -108,6 +108,23 @@ def test_a_kind_is_a_domain_and_a_name(tmp_path: Path) -> None:
     assert first.body is second.body
 
 
+def test_a_function_declares_what_all_of_its_calls_carry(tmp_path: Path) -> None:
+    gm = dovetail.capture(gated, (torch.randn(3, 4), torch.randn(4, 4)))
+    for end, attrs in (("", {"bits": 8, "mode": "a"}), ("_1", {"bits": 4, "scale": 0.5})):
+        names = [f"{name}{end}" for name in ("linear", "sigmoid", "mul")]
+        gm = dovetail.outline(gm, names, kind="npu.gate", attrs=attrs)
+    path = to_onnx(gm, tmp_path / "gate.onnx")
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    (function,) = model.functions
+    calls = [{a.name for a in n.attribute} for n in model.graph.node if n.domain == "npu"]
+    assert calls == [{"bits", "mode"}, {"bits", "scale"}]
+    assert sorted(function.attribute) == ["bits", "mode", "scale"]
+    x, w = torch.randn(3, 4), torch.randn(4, 4)
+    torch.testing.assert_close(ran(path, x, w)[0], gated(x, w))
+    assert [r.attrs for r in dovetail.regions(from_onnx(path))] == [r.attrs for r in dovetail.regions(gm)]
+
+
 def test_functions_of_others_are_regions_too(tmp_path: Path) -> None:
     helper = onnx.helper
     body = [helper.make_node("Mul", ["a", "a"], ["b"]), helper.make_node("Relu", ["b"], ["c"])]
@@ -125,6 +142,8 @@ def test_functions_of_others_are_regions_too(tmp_path: Path) -> None:
     assert region.kind == "acme.sq"
     x = torch.randn(5, 3)
     assert torch.equal(pytree.tree_leaves(gm(x))[0], torch.exp(torch.relu(x * x)))
+    with pytest.raises(InvalidArgument, match=r"called 's0'\. Those that have a name are 'n'"):
+        from_onnx(tmp_path / "acme.onnx", sizes={"s0": 5})
 
 
 def test_weights_are_initialisers_and_tied_ones_are_written_once(tmp_path: Path) -> None:
@@ -191,6 +210,8 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
         from_onnx(path, sizes=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="which is no size"):
         from_onnx(path, sizes={"n": -1})
+    with pytest.raises(InvalidArgument, match=r"called 'n'\. None of them has a name"):
+        from_onnx(path, sizes={"n": 1})
     cut = tmp_path / "cut.onnx"
     cut.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(InvalidFile, match="no ONNX model"):

@@ -122,6 +122,35 @@ def test_a_changed_description(path: Path) -> None:
             load(rewritten(path, lambda name, data, lost=lost: None if name.endswith(lost) else data))
 
 
+def test_other_numbers(path: Path) -> None:
+    loads = rewritten(path, lambda name, data: data)
+    assert dovetail.text(load(loads)) == dovetail.text(load(path))
+    for record in ("/weight_0", "/weight_1", "/tensor_0"):
+        with zipfile.ZipFile(path) as archive:
+            assert any(name.endswith(record) for name in archive.namelist())
+
+        def zeros(name: str, data: bytes, record: str = record) -> bytes:
+            return bytes(len(data)) if name.endswith(record) else data
+
+        with pytest.raises(InvalidFile, match=f"was changed since it was saved: its record '.*{record}'"):
+            load(rewritten(path, zeros))
+
+
+def test_a_file_from_before_there_were_checksums(path: Path) -> None:
+    older = redescribed(path, lambda found: found.pop("checksums"))
+    x = torch.randn(2, 3)
+    assert torch.equal(load(older)(x), load(path)(x))
+
+
+@pytest.mark.parametrize("version", [True, 0, "1", 1.0, None])
+def test_a_version_that_is_none(path: Path, version: Any) -> None:
+    def other(name: str, data: bytes) -> bytes:
+        return json.dumps({**json.loads(data), "format": version}).encode() if name.endswith(HEADER) else data
+
+    with pytest.raises(InvalidFile, match="does not say which version"):
+        load(rewritten(path, other))
+
+
 def test_a_newer_version(path: Path) -> None:
     def newer(name: str, data: bytes) -> bytes:
         if not name.endswith(HEADER):

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from torch.fx import GraphModule
 import dovetail
 from dovetail import zoo
 from dovetail.lowering.backends.onnxruntime import OnnxRuntime
-from examples.vendor_backend import KERNELS, RULES, Net, Npu
+from examples.vendor_backend import KERNELS, RULES, Npu
 from tests.guides import ROOT
 from tests.interop.vendor import CLOSE, KERNEL, KINDS, UNKNOWN, attends, claimed, known, unguarded
+from tests.interop.vendor_fixtures import captured, network, picture, without_gradients  # noqa: F401
 
 
 class Plain(dovetail.Backend):
@@ -45,27 +46,6 @@ class Plain(dovetail.Backend):
             return interpreter.run(*operands)
 
         return run
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    return Net().eval()
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(2, 3, 16, 16)
-
-
-@pytest.fixture
-def gm(model: nn.Module, x: Tensor) -> GraphModule:
-    return dovetail.capture(model, (x,))
 
 
 @pytest.fixture(params=[OnnxRuntime, Plain])

@@ -1,7 +1,6 @@
 """A vendor's compiler reads a fused graph as ONNX: the functions of its domain are its own, all others are written out."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,31 +10,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import dovetail
-from examples.vendor_backend import KERNELS, RULES, Net, Npu, compiled_from
+from examples.vendor_backend import KERNELS, RULES, Npu, compiled_from
 from tests.interop.vendor import CLOSE, KINDS, UNKNOWN, known, unguarded
+from tests.interop.vendor_fixtures import captured, network, picture, without_gradients  # noqa: F401
 
 onnx = pytest.importorskip("onnx")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    return Net().eval()
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(2, 3, 16, 16)
-
-
-@pytest.fixture
-def gm(model: nn.Module, x: Tensor) -> GraphModule:
-    return dovetail.capture(model, (x,))
 
 
 @pytest.fixture

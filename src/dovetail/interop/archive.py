@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import struct
-import tempfile
 import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
 
 from dovetail.errors import InvalidFile, SaveError
+from dovetail.interop.placing import replaced
 
 FORMAT = 1
 """The version of the description. A file of a later one is refused; older ones must stay readable."""
@@ -42,32 +42,15 @@ _DAMAGED = (
 def write(
     program: ExportedProgram, described: Mapping[str, Any], versions: Mapping[str, str], path: Any
 ) -> None:
-    """Write program and description. A file that was there is replaced once all is written, or stays as it is."""
+    """Write program and description to a file, or to the target of a path (`target_of`)."""
     graph = json.dumps(described)
     header = {"format": FORMAT, **versions, "digest": hashlib.sha256(graph.encode()).hexdigest()}
     extra = {HEADER: json.dumps(header), GRAPH: graph}
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, Path):
         _write_archive(program, extra, path)
         return
-    where = os.fspath(cast("os.PathLike[str]", path))
-    folder = os.path.dirname(os.path.abspath(where))
-    if not os.path.isdir(folder):
-        raise SaveError(f"there is no folder '{folder}' to save to.")
-    handle, temporary = tempfile.mkstemp(suffix=".pt2", prefix=f".{os.path.basename(where)}.", dir=folder)
-    try:
-        with os.fdopen(handle, "w+b") as file:
-            _write_archive(program, extra, file)
-            file.flush()
-            os.fsync(file.fileno())
-        # The temporary file is for its owner alone; what is saved has the rights of any new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, where)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with replaced(path) as written, open(written, "wb") as file:
+        _write_archive(program, extra, file)
 
 
 def _write_archive(program: ExportedProgram, extra: dict[str, Any], file: Any) -> None:
@@ -119,7 +102,7 @@ class Archive:
             )
         header = self._json(f"extra/{HEADER}")
         version = header.get("format")
-        if not isinstance(version, int) or version < 1:
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise InvalidFile(self.path, "does not say which version of the format it has.")
         if version > FORMAT:
             raise InvalidFile(
@@ -148,9 +131,14 @@ class Archive:
     def has(self, record: str) -> bool:
         return f"{self._root}/{record}" in self._names
 
-    def read(self, record: str) -> bytes:
-        """The bytes of a record, whose checksum must hold."""
+    def read(self, record: str, checksum: int | None = None) -> bytes:
+        """The bytes of a record, whose checksum must hold; and be this one, if one is given."""
         try:
+            # What is read is compared with the sum that the archive has, so that comparing the sums is enough.
+            if checksum is not None and checksum != self._zip.getinfo(f"{self._root}/{record}").CRC:
+                raise InvalidFile(
+                    self.path, f"was changed since it was saved: its record '{record}' is another one."
+                )
             return self._zip.read(f"{self._root}/{record}")
         except _DAMAGED as error:
             raise InvalidFile(
@@ -168,6 +156,12 @@ class Archive:
         if not isinstance(found, dict):
             raise InvalidFile(self.path, "is damaged: a record is not what it must be.")
         return cast("dict[str, Any]", found)
+
+
+def checksum_of(storage: torch.UntypedStorage) -> int:
+    """The checksum that an archive has of memory with these bytes."""
+    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return zlib.crc32(memoryview(cast("Any", data.cpu().numpy())))
 
 
 def storage_of(data: bytes, device: str) -> torch.UntypedStorage:

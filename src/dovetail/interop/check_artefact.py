@@ -22,7 +22,32 @@ def load(name: str) -> Any:
 def candidate(path: str | None) -> Any:
     if path is None:
         return torch.export.load(HERE / "body.pt2").module()
-    return runpy.run_path(path)["run"]
+    if not Path(path).is_file():
+        return refused(f"there is no file {path}")
+    run = runpy.run_path(path).get("run")
+    return run if callable(run) else refused(f"{path} has no function `run`")
+
+
+def refused(reason: str) -> Any:
+    print(reason)
+    sys.exit(1)
+
+
+def results(made: Any, count: int) -> tuple[Any, ...]:
+    """What `run` returned, as a tuple."""
+    found = (made,) if isinstance(made, torch.Tensor) else made
+    if not isinstance(found, tuple | list):
+        refused(f"`run` returned a {type(made).__name__}; a tensor or a tuple of {count} is wanted")
+    if len(found) != count:
+        refused(f"`run` returned {len(found)} results; {count} are wanted")
+    return tuple(found)
+
+
+def same(made: Any, wanted: Any) -> bool:
+    """Whether two tensors are alike in every element, NaN included."""
+    if (made.shape, made.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    return bool(((made == wanted) | ((made != made) & (wanted != wanted))).all())
 
 
 def wrong(made: Any, wanted: Any, random: bool) -> str | None:
@@ -58,17 +83,17 @@ def wrong(made: Any, wanted: Any, random: bool) -> str | None:
 
 def main() -> None:
     told = json.loads((HERE / "region.json").read_text(encoding="utf-8"))
-    operands, expected = load("inputs.pt"), load("expected.pt")
+    operands, given, expected = load("inputs.pt"), load("inputs.pt"), load("expected.pt")
     run = candidate(sys.argv[1] if len(sys.argv) > 1 else None)
     torch.manual_seed(told["seed"])
     with torch.no_grad():
-        made = run(*operands)
-    made = (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        made = results(run(*operands), len(expected["results"]))
     faults: list[str] = []
-    if len(made) != len(expected["results"]):
-        faults.append(f"{len(made)} results; {len(expected['results'])} are wanted")
-    for i, (value, wanted) in enumerate(zip(made, expected["results"], strict=False)):
+    for i, (value, wanted) in enumerate(zip(made, expected["results"], strict=True)):
         faults += [f"result {i} {reason}" for reason in [wrong(value, wanted, told["random"])] if reason]
+    for i, (value, wanted) in enumerate(zip(operands, given, strict=True)):
+        if isinstance(wanted, torch.Tensor) and i not in expected["operands"] and not same(value, wanted):
+            faults.append(f"operand {i} was written, which the body leaves as it is")
     for i, wanted in expected["operands"].items():
         reason = wrong(operands[i], wanted, told["random"])
         faults += [f"operand {i}, which is written, {reason}"] if reason else []

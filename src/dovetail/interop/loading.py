@@ -19,8 +19,10 @@ from dovetail.interop.restoring import Restorer, tensor_from
 def load(path: str | os.PathLike[str] | IO[bytes]) -> Program:
     """The graph that `dovetail.save` wrote: the same text, regions, values and state, called and checked as before.
 
-    Its regions run as they are until it is lowered. A file that is damaged, changed, from a newer version or not one of
-    ours raises InvalidFile. Files from anyone can be opened: they hold operators by name and numbers, no code.
+    Its regions run as they are until it is lowered. A file that is damaged, from a newer version or not one of ours
+    raises InvalidFile; so does one in which the description of the graph or numbers of its tensors are others than were
+    saved (by checksums: they tell accidents, and are no signature). Records for torch.export alone are not looked at.
+    Files from anyone can be opened: they hold operators by name and numbers, no code.
     """
     if not isinstance(path, str | os.PathLike) and not callable(getattr(path, "read", None)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a path nor a file to read from.")
@@ -58,6 +60,8 @@ def _tensors(archive: Archive, described: dict[str, Any]) -> list[Tensor]:
     memory: dict[int, Any] = {}
     made: list[Tensor] = []
     storages = rows(described["storages"])
+    # Older files have none.
+    checksums = rows(described.get("checksums", [None] * len(storages)))
     for row in rows(described["tensors"]):
         number = index(rows(row)[0], storages)
         if number not in memory:
@@ -65,7 +69,10 @@ def _tensors(archive: Archive, described: dict[str, Any]) -> list[Tensor]:
             if place is not None and place not in places:
                 raise Unreadable(f"it has no numbers for '{place}', or only pickled ones, which are not read")
             try:
-                memory[number] = storage_of(b"" if place is None else archive.read(places[place]), device)
+                data = (
+                    b"" if place is None else archive.read(places[place], checksums[index(number, checksums)])
+                )
+                memory[number] = storage_of(data, device)
             except (RuntimeError, AssertionError) as error:
                 raise Absent(f"holds tensors on '{device}', which is not there: {error}") from error
         made.append(tensor_from(row, memory[number]))

@@ -42,18 +42,26 @@ def _(*operands: Any, equation: str) -> Any:
     return torch.einsum(equation, *operands)
 
 
-def _pads(pads: Sequence[int] | None, rank: int) -> tuple[list[int], list[int]]:
-    """Paddings on both sides, and what one side has more, as `F.pad` wants it."""
-    given = [0] * 2 * rank if pads is None else list(pads)
+def _pads(
+    x: Any, window: Sequence[int], pads: Any, auto_pad: str, strides: Any, dilations: Any
+) -> tuple[list[int], list[int]]:
+    """Paddings on both sides of what windows go over, and what one side has more, as `F.pad` wants it."""
+    rank = len(window)
+    given = [0] * 2 * rank if pads is None or auto_pad == "VALID" else list(pads)
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        steps, spread = strides or [1] * rank, dilations or [1] * rank
+        sums = [
+            max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
+            for n, k, s, d in zip(x.shape[-rank:], window, steps, spread, strict=True)
+        ]
+        less, more = [n // 2 for n in sums], [n - n // 2 for n in sums]
+        given = less + more if auto_pad == "SAME_UPPER" else more + less
+    elif auto_pad not in ("NOTSET", "VALID"):
+        raise NoCounterpart(f"auto_pad '{auto_pad}'")
     before, after = given[:rank], given[rank:]
     both = [min(a, b) for a, b in zip(before, after, strict=True)]
     extra = [n for i in reversed(range(rank)) for n in (before[i] - both[i], after[i] - both[i])]
     return both, extra if any(extra) else []
-
-
-def _unsupported(auto_pad: str) -> None:
-    if auto_pad not in ("NOTSET", "VALID"):
-        raise NoCounterpart(f"auto_pad '{auto_pad}'")
 
 
 @operator("Conv")
@@ -69,9 +77,8 @@ def _(
     kernel_shape: Any = None,
     auto_pad: str = "NOTSET",
 ) -> Any:
-    _unsupported(auto_pad)
     rank = weight.dim() - 2
-    both, extra = _pads(pads, rank)
+    both, extra = _pads(x, weight.shape[2:], pads, auto_pad, strides, dilations)
     function: Any = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
     given = F.pad(x, extra) if extra else x
     return function(given, weight, bias, strides or 1, both, dilations or 1, group)
@@ -91,9 +98,10 @@ def _(
     kernel_shape: Any = None,
     auto_pad: str = "NOTSET",
 ) -> Any:
-    _unsupported(auto_pad)
+    if auto_pad not in ("NOTSET", "VALID"):
+        raise NoCounterpart(f"a transposed convolution with auto_pad '{auto_pad}'")
     rank = weight.dim() - 2
-    both, extra = _pads(pads, rank)
+    both, extra = _pads(x, weight.shape[2:], pads, auto_pad, strides, dilations)
     if extra:
         raise NoCounterpart("a transposed convolution with uneven padding")
     function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
@@ -112,9 +120,8 @@ def _(
     storage_order: int = 0,
     auto_pad: str = "NOTSET",
 ) -> Any:
-    _unsupported(auto_pad)
     rank = len(kernel_shape)
-    both, extra = _pads(pads, rank)
+    both, extra = _pads(x, kernel_shape, pads, auto_pad, strides, dilations)
     if extra:
         x = F.pad(x, extra, value=float("-inf"))
     function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
@@ -133,9 +140,8 @@ def _(
     count_include_pad: int = 0,
     auto_pad: str = "NOTSET",
 ) -> Any:
-    _unsupported(auto_pad)
     rank = len(kernel_shape)
-    both, extra = _pads(pads, rank)
+    both, extra = _pads(x, kernel_shape, pads, auto_pad, strides, dilations)
     if extra or any(d != 1 for d in dilations or ()):
         raise NoCounterpart("an average pooling with uneven padding or dilation")
     function: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
@@ -188,17 +194,29 @@ def _(x: Any, scale: Any, bias: Any, *, epsilon: float = 1e-5) -> Any:
 
 @operator("Resize")
 def _(x: Any, region: Any = None, scales: Any = None, sizes: Any = None, **options: Any) -> Any:
-    plain = options.get("mode") == "nearest" and options.get("nearest_mode") == "floor"
+    plain = options.get("mode", "nearest") == "nearest" and options.get("nearest_mode") == "floor"
     if not plain or options.get("coordinate_transformation_mode") != "asymmetric" or scales is None:
         raise NoCounterpart("a resize other than by the nearest neighbour to the front")
-    return F.interpolate(x, scale_factor=listed(scales, "a scale")[2:], mode="nearest")
+    factors = listed(scales, "a scale")
+    if not factors:
+        raise NoCounterpart("a resize to sizes")
+    if options.get("axes") is not None:
+        given = dict(zip((a % x.dim() for a in options["axes"]), factors, strict=True))
+        factors = [given.get(i, 1.0) for i in range(x.dim())]
+    if any(f != 1 for f in factors[:2]):
+        raise NoCounterpart("a resize of the batch or of channels")
+    return F.interpolate(x, scale_factor=factors[2:], mode="nearest")
 
 
-def _reduced(function: Reading) -> Reading:
+def _reduced(function: Reading, whole: Reading) -> Reading:
+    """A reduction; `whole` is what it does to elements where it reduces over nothing."""
+
     def read(x: Any, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Any:
         given = tensor(x)
-        places = list(range(given.dim())) if axes is None else listed(axes, "what is reduced over")
-        return function(given, places, bool(keepdims))
+        places = [] if axes is None else listed(axes, "what is reduced over")
+        if not places and noop_with_empty_axes:
+            return whole(given)
+        return function(given, places or list(range(given.dim())), bool(keepdims))
 
     return read
 
@@ -227,7 +245,8 @@ for _name, _function in {
     "ReduceL1": _norm(1),
     "ReduceL2": _norm(2),
 }.items():
-    OPERATORS[_name] = _reduced(cast("Reading", _function))
+    _whole = torch.abs if _name in ("ReduceL1", "ReduceL2") else tensor
+    OPERATORS[_name] = _reduced(cast("Reading", _function), _whole)
 
 
 @operator("Softmax")

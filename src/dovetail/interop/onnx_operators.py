@@ -196,6 +196,8 @@ OPERATORS["Max"], OPERATORS["Min"] = _extreme(torch.maximum), _extreme(torch.min
 
 @operator("Clip")
 def _(x: Any, least: Any = None, most: Any = None) -> Any:
+    if isinstance(least, Tensor) or isinstance(most, Tensor):
+        least, most = (v if v is None else tensor(v, x) for v in (least, most))
     return torch.clamp(x, least, most)
 
 
@@ -238,7 +240,10 @@ def _(x: Any, slope: Any) -> Any:
 
 
 @operator("Cast")
-def _(x: Any, *, to: int) -> Any:
+def _(x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
+    # Both options are about types of eight bits, which are not read.
+    if to not in DTYPES:
+        raise NoCounterpart(f"torch has no dtype for the element type {to}")
     return tensor(x).to(DTYPES[to])
 
 

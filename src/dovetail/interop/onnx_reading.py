@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, InvalidFile
+from dovetail.errors import CaptureError, InvalidArgument, InvalidFile
 from dovetail.fusion.fuse import fuse
 from dovetail.graph.capture import capture
 from dovetail.interop.boundaries import OPERAND, RESULT, Boundaries, unmarked
 from dovetail.interop.boundaries import marked as seen
 from dovetail.interop.onnx_operators import NoCounterpart, operators
+from dovetail.interop.onnx_versions import current
 from dovetail.interop.onnx_writing import DOMAIN, GRAPH, TOLD
 from dovetail.interop.onnx_writing import FORMAT as WRITTEN
+from dovetail.lowering.faults import in_a_line
 from dovetail.lowering.onnx.types import DTYPES
 from dovetail.rules.rule import Candidate, Proposal, Rule
 from dovetail.rules.scene import Scene
@@ -35,19 +37,25 @@ def from_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Gr
     It takes the inputs of the model in their order and returns its results as a tuple. `sizes` gives numbers for sizes
     that are open in the model, 2 unless told; other calls than with these need another graph. Functions that
     `to_onnx` wrote have the kind, version and attributes they had; any other is of the kind `domain.name`, with the
-    attributes of its call. Raises InvalidFile where it is no ONNX model, or has an operator that ATen has not.
+    attributes of its call. Opsets before 13 are converted where onnx can. Raises InvalidFile where it is no ONNX model,
+    of an opset after 26, or has an operator that ATen has not.
     """
     if not isinstance(path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
     _check_sizes(sizes)
-    model = _parsed(path)
+    model = current(_parsed(path), path)
+    reading = _Reading(model)
     try:
-        reading = _Reading(model)
         program = _Program(model, reading)
+        _check_open(program.described, sizes or {})
         examples = tuple(_example(i, sizes or {}, path) for i in program.described)
         gm, values = unmarked(capture(program.eval(), examples))
     except NoCounterpart as failure:
         raise InvalidFile(path, f"cannot be read: {failure}.") from failure
+    except CaptureError as error:
+        if reading.failure is None:
+            raise
+        raise InvalidFile(path, f"cannot be read: {reading.failure}.") from error
     marked = reading.marked
     for depth in range(max((m.depth for m in marked.values()), default=0), 0, -1):
         # Inner ones first: they are operations of those around them.
@@ -62,6 +70,16 @@ def _check_sizes(sizes: Any) -> None:
     for name, size in cast("Mapping[Any, Any]", given).items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise InvalidArgument(f"sizes: {name!r} is {size!r}, which is no size.")
+
+
+def _check_open(described: Iterable[Any], sizes: Mapping[str, int]) -> None:
+    dims = [d for i in described for d in i.type.tensor_type.shape.dim]
+    known = dict.fromkeys(d.dim_param for d in dims if not d.HasField("dim_value") and d.dim_param)
+    for name in sizes:
+        if name not in known:
+            there = ", ".join(f"'{n}'" for n in known)
+            has = f"Those that have a name are {there}." if known else "None of them has a name."
+            raise InvalidArgument(f"sizes: no size that is open in the file is called {name!r}. {has}")
 
 
 def _parsed(path: str | Path) -> Any:
@@ -113,6 +131,22 @@ class _Reading:
     def __init__(self, model: Any) -> None:
         self.functions: dict[tuple[str, str], Any] = {(f.domain, f.name): f for f in model.functions}
         self.marked: dict[str, _Mark] = {}
+        self.failure: str | None = None
+
+    def made(self, node: Any, operator: Any, given: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
+        """The results of an operator. Why there are none is kept: an exporter tells it in words of its own."""
+        try:
+            made = operator(*given, **attributes)
+            made = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
+            if any(node.output[len(made) :]):
+                raise NoCounterpart(
+                    f"{len(node.output)} results are asked for, of which {len(made)} can be had"
+                )
+        except Exception as failure:
+            reason = failure if isinstance(failure, NoCounterpart) else in_a_line(failure)
+            self.failure = self.failure or f"{node.op_type} ('{node.name or node.output[0]}'): {reason}"
+            raise
+        return made
 
 
 class _Function(nn.Module):
@@ -128,13 +162,23 @@ class _Function(nn.Module):
         depth: int,
     ) -> None:
         super().__init__()
-        self.inputs, self.outputs = list(inputs), list(outputs)
+        self.inputs, self.outputs, self.reading = list(inputs), list(outputs), reading
         self.steps: list[tuple[Any, Any, dict[str, Any]]] = []
         self.paths: dict[str, str] = {}
+        nodes = list(nodes)
+        # Fractions that a shape is computed from must be numbers; elsewhere a vector of them is a weight.
+        self.scales = {n.input[2] for n in nodes if n.op_type == "Resize" and len(n.input) > 2}
         for node in nodes:
             function = reading.functions.get((node.domain, node.op_type))
             attributes = {a.name: _attribute(a) for a in node.attribute}
             if function is None:
+                if node.op_type == "Constant" and node.output[0] in self.scales:
+                    attributes = {
+                        k: v.tolist() if isinstance(v, Tensor) else v for k, v in attributes.items()
+                    }
+                if node.op_type == "Split" and len([i for i in node.input if i]) < 2:
+                    # Before opset 18 it is told by the results alone.
+                    attributes.setdefault("num_outputs", len(node.output))
                 self.steps.append((node, _operator(node), attributes))
                 continue
             name = f"call_{len(self.steps)}"
@@ -157,8 +201,7 @@ class _Function(nn.Module):
                 called = cast("nn.Module", self._modules[what])
                 made = seen(path, RESULT, called(*seen(path, OPERAND, given)))
             else:
-                made = what(*given, **attributes)
-                made = (made,) if len(node.output) == 1 else made
+                made = self.reading.made(node, what, given, attributes)
             values.update((name, value) for name, value in zip(node.output, made, strict=False) if name)
         return tuple(values[name] for name in self.outputs)
 
@@ -177,7 +220,7 @@ class _Program(_Function):
     def _hold(self, initialiser: Any) -> Any:
         """Keep data under the name it has in the model; where it can be found, or the number or list that it is."""
         value = _tensor(initialiser)
-        known = _known(value)
+        known = value.tolist() if initialiser.name in self.scales else _known(value)
         if not isinstance(known, Tensor):
             return known
         owner: nn.Module = self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -21,6 +22,12 @@ def _(x: Any, sizes: Any, *, allowzero: int = 0) -> Any:
     if not allowzero:
         wanted = [x.shape[i] if is_number(n) and n == 0 else n for i, n in enumerate(wanted)]
     return torch.reshape(x, wanted)
+
+
+@operator("Flatten")
+def _(x: Any, *, axis: int = 1) -> Any:
+    rows = math.prod(x.shape[: axis if axis >= 0 else axis + x.dim()])
+    return torch.reshape(x, [rows, -1] if rows else [0, math.prod(x.shape[axis:])])
 
 
 @operator("Transpose")
@@ -96,14 +103,27 @@ def _(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> An
     strides = [1] * len(first) if steps is None else listed(steps, "the step of a slice")
     if isinstance(x, list):
         return cast("list[Any]", x)[first[0] : last[0] : strides[0]]
-    if all(s == -1 for s in strides):
-        return torch.flip(x, [p % x.dim() for p in places])
+    turned: list[int] = []
     for place, a, b, step in zip(places, first, last, strides, strict=True):
         if is_number(step) and step < 0:
-            raise NoCounterpart("a slice that goes backwards in one dimension of several")
+            turned.append(place % x.dim())
+            x = _forwards(x, place, slice(a, b, step))
+            continue
         end = None if is_number(b) and b >= 2**31 - 1 else b
         x = torch.ops.aten.slice.Tensor(x, place, a, end, step)
-    return x
+    return torch.flip(x, turned) if turned else x
+
+
+def _forwards(x: Tensor, place: int, backwards: slice) -> Tensor:
+    """What a slice that goes backwards picks in a dimension, from its first element to its last."""
+    size: Any = x.shape[place]
+    if not all(is_number(n) for n in (size, backwards.start, backwards.stop)):
+        raise NoCounterpart("a slice that goes backwards from where only a call tells")
+    picked = range(*backwards.indices(size))
+    if len(picked) == size:
+        return x
+    low, high = (picked[-1], picked[0] + 1) if picked else (0, 0)
+    return torch.ops.aten.slice.Tensor(x, place, low, high, -picked.step)
 
 
 @operator("Gather")
@@ -164,15 +184,36 @@ def _(x: Any, depth: Any, values: Any, *, axis: int = -1) -> Any:
     return F.one_hot(x, listed(depth, "the number of classes")[0])
 
 
+_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+
+
 @operator("Pad")
-def _(x: Any, pads: Any, value: Any = None, *, mode: str = "constant") -> Any:
+def _(x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str = "constant") -> Any:
     amounts = listed(pads, "a padding")
     half = len(amounts) // 2
-    turned = [n for i in reversed(range(half)) for n in (amounts[i], amounts[half + i])]
-    while len(turned) > 2 and turned[-2:] == [0, 0]:
-        turned = turned[:-2]
-    modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
-    return F.pad(x, turned, modes[mode], known(value, "what is padded with"))
+    places = range(half) if axes is None else listed(axes, "the dimension of a padding")
+    around = {p % x.dim(): (amounts[i], amounts[half + i]) for i, p in enumerate(places)}
+    first = min((p for p, (a, b) in around.items() if a or b), default=x.dim() - 1)
+    turned = [n for p in reversed(range(first, x.dim())) for n in around.get(p, (0, 0))]
+    # torch pads the last dimensions of pictures and the like only, unless with a constant.
+    if mode != "constant" and (x.dim() - first > 3 or first not in (1, 2)):
+        for place, (before, after) in around.items():
+            x = _continued(x, place, before, after, mode)
+        return x
+    return F.pad(x, turned, _MODES[mode], known(value, "what is padded with"))
+
+
+def _continued(x: Tensor, place: int, before: int, after: int, mode: str) -> Tensor:
+    """A tensor with more of itself around it in one dimension."""
+    size = x.shape[place]
+    at = torch.arange(-before, size + after)
+    if mode == "edge":
+        at = at.clamp(0, size - 1)
+    elif mode == "wrap":
+        at = at % size
+    else:
+        at = (size - 1) - ((at % max(2 * size - 2, 1)) - (size - 1)).abs()
+    return torch.index_select(x, place, at) if before or after else x
 
 
 @operator("Range")
@@ -199,5 +240,6 @@ def _(x: Any, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Any:
 
 
 @operator("ConstantOfShape")
-def _(sizes: Any, *, value: Any = 0.0) -> Any:
-    return torch.full(listed(sizes, "the size of a constant"), value)
+def _(sizes: Any, *, value: Any = None) -> Any:
+    wanted = listed(sizes, "the size of a constant")
+    return torch.zeros(wanted) if value is None else torch.full(wanted, value.item(), dtype=value.dtype)

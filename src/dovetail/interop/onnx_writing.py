@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 from dovetail.errors import InvalidArgument, SaveError
 from dovetail.graph.keys import REGION
 from dovetail.graph.module import Body, attribute
+from dovetail.interop.placing import replaced, target_of
 from dovetail.lowering.onnx.program import IR_VERSION, described
 from dovetail.lowering.onnx.types import NoForm, element
 from dovetail.lowering.onnx.writer import OPSET, Writer, packed
@@ -51,22 +51,18 @@ def to_onnx(gm: GraphModule, path: str | Path) -> Path:
         import onnx
     except ImportError as error:
         raise SaveError("onnx is not installed; pip install 'dovetail[onnx]'") from error
+    target = target_of(path)
     model = _Model(gm).made()
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise SaveError(f"there is no folder '{target.parent}'")
-    if target.is_dir():
-        raise SaveError(f"'{target}' is a folder; give the name of a file")
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        written = Path(folder) / target.name
-        beside = f"{target.name}.data"
-        if model.ByteSize() > _LARGEST:
+    apart = model.ByteSize() > _LARGEST
+    if apart and os.path.islink(path):
+        raise SaveError(f"'{path}' is a link, and weights beyond 2 GiB lie beside the file: give '{target}'.")
+    with replaced(target) as written:
+        if apart:
+            beside = f"{target.name}.data"
             onnx.save_model(model, str(written), save_as_external_data=True, location=beside)
-            os.replace(Path(folder) / beside, target.parent / beside)
         else:
             written.write_bytes(model.SerializeToString(deterministic=True))
-        os.replace(written, target)
-    return target
+    return Path(path)
 
 
 class _Functions:
@@ -75,7 +71,7 @@ class _Functions:
     def __init__(self) -> None:
         self.made: list[Any] = []
         self.domains: dict[str, int] = {}
-        self._known: dict[tuple[str, int], tuple[str, str]] = {}
+        self._known: dict[tuple[str, int], Any] = {}
         self._taken: dict[tuple[str, str], int] = {}
 
     def of(self, body: Body, call: Call) -> tuple[str, str]:
@@ -83,9 +79,12 @@ class _Functions:
         from onnx import helper
 
         kind = call.identity.kind
+        attributes = sorted(json.loads(call.identity.attrs))
         known = self._known.get((kind, id(body)))
         if known is not None:
-            return known
+            # A call may carry what its function declares; this one may carry more than those before it.
+            known.attribute.extend(a for a in attributes if a not in known.attribute)
+            return known.domain, known.name
         vendor, _, name = kind.rpartition(".")
         domain = vendor or DOMAIN
         # ONNX has overloads for this, but ONNX Runtime takes one for the other where functions call functions.
@@ -93,7 +92,6 @@ class _Functions:
             self._taken[domain, name] += 1
             name = f"{name}_{self._taken[domain, name]}"
         self._taken[domain, name] = 0
-        found = self._known[kind, id(body)] = (domain, name)
         writer = _Writer(self, body, call)
         inputs = []
         for node in body.graph.nodes:
@@ -106,19 +104,18 @@ class _Functions:
         outputs = writer.outputs(results(body))
         used = {"": OPSET, **{n.domain: 1 for n in writer.nodes if n.domain}}
         self.domains.update((d, 1) for d in (domain, *used) if d)
-        self.made.append(
-            helper.make_function(
-                domain,
-                name,
-                inputs,
-                [name for name, _ in outputs],
-                writer.nodes,
-                [helper.make_opsetid(d, v) for d, v in used.items()],
-                attributes=sorted(json.loads(call.identity.attrs)),
-                doc_string=f"{kind}, version {call.identity.version}",
-            )
+        made = self._known[kind, id(body)] = helper.make_function(
+            domain,
+            name,
+            inputs,
+            [output for output, _ in outputs],
+            writer.nodes,
+            [helper.make_opsetid(d, v) for d, v in used.items()],
+            attributes=attributes,
+            doc_string=f"{kind}, version {call.identity.version}",
         )
-        return found
+        self.made.append(made)
+        return domain, name
 
 
 class _Writer(Writer):

@@ -19,6 +19,7 @@ from dovetail.graph.module import without_collector
 from dovetail.interop import archive
 from dovetail.interop.describing import Describer
 from dovetail.interop.exported import exported
+from dovetail.interop.placing import target_of
 from dovetail.outlining.inline import inline
 from dovetail.outlining.record import Call, call_of
 from dovetail.outlining.requests import require_graph
@@ -33,21 +34,23 @@ def save(gm: GraphModule, path: str | os.PathLike[str] | IO[bytes]) -> None:
     The file is an archive of torch.export too: `torch.export.load(path)` opens it with the regions inlined and told in
     `node.meta["custom"]["dovetail"]`. Backends are not saved: a loaded graph runs as it is until it is lowered again.
     A graph that holds Python code (modules that are called, hooks, functions of one's own) is refused with a
-    SaveError. A file that was there is replaced in one step.
+    SaveError. A file that was there is replaced in one step and keeps its rights; a link keeps leading to it.
     """
     require_graph(gm)
     if not isinstance(path, str | os.PathLike) and not callable(getattr(path, "write", None)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a path nor a file to write to.")
+    target = target_of(path) if isinstance(path, str | os.PathLike) else path
     with without_collector():
         describer = Describer(gm)
         described = describer.describe()
         program = exported(inline(gm), marks(gm))
         described["storages"] = _places(program, describer)
+        described["checksums"] = _checksums(describer)
         if describer.encoder.dropped:
             listed = "; ".join(f"{key} ({why})" for key, why in describer.encoder.dropped.items())
             warnings.warn(f"node meta that has no form in a file was left out: {listed}", stacklevel=2)
         versions = {"dovetail": version("dovetail"), "torch": torch.__version__}
-        archive.write(program, described, versions, path)
+        archive.write(program, described, versions, target)
 
 
 def marks(gm: GraphModule) -> dict[str, dict[str, Any]]:
@@ -103,6 +106,15 @@ def _places(program: ExportedProgram, describer: Describer) -> list[str | None]:
             program.constants[name] = value.detach()
             known[_place(value)] = f"constants:{name}"
         found[row[0]] = known[_place(value)]
+    return [found[number] for number in range(len(found))]
+
+
+def _checksums(describer: Describer) -> list[int]:
+    """For each piece of memory, the checksum of what is in it."""
+    found: dict[int, int] = {}
+    for row, value in zip(describer.rows, describer.tensors, strict=True):
+        if row[0] not in found:
+            found[row[0]] = archive.checksum_of(value.untyped_storage())
     return [found[number] for number in range(len(found))]
 
 
