@@ -17,7 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dovetail.graph.effects import effects
 from dovetail.graph.module import Body
@@ -151,6 +153,8 @@ class Foreign(Backend):
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         body = flat(cast("Body", region.body))
         operands = [_laid(example) for example in examples]
+        if operands != [_laid(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]:
+            _follow(body, examples)
         program, results = self._made(region, body, operands)
         made = Model(self, program, tuple(operands), tuple(results))
         made.session()
@@ -309,6 +313,13 @@ def parted(data: bytes) -> list[bytes]:
         found.append(data[8:end])
         data = data[end:]
     return found
+
+
+def _follow(body: GraphModule, examples: Sequence[Any]) -> None:
+    """Let a body know its values for operands that lie otherwise than those it was captured with."""
+    modes = [e.fake_mode for e in examples if isinstance(e, FakeTensor)]
+    if modes:
+        FakeTensorProp(body, modes[0]).propagate_dont_convert_inputs(*examples)
 
 
 def _laid(value: Any) -> Layout | None:

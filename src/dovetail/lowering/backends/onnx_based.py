@@ -18,7 +18,7 @@ class OnnxBackend(Foreign):
     """A backend whose programs are ONNX models; sizes may vary where the forms of operators allow it."""
 
     open_sizes: ClassVar[bool] = True
-    dialect: ClassVar[Dialect] = Dialect()
+    dialect: ClassVar[Dialect] = Dialect(runs=True)
 
     def why_not_operation(self, node: Node) -> str | None:
         writer = Writer(self.dialect)
@@ -47,3 +47,9 @@ def input_names(model: bytes) -> list[str]:
     import onnx
 
     return [i.name for i in onnx.ModelProto.FromString(model).graph.input]
+
+
+def require_in_range(flag: Any) -> None:
+    """Raise what eager code would where a model says that an index was out of range."""
+    if not flag:
+        raise IndexError("an index is out of range")

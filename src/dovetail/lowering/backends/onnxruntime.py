@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.lowering.backends.foreign import Session, installed
-from dovetail.lowering.backends.onnx_based import OnnxBackend
+from dovetail.lowering.backends.onnx_based import OnnxBackend, require_in_range
 from dovetail.lowering.onnx.layouts import Layout
 from dovetail.lowering.onnx.types import ELEMENTS
 from dovetail.lowering.onnx.writer import Dialect
@@ -24,7 +24,7 @@ class OnnxRuntime(OnnxBackend):
 
     name = "onnxruntime"
     packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxruntime")
-    dialect: ClassVar[Dialect] = Dialect(attention=True)
+    dialect: ClassVar[Dialect] = Dialect(attention=True, runs=True)
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         self._options = dict(options or {})
@@ -69,13 +69,16 @@ class _Running(Session):
         self._inputs = [i.name for i in self._session.get_inputs()]
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._results = list(results)
+        self._guarded = len(self._outputs) > len(results)
         # Where there is nothing to write, there is no memory that could be given.
         self._fixed = all(r.sizes is not None and 0 not in r.sizes for r in results)
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
         if not self._fixed or any(not value.numel() for value in rows):
             feeds = {name: value.numpy() for name, value in zip(self._inputs, rows, strict=True)}
-            made = self._session.run(None, feeds)
+            made = list(self._session.run(None, feeds))
+            if self._guarded:
+                require_in_range(made.pop())
             return tuple(
                 layout.result(torch.from_numpy(value))
                 for layout, value in zip(self._results, made, strict=True)
@@ -84,9 +87,13 @@ class _Running(Session):
         for name, value in zip(self._inputs, rows, strict=True):
             binding.bind_input(name, "cpu", 0, ELEMENTS[value.dtype], tuple(value.shape), value.data_ptr())
         places = [layout.place() for layout in self._results]
-        for name, (_, place) in zip(self._outputs, places, strict=True):
+        for name, (_, place) in zip(self._outputs, places, strict=False):
             binding.bind_output(name, "cpu", 0, ELEMENTS[place.dtype], tuple(place.shape), place.data_ptr())
+        flag = torch.ones((), dtype=torch.bool)
+        if self._guarded:
+            binding.bind_output(self._outputs[-1], "cpu", 0, ELEMENTS[flag.dtype], (), flag.data_ptr())
         self._session.run_with_iobinding(binding)
+        require_in_range(flag)
         return tuple(
             made if layout.order is not None else layout.result(made)
             for layout, (made, _) in zip(self._results, places, strict=True)

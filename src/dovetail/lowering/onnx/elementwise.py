@@ -166,9 +166,10 @@ def _(w: Writer, node: Node, a: Any, b: Any, *, rounding_mode: str | None) -> st
         return _binary("Div")(w, node, a, b)
     if not dtype.is_floating_point:
         raise NoForm("whole numbers are divided otherwise in ONNX")
-    ratio = w.op("Div", w.read(a, dtype), w.read(b, dtype))
+    left, right = w.read(a, dtype), w.read(b, dtype)
+    ratio = w.op("Div", left, right)
     if rounding_mode == "floor":
-        return w.op("Floor", ratio, label=node.name)
+        return _rounded_down(w, left, right, ratio, dtype, node.name)
     return w.op("Mul", w.op("Sign", ratio), w.op("Floor", w.op("Abs", ratio)), label=node.name)
 
 
@@ -178,8 +179,27 @@ def _(w: Writer, node: Node, a: Any, b: Any) -> str:
     left, right = w.read(a, dtype), w.read(b, dtype)
     if not dtype.is_floating_point:
         return w.op("Mod", left, right, label=node.name)
-    whole = w.op("Floor", w.op("Div", left, right))
-    return w.op("Sub", left, w.op("Mul", whole, right), label=node.name)
+    rest, unlike = _left_over(w, left, right, dtype)
+    return w.op("Where", unlike, w.op("Add", rest, right), rest, label=node.name)
+
+
+def _left_over(w: Writer, left: str, right: str, dtype: torch.dtype) -> tuple[str, str]:
+    """What is left over of a division that is cut off, and where its sign is not the divisor's."""
+    rest, zero = w.op("Mod", left, right, fmod=1), w.constant(0, dtype)
+    unlike = w.op("Xor", w.op("Less", rest, zero), w.op("Less", right, zero))
+    return rest, w.op("And", unlike, w.op("Not", w.op("Equal", rest, zero)))
+
+
+def _rounded_down(w: Writer, left: str, right: str, ratio: str, dtype: torch.dtype, label: str) -> str:
+    """A division rounded down as torch does it, by what is left over: a quotient that is rounded may be one off."""
+    rest, unlike = _left_over(w, left, right, dtype)
+    even = w.op("Div", w.op("Sub", left, rest), right)
+    down = w.op("Where", unlike, w.op("Sub", even, w.constant(1, dtype)), even)
+    floor = w.op("Floor", down)
+    above = w.op("Greater", w.op("Sub", down, floor), w.constant(0.5, dtype))
+    made = w.op("Where", above, w.op("Add", floor, w.constant(1, dtype)), floor)
+    by_nothing = w.op("Equal", right, w.constant(0, dtype))
+    return w.op("Where", by_nothing, ratio, made, label=label)
 
 
 @form("aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar")
@@ -190,6 +210,8 @@ def _(w: Writer, node: Node, base: Any, exponent: Any) -> str:
     if exponent in (2, 3) and not isinstance(exponent, Node):
         square = w.op("Mul", x, x, label=node.name)
         return square if exponent == 2 else w.op("Mul", square, x, label=node.name)
+    if w.dialect.runs and not dtype.is_floating_point:
+        raise NoForm("a power of whole numbers, which runtimes of ONNX compute as fractions")
     if not isinstance(exponent, Node) and exponent == 0.5:
         return w.op("Sqrt", x, label=node.name)
     return w.op("Pow", x, w.read(exponent, dtype), label=node.name)

@@ -26,7 +26,8 @@ def model_of(
 ) -> Any:
     """The ONNX model that computes what a flat graph does: inputs and results in the order of the graph's.
 
-    With layouts, inputs and results have their dimensions in the order in which they lie in memory.
+    With layouts, inputs and results have their dimensions in the order in which they lie in memory. Where it is
+    run in place of torch and has indices, one more result says whether all were in range.
     """
     from onnx import helper
 
@@ -45,12 +46,21 @@ def model_of(
             writer.write(node)
     made = finished(writer, graph, results)
     outputs = [described(value, node.meta.get("val"), layout) for value, node, layout in made]
+    outputs += [helper.make_tensor_value_info(flag, element(torch.bool), []) for flag in _flag(writer)]
     return helper.make_model(
         helper.make_graph(writer.nodes, name, inputs, outputs),
         opset_imports=[helper.make_opsetid(d, v) for d, v in writer.dialect.opsets.items()],
         ir_version=IR_VERSION,
         producer_name="dovetail",
     )
+
+
+def _flag(writer: Writer) -> list[str]:
+    """Whether every index was in range, if any was looked at."""
+    found: list[str] = []
+    for flag in writer.flags:
+        found = [writer.op("And", found[0], flag) if found else flag]
+    return found
 
 
 def finished(

@@ -34,7 +34,13 @@ def _over(kind: str) -> Form:
     return write
 
 
-form("aten.sum.dim_IntList", "aten.sum.default")(_over("ReduceSum"))
+@form("aten.sum.dim_IntList", "aten.sum.default")
+def _(w: Writer, node: Node, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> str:
+    if w.dialect.runs and w.value(x).dtype == torch.int64:
+        raise NoForm("a sum of whole numbers of 64 bits, which runtimes of ONNX compute as fractions")
+    return _over("ReduceSum")(w, node, x, dims, keepdim)
+
+
 form("aten.mean.dim", "aten.mean.default")(_over("ReduceMean"))
 form("aten.amax.default", "aten.max.default")(_over("ReduceMax"))
 form("aten.amin.default", "aten.min.default")(_over("ReduceMin"))
@@ -43,6 +49,8 @@ form("aten.logsumexp.default")(_over("ReduceLogSumExp"))
 
 @form("aten.prod.dim_int", "aten.prod.default")
 def _(w: Writer, node: Node, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> str:
+    if w.dialect.runs and not w.value(node).dtype.is_floating_point:
+        raise NoForm("a product of whole numbers, which runtimes of ONNX compute as fractions")
     return _over("ReduceProd")(w, node, x, dim, keepdim)
 
 
@@ -108,6 +116,8 @@ def _(w: Writer, node: Node, x: Any, dim: int, *, dtype: Any = None) -> str:
 
 def _softmax(kind: str) -> Form:
     def write(w: Writer, node: Node, x: Any, dim: int, dtype: Any = None) -> str:
+        if not w.value(x).dim():
+            raise NoForm("the softmax of a single number")
         # The third operand of `_softmax` says whether half precision becomes single; the result's dtype tells.
         return w.op(kind, w.read(x, w.value(node).dtype), axis=dim, label=node.name)
 

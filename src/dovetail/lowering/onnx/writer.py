@@ -23,10 +23,13 @@ MICROSOFT = "com.microsoft"
 class Dialect:
     """What a reader of ONNX knows besides the operators of the standard.
 
-    `attention` says that ONNX Runtime's own fused attention may be written.
+    `attention` says that ONNX Runtime's own fused attention may be written. `runs` says that what is written is run in
+    place of torch, and not kept as a file: what runtimes are known to get wrong has no form then, and flags tell whether
+    all indices were in range. Eager code raises where one is not; runtimes count from the end, or read what lies there.
     """
 
     attention: bool = False
+    runs: bool = False
 
     @property
     def opsets(self) -> dict[str, int]:
@@ -61,6 +64,7 @@ class Writer:
         self.dialect, self.prefix = dialect or Dialect(), prefix
         self.nodes: list[Any] = []
         self.names: dict[Node, Any] = {}
+        self.flags: list[str] = []
         self._constants: dict[Any, str] = {}
         self._taken: dict[str, int] = {}
 
@@ -147,9 +151,11 @@ class Writer:
         """A number, or a list of numbers, as a value."""
         key = (repr(value), dtype)
         if key not in self._constants:
-            self._constants[key] = self.op(
-                "Constant", value=packed(torch.tensor(value, dtype=dtype)), label="constant"
-            )
+            try:
+                made = torch.tensor(value, dtype=dtype)
+            except RuntimeError as error:
+                raise NoForm(f"{value} is no {str(dtype).removeprefix('torch.')}") from error
+            self._constants[key] = self.op("Constant", value=packed(made), label="constant")
         return self._constants[key]
 
     def integers(self, values: Any) -> str:
