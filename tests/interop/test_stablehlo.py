@@ -150,6 +150,21 @@ def test_indices_count_from_the_end_too() -> None:
     check_values(gm, to_stablehlo(gm), table, at)
 
 
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), torch.randn(1, 2, 6, 6)),
+        (lambda x: F.rms_norm(x, (8,)), torch.randn(2, 8) * 1e-3),
+        (lambda x: x < 7, torch.tensor([3, 200, 7], dtype=torch.uint8)),
+    ],
+    ids=["window", "eps", "bytes"],
+)
+def test_values_that_torch_mlir_alone_gets_wrong(function: Any, x: Tensor) -> None:
+    gm = dovetail.capture(function, (x,))
+    (made,) = run(str(to_stablehlo(gm)), [x])
+    torch.testing.assert_close(made, function(x))
+
+
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.long) for n in zoo.names()[1:])])
 def test_values_on_the_zoo(name: str) -> None:
     entry = zoo.get(name)
@@ -213,6 +228,12 @@ def test_what_has_no_form_is_told(function: Any, reason: str) -> None:
         to_stablehlo(gm)
     assert caught.value.node is not None
     assert dovetail.text(gm) == before
+
+
+def test_operands_that_torch_would_not_take_are_told() -> None:
+    gm = dovetail.capture(nn.Linear(4, 3), (torch.randn(2, 4, dtype=torch.float64),))
+    with pytest.raises(SaveError, match="different dtypes"):
+        to_stablehlo(gm)
 
 
 def test_sizes_that_vary_are_told() -> None:

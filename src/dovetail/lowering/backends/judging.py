@@ -26,12 +26,17 @@ class Verdict:
     written: GraphModule | None = None
 
 
+class _AsItIs(Exception):
+    """An operator needs no mending with these arguments."""
+
+
 class Judge:
     """Asks a compiler about operations.
 
     `convert` gives a graph to the compiler and raises NoForm for what it does not know. What it does not know is tried
     again in the operations that `table` leads to, those of `foreseen` at once. `sift` says beforehand what is not even
-    to be tried.
+    to be tried. `mends` write an operator that the compiler knows, but gets wrong, in operations that it gets right;
+    they give NotImplemented for arguments with which it is right.
     """
 
     def __init__(
@@ -40,8 +45,10 @@ class Judge:
         table: Callable[[], Mapping[Any, Callable[..., Any]]],
         sift: Callable[[Node], str | None],
         foreseen: frozenset[str] = frozenset(),
+        mends: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         self.convert, self.table, self.sift, self.foreseen = convert, table, sift, foreseen
+        self.mends = {target: _once(mend) for target, mend in (mends or {}).items()}
         self._known: dict[str, Verdict] = {}
         self._lock = threading.RLock()
 
@@ -62,7 +69,7 @@ class Judge:
 
     def _try(self, nodes: Sequence[Node]) -> None:
         """Try some together; where they fail, halves of them, until it is known which it is."""
-        written = {n: self._written(n) for n in nodes if str(n.target) in self.foreseen}
+        written = self._first(nodes)
         if self._why_not(nodes, written) is None:
             self._known.update({signature(n): Verdict(written=written.get(n)) for n in nodes})
         elif len(nodes) > 1:
@@ -72,23 +79,56 @@ class Judge:
         else:
             self._known[signature(nodes[0])] = self._second(nodes[0])
 
+    def _first(self, nodes: Sequence[Node]) -> dict[Node, GraphModule | None]:
+        """Those that are not even tried as they are, in other operations; None where there is no such way."""
+        written: dict[Node, GraphModule | None] = {}
+        for node in nodes:
+            if str(node.target) in self.foreseen:
+                written[node] = self._written(node)
+            elif node.target in self.mends:
+                try:
+                    written[node] = written_out(node, self.mends, self._mend(node))
+                except _AsItIs:
+                    pass
+                except Exception:  # these arguments are not mended, and must not be taken as they are
+                    written[node] = None
+        return written
+
     def _second(self, node: Node) -> Verdict:
         """Try an operation again, written out."""
         written = self._written(node)
         if written is None:
-            return Verdict(self._why_not([node], {node: None} if str(node.target) in self.foreseen else {}))
+            return Verdict(self._why_not([node], self._first([node])))
         reason = self._why_not([node], {node: written})
         return Verdict(reason) if reason is not None else Verdict(written=written)
 
     def _written(self, node: Node) -> GraphModule | None:
         """A node in other operations; None if there is no such way to tell it."""
         try:
-            written = written_out(node, self.table())
+            table = dict(self.table())
+            table.update({target: _either(mend, table.get(target)) for target, mend in self.mends.items()})
+            try:
+                written = written_out(node, table, self._mend(node))
+            except _AsItIs:
+                written = written_out(node, table)
         except Exception:  # what torch cannot write out has to be taken as it is, or not at all
             return None
         calls = [n.target for n in written.graph.nodes if n.op == "call_function"]
         held = any(n.op == "get_attr" for n in written.graph.nodes) or any(map(_needs_strides, calls))
         return None if held or calls == [node.target] else written
+
+    def _mend(self, node: Node) -> Callable[..., Any]:
+        """What mends an operator, to be written out; raises _AsItIs where nothing is to be mended."""
+        mend = self.mends.get(node.target)
+
+        # Written out by name: torch takes many operators apart before a table is asked for them.
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made = NotImplemented if mend is None else mend(*args, **kwargs)
+            if made is NotImplemented:
+                raise _AsItIs
+            return made
+
+        return run
 
     def _why_not(self, nodes: Sequence[Node], written: Mapping[Node, GraphModule | None]) -> str | None:
         lost = next((n for n in nodes if n in written and written[n] is None), None)
@@ -125,8 +165,10 @@ class Judged(Foreign):
 
 
 def signature(node: Node) -> str:
-    """All that can matter of one operation: its operator, its literals, the dtypes and sizes of what it is given."""
-    return f"{node.target} {map_arg((node.args, node.kwargs), _described)!r}"
+    """All that can matter of one operation: its operator, its literals, the dtypes and sizes of what it is given, and
+    what of that is the same."""
+    places = {one: i for i, one in enumerate(node.all_input_nodes)}
+    return f"{node.target} {map_arg((node.args, node.kwargs), lambda n: _described(n, places[n]))!r}"
 
 
 def reads_itself(node: Node) -> bool:
@@ -175,11 +217,37 @@ def _needs_strides(target: Any) -> bool:
     return str(target).removeprefix("aten.").startswith(_STRIDED)
 
 
-def _described(node: Node) -> Any:
+def _once(mend: Callable[..., Any]) -> Callable[..., Any]:
+    """A mend that leaves the operator alone where it is used by the mend itself."""
+    inside = threading.local()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "here", False):
+            return NotImplemented
+        inside.here = True
+        try:
+            return mend(*args, **kwargs)
+        finally:
+            inside.here = False
+
+    return run
+
+
+def _either(mend: Callable[..., Any], otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A mend, and what is in a table where it has nothing to mend."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        made = mend(*args, **kwargs)
+        return made if made is not NotImplemented or otherwise is None else otherwise(*args, **kwargs)
+
+    return run
+
+
+def _described(node: Node, place: int) -> Any:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return _Text(f"<{value.dtype} {tuple(value.shape)}>")
-    return _Text(f"<{type(cast('object', value)).__name__}>")
+        return _Text(f"<{place} {value.dtype} {tuple(value.shape)}>")
+    return _Text(f"<{place} {type(cast('object', value)).__name__}>")
 
 
 class _Text(str):

@@ -35,7 +35,7 @@ class OnnxRuntime(OnnxBackend):
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"1 {installed('onnxruntime')}"
+        return f"2 {installed('onnxruntime')}"
 
     def session(self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
         return _Running(program, constants, results, self._options)

@@ -15,6 +15,7 @@ from torch.fx import Node
 from dovetail.lowering.backends.foreign import WHOLE, Session, installed, values_of
 from dovetail.lowering.backends.onnx_based import OnnxBackend, input_names, require_in_range
 from dovetail.lowering.onnx.layouts import Layout
+from dovetail.lowering.onnx.types import is_number
 
 
 class OpenVino(OnnxBackend):
@@ -41,10 +42,16 @@ class OpenVino(OnnxBackend):
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"1 {installed('openvino')}"
+        return f"2 {installed('openvino')}"
 
     def why_not_operation(self, node: Node) -> str | None:
         return _why_whole(node) or _why_wrong(node) or super().why_not_operation(node)
+
+    def why_not_value(self, value: Any) -> str | None:
+        reason = super().why_not_value(value)
+        if reason is None and isinstance(value, Tensor) and any(is_number(n) and n == 0 for n in value.shape):
+            return "it has no elements, and OpenVINO does not compile that"
+        return reason
 
     def session(self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
         return _Running(program, constants, results, self.precision, self._options)

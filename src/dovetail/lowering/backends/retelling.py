@@ -183,14 +183,20 @@ def retold(
     return teller.finish(made)
 
 
-def written_out(node: Node, table: Mapping[Any, Callable[..., Any]]) -> GraphModule:
-    """A graph that does what one operation does in the operations that `table` leads to."""
+def written_out(
+    node: Node, table: Mapping[Any, Callable[..., Any]], call: Callable[..., Any] | None = None
+) -> GraphModule:
+    """A graph that does what one operation does in the operations that `table` leads to.
+
+    `call` is what is written out, the operator itself if it is not given.
+    """
     inputs = node.all_input_nodes
+    target = call or cast("Any", node.target)
 
     def run(*given: Tensor) -> tuple[Any, ...]:
         env = dict(zip(inputs, given, strict=True))
         args, kwargs = cast("Any", map_arg((node.args, node.kwargs), env.__getitem__))
-        made = cast("Any", node.target)(*args, **kwargs)
+        made = target(*args, **kwargs)
         return (made,) if isinstance(made, Tensor) else tuple(made)
 
     with FakeTensorMode(), torch.no_grad():

@@ -6,7 +6,7 @@ among them. Others are not given to a compiler: it may get them wrong, die of th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ _XLA = """
     conv3d.default conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input copysign.Tensor
     cosine_similarity.default cross.default deg2rad.default diag.default diag_embed.default exp2.default
     fmax.default fmin.default kron.default log1p.default log_sigmoid.default logsumexp.default max.other
-    max_pool2d_with_indices.default meshgrid.indexing min.other mish.default nan_to_num.default
+    meshgrid.indexing min.other mish.default nan_to_num.default
     native_group_norm.default native_layer_norm.default prod.dim_int round.decimals scatter_add.default
     slice_scatter.default sort.default std.correction std.default std_mean.correction std_mean.default
     std_mean.dim sum_to_size.default tensordot.default true_divide.Tensor upsample_linear1d.vec
@@ -115,6 +115,40 @@ _OF_BOOL = frozenset(
 _OF_FLOATS = frozenset(("pow", "reciprocal"))
 """What raises in torch for some whole numbers."""
 
+_OF_ONE_DTYPE = frozenset(
+    [
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training",
+        "addbmm",
+        "addmm",
+        "baddbmm",
+        "bilinear",
+        "bmm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "cross",
+        "dot",
+        "einsum",
+        "group_norm",
+        "inner",
+        "layer_norm",
+        "linear",
+        "matmul",
+        "mm",
+        "mv",
+        "native_group_norm",
+        "native_layer_norm",
+        "slice_scatter",
+        "tensordot",
+        "vdot",
+    ]
+)
+"""What raises in torch for operands of different dtypes, although what traces it may let them pass."""
+
 
 def why_untried(tried: frozenset[str], node: Node) -> str | None:
     """Why nobody knows what a compiler makes of an operation; None if that is known."""
@@ -127,6 +161,20 @@ def why_untried(tried: frozenset[str], node: Node) -> str | None:
         return f"{node.target} of truth values is torch's own"
     if name in _OF_FLOATS and dtype is not None and not dtype.is_floating_point:
         return f"{node.target} of whole numbers may raise"
+    if name in _OF_ONE_DTYPE and len({_dtype(one) for one in node.all_input_nodes}) > 1:
+        return f"{node.target} of operands of different dtypes raises"
+    if name in ("addmm", "baddbmm") and argument(node, "alpha") == 0:
+        return f"{node.target} leaves out a product that is taken zero times"
+    if name == "eq" and len(node.all_input_nodes) != len([a for a in node.args if isinstance(a, Node)]):
+        return f"{node.target} of a value and itself is not true of what is no number"
+    return None
+
+
+def argument(node: Node, name: str) -> Any:
+    """An argument of an operation, found by its name; its default where it is not given."""
+    for i, one in enumerate(cast("Any", node.target)._schema.arguments):
+        if one.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, one.default_value)
     return None
 
 

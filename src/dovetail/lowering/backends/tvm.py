@@ -18,8 +18,9 @@ from torch.fx import GraphModule, Node
 from dovetail.lowering.backends.foreign import Session, installed, joined, loaded, parted
 from dovetail.lowering.backends.judging import Judge, Judged, why_risky
 from dovetail.lowering.backends.retelling import retold
-from dovetail.lowering.backends.tried import TVM, why_untried
+from dovetail.lowering.backends.tried import TVM, argument, why_untried
 from dovetail.lowering.backends.tvm_converting import INEXACT, converted
+from dovetail.lowering.backends.tvm_mending import MENDS
 from dovetail.lowering.onnx.layouts import Layout
 
 
@@ -42,7 +43,7 @@ class Tvm(Judged):
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"1 {installed('apache-tvm')}"
+        return f"2 {installed('apache-tvm')}"
 
     def judge(self) -> Judge:
         return _judge()
@@ -166,7 +167,7 @@ def _set_threads(count: int) -> None:
 
 @functools.cache
 def _judge() -> Judge:
-    return Judge(converted, _table, _sifted)
+    return Judge(converted, _table, _sifted, mends=MENDS)
 
 
 def _table() -> Mapping[Any, Callable[..., Any]]:
@@ -183,4 +184,38 @@ def _why_wrong(node: Node) -> str | None:
     value = first.meta.get("val") if isinstance(first, Node) else None
     if name.startswith("aten.ne.") and isinstance(value, Tensor) and value.dtype.is_floating_point:
         return "TVM says of what is no number that it equals itself"
+    if name.endswith(".Scalar") and isinstance(value, Tensor) and not value.dtype.is_floating_point:
+        other = argument(node, "other")
+        if isinstance(other, float) and not other.is_integer():
+            return "TVM cuts off what a number has behind its point where it meets whole numbers"
+    if name == "aten.topk.default" and isinstance(value, Tensor) and value.dtype is torch.int16:
+        return "TVM does not sort int16"
+    if any(argument(node, factor) == 0 for factor in _FACTORS.get(node.target, ())) and _is_floating(node):
+        return "TVM takes zero times a number for zero, also if that is infinite or no number"
+    if name.startswith("aten.clamp") and any(bound != bound for bound in node.args[1:]):
+        return "TVM does not clamp to what is no number"
+    if name.startswith("aten.scatter.") and isinstance(value, Tensor):
+        index, dim = argument(node, "index").meta["val"], argument(node, "dim") % value.dim()
+        if any(index.shape[d] != n for d, n in enumerate(value.shape) if d != dim):
+            return "TVM scatters to other places where there are fewer indices than places"
     return INEXACT.get(name)
+
+
+_ATEN = torch.ops.aten
+_FACTORS: Mapping[Any, tuple[str, ...]] = {
+    _ATEN.mul.Tensor: ("other",),
+    _ATEN.add.Tensor: ("alpha",),
+    _ATEN.sub.Tensor: ("alpha",),
+    _ATEN.rsub.Scalar: ("alpha",),
+    _ATEN.rsub.Tensor: ("alpha",),
+    _ATEN.addcmul.default: ("value",),
+    _ATEN.addcdiv.default: ("value",),
+    _ATEN.leaky_relu.default: ("negative_slope",),
+    _ATEN.scaled_dot_product_attention.default: ("scale",),
+}
+"""Arguments with which operators multiply."""
+
+
+def _is_floating(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype.is_floating_point

@@ -52,19 +52,21 @@ def _relu(x: Any) -> Any:
 def _clip(x: Any, low: Any, high: Any) -> Any:
     te, tirx = loaded("tvm.te"), loaded("tvm.tirx")
     # A bound that is not there is infinite, which whole numbers cannot be.
-    least, most = (None if _is_infinite(bound) else tirx.Cast(x.dtype, bound) for bound in (low, high))
+    least = None if _number(low) == -math.inf else tirx.Cast(x.dtype, low)
+    most = None if _number(high) == math.inf else tirx.Cast(x.dtype, high)
 
     def at(*i: Any) -> Any:
         value = x(*i)
-        if most is not None:
-            value = tirx.Select(value > most, most, value)
-        return value if least is None else tirx.Select(x(*i) < least, least, value)
+        if least is not None:
+            value = tirx.Select(value < least, least, value)
+        # The upper bound has the last word, also where it is below the lower one.
+        return value if most is None else tirx.Select(value > most, most, value)
 
     return te.compute(x.shape, at, name="clip")
 
 
-def _is_infinite(bound: Any) -> bool:
-    return math.isinf(getattr(bound, "value", 0))
+def _number(bound: Any) -> float:
+    return float(getattr(bound, "value", 0))
 
 
 def _better(most: bool, dtype: Any) -> Better:

@@ -23,9 +23,10 @@ from dovetail.lowering.backends.foreign import (
 )
 from dovetail.lowering.backends.judging import Judge, Judged, why_risky
 from dovetail.lowering.backends.retelling import retold
-from dovetail.lowering.backends.tried import XLA, why_untried
+from dovetail.lowering.backends.tried import XLA, argument, why_untried
 from dovetail.lowering.onnx.layouts import Layout
 from dovetail.lowering.stablehlo.importing import module_of, portable
+from dovetail.lowering.stablehlo.mending import MENDS
 
 # Not by way of torchax: its latest version cannot be imported with torch 2.13, and makes jax arrays, not StableHLO.
 
@@ -42,7 +43,7 @@ class Xla(Judged):
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"1 {installed('torch-mlir')} {installed('jaxlib')}"
+        return f"2 {installed('torch-mlir')} {installed('jaxlib')}"
 
     def missing(self) -> str | None:
         return super().missing() or _why_no_runtime()
@@ -189,7 +190,7 @@ def _started(threads: int) -> Any:
 
 @functools.cache
 def _judge() -> Judge:
-    return Judge(lambda graph: module_of({"main": graph}), _table, _sifted, _FORESEEN)
+    return Judge(lambda graph: module_of({"main": graph}), _table, _sifted, _FORESEEN, MENDS)
 
 
 def _table() -> Mapping[Any, Callable[..., Any]]:
@@ -209,4 +210,26 @@ _FORESEEN = frozenset(
 
 
 def _sifted(node: Node) -> str | None:
-    return why_untried(XLA, node) or why_risky(node)
+    return why_untried(XLA, node) or _why_wrong(node) or why_risky(node)
+
+
+def _why_wrong(node: Node) -> str | None:
+    """Why an operation would not give in XLA what it gives in torch, where that is a matter of its arguments."""
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    if name in ("std", "var", "std_mean", "var_mean"):
+        taken, made = (_numel(n) for n in (node.args[0], node))
+        if (argument(node, "correction") or 0) * made > taken:
+            return "its correction is larger than what it is taken from"
+    first = node.args[0] if node.args else None
+    value = first.meta.get("val") if isinstance(first, Node) else None
+    if name in _OF_SIGNED and isinstance(value, Tensor) and value.dtype is torch.uint8:
+        return f"torch-mlir takes uint8 for int8 in {node.target}"
+    return None
+
+
+_OF_SIGNED = frozenset(("all", "amax", "amin", "any", "argmax", "argmin", "max", "max_pool2d", "min"))
+
+
+def _numel(node: Any) -> int:
+    value = node.meta["val"]
+    return (value if isinstance(value, Tensor) else value[0]).numel()

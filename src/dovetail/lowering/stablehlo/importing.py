@@ -91,19 +91,25 @@ def _settle(ir: Any, module: Any) -> None:
                 )
             op.operation.result.replace_all_uses_with(made.result)
             op.operation.erase()
-        elif name == "stablehlo.compare" and _is_bool(ir, op):
+        elif name == "stablehlo.compare" and _is_unsigned(ir, op):
             op.operation.attributes["compare_type"] = ir.Attribute.parse(
                 "#stablehlo<comparison_type UNSIGNED>"
             )
+        elif name == "stablehlo.compare" and op.operation.parent.name == "stablehlo.sort":
+            # What is no number is the largest of all, as it is in torch.
+            if "FLOAT" in str(op.operation.attributes["compare_type"]):
+                op.operation.attributes["compare_type"] = ir.Attribute.parse(
+                    "#stablehlo<comparison_type TOTALORDER>"
+                )
         elif name in ("stablehlo.dot_general", "stablehlo.convolution"):
             op.operation.attributes["precision_config"] = precision
         elif name.partition(".")[0] not in ("stablehlo", "func", "builtin"):
             raise NoForm(f"torch-mlir leaves a {name}")
 
 
-def _is_bool(ir: Any, op: Any) -> bool:
+def _is_unsigned(ir: Any, op: Any) -> bool:
     kind = ir.RankedTensorType(op.operation.operands[0].type).element_type
-    return str(kind) == "i1"
+    return str(kind) == "i1" or str(kind).startswith("ui")
 
 
 _FAILED = re.compile(r"(?:failed to legalize|unsupported|expected|error:)[^\n]*?'([a-z_0-9.]+)'")
