@@ -64,6 +64,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
 def test_attention_masks(name: str, mask: Tensor | None) -> None:
+    pytest.importorskip(name)
     q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 8)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

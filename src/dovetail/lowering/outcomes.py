@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dovetail.graph.effects import BodySummary
@@ -128,7 +129,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def expected_of(body: Any, effects: BodySummary, examples: Sequence[Any], *, grad: bool) -> Expected:
     """A run of the body on fake operands: its results, with the gradients they carry."""
     mode = next((e.fake_mode for e in examples if isinstance(e, FakeTensor)), None) or FakeTensorMode()
-    with mode, torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
+    # Some of torch's composite operators ask for sizes as numbers unless Python writes them out.
+    with mode, enable_python_dispatcher(), torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
         made = body(*(passed(_like(e), i in effects.writes) for i, e in enumerate(examples)))
     return Expected(tuple(made), effects)
 

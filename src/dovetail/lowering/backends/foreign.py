@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
@@ -319,7 +320,8 @@ def _follow(body: GraphModule, examples: Sequence[Any]) -> None:
     """Let a body know its values for operands that lie otherwise than those it was captured with."""
     modes = [e.fake_mode for e in examples if isinstance(e, FakeTensor)]
     if modes:
-        FakeTensorProp(body, modes[0]).propagate_dont_convert_inputs(*examples)
+        with enable_python_dispatcher():
+            FakeTensorProp(body, modes[0]).propagate_dont_convert_inputs(*examples)
 
 
 def _laid(value: Any) -> Layout | None:
