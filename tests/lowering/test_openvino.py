@@ -39,9 +39,14 @@ class TestOpenVino(ForeignKit):
     fixed_sizes = False
     checks_indices = False
 
-    def test_whole_numbers_that_need_64_bits_stay_outside(self) -> None:
+    def test_whole_numbers_are_moved_and_not_computed(self) -> None:
         reason = self.declined(whole(lambda x: x * 3 + 1, torch.tensor([2**40, 7])))
-        assert "whole numbers that need 64 bits, and OpenVINO has 32" in reason
+        assert "it computes whole numbers, and OpenVINO does not do that as torch does" in reason
+        moved = whole(lambda x: x.view(2, 1).t(), torch.tensor([3, 7]))
+        assert self.answer(moved) is True
+        lowered = lower(moved, self.backend, cache=False)
+        for numbers in ([3, 7], [2**40, -(2**40)], [5, 6]):
+            assert lowered(torch.tensor(numbers)).tolist() == [numbers]
 
         def picked(table: Tensor, rows: Tensor) -> Tensor:
             return F.embedding(rows, table).relu()

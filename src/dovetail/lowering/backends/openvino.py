@@ -47,12 +47,6 @@ class OpenVino(OnnxBackend):
     def why_not_operation(self, node: Node) -> str | None:
         return _why_whole(node) or _why_wrong(node) or super().why_not_operation(node)
 
-    def why_not_value(self, value: Any) -> str | None:
-        reason = super().why_not_value(value)
-        if reason is None and isinstance(value, Tensor) and any(is_number(n) and n == 0 for n in value.shape):
-            return "it has no elements, and OpenVINO does not compile that"
-        return reason
-
     def session(self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]) -> Session:
         return _Running(program, constants, results, self.precision, self._options)
 
@@ -92,6 +86,11 @@ def _why_whole(node: Node) -> str | None:
 
 def _why_wrong(node: Node) -> str | None:
     name = _name(node)
+    # Of a tuple some may be empty that nobody reads, as the statistics of a norm in eval mode.
+    for one in (node, *node.all_input_nodes):
+        value = one.meta.get("val")
+        if isinstance(value, Tensor) and any(is_number(n) and n == 0 for n in value.shape):
+            return f"'{one.name}' has no elements, and OpenVINO does not compile that"
     if name in _ROUNDED or node.kwargs.get("rounding_mode") == "floor":
         return "OpenVINO finds what is left over of a division by a quotient that is rounded"
     if name == "gather":
