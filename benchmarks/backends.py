@@ -1,11 +1,12 @@
 """Compilers through dovetail against the same compilers on the whole model, torch.compile and eager.
 
-    python -m benchmarks.backends [--models ...] [--methods ...] [--repeat 20] [--cold ...] [--write FILE]
+    python -m benchmarks.backends [--models ...] [--methods ...] [--repeat 12] [--cold ...] [--write FILE]
 
-Steady: one process for each model, all methods in turns, medians. First result: one process for each method and model,
+Steady: one process for each method, in turns of a few calls, medians. First result: one process for each method and model,
 with empty caches, from the call that compiles to the first result, imports of the compiler included; capturing counts.
 What a method gives is compared with eager before it is measured. "mixture" is by region: the model is cut into blocks,
 each measured with every backend, and into regions as large as one backend takes them, and the fastest of that is used.
+A call that takes more than two seconds is timed once.
 """
 
 from __future__ import annotations
@@ -77,32 +78,72 @@ def cold_apart(method: str, name: str, bytecode: str) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines else {"error": (ran.stderr.strip().splitlines() or ["?"])[-1]}
 
 
+def serve(method: str, name: str) -> None:
+    """Compile, then time as many calls as each line of the input asks for; one line of JSON for each."""
+    model, args = build(name)
+    with torch.no_grad():
+        run = compiled(method, model, args)
+        _compare(model(*args), run(*args))
+        print(json.dumps([_once(run, args)]), flush=True)
+        for line in sys.stdin:
+            print(json.dumps([_once(run, args) for _ in range(int(line))]), flush=True)
+
+
+class Worker:
+    """One method in a process of its own, which does nothing between its turns: pools of threads do not meet."""
+
+    def __init__(self, method: str, name: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.backends", "--serve", method, "--models", name]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.times: list[float] = []
+        self.error = ""
+        first = self._answer() or []
+        self.slow = max(first, default=0.0) > _SLOW
+        if self.slow:
+            self.times = first
+
+    def turn(self) -> None:
+        assert self._process.stdin
+        # The first call of a turn finds the caches as others left them.
+        try:
+            print(1 + _CALLS, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            self.error = f"its process ended with {self._process.wait()}"
+            return
+        self.times += (self._answer() or [])[-_CALLS:]
+
+    def close(self) -> None:
+        if not self.error:
+            self._process.communicate()
+
+    def _answer(self) -> list[float] | None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith("["):
+                return json.loads(line)
+        told = self._process.communicate()[1].strip().splitlines()
+        self.error = (told or [f"its process ended with {self._process.returncode}"])[-1]
+        return None
+
+
+_CALLS, _SLOW = 3, 2.0
+
+
 def steady(name: str, methods: list[str], repeat: int) -> dict[str, float | str]:
     """Median milliseconds of each method, all in turns, or why it has none."""
-    runs: dict[str, Callable[..., Any]] = {}
+    workers = {method: Worker(method, name) for method in ["eager", *methods]}
+    for _ in range(repeat):
+        for worker in workers.values():
+            if not worker.error and not worker.slow:
+                worker.turn()
     found: dict[str, float | str] = {}
-    for method in ["eager", *methods]:
-        model, args = build(name)
-        try:
-            with torch.no_grad():
-                runs[method] = compiled(method, model, args)
-                _compare(model(*args), runs[method](*args))
-        except Exception as error:
-            runs.pop(method, None)
-            found[method] = f"{type(error).__name__}: {error}".splitlines()[0][:60]
-            print(f"{name}, {method}: {error}", file=sys.stderr, flush=True)
-    _, args = build(name)
-    times: dict[str, list[float]] = {method: [] for method in runs}
-    with torch.no_grad():
-        slow = {m for m, run in runs.items() if _once(run, args) > 2.0}
-        for _ in range(2):
-            for method, run in runs.items():
-                _once(run, args) if method not in slow else None
-        for turn in range(repeat):
-            for method, run in runs.items():
-                if method not in slow or turn < 2:
-                    times[method].append(_once(run, args))
-    return found | {method: statistics.median(values) * 1e3 for method, values in times.items()}
+    for method, worker in workers.items():
+        worker.close()
+        found[method] = worker.error or statistics.median(worker.times) * 1e3
+        if worker.error:
+            print(f"{name}, {method}: {worker.error}", file=sys.stderr, flush=True)
+    return found
 
 
 def _once(run: Callable[..., Any], args: Args) -> float:
@@ -140,16 +181,16 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", default=[*LARGE, *zoo.names()])
     parser.add_argument("--cold", nargs="*", default=list(LARGE), help="models whose first result is timed")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--repeat", type=int, default=12)
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(cold(options.one, options.models[0])))
         return 0
-    if options.part:
-        print(json.dumps(steady(options.part, options.methods, options.repeat)))
+    if options.serve:
+        serve(options.serve, options.models[0])
         return 0
     lines = [*_steady_rows(options), "", *_cold_rows(options)]
     report = "\n".join([*lines, "", f"CPU; {machine()}", ""])
@@ -164,14 +205,8 @@ def _steady_rows(options: argparse.Namespace) -> list[str]:
     lines = ["Milliseconds per call, in turns:", "", f"| model | {' | '.join(columns)} |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for name in options.models:
-        # A process for each model: the compilers' pools of threads would pile up.
-        command = [sys.executable, "-m", "benchmarks.backends", "--part", name]
-        command += ["--repeat", str(options.repeat), "--methods", *options.methods]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        told = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-        print(ran.stderr[-2000:], file=sys.stderr)
-        found = json.loads(told[-1]) if told else {}
-        lines.append(f"| {name} | {_cells(found, columns, '.1f')} |")
+        found = steady(name, options.methods, options.repeat)
+        lines.append(f"| {name} | {_cells(found, columns, '.2f')} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return lines
 

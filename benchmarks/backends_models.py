@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ class Only(nn.Module):
 
 
 def build(name: str) -> tuple[nn.Module, Args]:
-    """A model in eval mode with random weights, and its inputs; a name of the zoo is of size base, batch 1."""
+    """A model in eval mode with random weights, and its inputs; a name of the zoo is of size small, batch 1."""
     torch.manual_seed(0)
     if name == LARGE[0]:
         from transformers import BertConfig, BertModel
@@ -53,7 +54,8 @@ def build(name: str) -> tuple[nn.Module, Args]:
     from dovetail import zoo
 
     entry = zoo.get(name)
-    return entry.build("base").eval(), entry.example_inputs("base", batch=1).args
+    model, given = entry.build("small").eval(), entry.example_inputs("small", batch=1)
+    return model, inspect.signature(model.forward).bind(*given.args, **given.kwargs).args
 
 
 def alone(compiler: str, model: nn.Module, args: Args) -> Callable[..., Any]:

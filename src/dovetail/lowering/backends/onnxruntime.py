@@ -89,11 +89,13 @@ class _Running(Session):
         places = [layout.place() for layout in self._results]
         for name, (_, place) in zip(self._outputs, places, strict=False):
             binding.bind_output(name, "cpu", 0, ELEMENTS[place.dtype], tuple(place.shape), place.data_ptr())
-        flag = torch.ones((), dtype=torch.bool)
+        flag: Tensor | None = None
         if self._guarded:
+            flag = torch.empty((), dtype=torch.bool)
             binding.bind_output(self._outputs[-1], "cpu", 0, ELEMENTS[flag.dtype], (), flag.data_ptr())
         self._session.run_with_iobinding(binding)
-        require_in_range(flag)
+        if flag is not None:
+            require_in_range(flag)
         return tuple(
             made if layout.order is not None else layout.result(made)
             for layout, (made, _) in zip(self._results, places, strict=True)

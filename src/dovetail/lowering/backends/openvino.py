@@ -190,11 +190,13 @@ class _Running(Session):
         places = [layout.place() for layout in self._results]
         for i, (_, place) in enumerate(places):
             request.set_output_tensor(i, tensor(place.numpy(), shared_memory=True))
-        flag = torch.ones((), dtype=torch.bool)
+        flag: Tensor | None = None
         if self._guarded:
+            flag = torch.empty((), dtype=torch.bool)
             request.set_output_tensor(len(places), tensor(flag.numpy(), shared_memory=True))
         request.infer()
-        require_in_range(flag)
+        if flag is not None:
+            require_in_range(flag)
         return tuple(
             made if layout.order is not None else layout.result(made)
             for layout, (made, _) in zip(self._results, places, strict=True)
