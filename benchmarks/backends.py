@@ -89,13 +89,18 @@ def serve(method: str, name: str) -> None:
             print(json.dumps([_once(run, args) for _ in range(int(line))]), flush=True)
 
 
+_CALLS, _SLOW = 3, 2.0
+"""How many calls of a turn count, and after how many seconds a call is not made again."""
+
+
 class Worker:
     """One method in a process of its own, which does nothing between its turns: pools of threads do not meet."""
 
     def __init__(self, method: str, name: str) -> None:
         command = [sys.executable, "-m", "benchmarks.backends", "--serve", method, "--models", name]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True)
         self.times: list[float] = []
         self.error = ""
         first = self._answer() or []
@@ -113,21 +118,19 @@ class Worker:
             return
         self.times += (self._answer() or [])[-_CALLS:]
 
-    def close(self) -> None:
-        if not self.error:
-            self._process.communicate()
+    def close(self) -> str:
+        """End the process; what it said last."""
+        self._process.communicate()
+        self._said.seek(0)
+        return (self._said.read().strip().splitlines() or [""])[-1]
 
     def _answer(self) -> list[float] | None:
         assert self._process.stdout
         for line in self._process.stdout:
             if line.startswith("["):
                 return json.loads(line)
-        told = self._process.communicate()[1].strip().splitlines()
-        self.error = (told or [f"its process ended with {self._process.returncode}"])[-1]
+        self.error = f"its process ended with {self._process.wait()}"
         return None
-
-
-_CALLS, _SLOW = 3, 2.0
 
 
 def steady(name: str, methods: list[str], repeat: int) -> dict[str, float | str]:
@@ -139,10 +142,10 @@ def steady(name: str, methods: list[str], repeat: int) -> dict[str, float | str]
                 worker.turn()
     found: dict[str, float | str] = {}
     for method, worker in workers.items():
-        worker.close()
+        said = worker.close()
         found[method] = worker.error or statistics.median(worker.times) * 1e3
-        if worker.error:
-            print(f"{name}, {method}: {worker.error}", file=sys.stderr, flush=True)
+        if worker.error or method == "mixture":
+            print(f"{name}, {method}: {worker.error} {said}", file=sys.stderr, flush=True)
     return found
 
 
