@@ -16,6 +16,8 @@ def _axes(w: Writer, x: Any, dims: Any) -> list[str]:
     """The operand that says over which dimensions; none for all of them."""
     if dims is None or dims == [] or not w.value(x).dim():
         return []
+    if isinstance(dims, Node):
+        raise NoForm("a dimension that is computed")
     return [w.axes([dims] if isinstance(dims, int) else list(dims), w.value(x).dim())]
 
 
