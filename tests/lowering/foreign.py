@@ -87,7 +87,6 @@ class ForeignKit:
     dies: ClassVar[type[Backend]]
     tolerance: ClassVar[float] = 1e-5
     fixed_sizes: ClassVar[bool] = True
-    checks_indices: ClassVar[bool] = True
     share: ClassVar[float] = 0.8
 
     @pytest.fixture(autouse=True)
@@ -280,9 +279,6 @@ class ForeignKit:
         self.check_same(lowered(x), shaped(x))
 
     def test_an_index_out_of_range_is_told_and_costs_nothing(self) -> None:
-        if not self.checks_indices:
-            pytest.skip("it does not look at indices")
-
         def picked(table: Tensor, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
             return F.embedding(rows, table) * 2, table[at].relu()
 

@@ -36,7 +36,6 @@ class TestOnnxRuntime(ForeignKit):
     isolated = Isolated
     dies = Dies
     fixed_sizes = False
-    checks_indices = False  # a negative one counts from the end
 
 
 def lowered(function: Any, *args: Any, **options: Any) -> Any:

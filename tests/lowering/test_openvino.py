@@ -37,7 +37,6 @@ class TestOpenVino(ForeignKit):
     isolated = Isolated
     dies = Dies
     fixed_sizes = False
-    checks_indices = False
 
     def test_whole_numbers_are_moved_and_not_computed(self) -> None:
         reason = self.declined(whole(lambda x: x * 3 + 1, torch.tensor([2**40, 7])))
