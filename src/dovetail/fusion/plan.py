@@ -241,7 +241,8 @@ class Planner:
             return request
         nodes = self.scene.nodes
         named = {name: nodes[i] for name, i in (candidate.arguments or {}).items()}
-        return replace(request, arguments=named, results=tuple(nodes[i] for i in candidate.results))
+        results = tuple(None if i is None else nodes[i] for i in candidate.results)
+        return replace(request, arguments=named, results=results)
 
     def _used(self, members: Collection[int]) -> set[int]:
         """The members without constants that none of them reads: a region would only hand them through."""

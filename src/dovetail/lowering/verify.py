@@ -12,14 +12,19 @@ from torch import Tensor
 
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Compiled
-from dovetail.lowering.closeness import Reference, difference, rounding
+from dovetail.lowering.closeness import Reference, difference, margin, rounding
 from dovetail.lowering.examples import hint_of, memory, passed, random_state_kept, real_examples
 from dovetail.lowering.outcomes import flat_results, same_bits
 from dovetail.lowering.precise import Precise, precise_operands, roundings
 from dovetail.lowering.situation import Situation
 from dovetail.lowering.unit import Unit
+from dovetail.outlining.region import Region
+from dovetail.rules.library import KINDS
+from dovetail.rules.library.known import Kind
 
 _SEEDS = (0, 1000, 2000)
+_REFERENCE_TOLERANCE = 2e-6
+"""How far, relative to a value's size, a kind's reference may be from the body in float64: constants are rounded."""
 _LARGEST = 2**31
 
 
@@ -31,10 +36,14 @@ def verify_unit(
     Results, written operands and, where gradients are recorded, the gradients of all operands are compared, each
     number by how well the body itself does against float64, or, with a `bound`, each value as a whole by how far it
     is off relative to its size. It covers these runs, not later ones. `uncovered` says what it does not look at;
-    operands that the body does not take are not tried either.
+    operands that the body does not take are not tried either. A region of a well-known kind must also be what the
+    kind's reference computes: a kernel chosen by kind has only that to go by.
     """
     if _not_run(unit, examples) is not None:
         return None
+    reason = reference_mismatch(unit, examples)
+    if reason is not None:
+        return reason
     with random_state_kept(), torch.set_grad_enabled(situation.grad):
         trial = _Trial(unit, situation.grad, bound)
         for seed in _SEEDS:
@@ -51,6 +60,82 @@ def uncovered(unit: Unit, examples: Sequence[Any]) -> str | None:
     if not_run is not None:
         return f"not run: {not_run}"
     return "shapes only: it draws random numbers" if unit.effects.random else None
+
+
+def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int] = _SEEDS) -> str | None:
+    """How the body of a region differs from the reference of its kind, on made-up operands; None if it does not.
+
+    Both run in float64 where every operator has it, from the same state of the random generators. Only results that
+    the kind names are compared. None too where the kind is not one of the library's, and where the body does not take
+    the operands.
+    """
+    contract = contract_of(unit.region)
+    if contract is None:
+        return None
+    region = unit.region
+    with random_state_kept(), torch.no_grad():
+        for seed in seeds:
+            given = [
+                a.detach() if isinstance(a, Tensor) else a
+                for a in real_examples(examples, seed, unit.variances)
+            ]
+            try:
+                run: Callable[..., Any] = Precise(cast("Body", region.body)).run
+                operands = precise_operands(given)
+                body = _seeded(run, seed, *_fresh(operands, unit.effects.writes)[1])
+            except Exception:
+                operands = given
+                try:
+                    body = _seeded(region.body, seed, *_fresh(operands, unit.effects.writes)[1])
+                except Exception:
+                    continue
+            named = {name: operands[i] for name, i in region.arguments.items()}
+            try:
+                results = _seeded(contract.reference, seed, **named, **region.attrs)
+            except Exception as error:
+                return (
+                    f"it is not of kind '{region.kind}': the reference raised {type(error).__name__}: {error}"
+                )
+            results = results if isinstance(results, (tuple, list)) else (results,)
+            for i, k in enumerate(region.results):
+                if k is None:
+                    continue
+                reason = _apart(body[i], results[k] if k < len(results) else None)
+                if reason is not None:
+                    return f"it is not of kind '{region.kind}': result {i} {reason}"
+    return None
+
+
+def contract_of(region: Region) -> Kind | None:
+    """The library's kind that a region is of; None if it has none, or its operands are not all named by it."""
+    contract = KINDS.get(region.kind)
+    if contract is None or not contract.describes(region.version, region.arguments, region.attrs):
+        return None
+    operands = sum(n.op == "placeholder" for n in region.body.graph.nodes)
+    return contract if region.results and set(region.arguments.values()) == set(range(operands)) else None
+
+
+def _seeded(run: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(seed)
+    return run(*args, **kwargs)
+
+
+def _apart(body: Any, reference: Any) -> str | None:
+    """How far a reference is from the body's value, if too far."""
+    if not isinstance(body, Tensor) or not isinstance(reference, Tensor):
+        return None if body is None and reference is None else "is not computed by the reference"
+    if body.shape != reference.shape:
+        return f"has shape {tuple(body.shape)}, the reference {tuple(reference.shape)}"
+    if body.dtype != reference.dtype:
+        return f"is {body.dtype}, the reference {reference.dtype}"
+    size = torch.abs(body[body.isfinite()])
+    tolerance = max(_REFERENCE_TOLERANCE, margin(body.dtype)) * (
+        1.0 if not size.numel() else float(size.max())
+    )
+    if torch.allclose(body, reference, rtol=0.0, atol=tolerance, equal_nan=True):
+        return None
+    off = (body.double() - reference.double()).abs().nan_to_num(math.inf)
+    return f"is off the reference by up to {float(off.max()):.3g}, where {tolerance:.1g} is allowed"
 
 
 def _not_run(unit: Unit, examples: Sequence[Any]) -> str | None:

@@ -203,7 +203,7 @@ def _results(request: Request, outputs: list[Node]) -> tuple[int | None, ...]:
     """Which result of a pattern each result of the body is."""
     if not request.results:
         return ()
-    numbers = {node: i for i, node in enumerate(request.results)}
+    numbers = {node: i for i, node in enumerate(request.results) if node is not None}
     return tuple(numbers.get(node) for node in outputs)
 
 

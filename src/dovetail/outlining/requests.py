@@ -40,7 +40,7 @@ class Request:
     rule: str | None = None
     round: int | None = None
     arguments: Mapping[str, Node] | None = None
-    results: tuple[Node, ...] = ()
+    results: tuple[Node | None, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.nodes, (str, Node)) and hasattr(self.nodes, "__iter__"):

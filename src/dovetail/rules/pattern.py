@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, overload
 
+from torch.fx import Node
+
 from dovetail.errors import InvalidArgument, RuleError
 from dovetail.outlining.record import make_identity
 from dovetail.outlining.requests import POLICIES
@@ -135,6 +137,10 @@ class PatternRule(Rule):
         except InvalidArgument as error:
             raise RuleError(self.name, str(error).removesuffix(".")) from error
         return attrs
+
+    def results(self, match: Match) -> Sequence[Node | None]:
+        """The nodes of the results that a kernel for the kind returns, in its order; None for one not computed."""
+        return match.outputs
 
     def _added(self, match: Match) -> Mapping[str, Any]:
         if not callable(self.attrs):

@@ -37,7 +37,7 @@ class Candidate:
 
     A `divisible` one is as good in parts: where another candidate wins some of its operations, what is left of it
     is weighed again. `escapes` is a policy, or one per position. `priority` is the rule's unless it is given here.
-    `arguments` and `results` are what a pattern calls the operands, and the order of its results.
+    `arguments` are what a pattern calls the operands, `results` its results in order, None for one not computed.
     """
 
     rule: str
@@ -49,7 +49,7 @@ class Candidate:
     priority: int | None = None
     divisible: bool = False
     arguments: Mapping[str, int] | None = None
-    results: tuple[int, ...] = ()
+    results: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,15 @@ class Rule(ABC):
     """Looks at a graph and proposes what belongs together.
 
     `name` tells rules of one set apart. Among overlapping candidates those of higher `priority` win, whatever
-    they save. A rule leaves regions of its own kind alone unless `nests` is set.
+    they save. A rule leaves regions of its own kind alone unless `nests` is set. `reference` is the function of
+    arguments and attributes that defines the kind, where it has one.
     """
 
     name: str
     kind: str
     priority: int = 0
     nests: bool = False
+    reference: Any = None
 
     @abstractmethod
     def propose(self, scene: Scene) -> Iterable[Proposal]:

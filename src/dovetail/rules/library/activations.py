@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.library.known import known
-from dovetail.rules.library.steps import Step, approximation, close_to, gelu_constants, relu6, with_gelu
+from dovetail.rules.library.known import kind, known
+from dovetail.rules.library.steps import (
+    GELU_NAMES,
+    Step,
+    activate,
+    approximation,
+    close_to,
+    gelu_constants,
+    relu6,
+    with_gelu,
+)
 from dovetail.rules.matching.choices import Const, either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
+
+AnyShape = Annotated[Tensor, "any shape"]
+
+
+@kind("softmax")
+def softmax_kind(x: AnyShape, *, dim: int) -> Tensor:
+    """The softmax over one dimension, counted from the front.
+
+    Written out without subtracting the largest value it overflows where this does not.
+    """
+    return torch.softmax(x, dim)
+
+
+@kind("gelu")
+def gelu_kind(x: AnyShape, *, approximate: str) -> Tensor:
+    """A GELU: exact for "none", by "tanh", or x * sigmoid(1.702 * x) for "sigmoid"."""
+    return activate(x, GELU_NAMES[approximate])
+
+
+@kind("sigmoid")
+def sigmoid_kind(x: AnyShape) -> Tensor:
+    """1 / (1 + exp(-x)), which overflows in fewer places than some ways of writing it."""
+    return torch.sigmoid(x)
+
+
+@kind("hard_sigmoid")
+def hard_sigmoid_kind(x: AnyShape) -> Tensor:
+    """min(max(x + 3, 0), 6) / 6."""
+    return F.hardsigmoid(x)
 
 
 def _dim(match: Match) -> dict[str, Any]:
@@ -24,7 +62,7 @@ def _dim(match: Match) -> dict[str, Any]:
 _ONE = torch.empty(1, 1, 1, device="meta")
 
 
-@known(kind="softmax", needs="softmax|_softmax|exp", says=_dim, examples=[(_ONE,)])
+@known(softmax_kind, needs="softmax|_softmax|exp", attrs_of=_dim, examples=[(_ONE,)])
 def softmax(x: Tensor, dim: Any = Const(1), dims: Any = Const([1])) -> Tensor:
     """A softmax over one dimension; by hand with or without taking the largest value off first."""
 
@@ -49,7 +87,7 @@ def one_dimension_throughout(match: Match) -> Decline | None:
     return None
 
 
-@known(kind="gelu", needs="gelu|erf|tanh|sigmoid", says=lambda m: {"approximate": approximation(m)})
+@known(gelu_kind, needs="gelu|erf|tanh|sigmoid", attrs_of=lambda m: {"approximate": approximation(m)})
 @with_gelu
 def gelu(x: Tensor, gelu: Step) -> Tensor:
     """A GELU, as an operator or by hand."""
@@ -59,7 +97,7 @@ def gelu(x: Tensor, gelu: Step) -> Tensor:
 gelu.guard(gelu_constants)
 
 
-@known(kind="sigmoid", needs="exp|tanh", says=lambda m: {})
+@known(sigmoid_kind, needs="exp|tanh", attrs_of=lambda m: {})
 def sigmoid(x: Tensor) -> Tensor:
     """A sigmoid by hand."""
 
@@ -80,7 +118,7 @@ def _over_one_more(power: Tensor) -> Tensor:
     return power / (1 + power)
 
 
-@known(kind="hard_sigmoid", needs="clamp|hardtanh|relu6|hardsigmoid|relu", says=lambda m: {})
+@known(hard_sigmoid_kind, needs="clamp|hardtanh|relu6|hardsigmoid|relu", attrs_of=lambda m: {})
 def hard_sigmoid(x: Tensor, sixth: Any = Const(0.1667)) -> Tensor:
     """A hard sigmoid, min(max(x + 3, 0), 6) / 6."""
     shifted = x + 3

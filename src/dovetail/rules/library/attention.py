@@ -21,10 +21,11 @@ from dovetail.rules.library.attention_steps import (
     SHARED,
     Q,
     Steps,
+    attention_attrs,
+    attention_kind,
     can_be_said,
     columns_of,
     example,
-    says,
     shared,
     with_steps,
 )
@@ -36,13 +37,13 @@ _BIAS, _FILLER = example(4, 8, 8), example()
 
 
 @known(
-    kind="attention",
+    attention_kind,
     needs=(
         "scaled_dot_product_attention|_scaled_dot_product_flash_attention_for_cpu"
         "|_scaled_dot_product_flash_attention|_scaled_dot_product_efficient_attention"
         "|_scaled_dot_product_cudnn_attention|_scaled_dot_product_fused_attention_overrideable|_softmax"
     ),
-    says=says,
+    attrs_of=attention_attrs,
     examples=[(Q, SHARED, SHARED, MASK), (Q, KV, KV, MASK)],
 )
 def attention(
@@ -65,9 +66,9 @@ def attention(
 
 
 @known(
-    kind="attention",
+    attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm",
-    says=says,
+    attrs_of=attention_attrs,
     examples=[(Q, SHARED, SHARED, MASK, _BIAS, _FILLER), (Q, KV, KV, MASK, _BIAS, _FILLER)],
 )
 @with_steps
@@ -95,6 +96,7 @@ def attention_by_hand(
     return steps.weights(hiding, q.dtype) @ values
 
 
+attention.guard(can_be_said)
 attention_by_hand.guard(can_be_said)
 
 _PATTERNS = (

@@ -15,10 +15,12 @@ from dovetail.rules.library.attention_steps import (
     SHARED,
     Q,
     Steps,
+    attention_attrs,
+    attention_kind,
     can_be_said,
     columns_of,
+    einsum_terms,
     example,
-    says,
     shared,
     with_steps,
 )
@@ -52,10 +54,10 @@ def _has_columns(scene: Scene) -> bool:
 
 
 @known(
-    kind="attention",
+    attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm",
     when=_has_columns,
-    says=says,
+    attrs_of=attention_attrs,
     examples=[(Q, _COLUMNS, KV, MASK)],
 )
 @with_steps
@@ -80,9 +82,9 @@ def columns_are_as_they_come(match: Match) -> Decline | None:
 
 
 @known(
-    kind="attention",
+    attention_kind,
     needs="softmax|_softmax|exp bmm|baddbmm",
-    says=says,
+    attrs_of=attention_attrs,
     examples=[_BATCHES],
 )
 @with_steps
@@ -92,9 +94,9 @@ def attention_of_batches(
     k: Tensor,
     v: Tensor,
     mask: Tensor,
-    offset: Tensor,
+    bias: Tensor,
     columns: Tensor,
-    over: Tensor,
+    mask_4d: Tensor,
 ) -> Tensor:
     """The same where heads are counted among the batch, as `torch.nn.MultiheadAttention` does it.
 
@@ -103,14 +105,14 @@ def attention_of_batches(
     keys = k.transpose(-1, -2)
     plain = either(
         lambda: steps.scaled(q, keys, torch.bmm),
-        lambda: torch.baddbmm(offset, q * steps.scale, keys),
-        lambda: torch.baddbmm(offset, q, keys, alpha=steps.scale),
+        lambda: torch.baddbmm(bias, q * steps.scale, keys),
+        lambda: torch.baddbmm(bias, q, keys, alpha=steps.scale),
         lambda: torch.bmm(q, columns),
     )
 
     def over_heads() -> Tensor:
-        total = optional(plain, lambda x: x + offset)
-        return steps.masked(total.reshape(over.shape[0], -1, *total.shape[1:]), over)
+        total = optional(plain, lambda x: x + bias)
+        return steps.masked(total.reshape(mask_4d.shape[0], -1, *total.shape[1:]), mask_4d)
 
     def together() -> Tensor:
         hiding = either(
@@ -127,9 +129,9 @@ def attention_of_batches(
 
 
 @known(
-    kind="attention",
+    attention_kind,
     needs="softmax|_softmax matmul|bmm|mm triu|tril",
-    says=says,
+    attrs_of=attention_attrs,
     examples=[(Q, SHARED, SHARED), (Q, KV, KV)],
 )
 @with_steps
@@ -174,9 +176,9 @@ def mask_is_its_own(match: Match) -> Decline | None:
 
 
 @known(
-    kind="attention",
+    attention_kind,
     needs="softmax|_softmax|exp einsum",
-    says=says,
+    attrs_of=attention_attrs,
     examples=[(Q, KV, KV, MASK)],
 )
 @with_steps
@@ -205,7 +207,7 @@ def equations_are_of_an_attention(match: Match) -> Decline | None:
 
 def _attends(inward: str, outward: str) -> bool:
     """Whether equations multiply queries and keys, and weights over the keys and values."""
-    first, second = _terms(inward), _terms(outward)
+    first, second = einsum_terms(inward), einsum_terms(outward)
     if len(first) != 3 or len(second) != 3 or len(second[0]) != len(first[2]):
         return False
     q, k, between = first
@@ -218,11 +220,6 @@ def _attends(inward: str, outward: str) -> bool:
     batch = set(q) & set(k) & set(between)
     kept = set(made) == batch | query | (set(v) - set(between))
     return set(between) == batch | query | key and between[-1] in key and set(v) >= batch | key and kept
-
-
-def _terms(equation: str) -> list[str]:
-    plain = equation.replace(" ", "")
-    return [] if "." in plain else plain.replace("->", ",").split(",")
 
 
 for _rule in (attention_of_columns, attention_of_batches, attention_causal, attention_einsum):

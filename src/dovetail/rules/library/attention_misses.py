@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name
+from dovetail.rules.library.attention_steps import attention_kind
 from dovetail.rules.library.known import Known
 from dovetail.rules.matching.shadow import shadow_of
 from dovetail.rules.rule import Proposal, Refusal, Rule
@@ -25,7 +26,7 @@ class AttentionUnusual(Rule):
     """Proposes nothing: tells of each softmax between two products of which no rule for attention has a word to say."""
 
     def __init__(self, known: Sequence[Known]) -> None:
-        self.name, self.kind = "attention_unusual", "attention"
+        self.name, self.kind, self.reference = "attention_unusual", "attention", attention_kind
         self.known = tuple(known)
 
     def propose(self, scene: Scene) -> Iterable[Proposal]:

@@ -1,10 +1,11 @@
-"""The steps of an attention that is written out, in their usual spellings."""
+"""Attention as a kind, and the steps of one that is written out, in their usual spellings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch.fx import Node
 
 from dovetail.graph.module import attribute
 from dovetail.graph.normalform import as_number, by_name, op_name
-from dovetail.rules.library.known import has, taking
+from dovetail.rules.library.known import has, kind, taking
 from dovetail.rules.matching.choices import either, optional
 from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.rule import Decline
@@ -28,6 +29,70 @@ def example(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 Q, KV, SHARED = example(2, 4, 8, 16), example(2, 4, 8, 16), example(2, 2, 8, 16)
 MASK = example(2, 1, 8, 8, dtype=torch.bool)
+
+
+Scores = Annotated[Tensor | None, "broadcast to the scores [..., queries, keys]"]
+
+
+@kind("attention", version=2, draws="one dropout mask of the shape of the scores, as one random operation")
+def attention_kind(
+    q: Annotated[Tensor, "[..., heads, queries, width]"],
+    k: Annotated[Tensor | None, "[..., heads / groups, keys, width]"] = None,
+    v: Annotated[Tensor | None, "[..., heads / groups, keys, value width]"] = None,
+    mask: Scores = None,
+    bias: Scores = None,
+    columns: Annotated[Tensor | None, "[..., width, keys], instead of k"] = None,
+    mask_4d: Annotated[
+        Tensor | None, "[batch, heads or 1, queries, keys], q being [batch * heads, ...]"
+    ] = None,
+    filler: Annotated[Tensor | None, "[]: mask_value as a tensor"] = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    mask_type: str = "none",
+    mask_value: float | None = None,
+    bias_after_mask: bool = False,
+    softcap: float | None = None,
+    groups: int = 1,
+    equations: list[str] | None = None,
+    safe_softmax: bool = False,
+) -> Tensor:
+    """dropout(softmax(scale * QKᵀ + mask)) V; `scale` None is one over the root of the width.
+
+    A mask is "additive", or boolean: scores where a "keep" mask is False, or a "hide" mask True, become
+    `mask_value`, None for -inf. `causal` hides keys after the query's own position, counted from the first. `softcap`
+    c replaces scores s by c * tanh(s / c) before bias and mask. `equations` are the einsums of the two products where
+    q, k, v and the result are laid out otherwise: i, j, d, e stand for queries, keys, width and value width. With
+    `safe_softmax` a row of scores that are all -inf gives zeros, otherwise NaN.
+    """
+    keys = cast("Tensor", k) if columns is None else columns.transpose(-1, -2)
+    values = cast("Tensor", v)
+    if groups > 1:
+        keys, values = (x.repeat_interleave(groups, dim=-3) for x in (keys, values))
+    scores = torch.einsum(equations[0], q, keys) if equations else q @ keys.transpose(-1, -2)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None and not bias_after_mask:
+        scores = scores + bias
+    shape = scores.shape
+    if mask_4d is not None:
+        scores, mask = scores.reshape(mask_4d.shape[0], -1, *shape[1:]), mask_4d
+    hidden = -math.inf if mask_value is None else mask_value
+    if mask is not None:
+        kept = mask if mask_type == "keep" else ~mask if mask_type == "hide" else None
+        scores = scores + mask if kept is None else torch.where(kept, scores, hidden)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), hidden)
+    scores = scores.reshape(shape) if mask_4d is not None else scores
+    if bias is not None and bias_after_mask:
+        scores = scores + bias
+    weights = torch.softmax(scores, -1)
+    if safe_softmax:
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    weights = F.dropout(weights, dropout)
+    return torch.einsum(equations[1], weights, values) if equations else weights @ values
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +171,7 @@ class Steps:
 
 
 with_steps = taking("steps", {"scale": 0.2503, "divisor": 4.2, "hidden": -1e9, "dropout": 0.1202}, Steps)
-"""Hands a pattern the `Steps`, whose literals `says` and `can_be_said` read."""
+"""Hands a pattern the `Steps`, whose literals `attention_attrs` and `can_be_said` read."""
 
 
 def _operand(match: Match, *names: str) -> Value | None:
@@ -116,62 +181,118 @@ def _operand(match: Match, *names: str) -> Value | None:
 def _groups(match: Match) -> int:
     if "inward" in match:
         return 1  # an einsum may have its heads anywhere, and cannot share them
-    q, k = match["q"], _operand(match, "k", "columns")
-    if k is None or not q.ndim == k.ndim == 4:
-        return 1
-    heads, kept = as_number(q.shape[1]), as_number(k.shape[1])
-    return heads // kept if heads and kept else 1
+    heads = _heads(match)
+    return heads[0] // heads[1] if heads else 1
 
 
-def _mask(match: Match) -> str:
-    mask = _operand(match, "mask", "over", "offset")
+def _heads(match: Match) -> tuple[int, ...]:
+    """The heads of queries, keys and values as [batch, heads, ...]; empty where they are the same, or laid out else."""
+    bound = [match["q"], _operand(match, "k", "columns"), match["v"]]
+    if any(value is None or value.ndim != 4 for value in bound):
+        return ()
+    sizes = [value.shape[1] for value in bound if value is not None]
+    if len({str(n) for n in sizes}) == 1:
+        return ()
+    return tuple(as_number(n) or 0 for n in sizes)
+
+
+def heads_are_grouped(match: Match) -> Decline | None:
+    """Refuse key and value heads that query heads are not known to share alike."""
+    heads = () if "inward" in match else _heads(match)
+    if not heads or (heads[1] == heads[2] and heads[1] and heads[0] % heads[1] == 0):
+        return None
+    return Decline(f"query heads do not share the heads of keys and values alike ({heads})", at=match["q"])
+
+
+def _mask_type(match: Match) -> str:
+    mask = _operand(match, "mask", "mask_4d")
     if mask is None:
         return "none"
-    hides = has(match, "masked_fill") or any(
-        op_name(node.target) == "where" and not isinstance(by_name(node).get("self"), Node)
-        for node in match.nodes
-    )
-    return "hide" if hides else "keep" if mask.dtype == torch.bool else "additive"
+    if match.rule == "attention":
+        return "keep" if mask.dtype == torch.bool else "additive"
+    if has(match, "masked_fill"):
+        return "hide"
+    choices = [node for node in match.nodes if op_name(node.target) == "where"]
+    if not choices:
+        return "additive"
+    return "keep" if isinstance(by_name(choices[0]).get("self"), Node) else "hide"
 
 
-def _has_bias(match: Match) -> bool:
-    """Whether something is added to the scores besides the mask."""
-    masked = _operand(match, "mask", "over") is not None
-    return _operand(match, "bias") is not None or (masked and _operand(match, "offset") is not None)
+def _bias_after_mask(match: Match) -> bool:
+    """Whether a bias is added to scores that a boolean mask was applied to."""
+    bias, inside = _operand(match, "bias"), set(match.nodes)
+    sums = [user for user in bias.users if user in inside] if bias is not None else []
+    read = {op_name(n.target) for node in sums for n in node.all_input_nodes}
+    return bool(read & {"masked_fill", "where"})
 
 
-def says(match: Match) -> Mapping[str, Any]:
-    """What is said of any attention.
+def _hidden(match: Match) -> float | None:
+    """What masked scores become, where a mask is boolean or causal."""
+    filler = match.operands.get("filler")
+    if filler is not None and filler.is_constant and not filler.ndim:
+        return float(attribute(filler.owner, str(filler.node.target)))
+    return match.literals.get("hidden")
 
-    `scale` is the factor on the product, None for one over the root of the width. `mask` tells an additive one from
-    one that says which scores to keep, or which to hide.
-    """
+
+def attention_attrs(match: Match) -> Mapping[str, Any]:
+    """The attributes of any attention, from the literals of its pattern and the operations matched."""
     literals = match.literals
     scale = literals.get("scale")
     if "divisor" in literals:
         scale = 1.0 / float(literals["divisor"])
     elif "scale" not in literals:
         scale = 1.0
+    hidden = _hidden(match)
     return {
         "scale": scale,
         "causal": bool(literals.get("causal", match.rule == "attention_causal")),
         "dropout": literals.get("dropout", 0.0),
-        "mask": _mask(match),
-        "bias": _has_bias(match),
+        "mask_type": _mask_type(match),
+        "mask_value": None if hidden is None or math.isinf(hidden) else hidden,
+        "bias_after_mask": _bias_after_mask(match),
         "softcap": literals.get("cap"),
         "groups": _groups(match),
+        "equations": equations_of(literals["inward"], literals["outward"]) if "inward" in literals else None,
+        "safe_softmax": match.rule == "attention",
     }
 
 
+def equations_of(inward: str, outward: str) -> list[str] | None:
+    """Two einsums in canonical letters: i, j, d, e for queries, keys, width, value width, and a, b, c, ... for the rest.
+
+    None where they are the plain products over the last two dimensions.
+    """
+    (q, k, scores), (weights, v, result) = einsum_terms(inward), einsum_terms(outward)
+    canonical = {next(iter(set(q) - set(k))): "i", next(iter(set(k) - set(q))): "j"}
+    canonical[next(iter((set(q) & set(k)) - set(scores)))] = "d"
+    names = iter(c for c in "abcfghklmnopqrstuvwxyz")
+    for letter in scores:
+        if letter not in canonical:
+            canonical[letter] = next(names)
+    second = {letter: canonical[own] for letter, own in zip(weights, scores, strict=True)}
+    extra = [letter for letter in v if letter not in second]
+    second.update(zip(extra, "e" if len(extra) == 1 else [next(names) for _ in extra], strict=True))
+    q, k, scores = ("".join(canonical[c] for c in term) for term in (q, k, scores))
+    v, result = ("".join(second[c] for c in term) for term in (v, result))
+    batch = scores[:-2]
+    plain = (f"{batch}id", f"{batch}jd", f"{batch}ij", f"{batch}je", f"{batch}ie")
+    return None if (q, k, scores, v, result) == plain else [f"{q},{k}->{scores}", f"{scores},{v}->{result}"]
+
+
+def einsum_terms(equation: str) -> list[str]:
+    """The letters of each operand and of the result; empty for an equation with an ellipsis."""
+    plain = equation.replace(" ", "")
+    return [] if "." in plain else plain.replace("->", ",").split(",")
+
+
 def can_be_said(match: Match) -> Decline | None:
-    """Refuse a scale that is no number, and a mask that hides nothing."""
+    """Refuse a scale that is no number, a mask that hides nothing, and heads that are not shared alike."""
     if match.literals.get("divisor") == 0:
         return Decline("its scores are divided by zero")
-    hidden, filler = match.literals.get("hidden"), match.operands.get("filler")
-    if filler is not None:
-        if filler.ndim or not filler.is_constant:
-            return Decline("what masked scores become is not known", at=filler)
-        hidden = float(attribute(filler.owner, str(filler.node.target)))
+    filler = match.operands.get("filler")
+    if filler is not None and (filler.ndim or not filler.is_constant):
+        return Decline("what masked scores become is not known", at=filler)
+    hidden = _hidden(match)
     if hidden is None or hidden <= -1e3:
-        return None
+        return heads_are_grouped(match)
     return Decline(f"masked scores become {hidden!r}: they still count")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.library.known import Known, has, known
-from dovetail.rules.library.steps import SIMPLE, approximation
+from dovetail.graph.normalform import by_name, op_name
+from dovetail.rules.library.known import Known, has, kind, known, results_by_position
+from dovetail.rules.library.steps import SIMPLE, activate, approximation
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.matching.shadow import shadow_of
@@ -20,6 +21,83 @@ from dovetail.rules.scene import Scene
 
 _CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 _ACTIVATIONS = "|".join(["gelu", "leaky_relu", *(operators for operators, _ in SIMPLE.values())])
+
+
+Images = Annotated[Tensor, "[batch, in, *spatial], the batch perhaps absent"]
+Kernel = Annotated[Tensor, "[out, in / groups, *window]"]
+Channels = Annotated[Tensor | None, "[out]"]
+
+
+@kind("conv_bn_act", version=2)
+def conv_bn_act_kind(
+    x: Images,
+    weight: Kernel,
+    bias: Channels = None,
+    mean: Channels = None,
+    variance: Channels = None,
+    scale: Channels = None,
+    shift: Channels = None,
+    residual: Annotated[Tensor | None, "[batch, out, *spatial]"] = None,
+    *,
+    stride: list[int],
+    padding: list[int] | str,
+    dilation: list[int],
+    groups: int = 1,
+    batch_norm: bool = False,
+    training: bool = False,
+    eps: float | None = None,
+    activation: str | None = None,
+    slope: float | None = None,
+) -> Tensor:
+    """A convolution, then a batch norm, a residual sum and an activation, as far as they are there.
+
+    With `training` the batch norm is by the statistics of the batch; updates of the kept ones are results of the
+    body alone. `padding` may be "same" or "valid".
+    """
+    convolve = _CONVOLUTIONS[weight.dim() - 3]
+    y = convolve(x, weight, bias, stride, padding, dilation, groups)
+    if batch_norm:
+        kept = (None, None) if training else (mean, variance)
+        y = F.batch_norm(y, *kept, scale, shift, training, eps=cast("float", eps))
+    return activate(y if residual is None else y + residual, activation, slope)
+
+
+@kind("conv_grad", version=2)
+def conv_grad_kind(
+    grad: Annotated[Tensor, "[batch, out, *spatial]"],
+    x: Annotated[Tensor, "[batch, in, *spatial]"],
+    weight: Annotated[Tensor, "[out, in / groups, *window]; [in, out / groups, *window] if transposed"],
+    activated: Annotated[Tensor | None, "the shape of grad"] = None,
+    *,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int = 1,
+    transposed: bool = False,
+    output_padding: list[int],
+    bias_sizes: list[int] | None,
+    output_mask: list[bool],
+    activation: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias of a convolution; None where `output_mask` is False.
+
+    With activation "relu", `activated` is what a ReLU after the convolution returned.
+    """
+    if activation == "relu":
+        grad = torch.where(cast("Tensor", activated) > 0, grad, 0.0)
+    return torch.ops.aten.convolution_backward.default(
+        grad,
+        x,
+        weight,
+        bias_sizes,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        output_mask,
+    )
 
 
 def _tensor(*sizes: int) -> Tensor:
@@ -42,10 +120,10 @@ def _activation(match: Match) -> str | None:
         return "gelu" if approximation(match) == "none" else "gelu_tanh"
     if has(match, "leaky_relu"):
         return "leaky_relu"
-    return next((name for name, (told, _) in SIMPLE.items() if has(match, *told.split("|"))), None)
+    return next((name for name, (operators, _) in SIMPLE.items() if has(match, *operators.split("|"))), None)
 
 
-def _says(match: Match) -> dict[str, Any]:
+def _conv_attrs(match: Match) -> dict[str, Any]:
     activation, rank = _activation(match), match["weight"].ndim - 2
     return {
         "stride": match["stride"],
@@ -56,7 +134,7 @@ def _says(match: Match) -> dict[str, Any]:
         **({"slope": match["slope"]} if activation == "leaky_relu" else {}),
         "batch_norm": "mean" in match,
         "training": has(match, "_native_batch_norm_legit_functional", "_native_batch_norm_legit"),
-        "residual": match.operands.get("residual") is not None,
+        "eps": match.literals.get("eps"),
     }
 
 
@@ -115,11 +193,11 @@ def _convolution_rules(rank: int, *, word: bool) -> list[Known]:
     norms = "_native_batch_norm_legit_no_training|_native_batch_norm_legit_functional|native_batch_norm|batch_norm"
 
     @known(
-        kind="conv_bn_act",
+        conv_bn_act_kind,
         name=f"{name}_bn_act",
         when=when,
         needs=f"{operators} {norms}",
-        says=_says,
+        attrs_of=_conv_attrs,
         examples=[(x, kernel, vector, vector, vector, vector, vector, stream)],
     )
     def conv_bn_act(
@@ -143,11 +221,11 @@ def _convolution_rules(rank: int, *, word: bool) -> list[Known]:
         return optional(optional(y, lambda y: y + residual), lambda y: _activated(y, slope))
 
     @known(
-        kind="conv_bn_act",
+        conv_bn_act_kind,
         name=f"{name}_act",
         when=when,
         needs=f"{operators} {_ACTIVATIONS}",
-        says=_says,
+        attrs_of=_conv_attrs,
         examples=[(x, kernel, vector)],
     )
     def conv_act(
@@ -175,20 +253,27 @@ _GRAD_X, _GRAD_KERNEL, _, _ = _examples(2)
 _GRAD = _tensor(2, 8, 6, 6)
 
 
-def _gradients_say(match: Match) -> dict[str, Any]:
+def _grad_attrs(match: Match) -> dict[str, Any]:
+    backward = next(n for n in match.nodes if op_name(n.target) == "convolution_backward")
+    given = by_name(backward)
     return {
         "stride": match["stride"],
         "padding": match["padding"],
         "dilation": match["dilation"],
         "output_mask": match["wanted"],
+        "output_padding": match["output_padding"],
+        "bias_sizes": match.literals.get("sizes"),
+        "transposed": bool(given["transposed"]),
+        "groups": given["groups"],
         "activation": "relu" if has(match, "threshold_backward") else None,
     }
 
 
 @known(
-    kind="conv_grad",
+    conv_grad_kind,
+    results_of=results_by_position,
     needs="convolution_backward",
-    says=_gradients_say,
+    attrs_of=_grad_attrs,
     examples=[(_GRAD, _GRAD_X, _GRAD_KERNEL, _GRAD)],
 )
 def conv_grad(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.library.known import known
-from dovetail.rules.library.norms import layer_norm_operator, rms_normalised
+from dovetail.rules.library.known import kind, known
+from dovetail.rules.library.norms import (
+    affine_fits,
+    layer_norm_kind,
+    layer_norm_operator,
+    norm_attrs,
+    rms_norm_kind,
+    rms_normalised,
+)
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -19,23 +26,50 @@ _TABLE, _WEIGHT = torch.empty(32, 16, device="meta"), torch.empty(16, device="me
 _ADDED = torch.empty(2, 8, 16, device="meta")
 
 
-def _says(norm: str) -> Any:
-    def says(match: Match) -> dict[str, Any]:
-        tables = ("table", "second", "third")
-        return {
-            "norm": norm,
-            "eps": match.literals.get("eps"),
-            "tables": sum(match.operands.get(name) is not None for name in tables),
-            "dropout": match.literals.get("dropout", 0.0),
-        }
+Ids = Annotated[Tensor | None, "any shape, of integers"]
+Table = Annotated[Tensor | None, "[rows, width]"]
 
-    return says
+
+@kind("embedding_norm", version=2, draws="one dropout mask of the shape of the sum")
+def embedding_norm_kind(
+    ids: Annotated[Tensor, "any shape, of integers"],
+    table: Annotated[Tensor, "[rows, width]"],
+    second_ids: Ids = None,
+    second: Table = None,
+    third_ids: Ids = None,
+    third: Table = None,
+    added: Annotated[Tensor | None, "[..., width]"] = None,
+    weight: Annotated[Tensor | None, "[width]"] = None,
+    bias: Annotated[Tensor | None, "[width]"] = None,
+    *,
+    norm: str,
+    eps: float | None = 1e-5,
+    offset: float = 0.0,
+    dropout: float = 0.0,
+    padding_idx: int = -1,
+    dims: int = 1,
+) -> Tensor:
+    """The norm, "layer_norm" or "rms_norm", of the sum of rows of tables and of `added`, after dropout.
+
+    The row `padding_idx` of `table` gets no gradient; -1 for none.
+    """
+    total = torch.embedding(table, ids, padding_idx)
+    for other, positions in ((second, second_ids), (third, third_ids)):
+        total = total if other is None else total + torch.embedding(other, cast("Tensor", positions))
+    total = F.dropout(total if added is None else total + added, dropout)
+    if norm == "rms_norm":
+        return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims)
+    return layer_norm_kind(total, weight, bias, eps=eps, dims=dims)
+
+
+def _attrs_of(norm: str) -> Any:
+    return lambda match: {"norm": norm, "padding_idx": match["padding"], **norm_attrs(match)}
 
 
 @known(
-    kind="embedding_norm",
+    embedding_norm_kind,
     needs="embedding layer_norm|native_layer_norm",
-    says=_says("layer_norm"),
+    attrs_of=_attrs_of("layer_norm"),
     escapes="output",
     examples=[(_IDS, _TABLE, _IDS, _TABLE, _IDS, _TABLE, _ADDED, _WEIGHT, _WEIGHT)],
 )
@@ -69,9 +103,9 @@ def embedding_layer_norm(
 
 
 @known(
-    kind="embedding_norm",
+    embedding_norm_kind,
     needs="embedding rms_norm|_fused_rms_norm|rsqrt|sqrt",
-    says=_says("rms_norm"),
+    attrs_of=_attrs_of("rms_norm"),
     escapes="output",
     examples=[(_IDS, _TABLE, _ADDED, _WEIGHT)],
 )
@@ -108,5 +142,8 @@ def added_is_no_residual(match: Match) -> Decline | None:
                 stack.append(used)
     return None
 
+
+embedding_layer_norm.guard(affine_fits)
+embedding_rms_norm.guard(affine_fits)
 
 EMBEDDINGS = RuleSet(embedding_layer_norm, embedding_rms_norm)

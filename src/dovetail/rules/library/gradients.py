@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.known import known
+from dovetail.rules.library.known import kind, known, results_by_position
 from dovetail.rules.matching.choices import Const, either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import RuleSet
@@ -24,14 +24,52 @@ _MEAN = _rows(4, 1)
 _WEIGHT = _rows(8)
 
 
-def _norm_says(match: Match) -> dict[str, Any]:
+Stream = Annotated[Tensor, "[..., *normalized]"]
+Statistic = Annotated[Tensor, "as the forward operator returns it: [..., 1 for each normalized dimension]"]
+Affine = Annotated[Tensor | None, "[*normalized]"]
+
+
+@kind("layer_norm_grad", version=2)
+def layer_norm_grad_kind(
+    grad: Stream,
+    x: Stream,
+    mean: Statistic,
+    rstd: Statistic,
+    weight: Affine = None,
+    bias: Affine = None,
+    *,
+    shape: list[int],
+    output_mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias of a layer norm over sizes `shape`; None where `output_mask` is False."""
+    return aten.native_layer_norm_backward.default(grad, x, shape, mean, rstd, weight, bias, output_mask)
+
+
+@kind("softmax_grad")
+def softmax_grad_kind(
+    grad: Annotated[Tensor, "any shape"], output: Annotated[Tensor, "the shape of grad"], *, dim: int
+) -> Tensor:
+    """The gradient of a softmax over `dim`, counted from the front, from its result."""
+    return (grad - (grad * output).sum(dim, keepdim=True)) * output
+
+
+@kind("log_softmax_grad")
+def log_softmax_grad_kind(
+    grad: Annotated[Tensor, "any shape"], output: Annotated[Tensor, "the shape of grad"], *, dim: int
+) -> Tensor:
+    """The gradient of the logarithm of a softmax over `dim`, counted from the front, from its result."""
+    return grad - output.exp() * grad.sum(dim, keepdim=True)
+
+
+def _norm_attrs(match: Match) -> dict[str, Any]:
     return {"shape": match["shape"], "output_mask": match["wanted"]}
 
 
 @known(
-    kind="layer_norm_grad",
+    layer_norm_grad_kind,
+    results_of=results_by_position,
     needs="native_layer_norm_backward",
-    says=_norm_says,
+    attrs_of=_norm_attrs,
     examples=[(_GRAD, _GRAD, _MEAN, _MEAN, _WEIGHT, _WEIGHT)],
 )
 def layer_norm_grad(
@@ -56,13 +94,13 @@ def layer_norm_grad(
     return either(lambda: one(0), lambda: one(1))
 
 
-@known(kind="softmax_grad", needs="_softmax_backward_data", examples=[(_GRAD, _GRAD)])
+@known(softmax_grad_kind, needs="_softmax_backward_data", examples=[(_GRAD, _GRAD)])
 def softmax_grad(grad: Tensor, output: Tensor, dim: Any = Const(1)) -> Tensor:
     """The gradient of a softmax, from its result."""
     return aten._softmax_backward_data.default(grad, output, dim, output.dtype)
 
 
-@known(kind="log_softmax_grad", needs="_log_softmax_backward_data", examples=[(_GRAD, _GRAD)])
+@known(log_softmax_grad_kind, needs="_log_softmax_backward_data", examples=[(_GRAD, _GRAD)])
 def log_softmax_grad(grad: Tensor, output: Tensor, dim: Any = Const(1)) -> Tensor:
     """The gradient of the logarithm of a softmax, from its result."""
     return aten._log_softmax_backward_data.default(grad, output, dim, output.dtype)

@@ -1,15 +1,23 @@
-"""How rules for well-known kinds are made: traced on first use, and only for a graph that has what they cannot do without."""
+"""Well-known kinds as contracts, and the rules that match them.
+
+A `Kind` is defined by its reference, a plain torch function of exactly the arguments and attributes of its regions.
+A rule for it is traced on first use, and only for a graph that has the operators it cannot match without.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from torch.fx import Node
 
+from dovetail.errors import RuleError
 from dovetail.graph.normalform import op_name
+from dovetail.outlining.requests import is_projection
 from dovetail.rules.matching.choices import Const
 from dovetail.rules.matching.match import Match
 from dovetail.rules.matching.shadow import shadow_of
@@ -24,28 +32,99 @@ _LEAST = 3
 _COMMON = frozenset({"add", "sub", "mul", "div", "neg", "slice", "cat"})
 
 
+Required = inspect.Parameter.empty
+"""The default of an attribute that has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """The contract of a kind: `reference(**arguments, **attrs)` computes the results of every region of it.
+
+    Parameters of the reference that are not keyword-only are the arguments, None where an optional one is absent;
+    keyword-only ones are the attributes, all of which every region has. `draws` states the order of random draws.
+    """
+
+    name: str
+    version: int
+    reference: Callable[..., Any]
+    draws: str = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.reference(*args, **kwargs)
+
+    @cached_property
+    def arguments(self) -> Mapping[str, inspect.Parameter]:
+        """The arguments by name; those with a default may be absent."""
+        return self._parameters(keyword_only=False)
+
+    @cached_property
+    def attrs(self) -> Mapping[str, inspect.Parameter]:
+        """The attributes by name, each with its type and perhaps a default."""
+        return self._parameters(keyword_only=True)
+
+    def _parameters(self, *, keyword_only: bool) -> dict[str, inspect.Parameter]:
+        parameters = inspect.signature(self.reference).parameters
+        only = inspect.Parameter.KEYWORD_ONLY
+        return {name: p for name, p in parameters.items() if (p.kind is only) == keyword_only}
+
+    def is_default(self, name: str, value: Any) -> bool:
+        """Whether an attribute has the value that the reference takes it to have when it is not given."""
+        parameter = self.attrs.get(name)
+        return parameter is not None and parameter.default is not Required and parameter.default == value
+
+    def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes with defaults filled in; KeyError names one that is unknown or missing."""
+        for name in attrs:
+            if name not in self.attrs:
+                raise KeyError(f"kind '{self.name}' has no attribute '{name}'")
+        given = {name: attrs.get(name, p.default) for name, p in self.attrs.items()}
+        for name, value in given.items():
+            if value is Required:
+                raise KeyError(f"kind '{self.name}' needs the attribute '{name}'")
+        return given
+
+    def describes(self, version: int, arguments: Iterable[str], attrs: Iterable[str]) -> bool:
+        """Whether a region of this version, with these arguments and attributes, is covered by the contract."""
+        return (
+            version == self.version
+            and set(arguments) <= set(self.arguments)
+            and set(attrs) == set(self.attrs)
+        )
+
+
+def kind(name: str, *, version: int = 1, draws: str = "") -> Callable[[Callable[..., Any]], Kind]:
+    """Make a kind of its reference, as a decorator."""
+    return lambda reference: Kind(name, version, reference, draws)
+
+
 class Known(PatternRule):
-    """A pattern rule for a well-known kind.
+    """A pattern rule for a well-known kind, whose arguments are those of the kind's reference.
 
     `needs` names operators without which there is no match, so that most graphs cost nothing: words separated by
     blanks, each one operator or several with `|` between them; `when` is asked beyond that. A near-miss of one or two
-    operations is not told, nor one that got to none of these operators, save such as every graph is full of. Where `says` is given, the region's `attrs` are
-    what it returns and nothing else: literals that only tell one spelling from another stay out.
+    operations is not reported, nor one that reached none of these operators, save such as every graph is full of.
+    The region's attributes are what `attrs_of` returns, literals of the pattern if it is not given, and the kind's
+    defaults. `results_of` names the kind's results where they are not the pattern's, None for one that is not there.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         *,
-        kind: str,
+        kind: Kind,
         needs: str,
-        says: Callable[[Match], Mapping[str, Any]] | None = None,
+        attrs_of: Callable[[Match], Mapping[str, Any]] | None = None,
+        results_of: Callable[[Match], Sequence[Node | None]] | None = None,
         when: Callable[[Scene], bool] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(function, kind=kind, checked=False, **options)
+        super().__init__(function, kind=kind.name, version=kind.version, checked=False, **options)
+        self.reference = kind
         self.needs = tuple(frozenset(word.split("|")) for word in needs.split())
-        self.says, self.when = says, when
+        self.attrs_of, self.results_of, self.when = attrs_of, results_of, when
+        unknown = [name for name in self.parameters.operands if name not in kind.arguments]
+        if unknown:
+            raise RuleError(self.name, f"'{unknown[0]}' is not an argument of the kind '{kind.name}'")
 
     def propose(self, scene: Scene) -> Iterable[Proposal]:
         """What was found, looked for once in a scene: other rules may ask for it too."""
@@ -69,28 +148,28 @@ class Known(PatternRule):
         return not telling or any(word & reached for word in telling)
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline:
-        return dict(self.says(match)) if self.says is not None else super().attributes(match)
+        attrs = self.attrs_of(match) if self.attrs_of is not None else super().attributes(match)
+        return attrs if isinstance(attrs, Decline) else self.reference.complete(attrs)
+
+    def results(self, match: Match) -> Sequence[Node | None]:
+        return self.results_of(match) if self.results_of is not None else super().results(match)
 
 
-def known(
-    *,
-    kind: str,
-    needs: str,
-    says: Callable[[Match], Mapping[str, Any]] | None = None,
-    when: Callable[[Scene], bool] | None = None,
-    **options: Any,
-) -> Callable[[Callable[..., Any]], Known]:
+def known(kind: Kind, *, needs: str, **options: Any) -> Callable[[Callable[..., Any]], Known]:
     """Make a rule for a well-known kind of a function; see `Known` and `dovetail.rules.pattern.rule`."""
-
-    def decorate(function: Callable[..., Any]) -> Known:
-        return Known(function, kind=kind, needs=needs, says=says, when=when, **options)
-
-    return decorate
+    return lambda function: Known(function, kind=kind, needs=needs, **options)
 
 
 def has(match: Match, *names: str) -> bool:
     """Whether an operator of one of these names is among the operations matched."""
     return any(op_name(node.target) in names for node in match.nodes)
+
+
+def results_by_position(match: Match) -> list[Node | None]:
+    """The results of the one operator of a match that returns a tuple, by their place in it."""
+    source = cast("Node", match.outputs[0].args[0])
+    parts = {cast("int", user.args[1]): user for user in source.users if is_projection(user)}
+    return [parts.get(i) for i in range(max(parts) + 1)]
 
 
 def ahead_of(nodes: Collection[Node], wanted: Set[str], between: Set[str]) -> Node | None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.graph.normalform import op_name
-from dovetail.rules.library.known import Known, known
+from dovetail.graph.normalform import by_name, op_name
+from dovetail.outlining.requests import is_projection
+from dovetail.rules.library.known import Known, kind, known
 from dovetail.rules.library.steps import (
+    GELU_NAMES,
     SIMPLE,
     Step,
+    activate,
     approximation,
     by_halves,
     gelu_constants,
@@ -41,7 +44,7 @@ _FLAT = (_X[0], _WEIGHT, _BIAS)
 
 
 def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x times a weight, perhaps plus a bias: `linear`, or a product with the weight the other way round."""
+    """x times a weight, perhaps plus a bias: `linear`, or a product with the weight as [in, out]."""
 
     def of_rows(multiply: Callable[[Tensor], Tensor]) -> Tensor:
         return multiply(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], weight.shape[-1])
@@ -56,6 +59,129 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     )
 
 
+Weight = Annotated[Tensor, "[out, in], or [in, out] with weight_layout 'in_out'"]
+Bias = Annotated[Tensor | None, "[out]"]
+Rows = Annotated[Tensor, "[..., in]"]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, weight_layout: str | None) -> Tensor:
+    """The product that `weight_layout` names: x @ weight.T for "out_in", x @ weight for "in_out"."""
+    return F.linear(x, weight if weight_layout == "out_in" else weight.t(), bias)
+
+
+@kind("linear_activation", version=2)
+def linear_activation_kind(
+    x: Rows,
+    weight: Weight,
+    bias: Bias = None,
+    *,
+    activation: str,
+    weight_layout: str = "out_in",
+    slope: float | None = None,
+) -> Tensor:
+    """The activation of a product; `slope` is a leaky ReLU's."""
+    return activate(product(x, weight, bias, weight_layout), activation, slope)
+
+
+@kind("linear_residual", version=2, draws="one dropout mask of the shape of the product")
+def linear_residual_kind(
+    x: Rows,
+    weight: Weight,
+    bias: Bias = None,
+    residual: Annotated[Tensor | None, "[..., out]"] = None,
+    *,
+    dropout: float = 0.0,
+    weight_layout: str = "out_in",
+) -> Tensor:
+    """A product, dropout, and the residual it is added to."""
+    return F.dropout(product(x, weight, bias, weight_layout), dropout) + cast("Tensor", residual)
+
+
+def _gated(
+    step: Step,
+    x: Tensor | None,
+    weights: tuple[Tensor | None, Tensor | None, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    streams: tuple[Tensor | None, Tensor | None],
+    projections: str,
+    gate_half: str | None,
+    weight_layout: str | None,
+) -> Tensor:
+    """step(gate) * up, the two given, projected from x, or halves of one projection of x."""
+    (gate_weight, up_weight, packed), (gate_bias, up_bias, bias), (gate, up) = weights, biases, streams
+    if projections == "two":
+        gate = product(cast("Tensor", x), cast("Tensor", gate_weight), gate_bias, weight_layout)
+        up = product(cast("Tensor", x), cast("Tensor", up_weight), up_bias, weight_layout)
+    elif projections == "packed":
+        halves = product(cast("Tensor", x), cast("Tensor", packed), bias, weight_layout).chunk(2, dim=-1)
+        gate, up = halves if gate_half == "first" else halves[::-1]
+    return step(cast("Tensor", gate)) * cast("Tensor", up)
+
+
+GateWeight = Annotated[Tensor | None, "[out, in], or [in, out] with weight_layout 'in_out'"]
+PackedWeight = Annotated[Tensor | None, "[2 * out, in], or [in, 2 * out] with weight_layout 'in_out'"]
+PackedBias = Annotated[Tensor | None, "[2 * out]"]
+Stream = Annotated[Tensor | None, "[..., out]"]
+
+
+@kind("swiglu", version=2)
+def swiglu_kind(
+    x: Annotated[Tensor | None, "[..., in]"] = None,
+    gate_weight: GateWeight = None,
+    up_weight: GateWeight = None,
+    gate_bias: Bias = None,
+    up_bias: Bias = None,
+    packed: PackedWeight = None,
+    bias: PackedBias = None,
+    gate: Stream = None,
+    up: Stream = None,
+    *,
+    projections: str,
+    gate_half: str | None = None,
+    weight_layout: str | None = None,
+) -> Tensor:
+    """silu(gate) * up.
+
+    With projections "none" gate and up are given, with "two" each is a product of x, with "packed" one product of x
+    holds both, the gate being its `gate_half`, "first" or "second".
+    """
+    weights, biases = (gate_weight, up_weight, packed), (gate_bias, up_bias, bias)
+    return _gated(F.silu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
+
+
+@kind("geglu", version=2)
+def geglu_kind(
+    x: Annotated[Tensor | None, "[..., in]"] = None,
+    gate_weight: GateWeight = None,
+    up_weight: GateWeight = None,
+    gate_bias: Bias = None,
+    up_bias: Bias = None,
+    packed: PackedWeight = None,
+    bias: PackedBias = None,
+    gate: Stream = None,
+    up: Stream = None,
+    *,
+    projections: str,
+    approximate: str = "none",
+    gate_half: str | None = None,
+    weight_layout: str | None = None,
+) -> Tensor:
+    """gelu(gate) * up, with gate and up as in `swiglu`; `approximate` is "none", "tanh" or "sigmoid"."""
+    weights, biases = (gate_weight, up_weight, packed), (gate_bias, up_bias, bias)
+
+    def gelu(x: Tensor) -> Tensor:
+        return activate(x, GELU_NAMES[approximate])
+
+    return _gated(gelu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
+
+
+def _layout(match: Match, name: str = "weight") -> str:
+    """How a weight is laid out: as [out, in] if `linear` reads it, or a transpose inside the match."""
+    weight, inside = match[name].node, set(match.nodes)
+    read = {op_name(user.target) for user in weight.users if user in inside}
+    return "out_in" if read & {"linear", "t", "transpose", "permute"} else "in_out"
+
+
 _STEPS: dict[str, tuple[str, Step]] = {
     **SIMPLE,
     "squared_relu": ("relu", lambda x: square(torch.relu(x))),
@@ -67,10 +193,10 @@ def _linear_then(activation: str) -> Known:
     needs, step = _STEPS[activation]
 
     @known(
-        kind="linear_activation",
+        linear_activation_kind,
         name=f"linear_{activation}",
         needs=f"{_PRODUCT} {needs}",
-        says=lambda m: {"activation": activation},
+        attrs_of=lambda m: {"activation": activation, "weight_layout": _layout(m)},
         examples=[_ONE, _FLAT],
     )
     def linear_then(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -79,13 +205,10 @@ def _linear_then(activation: str) -> Known:
     return linear_then
 
 
-_GELUS = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_quick"}
-
-
 @known(
-    kind="linear_activation",
+    linear_activation_kind,
     needs=f"{_PRODUCT} gelu|erf|tanh|sigmoid",
-    says=lambda m: {"activation": _GELUS[approximation(m)]},
+    attrs_of=lambda m: {"activation": GELU_NAMES[approximation(m)], "weight_layout": _layout(m)},
     examples=[_ONE, _FLAT],
 )
 @with_gelu
@@ -100,9 +223,9 @@ def linear_gelu(
 
 
 @known(
-    kind="linear_activation",
+    linear_activation_kind,
     needs=f"{_PRODUCT} leaky_relu",
-    says=lambda m: {"activation": "leaky_relu", "slope": m["slope"]},
+    attrs_of=lambda m: {"activation": "leaky_relu", "slope": m["slope"], "weight_layout": _layout(m)},
     examples=[_ONE, _FLAT],
 )
 def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
@@ -111,9 +234,9 @@ def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Cons
 
 
 @known(
-    kind="linear_residual",
+    linear_residual_kind,
     needs=f"{_PRODUCT} add",
-    says=lambda m: {"dropout": m.literals.get("dropout", 0.0)},
+    attrs_of=lambda m: {"dropout": m.literals.get("dropout", 0.0), "weight_layout": _layout(m)},
     examples=[(*_ONE, _X), (*_FLAT, _X[0])],
 )
 def linear_residual(
@@ -133,7 +256,31 @@ def residual_is_a_stream(match: Match) -> Decline | None:
 
 def _projections(match: Match) -> dict[str, Any]:
     names = match.operands
-    return {"projections": "packed" if "packed" in names else "two" if "x" in names else "none"}
+    if "x" not in names:
+        return {"projections": "none"}
+    if "packed" in names:
+        layout = _layout(match, "packed")
+        return {"projections": "packed", "gate_half": _gate_half(match), "weight_layout": layout}
+    return {"projections": "two", "weight_layout": _layout(match, "gate_weight")}
+
+
+def _gelu_projections(match: Match) -> dict[str, Any]:
+    return {**_projections(match), "approximate": approximation(match)}
+
+
+def _gate_half(match: Match) -> str:
+    """Which half of a packed product goes through the activation: not the one that the last product reads."""
+    read = match.outputs[0].all_input_nodes
+    up = next(n for n in read if is_projection(n) or op_name(n.target) == "slice")
+    is_first = up.args[1] == 0 if is_projection(up) else by_name(up).get("start") in (0, None)
+    return "second" if is_first else "first"
+
+
+def one_weight_layout(match: Match) -> Decline | None:
+    """Refuse two projections of which one is `linear` and the other a product with the weight as [in, out]."""
+    if _layout(match, "gate_weight") != _layout(match, "up_weight"):
+        return Decline("its two weights are laid out differently")
+    return None
 
 
 def _gates(scene: Scene, whole: str, part: frozenset[str]) -> bool:
@@ -173,7 +320,7 @@ _CUT = "split|split_with_sizes|slice|chunk"
 _SILU, _GELU = "silu|sigmoid mul", "gelu|erf|tanh|sigmoid mul"
 
 
-@known(kind="swiglu", needs=f"{_PRODUCT} {_SILU}", when=_silu_gates, says=_projections, examples=[_TWO])
+@known(swiglu_kind, needs=f"{_PRODUCT} {_SILU}", when=_silu_gates, attrs_of=_projections, examples=[_TWO])
 def swiglu(
     x: Tensor,
     gate_weight: Tensor,
@@ -186,10 +333,10 @@ def swiglu(
 
 
 @known(
-    kind="swiglu",
+    swiglu_kind,
     needs=f"{_PRODUCT} {_CUT} {_SILU}",
     when=_silu_gates,
-    says=_projections,
+    attrs_of=_projections,
     examples=[_ONE, _FLAT],
 )
 def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
@@ -197,13 +344,13 @@ def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
     return _gated_halves(projected(x, packed, bias), silu)
 
 
-@known(kind="swiglu", needs=_SILU, when=_silu_gates, says=_projections, examples=[(_X, _X)])
+@known(swiglu_kind, needs=_SILU, when=_silu_gates, attrs_of=_projections, examples=[(_X, _X)])
 def swiglu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, wherever the two come from."""
     return silu(gate) * up
 
 
-@known(kind="geglu", needs=f"{_PRODUCT} {_GELU}", when=_gelu_gates, says=_projections, examples=[_TWO])
+@known(geglu_kind, needs=f"{_PRODUCT} {_GELU}", when=_gelu_gates, attrs_of=_gelu_projections, examples=[_TWO])
 @with_gelu
 def geglu(
     x: Tensor,
@@ -218,10 +365,10 @@ def geglu(
 
 
 @known(
-    kind="geglu",
+    geglu_kind,
     needs=f"{_PRODUCT} {_CUT} {_GELU}",
     when=_gelu_gates,
-    says=_projections,
+    attrs_of=_gelu_projections,
     examples=[_ONE, _FLAT],
 )
 @with_gelu
@@ -235,7 +382,7 @@ def geglu_packed(
     return _gated_halves(projected(x, packed, bias), gelu)
 
 
-@known(kind="geglu", needs=_GELU, when=_gelu_gates, says=_projections, examples=[(_X, _X)])
+@known(geglu_kind, needs=_GELU, when=_gelu_gates, attrs_of=_gelu_projections, examples=[(_X, _X)])
 @with_gelu
 def geglu_gate(
     gate: Tensor,
@@ -264,5 +411,7 @@ GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_g
 
 for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
     _rule.guard(gelu_constants)
+for _rule in (swiglu, geglu):
+    _rule.guard(one_weight_layout)
 for _rule in (*LINEAR, *GATES):
     cast("Known", _rule).guard(operands_are_weights)

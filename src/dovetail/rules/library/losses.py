@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.graph.normalform import by_name
-from dovetail.rules.library.known import has, known
+from dovetail.rules.library.known import has, kind, known
 from dovetail.rules.matching.choices import Const, either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -19,7 +19,31 @@ _LOGITS, _TARGET = torch.empty(8, 16, device="meta"), torch.empty(8, dtype=torch
 _WEIGHT = torch.empty(16, device="meta")
 
 
-def _says(match: Match) -> dict[str, Any]:
+@kind("cross_entropy", version=2)
+def cross_entropy_kind(
+    logits: Annotated[Tensor, "[..., classes, ...], classes at class_dim; [classes] alone"],
+    target: Annotated[
+        Tensor, "indices: the shape of logits without class_dim; probabilities: the shape of logits"
+    ],
+    weight: Annotated[Tensor | None, "[classes]"] = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    class_dim: int = 1,
+    target_kind: str = "indices",
+    upcast: bool = False,
+) -> Tensor:
+    """The cross entropy of class scores, in at least float32 with `upcast`; without `ignore_index` none is ignored."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) if upcast else logits
+    scores = scores.movedim(class_dim, 1) if scores.dim() > 1 else scores
+    ignored = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(
+        scores, target, weight, reduction=reduction, ignore_index=ignored, label_smoothing=label_smoothing
+    )
+
+
+def _cross_entropy_attrs(match: Match) -> dict[str, Any]:
     reduction = "mean" if has(match, "mean") else "sum" if has(match, "sum") else "none"
     for node in match.nodes:
         number = by_name(node).get("reduction")
@@ -29,13 +53,21 @@ def _says(match: Match) -> dict[str, Any]:
         "reduction": reduction,
         "ignore_index": match.literals.get("ignored"),
         "label_smoothing": match.literals.get("smoothing", 0.0),
+        "class_dim": _class_dim(match),
+        "target_kind": "probabilities" if match["target"].dtype.is_floating_point else "indices",
+        "upcast": match.rule == "cross_entropy" and has(match, "_to_copy"),
     }
 
 
+def _class_dim(match: Match) -> int:
+    last = match["logits"].ndim - 1
+    return last if match.rule == "cross_entropy_by_hand" else min(1, last)
+
+
 @known(
-    kind="cross_entropy",
+    cross_entropy_kind,
     needs="cross_entropy_loss|nll_loss|nll_loss_nd|nll_loss_forward",
-    says=_says,
+    attrs_of=_cross_entropy_attrs,
     examples=[(_LOGITS, _TARGET, _WEIGHT)],
 )
 def cross_entropy(
@@ -61,9 +93,9 @@ def cross_entropy(
 
 
 @known(
-    kind="cross_entropy",
+    cross_entropy_kind,
     needs="gather|index log_softmax|_log_softmax|logsumexp|log",
-    says=_says,
+    attrs_of=_cross_entropy_attrs,
     examples=[(_LOGITS, _TARGET)],
 )
 def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
@@ -107,6 +139,8 @@ def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
 @cross_entropy_by_hand.guard
 def target_is_of_classes(match: Match) -> Decline | None:
     target, logits = match["target"], match["logits"]
+    if has(match, "index") and logits.ndim != 2:
+        return Decline(f"'{target.name}' indexes '{logits.name}' along its first two dimensions", at=target)
     if target.ndim == logits.ndim - 1 and not target.dtype.is_floating_point:
         return None
     return Decline(f"'{target.name}' does not name one class for each row of scores", at=target)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
-from dovetail.rules.library.known import known
+from dovetail.graph.normalform import by_name, op_name
+from dovetail.rules.library.known import kind, known
 from dovetail.rules.library.steps import square
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
@@ -19,17 +21,97 @@ _LAYER = "layer_norm|native_layer_norm|rsqrt|sqrt|pow layer_norm|native_layer_no
 _X, _WEIGHT = torch.empty(2, 8, 16, device="meta"), torch.empty(16, device="meta")
 
 
-def _eps(match: Match) -> dict[str, Any]:
-    return {"eps": match.literals.get("eps")}
+Stream = Annotated[Tensor, "[..., *normalized]"]
+Affine = Annotated[Tensor | None, "[*normalized]: the sizes of the last `dims` dimensions"]
 
 
-def eps_and_offset(match: Match) -> dict[str, Any]:
-    """What is said of an RMS norm: `offset` is what is added to its weight."""
-    return {"eps": match.literals.get("eps"), "offset": match.literals.get("offset", 0.0)}
+@kind("rms_norm", version=2)
+def rms_norm_kind(
+    x: Stream, weight: Affine = None, *, eps: float | None = None, offset: float = 0.0, dims: int = 1
+) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * (weight + offset) over the last `dims` dimensions; eps None is the dtype's own."""
+    scaled = F.rms_norm(x, x.shape[x.dim() - dims :], None, eps)
+    return scaled if weight is None else scaled * (weight + offset)
 
 
-def _eps_and_dropout(match: Match) -> dict[str, Any]:
-    return {"eps": match.literals.get("eps"), "dropout": match.literals.get("dropout", 0.0)}
+@kind("add_rms_norm", version=2)
+def add_rms_norm_kind(
+    x: Stream,
+    residual: Stream,
+    weight: Affine = None,
+    *,
+    eps: float | None = None,
+    offset: float = 0.0,
+    dims: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The `rms_norm` of a sum, and the sum."""
+    total = x + residual
+    return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims), total
+
+
+@kind("layer_norm", version=2)
+def layer_norm_kind(
+    x: Stream, weight: Affine = None, bias: Affine = None, *, eps: float = 1e-5, dims: int = 1
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last `dims` dimensions."""
+    return F.layer_norm(x, x.shape[x.dim() - dims :], weight, bias, eps)
+
+
+@kind("add_layer_norm", version=2)
+def add_layer_norm_kind(
+    x: Stream,
+    residual: Stream,
+    weight: Affine = None,
+    bias: Affine = None,
+    *,
+    eps: float = 1e-5,
+    dims: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The `layer_norm` of a sum, and the sum."""
+    total = x + residual
+    return layer_norm_kind(total, weight, bias, eps=eps, dims=dims), total
+
+
+@kind("dropout_add_layer_norm", version=2, draws="one dropout mask of the shape of x")
+def dropout_add_layer_norm_kind(
+    x: Stream,
+    residual: Stream,
+    bias: Annotated[Tensor | None, "[width], width the last size of x"] = None,
+    weight: Affine = None,
+    shift: Affine = None,
+    *,
+    dropout: float = 0.0,
+    eps: float = 1e-5,
+    dims: int = 1,
+) -> Tensor:
+    """The `layer_norm` of dropout(x + bias) + residual, with the affine bias as `shift`."""
+    total = F.dropout(x if bias is None else x + bias, dropout) + residual
+    return layer_norm_kind(total, weight, shift, eps=eps, dims=dims)
+
+
+_OPERATORS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"})
+
+
+def normalized_dims(match: Match) -> int:
+    """How many dimensions a norm is over: those that its operator names, one where it is written out."""
+    for node in match.nodes:
+        if op_name(node.target) in _OPERATORS:
+            return len(cast("list[Any]", by_name(node)["normalized_shape"]))
+    return 1
+
+
+def norm_attrs(match: Match) -> dict[str, Any]:
+    """The attributes of any norm among the literals of its pattern, and `dims`."""
+    names = ("eps", "offset", "dropout")
+    literals = {name: match.literals[name] for name in names if name in match.literals}
+    return {**literals, "dims": normalized_dims(match)}
+
+
+def _with_sum(match: Match) -> list[Node | None]:
+    """The norm and the sum it is of."""
+    x, residual = match["x"].node, match["residual"].node
+    sums = [n for n in match.nodes if op_name(n.target) == "add" and {*n.all_input_nodes} == {x, residual}]
+    return [match.outputs[0], sums[0] if sums else None]
 
 
 def _inverse_root(x: Tensor) -> Tensor:
@@ -98,16 +180,17 @@ def layer_norm_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Te
     )
 
 
-@known(kind="rms_norm", needs=_RMS, says=eps_and_offset, examples=[(_X, _WEIGHT)])
+@known(rms_norm_kind, needs=_RMS, attrs_of=norm_attrs, examples=[(_X, _WEIGHT)])
 def rms_norm(x: Tensor, weight: Tensor, eps: Any = Const(0.0303), offset: Any = Const(1.0404)) -> Tensor:
     """A root-mean-square norm over the last dimension, or over those of its weight."""
     return rms_normalised(x, weight, eps, offset)
 
 
 @known(
-    kind="add_rms_norm",
+    add_rms_norm_kind,
+    results_of=_with_sum,
     needs=f"add {_RMS}",
-    says=eps_and_offset,
+    attrs_of=norm_attrs,
     escapes="output",
     examples=[(_X, _X, _WEIGHT)],
 )
@@ -122,16 +205,17 @@ def add_rms_norm(
     return rms_normalised(x + residual, weight, eps, offset)
 
 
-@known(kind="layer_norm", needs=_LAYER, says=_eps, examples=[(_X, _WEIGHT, _WEIGHT)])
+@known(layer_norm_kind, needs=_LAYER, attrs_of=norm_attrs, examples=[(_X, _WEIGHT, _WEIGHT)])
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Any = Const(0.0303)) -> Tensor:
     """A layer norm over the last dimension, or over those of its weight."""
     return layer_normalised(x, weight, bias, eps)
 
 
 @known(
-    kind="add_layer_norm",
+    add_layer_norm_kind,
+    results_of=_with_sum,
     needs=f"add {_LAYER}",
-    says=_eps,
+    attrs_of=norm_attrs,
     escapes="output",
     examples=[(_X, _X, _WEIGHT, _WEIGHT)],
 )
@@ -143,9 +227,9 @@ def add_layer_norm(
 
 
 @known(
-    kind="dropout_add_layer_norm",
+    dropout_add_layer_norm_kind,
     needs="add layer_norm|native_layer_norm",
-    says=_eps_and_dropout,
+    attrs_of=norm_attrs,
     escapes="output",
     examples=[(_X, _X, _WEIGHT, _WEIGHT, _WEIGHT)],
 )
@@ -168,12 +252,19 @@ def dropout_add_layer_norm(
     return layer_norm_operator(dropped + residual, weight, shift, eps)
 
 
-@dropout_add_layer_norm.guard
-def bias_is_a_vector(match: Match) -> Decline | None:
-    bias = match["bias"]
-    if bias is None or bias.ndim <= 1:
-        return None
-    return Decline(f"'{bias.name}' has {bias.ndim} dimensions: it is no bias", at=bias)
+def affine_fits(match: Match) -> Decline | None:
+    """Refuse a weight or bias that is not of the normalized sizes: broadcast otherwise, it is another operation."""
+    # Symbolic sizes are compared as they are written: asking whether they are equal would add a guard to the graph.
+    sizes = [str(n) for n in match.outputs[0].meta["val"].shape]
+    dims = normalized_dims(match)
+    for name in ("weight", "bias", "shift"):
+        bound = match.operands.get(name)
+        width = 1 if name == "bias" and "shift" in match else dims
+        expected = sizes[len(sizes) - width :]
+        if bound is not None and [str(n) for n in bound.shape] != expected:
+            shape = ", ".join(str(n) for n in bound.shape)
+            return Decline(f"'{bound.name}' has shape [{shape}], not [{', '.join(expected)}]", at=bound)
+    return None
 
 
 @dropout_add_layer_norm.guard
@@ -189,3 +280,6 @@ def streams_have_one_rank(match: Match) -> Decline | None:
 
 
 NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm)
+
+for _rule in (rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm):
+    _rule.guard(affine_fits)

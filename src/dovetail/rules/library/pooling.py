@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
-from dovetail.rules.library.known import Known, known
+from dovetail.rules.library.known import Known, kind, known
 from dovetail.rules.matching.choices import Const, either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.matching.shadow import shadow_of
@@ -19,6 +20,20 @@ from dovetail.rules.rule import Decline, Proposal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 
 _IMAGES = torch.empty(2, 3, 8, 8, device="meta")
+
+
+@kind("avg_pool", version=2)
+def avg_pool_kind(
+    x: Annotated[Tensor, "[batch, channels, height, width]"],
+    *,
+    kernel: list[int] | str,
+    stride: list[int] | None = None,
+    keepdim: bool = True,
+) -> Tensor:
+    """The means of windows of images, or of each whole one, as [batch, channels] without `keepdim`."""
+    if kernel == "global":
+        return x.mean((2, 3), keepdim=keepdim)
+    return F.avg_pool2d(x, cast("list[int]", kernel), stride)
 
 
 def _has_means_of_images(scene: Scene) -> bool:
@@ -38,10 +53,10 @@ def _pools(node: Node) -> bool:
 
 
 @known(
-    kind="avg_pool",
+    avg_pool_kind,
     needs="mean",
     when=_has_means_of_images,
-    says=lambda m: {"kernel": "global"},
+    attrs_of=lambda m: {"kernel": "global", "keepdim": m.outputs[0].meta["val"].dim() == 4},
     examples=[(_IMAGES,)],
 )
 def avg_pool_global(x: Tensor) -> Tensor:
@@ -58,7 +73,6 @@ def avg_pool_global(x: Tensor) -> Tensor:
     )
 
 
-@avg_pool_global.guard
 def pools_images(match: Match) -> Decline | None:
     x = match["x"]
     return (
@@ -68,16 +82,19 @@ def pools_images(match: Match) -> Decline | None:
     )
 
 
+avg_pool_global.guard(pools_images)
+
+
 def _takes_every_other(scene: Scene) -> bool:
     slices = (n for n in scene.fact(shadow_of).nodes if op_name(n.target) == "slice")
     return any(by_name(node).get("step") == 2 for node in slices)
 
 
 @known(
-    kind="avg_pool",
+    avg_pool_kind,
     needs="slice add",
     when=_takes_every_other,
-    says=lambda m: {"kernel": [2, 2]},
+    attrs_of=lambda m: {"kernel": [2, 2], "stride": [2, 2]},
     examples=[(_IMAGES,)],
 )
 def avg_pool_slices(x: Tensor) -> Tensor:
@@ -95,10 +112,22 @@ def avg_pool_slices(x: Tensor) -> Tensor:
     return either(lambda: total / 4, lambda: total * 0.25)
 
 
+@avg_pool_slices.guard
+def sizes_are_even(match: Match) -> Decline | None:
+    x = match["x"]
+    if x.ndim != 4:
+        return pools_images(match)
+    sizes = [as_number(n) for n in x.shape[2:]]
+    if all(n is not None and n % 2 == 0 for n in sizes):
+        return None
+    # Every other row of an odd count is one more than the rows between: they broadcast, or do not add up.
+    return Decline(f"'{x.name}' is not known to have an even number of rows and columns", at=x)
+
+
 @known(
-    kind="avg_pool",
+    avg_pool_kind,
     needs="unfold mean",
-    says=lambda m: {"kernel": [m["height"], m["width"]], "stride": [m["down"], m["across"]]},
+    attrs_of=lambda m: {"kernel": [m["height"], m["width"]], "stride": [m["down"], m["across"]]},
     examples=[(_IMAGES,)],
 )
 def avg_pool_windows(
@@ -111,15 +140,18 @@ def avg_pool_windows(
     )
 
 
+avg_pool_windows.guard(pools_images)
+
+
 @functools.cache
 def _blocks_of(height: int, width: int) -> Known:
     """The rule for blocks of one size: what a reshape cuts an image into is told by numbers, not by operands."""
 
     @known(
-        kind="avg_pool",
+        avg_pool_kind,
         name="avg_pool_blocks",
         needs="reshape|view mean|sum",
-        says=lambda m: {"kernel": [height, width]},
+        attrs_of=lambda m: {"kernel": [height, width], "stride": [height, width]},
         examples=[(torch.empty(2, 3, 2 * height, 2 * width, device="meta"),)],
     )
     def blocks(x: Tensor) -> Tensor:
@@ -142,7 +174,7 @@ class AveragePoolBlocks(Rule):
     """Proposes means over blocks that a reshape cut images into, whatever the size of the blocks."""
 
     def __init__(self) -> None:
-        self.name, self.kind = "avg_pool_blocks", "avg_pool"
+        self.name, self.kind, self.reference = "avg_pool_blocks", "avg_pool", avg_pool_kind
 
     def propose(self, scene: Scene) -> Iterable[Proposal]:
         for height, width in sorted(scene.fact(_block_sizes)):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.rules.library.known import ahead_of, has, known
+from dovetail.rules.library.known import ahead_of, has, kind, known
 from dovetail.rules.library.steps import by_halves
 from dovetail.rules.matching.choices import either
 from dovetail.rules.matching.match import Match
@@ -36,8 +36,47 @@ _BETWEEN = frozenset(
 )
 
 
-def _layout(match: Match) -> dict[str, Any]:
-    return {"layout": "interleaved" if has(match, "stack", "view_as_complex") else "halves"}
+Angles = Annotated[Tensor | None, "[..., width], or [..., width / 2] with half_angles, broadcast over x"]
+
+
+@kind("rotary", version=2)
+def rotary_kind(
+    x: Annotated[Tensor, "[..., width]"],
+    cos: Angles = None,
+    sin: Angles = None,
+    angles: Annotated[Tensor | None, "[..., width / 2, 2]: cosines and sines side by side"] = None,
+    turns: Annotated[Tensor | None, "[..., width / 2], complex: cos + i sin"] = None,
+    other: Annotated[Tensor | None, "[..., width], turned by the same angles"] = None,
+    *,
+    layout: str,
+    half_angles: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Pairs of x turned by angles; of `other` too, as a second result.
+
+    A pair is (x[i], x[i + width / 2]) in the layout "halves", (x[2 i], x[2 i + 1]) in "interleaved". With
+    `half_angles` there is a cosine and a sine for each pair, otherwise one for each element.
+    """
+    if angles is not None:
+        cos, sin = angles[..., 0], angles[..., 1]
+    elif turns is not None:
+        cos, sin = turns.real, turns.imag
+    c, s = cast("Tensor", cos), cast("Tensor", sin)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1) if layout == "halves" else (x[..., ::2], x[..., 1::2])
+        if half_angles:
+            a, b = a * c - b * s, b * c + a * s
+        else:
+            a, b = -b, a
+        joined = torch.cat((a, b), -1) if layout == "halves" else torch.stack((a, b), -1).flatten(-2)
+        return (joined if half_angles else x * c + joined * s).to(x.dtype)
+
+    return turned(x) if other is None else (turned(x), turned(other))
+
+
+def _rotary_attrs(match: Match) -> dict[str, Any]:
+    layout = "interleaved" if has(match, "stack", "view_as_complex") else "halves"
+    return {"layout": layout, "half_angles": match.rule != "rotary"}
 
 
 def _by_places(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -76,7 +115,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos + turned(wide) * sin).to(x.dtype)
 
 
-@known(kind="rotary", needs="cat|stack neg|sub", says=_layout)
+@known(rotary_kind, needs="cat|stack neg|sub", attrs_of=_rotary_attrs)
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding of queries or of keys."""
     return rotated(x, cos, sin)
@@ -86,7 +125,7 @@ class RotaryPair(Rule):
     """Proposes the rotary embeddings of the queries and the keys that one attention reads, by the same angles."""
 
     def __init__(self) -> None:
-        self.name, self.kind = "rotary_pair", "rotary"
+        self.name, self.kind, self.reference = "rotary_pair", "rotary", rotary_kind
 
     def propose(self, scene: Scene) -> Iterable[Proposal]:
         shadow = scene.fact(shadow_of)
@@ -99,26 +138,24 @@ class RotaryPair(Rule):
             if meeting is None:
                 continue
             other = waiting.pop(meeting, None)
-            if other is None or other.attrs != found.attrs or not _same_angles(scene, found, other):
+            if other is None or other.attrs != found.attrs or not _same_angles(found, other):
                 waiting[meeting] = found
                 continue
             members = tuple(sorted({*found.members, *other.members}))
-            # Of two patterns side by side there are two of each argument.
-            yield replace(found, rule=self.name, members=members, arguments=None, results=())
+            arguments = {**(other.arguments or {}), "other": (found.arguments or {})["x"]}
+            results = (*other.results, *found.results)
+            yield replace(other, rule=self.name, members=members, arguments=arguments, results=results)
 
 
-def _same_angles(scene: Scene, first: Candidate, second: Candidate) -> bool:
-    def read(found: Candidate) -> set[Node]:
-        inside = {scene.nodes[i] for i in found.members}
-        return {used for node in inside for used in node.all_input_nodes} - inside
-
-    return len(read(first) & read(second)) == 2
+def _same_angles(first: Candidate, second: Candidate) -> bool:
+    mine, theirs = first.arguments or {}, second.arguments or {}
+    return all(mine[name] == theirs[name] for name in ("cos", "sin"))
 
 
 rotary_pair = RotaryPair()
 
 
-@known(kind="rotary", name="rotary_split", needs="cat|stack sub", says=_layout)
+@known(rotary_kind, name="rotary_split", needs="cat|stack sub", attrs_of=_rotary_attrs)
 def rotary_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding half by half, or even and odd places apart: angles are given for one of them."""
     wide = either(lambda: x, lambda: x.float())
@@ -134,9 +171,9 @@ def rotary_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @known(
-    kind="rotary",
+    rotary_kind,
     needs="stack select sub",
-    says=_layout,
+    attrs_of=_rotary_attrs,
     examples=[(torch.empty(2, 4, 8, 16, device="meta"), torch.empty(8, 8, 2, device="meta"))],
 )
 def rotary_cached(x: Tensor, angles: Tensor) -> Tensor:
@@ -154,10 +191,10 @@ def rotary_cached(x: Tensor, angles: Tensor) -> Tensor:
 
 
 @known(
-    kind="rotary",
+    rotary_kind,
     name="rotary_complex",
     needs="view_as_complex view_as_real",
-    says=_layout,
+    attrs_of=_rotary_attrs,
     examples=[
         (torch.empty(2, 4, 8, 16, device="meta"), torch.empty(4, 8, 8, dtype=torch.complex64, device="meta"))
     ],

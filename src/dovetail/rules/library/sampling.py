@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.known import known
+from dovetail.rules.library.known import kind, known
 from dovetail.rules.matching.choices import Const, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
-_CLOSE = 1e-4
+_CLOSE = 1e-9
 _EMPTY = torch.empty(8, 8, device="meta")
 
 
+@kind("trunc_normal", draws="one uniform number for each element, in memory order of `empty`")
+def trunc_normal_kind(
+    empty: Annotated[Tensor, "any shape; its values are not read"],
+    *,
+    mean: float = 0.0,
+    std: float,
+    low: float,
+    high: float,
+) -> Tensor:
+    """Samples of a normal distribution truncated to [low, high], by the inverse of its cumulative distribution."""
+    spread = std * math.sqrt(2.0)
+    start, end = (math.erf((bound - mean) / spread) for bound in (low, high))
+    drawn = torch.empty_like(empty).uniform_(start, end)
+    return (torch.erfinv(drawn) * spread + mean).clamp(low, high)
+
+
 @known(
-    kind="trunc_normal",
+    trunc_normal_kind,
     needs="erfinv clamp",
-    says=lambda m: {
+    attrs_of=lambda m: {
         "mean": m.literals.get("mean", 0.0),
         "std": m["spread"] / math.sqrt(2.0),
         "low": m["low"],

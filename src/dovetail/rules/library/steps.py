@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,37 @@ from dovetail.rules.rule import Decline
 
 Step = Callable[[Tensor], Tensor]
 
-_CLOSE = 1e-4
-"""How far a constant that somebody typed in may be from the one that is meant, in proportion."""
+_CLOSE = 1e-6
+"""The relative tolerance of a rounded constant: a few float32 roundings, so that the reference is reproduced."""
+
+_FUNCTIONS: Mapping[str, Step] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "hardswish": F.hardswish,
+    "elu": F.elu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def activate(x: Tensor, activation: str | None, slope: float | None = None) -> Tensor:
+    """The activation that the attributes of a kind name; None is the identity."""
+    if activation is None:
+        return x
+    if activation == "leaky_relu":
+        return F.leaky_relu(x, cast("float", slope))
+    return _FUNCTIONS[activation](x)
 
 
 def close_to(match: Match, name: str, meant: float) -> Decline | None:
-    """Refuse a captured constant that is not the one meant; spelled with fewer digits it is."""
+    """Refuse a captured constant that differs from the one meant by more than rounding."""
     value = match.literals.get(name)
     if value is None or math.isclose(value, meant, rel_tol=_CLOSE):
         return None
@@ -118,8 +143,12 @@ with_gelu = taking("gelu", _EXAMPLES, partial(partial, _gelu))
 """Hands a pattern the step `gelu`: any GELU, with constants that `gelu_constants` guards."""
 
 
+GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_quick"}
+"""The name of the activation for each approximation of a GELU."""
+
+
 def approximation(match: Match) -> str:
-    """Which GELU it is, by the word that torch has for it."""
+    """Which GELU it is, by the word that torch has for it; "sigmoid" for x * sigmoid(1.702 * x)."""
     if has(match, "sigmoid"):
         return "sigmoid"
     spelled = any(node.kwargs.get("approximate") == "tanh" for node in match.nodes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -48,6 +48,8 @@ class Pattern(Protocol):
     def judge(self, match: Match) -> Decline | None: ...
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline: ...
+
+    def results(self, match: Match) -> Sequence[Node | None]: ...
 
 
 class Search:
@@ -228,7 +230,7 @@ class Search:
             rule.escapes,
             rule.priority,
             arguments={name: at[v.node] for name, v in match.operands.items() if v is not None},
-            results=tuple(at[node] for node in match.outputs),
+            results=tuple(None if node is None else at[node] for node in rule.results(match)),
         )
 
     def _refuse(self, members: tuple[int, ...], reason: str, at: int | None) -> Refusal:
