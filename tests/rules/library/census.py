@@ -18,6 +18,7 @@ from dovetail.outlining.requests import Request
 from dovetail.rules.library import ALL
 from dovetail.rules.rule import Candidate, Refusal
 from dovetail.rules.scene import Scene
+from tests.rules.library.helpers import assert_references, request_for
 
 NORM = ("rms_norm", "layer_norm")
 MLP = ("swiglu", "geglu", "linear_activation")
@@ -132,10 +133,10 @@ def outlined(found: Census) -> GraphModule:
         if taken & set(c.members) or found.scene.index.between(set(c.members)):
             continue
         taken.update(c.members)
-        names = [found.scene.nodes[i].name for i in c.members]
-        assert isinstance(c.escapes, str)
-        requests.append(Request(names, c.kind, c.version, c.attrs, c.escapes))
-    return dovetail.outline(found.scene.gm, requests)
+        requests.append(request_for(found.scene.gm, c))
+    fused = dovetail.outline(found.scene.gm, requests)
+    assert_references(fused)
+    return fused
 
 
 def same_results(first: Iterable[Any], second: Iterable[Any]) -> bool:

@@ -10,7 +10,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 import dovetail
+from dovetail.lowering.unit import unit_of
+from dovetail.lowering.verify import contract_of, reference_mismatch
 from dovetail.outlining.requests import Request
+from dovetail.rules.library import KINDS
 from dovetail.rules.rule import Candidate, Refusal, Rule
 from dovetail.rules.scene import Scene
 from tests.outlining.helpers import equal
@@ -36,6 +39,38 @@ def candidates(rules: Rule | Iterable[Rule], graph: GraphModule) -> list[Candida
 def member_names(graph: GraphModule, found: Candidate) -> list[str]:
     nodes = list(graph.graph.nodes)
     return [nodes[i].name for i in found.members]
+
+
+def request_for(graph: GraphModule, match: Candidate) -> Request:
+    """The region that a candidate would become."""
+    nodes = list(graph.graph.nodes)
+    assert isinstance(match.escapes, str)
+    return Request(
+        member_names(graph, match),
+        match.kind,
+        match.version,
+        match.attrs,
+        match.escapes,
+        rule=match.rule,
+        arguments={name: nodes[i] for name, i in (match.arguments or {}).items()},
+        results=tuple(None if i is None else nodes[i] for i in match.results),
+    )
+
+
+def assert_references(graph: GraphModule) -> int:
+    """Every region of a library kind computes what the kind's reference does; returns how many there are."""
+    count = 0
+    for region in dovetail.regions(graph, nested=True):
+        if region.kind not in KINDS:
+            continue
+        unit = unit_of(region)
+        operands = range(len(region.inputs))
+        # An operand behind a view that changes nothing, as make_fx has them, is not the argument itself.
+        named = set(region.arguments.values()) == set(operands) and not unit.lifted
+        assert (contract_of(unit.region) is not None) == named, (region.rule, region.attrs, region.arguments)
+        assert reference_mismatch(unit, unit.values) is None, (region.rule, region.attrs)
+        count += 1
+    return count
 
 
 @dataclass(frozen=True)
@@ -108,11 +143,9 @@ def found_each(
         assert look.left == tuple(sorted(leaving)), name
         assert (look.match.rule, look.match.kind) == (rule.name, rule.kind)
         match = look.match
-        assert isinstance(match.escapes, str)
-        requests.append(
-            Request(member_names(graph, match), match.kind, match.version, match.attrs, match.escapes)
-        )
+        requests.append(request_for(graph, match))
     fused = dovetail.outline(graph, requests)
+    assert_references(fused)
     assert [r.kind for r in dovetail.regions(fused)] == [rule.kind] * len(models)
     assert equal(_run([fused], inputs), _run([graph], inputs))
     if not isinstance(models[0], GraphModule):

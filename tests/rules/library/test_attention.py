@@ -50,10 +50,13 @@ def test_the_operator() -> None:
         "causal": False,
         "scale": None,
         "dropout": 0.0,
-        "mask": "none",
-        "bias": False,
+        "mask_type": "none",
+        "mask_value": None,
+        "bias_after_mask": False,
         "softcap": None,
         "groups": 1,
+        "equations": None,
+        "safe_softmax": True,
     }
     settings = [{}, {"is_causal": True}, {"scale": 0.5}, {"dropout_p": 0.2}]
     told = found_each(attention, [attend(**each) for each in settings], *QKV)
@@ -63,7 +66,7 @@ def test_the_operator() -> None:
 @pytest.mark.parametrize(("mask", "kind"), [(boolean(), "keep"), (torch.randn(S, S), "additive")])
 def test_the_operator_with_a_mask(mask: Tensor, kind: str) -> None:
     told = found(attention, lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), *QKV, mask)
-    assert told["mask"] == kind
+    assert told["mask_type"] == kind
 
 
 def test_the_operator_with_grouped_heads() -> None:
@@ -116,7 +119,7 @@ def test_by_hand() -> None:
     spelled = [multiplied, divided, scaled_first, divided_first, softmax_by_hand]
     for told in found_each(attention_by_hand, spelled, *QKV):
         assert told["scale"] == pytest.approx(D**-0.5)
-        assert (told["mask"], told["groups"]) == ("none", 1)
+        assert (told["mask_type"], told["groups"]) == ("none", 1)
 
 
 def test_by_hand_without_a_scale() -> None:
@@ -141,7 +144,7 @@ def test_by_hand_with_a_mask(kind: str) -> None:
 
     mask = torch.randn(S, S) if kind == "additive" else boolean()
     ways = [attend(lay) for lay, each in MASKS.values() if each == kind]
-    assert {told["mask"] for told in found_each(attention_by_hand, ways, *QKV, mask)} == {kind}
+    assert {told["mask_type"] for told in found_each(attention_by_hand, ways, *QKV, mask)} == {kind}
 
 
 def test_by_hand_with_a_bias_and_a_mask() -> None:
@@ -151,7 +154,7 @@ def test_by_hand_with_a_bias_and_a_mask() -> None:
         return F.softmax(scores + mask, dim=-1) @ v
 
     told = found(attention_by_hand, attend, *QKV, torch.randn(1, H, S, S), torch.randn(B, 1, S, S))
-    assert (told["scale"], told["mask"], told["bias"]) == (1.0, "additive", True)
+    assert (told["scale"], told["mask_type"]) == (1.0, "additive")
 
 
 def test_by_hand_with_capped_scores() -> None:
@@ -195,7 +198,7 @@ def test_by_hand_with_a_wide_softmax_and_grouped_heads(dtype: torch.dtype) -> No
 
     inputs = [x.to(dtype) for x in (*GROUPED, torch.randn(S, S))]
     for told in found_each(attention_by_hand, [attend, cast], *inputs):
-        assert (told["scale"], told["mask"], told["groups"]) == (0.25, "additive", 2)
+        assert (told["scale"], told["mask_type"], told["groups"]) == (0.25, "additive", 2)
 
 
 def test_weights_that_are_used_again_come_out_too() -> None:
@@ -227,7 +230,7 @@ def test_heads_among_the_batch() -> None:
         return torch.bmm(torch.softmax(torch.baddbmm(mask, q * 0.3, k.transpose(1, 2)), -1), v)
 
     q, k, v = (torch.randn(B * H, S, D) for _ in range(3))
-    assert found(attention_of_batches, attend, q, k, v, torch.randn(B * H, S, S))["mask"] == "additive"
+    assert found(attention_of_batches, attend, q, k, v, torch.randn(B * H, S, S))["mask_type"] == "none"
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -251,7 +254,7 @@ def test_a_causal_mask_of_its_own() -> None:
         return lambda q, k, v: torch.softmax(hide(q @ k.mT * 0.3), -1) @ v
 
     told = found_each(attention_causal, [attend(hide) for hide in CAUSAL.values()], *QKV)
-    assert all((attrs["causal"], attrs["mask"]) == (True, "none") for attrs in told)
+    assert all((attrs["causal"], attrs["mask_type"]) == (True, "none") for attrs in told)
 
 
 def test_a_causal_mask_that_others_use_stays_outside() -> None:

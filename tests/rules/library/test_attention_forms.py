@@ -40,12 +40,11 @@ def deberta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("spelled", "mask", "bias"),
-    [(bloom, "additive", True), (bart, "additive", False), (deberta, "hide", True)],
+    ("spelled", "mask"), [(bloom, "additive"), (bart, "additive"), (deberta, "hide")]
 )
-def test_heads_parted_for_a_mask(spelled: Callable[..., Tensor], mask: str, bias: bool) -> None:
-    told = found(attention_of_batches, spelled, *FLAT)
-    assert (told["scale"], told["mask"], told["bias"], told["groups"]) == (0.3, mask, bias, 1)
+def test_heads_parted_for_a_mask(spelled: Callable[..., Tensor], mask: str) -> None:
+    attrs = found(attention_of_batches, spelled, *FLAT)
+    assert (attrs["scale"], attrs["mask_type"], attrs["groups"]) == (0.3, mask, 1)
 
 
 def test_keys_that_are_scaled_by_a_tensor_stay_outside() -> None:

@@ -15,7 +15,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dovetail
 from dovetail.rules.library import CONVOLUTION
 from dovetail.rules.library.convolution import conv_grad
-from tests.rules.library.helpers import candidates, found, graph_of, member_names, refused_each
+from tests.rules.library.helpers import (
+    assert_references,
+    candidates,
+    found,
+    graph_of,
+    member_names,
+    refused_each,
+    request_for,
+)
 
 X = torch.randn(2, 6, 8, 8)
 BN, ACT = CONVOLUTION["conv2d_bn_act"], CONVOLUTION["conv2d_act"]
@@ -58,7 +66,8 @@ def test_convolution_norm_and_activation(name: str) -> None:
         "activation": name,
         "batch_norm": True,
         "training": False,
-        "residual": False,
+        "eps": 1e-5,
+        "slope": None,
     }
 
 
@@ -130,7 +139,9 @@ class Block(nn.Module):
 
 
 def test_a_shortcut_that_is_added_before_the_activation() -> None:
-    assert found(BN, Block().eval(), X)["residual"] is True
+    match = candidates(BN, graph_of(Block().eval(), (X,)))[0]
+    assert "residual" in (match.arguments or {})
+    assert found(BN, Block().eval(), X) == match.attrs
 
 
 @pytest.mark.parametrize("dims", [(0,), (0, 2, 3)], ids=["batch", "batch and image"])
@@ -142,7 +153,7 @@ def test_sizes_that_may_vary(stride: int, dims: tuple[int, ...]) -> None:
     graph = dovetail.capture(model, (X,), dynamic_shapes=(dict.fromkeys(dims, torch.export.Dim.AUTO),))
     match = candidates(BN, graph)[0]
     assert match.attrs is not None
-    assert (match.attrs["residual"], match.attrs["activation"]) == (not stride, "relu")
+    assert ("residual" in (match.arguments or {}), match.attrs["activation"]) == (not stride, "relu")
 
 
 def test_in_training() -> None:
@@ -183,6 +194,10 @@ def test_gradients_of_a_convolution() -> None:
         "stride": [2, 2],
         "padding": [1, 1],
         "dilation": [1, 1],
+        "groups": 1,
+        "transposed": False,
+        "output_padding": [0, 0],
+        "bias_sizes": [4],
         "output_mask": [True, True, True],
         "activation": None,
     }
@@ -243,5 +258,6 @@ def test_another_gradient_is_not_taken_for_a_relu() -> None:
 
 
 def assert_outlines(graph: GraphModule, match: Any, *inputs: Tensor) -> None:
-    fused = dovetail.outline(graph, member_names(graph, match), kind=match.kind, attrs=match.attrs)
+    fused = dovetail.outline(graph, [request_for(graph, match)])
+    assert assert_references(fused) == 1
     assert all(torch.equal(a, b) for a, b in zip(fused(*inputs), graph(*inputs), strict=True))

@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, tuple[Step, ...]] = {
 def test_linear_and_an_activation(name: str) -> None:
     models = [nn.Sequential(nn.Linear(W, N), _Calls(step)) for step in ACTIVATIONS[name]]
     told = found_each(LINEAR[f"linear_{name}"], models, X)
-    assert told == [{"activation": name}] * len(models)
+    assert told == [{"activation": name, "weight_layout": "out_in", "slope": None}] * len(models)
 
 
 class _Calls(nn.Module):
@@ -111,7 +111,7 @@ def test_linear_and_gelu() -> None:
 
 def test_linear_and_leaky_relu() -> None:
     told = found(linear_leaky_relu, lambda x: F.leaky_relu(x @ MATRIX, 0.2), X)
-    assert told == {"activation": "leaky_relu", "slope": 0.2}
+    assert told == {"activation": "leaky_relu", "weight_layout": "in_out", "slope": 0.2}
 
 
 def test_another_activation_is_not_taken_for_this_one() -> None:
@@ -149,7 +149,9 @@ def test_linear_and_a_residual() -> None:
         lambda x, r: x @ MATRIX + r,
         lambda x, r: conv1d(x, MATRIX, BIAS) + r,
     ]
-    assert found_each(linear_residual, spelled, X, R) == [{"dropout": 0.0}] * 3
+    assert found_each(linear_residual, spelled, X, R) == [
+        {"dropout": 0.0, "weight_layout": layout} for layout in ("out_in", "in_out", "in_out")
+    ]
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -163,7 +165,7 @@ def test_linear_dropout_and_a_residual(mode: str) -> None:
             return residual + self.inner(x)
 
     told = found(linear_residual, Block().train(mode == "train"), X, R)
-    assert told == {"dropout": 0.25 if mode == "train" else 0.0}
+    assert told == {"dropout": 0.25 if mode == "train" else 0.0, "weight_layout": "out_in"}
 
 
 def test_what_is_added_to_every_row_is_a_bias() -> None:
@@ -190,7 +192,7 @@ def test_gates() -> None:
 
     told = found_each(swiglu, spelled(F.silu, lambda x: x * x.sigmoid()), X)
     told += found_each(geglu, spelled(F.gelu, nn.GELU("tanh"), new_gelu), X)
-    assert all(attrs == {"projections": "two"} for attrs in told)
+    assert all((attrs["projections"], attrs["gate_half"]) == ("two", None) for attrs in told)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -214,20 +216,28 @@ def packed_sizes(x: Tensor) -> Tensor:
 
 
 def test_packed_gates() -> None:
-    assert found(swiglu_packed, packed_sizes, X, leaving=["transpose"]) == {"projections": "packed"}
-    assert found(swiglu_packed, packed_chunks, X, leaving=["transpose"]) == {"projections": "packed"}
-    assert found(swiglu_packed, packed_slices, X) == {"projections": "packed"}
+    def of(half: str, layout: str) -> dict[str, str]:
+        return {"projections": "packed", "gate_half": half, "weight_layout": layout}
+
+    assert found(swiglu_packed, packed_sizes, X, leaving=["transpose"]) == of("first", "out_in")
+    assert found(swiglu_packed, packed_chunks, X, leaving=["transpose"]) == of("first", "out_in")
+    assert found(swiglu_packed, packed_slices, X) == of("second", "in_out")
 
     def diffusers(x: Tensor) -> Tensor:
         hidden, gate = (x @ MATRIX + BIAS).chunk(2, dim=-1)
         return hidden * F.gelu(gate)
 
-    assert found(geglu_packed, diffusers, X) == {"projections": "packed"}
+    assert found(geglu_packed, diffusers, X) == {
+        "projections": "packed",
+        "gate_half": "second",
+        "weight_layout": "in_out",
+        "approximate": "none",
+    }
 
 
 def test_gates_of_values_from_elsewhere() -> None:
-    assert found(swiglu_gate, lambda a, b: F.silu(a) * b, X, X) == {"projections": "none"}
-    assert found(geglu_gate, lambda a, b: b * F.gelu(a), X, X) == {"projections": "none"}
+    assert found(swiglu_gate, lambda a, b: F.silu(a) * b, X, X)["projections"] == "none"
+    assert found(geglu_gate, lambda a, b: b * F.gelu(a), X, X)["projections"] == "none"
 
 
 def test_gates_of_two_inputs_share_no_product() -> None:

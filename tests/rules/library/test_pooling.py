@@ -25,7 +25,8 @@ GLOBAL: list[Pool] = [
 
 
 def test_over_the_whole_image() -> None:
-    assert found_each(avg_pool_global, GLOBAL, X) == [{"kernel": "global"}] * len(GLOBAL)
+    attrs = found_each(avg_pool_global, GLOBAL, X)
+    assert attrs == [{"kernel": "global", "stride": None, "keepdim": m(X).dim() == 4} for m in GLOBAL]
 
 
 def test_what_is_no_mean_of_images() -> None:
@@ -63,7 +64,7 @@ SLICES: list[Pool] = [
 
 
 def test_of_slices() -> None:
-    assert found_each(avg_pool_slices, SLICES, X) == [{"kernel": [2, 2]}] * 2
+    assert found_each(avg_pool_slices, SLICES, X) == [{"kernel": [2, 2], "stride": [2, 2], "keepdim": True}] * 2
 
 
 def test_a_corner_taken_twice() -> None:
@@ -75,5 +76,5 @@ def test_a_corner_taken_twice() -> None:
 
 def test_of_windows() -> None:
     told = found(avg_pool_windows, lambda x: x.unfold(2, 2, 2).unfold(3, 3, 1).mean((-2, -1)), X)
-    assert told == {"kernel": [2, 3], "stride": [2, 1]}
+    assert told == {"kernel": [2, 3], "stride": [2, 1], "keepdim": True}
     refused_each(avg_pool_windows, [lambda x: x.unfold(1, 2, 2).unfold(3, 3, 1).mean((-2, -1))], X)

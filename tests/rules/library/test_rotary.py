@@ -118,7 +118,7 @@ def test_complex_numbers() -> None:
         return torch.view_as_real(pairs * turns).flatten(3).to(x.dtype)
 
     turns = torch.polar(torch.ones(S, D // 2), torch.randn(S, D // 2))
-    assert found(rotary_complex, turned, Q, turns) == {"layout": "interleaved"}
+    assert found(rotary_complex, turned, Q, turns) == {"layout": "interleaved", "half_angles": True}
 
 
 def test_turned_the_other_way() -> None:
@@ -151,7 +151,7 @@ def woven(sign: int) -> Callable[..., Tensor]:
 
 def test_even_and_odd_places_apart() -> None:
     angles = (COS[:, : D // 2], SIN[:, : D // 2])
-    assert found(rotary_split, woven(1), Q, *angles) == {"layout": "interleaved"}
+    assert found(rotary_split, woven(1), Q, *angles) == {"layout": "interleaved", "half_angles": True}
     assert not candidates(rotary_split, graph_of(woven(-1), (Q, *angles)))
 
 
@@ -163,5 +163,5 @@ def test_angles_in_one_tensor() -> None:
         return torch.stack([first, second], -1).flatten(3).to(x.dtype)
 
     cache = torch.randn(S, D // 2, 2)
-    assert found(rotary_cached, apply_cached, Q, cache) == {"layout": "interleaved"}
-    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {"layout": "interleaved"}
+    assert found(rotary_cached, apply_cached, Q, cache) == {"layout": "interleaved", "half_angles": True}
+    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {"layout": "interleaved", "half_angles": True}

@@ -223,4 +223,5 @@ def test_attention_with_heads_among_the_batch(name: str) -> None:
     graph = dovetail.capture(made, (IDS,), {"attention_mask": torch.ones_like(IDS)})
     found = candidates(ATTENTION, graph)
     assert [c.rule for c in found] == ["attention_of_batches"] * 2
-    assert all(c.attrs is not None and c.attrs["mask"] != "none" and c.attrs["bias"] for c in found)
+    assert all(c.attrs is not None and c.attrs["mask_type"] != "none" for c in found)
+    assert all(c.arguments is not None and {"mask_4d", "bias"} <= set(c.arguments) for c in found)

@@ -45,7 +45,7 @@ def attention_kind(
     mask_4d: Annotated[
         Tensor | None, "[batch, heads or 1, queries, keys], q being [batch * heads, ...]"
     ] = None,
-    filler: Annotated[Tensor | None, "[]: mask_value as a tensor"] = None,
+    filler: Annotated[Tensor | None, "[]: a tensor instead of mask_value"] = None,
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -79,10 +79,10 @@ def attention_kind(
     shape = scores.shape
     if mask_4d is not None:
         scores, mask = scores.reshape(mask_4d.shape[0], -1, *shape[1:]), mask_4d
-    hidden = -math.inf if mask_value is None else mask_value
+    hidden: Any = -math.inf if mask_value is None else mask_value
     if mask is not None:
         kept = mask if mask_type == "keep" else ~mask if mask_type == "hide" else None
-        scores = scores + mask if kept is None else torch.where(kept, scores, hidden)
+        scores = scores + mask if kept is None else torch.where(kept, scores, hidden if filler is None else filler)
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), hidden)
     scores = scores.reshape(shape) if mask_4d is not None else scores
@@ -242,7 +242,7 @@ def attention_attrs(match: Match) -> Mapping[str, Any]:
         scale = 1.0 / float(literals["divisor"])
     elif "scale" not in literals:
         scale = 1.0
-    hidden = _hidden(match)
+    hidden = None if match.operands.get("filler") is not None else _hidden(match)
     return {
         "scale": scale,
         "causal": bool(literals.get("causal", match.rule == "attention_causal")),

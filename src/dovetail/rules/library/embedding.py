@@ -43,13 +43,14 @@ def embedding_norm_kind(
     bias: Annotated[Tensor | None, "[width]"] = None,
     *,
     norm: str,
+    tables: int = 1,
     eps: float | None = 1e-5,
     offset: float = 0.0,
     dropout: float = 0.0,
     padding_idx: int = -1,
     dims: int = 1,
 ) -> Tensor:
-    """The norm, "layer_norm" or "rms_norm", of the sum of rows of tables and of `added`, after dropout.
+    """The norm, "layer_norm" or "rms_norm", of the sum of rows of `tables` tables and of `added`, after dropout.
 
     The row `padding_idx` of `table` gets no gradient; -1 for none.
     """
@@ -63,7 +64,11 @@ def embedding_norm_kind(
 
 
 def _attrs_of(norm: str) -> Any:
-    return lambda match: {"norm": norm, "padding_idx": match["padding"], **norm_attrs(match)}
+    def attrs_of(match: Match) -> dict[str, Any]:
+        tables = sum(match.operands.get(name) is not None for name in ("table", "second", "third"))
+        return {"norm": norm, "tables": tables, "padding_idx": match["padding"], **norm_attrs(match)}
+
+    return attrs_of
 
 
 @known(
