@@ -1,0 +1,98 @@
+"""Random spellings of every library kind: what a rule matches must be what the kind's reference computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import dovetail
+from dovetail.lowering.unit import unit_of
+from dovetail.lowering.verify import contract_of, reference_mismatch
+from dovetail.rules.library import ALL
+from dovetail.rules.rule import Candidate
+from dovetail.rules.scene import Scene
+from tests.rules.library.helpers import request_for
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A program that a rule may match, the variations in it, and its inputs.
+
+    `program` is a function of `inputs`, or a graph. A spelling is not promised to match; `variations` that appear in
+    no match at all are missing from the coverage of the rule.
+    """
+
+    program: Callable[..., Any] | GraphModule
+    inputs: tuple[Any, ...]
+    variations: frozenset[str] = frozenset()
+    dynamic_shapes: Any = None
+
+
+Draw = Callable[[Random], Spelling]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How spellings for one rule are drawn, and the variations that some match must have."""
+
+    rule: str
+    draw: Draw
+    variations: frozenset[str]
+
+
+@dataclass
+class Coverage:
+    """What the matches of one rule covered."""
+
+    spellings: int = 0
+    matches: int = 0
+    variations: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Coverage) -> None:
+        self.spellings += other.spellings
+        self.matches += other.matches
+        self.variations.update(other.variations)
+
+
+class ReferenceMismatch(AssertionError):
+    """A rule matched something that the reference of its kind does not compute."""
+
+
+def families() -> Mapping[str, Family]:
+    """The families by the name of their rule; every rule of the library that matches has one."""
+    from . import spellings_layers, spellings_products
+
+    return {f.rule: f for f in (*spellings_products.FAMILIES, *spellings_layers.FAMILIES)}
+
+
+def check(family: Family, seed: str) -> Coverage:
+    """Draw one spelling, and compare each match of the rule with the reference of its kind."""
+    rng = Random(f"{family.rule}/{seed}")
+    torch.manual_seed(rng.randrange(2**31))
+    spelling = family.draw(rng)
+    graph = dovetail.capture(spelling.program, spelling.inputs, dynamic_shapes=spelling.dynamic_shapes)
+    coverage = Coverage(spellings=1)
+    rule = ALL[family.rule]
+    for proposal in rule.propose(Scene(graph)):
+        if isinstance(proposal, Candidate):
+            _compare(graph, proposal, family.rule, seed, spelling)
+            coverage.matches += 1
+            coverage.variations.update(spelling.variations)
+    return coverage
+
+
+def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spelling: Spelling) -> None:
+    (region,) = dovetail.regions(dovetail.outline(graph, [request_for(graph, match)]))
+    unit = unit_of(region)
+    where = f"{rule}, seed {seed!r}, {sorted(spelling.variations)}, {region.attrs}, {sorted(region.arguments)}"
+    if contract_of(unit.region) is None:
+        raise ReferenceMismatch(f"an operand without a name: {where}\n{graph.graph}")
+    reason = reference_mismatch(unit, unit.values)
+    if reason is not None:
+        raise ReferenceMismatch(f"{reason}: {where}\n{graph.graph}")
