@@ -11,7 +11,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint fuzz bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
+.PHONY: help demo test test-all lint docs fuzz bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(READY)  ## format, rules and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+docs: $(READY)  ## write the generated pages of docs again
+	$(BIN)/python docs/generate_kinds.py
 
 fuzz: $(READY)  ## outline and inline N=50000 random programs
 	$(BIN)/python -m tests.fuzz --n $(N)

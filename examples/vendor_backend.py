@@ -4,6 +4,7 @@ Run it with `python examples/vendor_backend.py`. It needs `pip install 'dovetail
 stand-in: a few kernels in plain torch, and a count of how often each was called.
 """
 
+import inspect
 import json
 import tempfile
 from collections import Counter
@@ -84,7 +85,7 @@ def why_not(kind: str, attrs: Mapping[str, Any]) -> str | None:
     if kind == "npu.avg_pool" and any(attrs["padding"]) and not attrs["include_pad"]:
         return "padding always counts"
     if kind == "npu.attention":
-        if attrs.get("mask", "none") != "none" or attrs.get("bias"):
+        if attrs.get("mask_type", "none") != "none":
             return "nothing can be added to the scores"
         if attrs.get("dropout") or attrs.get("softcap") or attrs.get("groups", 1) != 1:
             return "it has no dropout, no cap on scores and no shared heads"
@@ -135,11 +136,14 @@ class Claim(dovetail.Rule):
                 continue
             attrs = dict(proposal.attrs or {})
             reason = why_not(self.kind, attrs)
+            unknown = set(proposal.arguments or ()) - set(inspect.signature(KERNELS[self.kind]).parameters)
+            if reason is None and unknown:
+                reason = f"its kernel has no argument {', '.join(sorted(unknown))}"
             if reason is not None:
                 yield dovetail.Refusal(self.name, proposal.members, reason)
                 continue
             said = {name: attrs[name] for name in self.says if attrs[name] is not None}
-            yield replace(proposal, rule=self.name, kind=self.kind, attrs=said)
+            yield replace(proposal, rule=self.name, kind=self.kind, version=1, attrs=said)
 
 
 RULES = dovetail.RuleSet(

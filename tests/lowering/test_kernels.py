@@ -216,3 +216,84 @@ def test_kernel_call_alone_raises_what_does_not_fit() -> None:
     region = dovetail.regions(outlined(scaled, X, W, arguments={"data": "x"}))[0]
     with pytest.raises(Unfit, match="its operand 'weight'"):
         kernel_call(lambda data: data, region)
+
+
+def fused(function: Callable[..., Any], *args: Any) -> GraphModule:
+    return dovetail.fuse(dovetail.capture(function, args), dovetail.rules.library.ALL)
+
+
+Q, MASK = torch.randn(2, 4, 8, 16), torch.rand(8, 8) > 0.3
+
+
+def test_a_kernel_takes_masked_attention() -> None:
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        scale: Any,
+        mask_type: str,
+        safe_softmax: bool,
+    ) -> Tensor:
+        assert (mask_type, safe_softmax) == ("keep", True)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+    def attend(q: Tensor, mask: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, mask)
+
+    gm = dovetail.lower(fused(attend, Q, MASK), [Library(attention=kernel)], cache=False, verify=True)
+    assert [r.backend for r in dovetail.regions(gm)] == ["library"]
+    torch.testing.assert_close(gm(Q, MASK), attend(Q, MASK))
+
+
+SQUARE = torch.randn(16, 16)
+
+
+def test_attributes_at_the_default_of_a_kind_need_no_parameter_and_others_do() -> None:
+    def kernel(x: Tensor, weight: Tensor, *, activation: str) -> Tensor:
+        assert activation == "relu"
+        return torch.relu(torch.nn.functional.linear(x, weight))
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(torch.nn.functional.linear(x, SQUARE)), torch.relu(x @ SQUARE)
+
+    x = torch.randn(3, 16)
+    gm = dovetail.lower(fused(both, x), [Library(linear_activation=kernel)], cache=False)
+    assert [r.backend for r in dovetail.regions(gm)] == ["library", None]
+    torch.testing.assert_close(gm(x), both(x))
+    assert any("weight_layout" in e.reason for e in events(gm))
+
+
+def test_a_table_with_a_kind_or_an_argument_that_is_nearly_right_says_which_is_meant() -> None:
+    def normed(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x * 2, (16,), w, 1e-6)
+
+    gm = fused(normed, torch.randn(3, 16), torch.randn(16))
+    (region,) = dovetail.regions(gm, kind="rms_norm")
+    answer = Library(rmsnorm=lambda x, weight, eps: x).supports(region)
+    assert isinstance(answer, Decline)
+    assert "it has one for 'rmsnorm': did you mean 'rms_norm'?" in answer.reason
+    answer = Library(rms_norm=lambda x, weights, eps: x).supports(region)
+    assert isinstance(answer, Decline)
+    assert "'weights' may be meant for 'weight'" in answer.reason
+    answer = Library(softmax=lambda x: x).supports(region)
+    assert isinstance(answer, Decline)
+    assert "did you mean" not in answer.reason
+
+
+def test_a_region_that_is_not_what_its_kind_says_is_not_given_to_a_kernel_when_verified() -> None:
+    gm = dovetail.capture(lambda x, w: torch.relu(x @ w), (torch.randn(3, 16), SQUARE))
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    attrs = {"activation": "relu", "weight_layout": "out_in", "slope": None}
+    named = {"x": inputs["x"], "weight": inputs["w"]}
+    request = Request(calls, "linear_activation", 2, attrs, arguments=named, results=(calls[-1],))
+    gm = dovetail.outline(gm, [request])
+
+    def kernel(x: Tensor, weight: Tensor, *, activation: str) -> Tensor:
+        return torch.relu(x @ weight)
+
+    new = dovetail.lower(gm, [Library(linear_activation=kernel)], cache=False, verify=True)
+    assert [r.backend for r in dovetail.regions(new)] == [None]
+    assert any("it is not of kind 'linear_activation'" in e.reason for e in events(new))

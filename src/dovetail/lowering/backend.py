@@ -39,7 +39,7 @@ class Backend:
 
     `kernels` maps kinds to functions: a backend that has only those need not write either method. A function gets
     the pattern's arguments by name where the region has them, else the operands in order, and all the region's
-    attributes as keywords. `trains` says that autograd can go through what `compile` returns; without it, calls that
+    attributes as keywords, save those it does not take that have the default of a library kind. `trains` says that autograd can go through what `compile` returns; without it, calls that
     need gradients run the body. `version` is part of cache keys: change it when the generated code changes.
     With `isolation = "process"` compiling happens in a process of its own, which may crash, or take longer than
     `timeout` seconds and be killed; `save` and `load` are needed then. Inline, neither can be survived.
@@ -66,10 +66,11 @@ class Backend:
 
     def supports(self, region: Region) -> Answer:
         """True, or a Decline with the reason."""
-        from dovetail.lowering.kernels import misfit
+        from dovetail.lowering.kernels import misfit, near_kind
 
         if region.kind not in self.kernels:
-            return Decline(f"'{self.name}' has no kernel for kind '{region.kind}'")
+            hint = near_kind(self.kernels, region.kind)
+            return Decline(f"'{self.name}' has no kernel for kind '{region.kind}'{hint}")
         reason = misfit(self.kernels[region.kind], region)
         return True if reason is None else Decline(reason)
 

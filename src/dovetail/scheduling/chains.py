@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import ScheduleError
 from dovetail.graph.normalform import by_name, normalised, op_name
 from dovetail.outlining.requests import Request, is_projection
+from dovetail.rules.library import KINDS
 from dovetail.scheduling.finders import frames_of, path_of
 
 Role = Literal["product", "norm", "activation"]
@@ -93,7 +94,6 @@ class Chain:
             arguments |= {"weight": given["weight"], "bias": given.get("bias")}
             if op_name(product.node.target) != "linear":
                 attrs |= {name: given[name] for name in ("stride", "padding", "dilation", "groups")}
-                attrs |= {"residual": False}
             if op_name(product.node.target) in _TRANSPOSED:
                 attrs |= {"output_padding": given["output_padding"]}
         kind = _kind(self)
@@ -103,9 +103,16 @@ class Chain:
             given = normalised(norm.node, by_name(norm.node))
             arguments |= {"scale": given["weight"], "shift": given["bias"]}
             arguments |= {"mean": given.get("running_mean"), "variance": given.get("running_var")}
+            attrs |= {"eps": given["eps"]}
+        contract = KINDS.get(kind)
+        if contract is not None:
+            # Settings of an activation that the kind has no attribute for stay beside those it has.
+            known = {name: value for name, value in attrs.items() if name in contract.attrs}
+            attrs |= contract.complete(known)
         return Request(
             self.nodes,
             kind,
+            version=contract.version if contract is not None else 1,
             attrs=attrs,
             escapes="output",
             rule="fuse_modules",
@@ -137,7 +144,14 @@ def _activated(link: Link | None) -> dict[str, Any]:
     if name == "hardtanh" and (given["min_val"], given["max_val"]) == (0, 6):
         return {"activation": "relu6"}
     settings = {k: v for k, v in given.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-    return {"activation": name, **settings}
+    return {"activation": name, **({} if settings == _default_settings(link.node) else settings)}
+
+
+def _default_settings(node: Node) -> dict[str, Any]:
+    """The numbers that an operator takes when it is not given any."""
+    schema: Any = getattr(node.target, "_schema", None)
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
+    return {k: v for k, v in defaults.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
 def is_fixed(norm: Link) -> bool:

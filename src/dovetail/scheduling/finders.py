@@ -123,7 +123,9 @@ class ByRule(Finder):
             name: Value(nodes[i], scene.value(i), scene.gm) for name, i in (candidate.arguments or {}).items()
         }
         members = tuple(nodes[i] for i in sorted(candidate.members))
-        outputs = tuple(nodes[i] for i in candidate.results) or _outputs(members)
+        results = tuple(None if i is None else nodes[i] for i in candidate.results)
+        outputs = tuple(n for n in results if n is not None and not set(n.users) <= set(members))
+        outputs = outputs or _outputs(members)
         escapes = candidate.escapes
         request = Request(
             members,
@@ -133,7 +135,7 @@ class ByRule(Finder):
             escapes if isinstance(escapes, str) else {nodes[i]: p for i, p in escapes.items()},
             rule=candidate.rule,
             arguments={name: value.node for name, value in operands.items()},
-            results=tuple(nodes[i] for i in candidate.results),
+            results=results,
         )
         found = replace(_found(self, scene, members, outputs, request), rule=candidate.rule)
         literals = dict(candidate.attrs or {})

@@ -117,7 +117,10 @@ def result_order(region: Region) -> tuple[int, ...]:
             f"inner values of what is replaced are used outside of it: {', '.join(lost)}. "
             f"A replacement does not make them; match less, or more"
         )
-    return tuple(cast("tuple[int, ...]", region.results))
+    # Results of the kind that nothing reads are not among those of the matches.
+    numbers = cast("tuple[int, ...]", region.results)
+    rank = {number: i for i, number in enumerate(sorted(numbers))}
+    return tuple(rank[number] for number in numbers)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -7,9 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.convolution import CONVOLUTION, convolved
-from dovetail.rules.library.known import Known, known
-from dovetail.rules.library.linear import GATES, LINEAR, operands_are_weights, projected
+from dovetail.rules.library.convolution import (
+    CONVOLUTION,
+    Channels,
+    Images,
+    Kernel,
+    conv_bn_act_kind,
+    convolved,
+    groups_of,
+)
+from dovetail.rules.library.known import Known, kind, known
+from dovetail.rules.library.linear import (
+    GATES,
+    LINEAR,
+    Bias,
+    Rows,
+    Weight,
+    operands_are_weights,
+    product,
+    projected,
+    weight_layout,
+)
 from dovetail.rules.matching.choices import Const
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import RuleSet
@@ -19,10 +37,31 @@ _X, _WEIGHT, _BIAS = (torch.empty(s, device="meta") for s in ((2, 8, 16), (16, 1
 _LAST = -5
 
 
+@kind("linear", version=2)
+def linear_kind(x: Rows, weight: Weight, bias: Bias = None, *, weight_layout: str = "out_in") -> Tensor:
+    """A product and its bias."""
+    return product(x, weight, bias, weight_layout)
+
+
+@kind("conv", version=2)
+def conv_kind(
+    x: Images,
+    weight: Kernel,
+    bias: Channels = None,
+    *,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int = 1,
+) -> Tensor:
+    """A convolution and its bias."""
+    return conv_bn_act_kind(x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
 @known(
-    kind="linear",
+    linear_kind,
     needs="linear|addmm|mm|matmul",
-    says=lambda m: {},
+    attrs_of=lambda m: {"weight_layout": weight_layout(m)},
     examples=[(_X, _WEIGHT, _BIAS), (_X[0], _WEIGHT, _BIAS)],
     priority=_LAST,
 )
@@ -38,14 +77,15 @@ def _conv(rank: int) -> Known:
     ones: list[int] = [1] * rank
     image, kernel = (torch.empty(*s, *[n] * rank, device="meta") for s, n in (((2, 8), 8), ((8, 8), 3)))
 
-    def said(match: Match) -> dict[str, Any]:
-        return {name: match[name] for name in ("stride", "padding", "dilation")}
+    def attrs_of(match: Match) -> dict[str, Any]:
+        named = {name: match[name] for name in ("stride", "padding", "dilation")}
+        return {**named, "groups": groups_of(match["x"], match["weight"], rank)}
 
     @known(
-        kind="conv",
+        conv_kind,
         name=f"conv{rank}d",
         needs=f"conv{rank}d|convolution",
-        says=said,
+        attrs_of=attrs_of,
         examples=[(image, kernel, torch.empty(8, device="meta"))],
         priority=_LAST,
     )

@@ -82,7 +82,9 @@ def attention_kind(
     hidden: Any = -math.inf if mask_value is None else mask_value
     if mask is not None:
         kept = mask if mask_type == "keep" else ~mask if mask_type == "hide" else None
-        scores = scores + mask if kept is None else torch.where(kept, scores, hidden if filler is None else filler)
+        scores = (
+            scores + mask if kept is None else torch.where(kept, scores, hidden if filler is None else filler)
+        )
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), hidden)
     scores = scores.reshape(shape) if mask_4d is not None else scores
@@ -253,7 +255,8 @@ def attention_attrs(match: Match) -> Mapping[str, Any]:
         "softcap": literals.get("cap"),
         "groups": _groups(match),
         "equations": equations_of(literals["inward"], literals["outward"]) if "inward" in literals else None,
-        "safe_softmax": match.rule == "attention",
+        # Without a mask no row of scores is hidden as a whole.
+        "safe_softmax": match.rule == "attention" and match.operands.get("mask") is not None,
     }
 
 

@@ -129,7 +129,7 @@ def _conv_attrs(match: Match) -> dict[str, Any]:
         "stride": match["stride"],
         "padding": match["padding"],
         "dilation": match["dilation"],
-        "groups": _groups(match["x"], match["weight"], rank),
+        "groups": groups_of(match["x"], match["weight"], rank),
         "activation": activation,
         **({"slope": match["slope"]} if activation == "leaky_relu" else {}),
         "batch_norm": "mean" in match,
@@ -138,7 +138,7 @@ def _conv_attrs(match: Match) -> dict[str, Any]:
     }
 
 
-def _groups(x: Any, weight: Any, rank: int) -> int:
+def groups_of(x: Any, weight: Any, rank: int) -> int:
     """How many groups a convolution over `rank` dimensions has, as its weight tells."""
     return x.shape[x.ndim - rank - 1] // weight.shape[1]
 
@@ -147,7 +147,7 @@ def convolved(
     rank: int, x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
     """A convolution over `rank` dimensions."""
-    groups, convolve = _groups(x, weight, rank), _CONVOLUTIONS[rank - 1]
+    groups, convolve = groups_of(x, weight, rank), _CONVOLUTIONS[rank - 1]
     return either(
         lambda: convolve(x, weight, bias, stride, padding, dilation, groups),
         lambda: convolve(x, weight, None, stride, padding, dilation, groups),

@@ -175,7 +175,7 @@ def geglu_kind(
     return _gated(gelu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
 
 
-def _layout(match: Match, name: str = "weight") -> str:
+def weight_layout(match: Match, name: str = "weight") -> str:
     """How a weight is laid out: as [out, in] if `linear` reads it, or a transpose inside the match."""
     weight, inside = match[name].node, set(match.nodes)
     read = {op_name(user.target) for user in weight.users if user in inside}
@@ -196,7 +196,7 @@ def _linear_then(activation: str) -> Known:
         linear_activation_kind,
         name=f"linear_{activation}",
         needs=f"{_PRODUCT} {needs}",
-        attrs_of=lambda m: {"activation": activation, "weight_layout": _layout(m)},
+        attrs_of=lambda m: {"activation": activation, "weight_layout": weight_layout(m)},
         examples=[_ONE, _FLAT],
     )
     def linear_then(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _linear_then(activation: str) -> Known:
 @known(
     linear_activation_kind,
     needs=f"{_PRODUCT} gelu|erf|tanh|sigmoid",
-    attrs_of=lambda m: {"activation": GELU_NAMES[approximation(m)], "weight_layout": _layout(m)},
+    attrs_of=lambda m: {"activation": GELU_NAMES[approximation(m)], "weight_layout": weight_layout(m)},
     examples=[_ONE, _FLAT],
 )
 @with_gelu
@@ -225,7 +225,7 @@ def linear_gelu(
 @known(
     linear_activation_kind,
     needs=f"{_PRODUCT} leaky_relu",
-    attrs_of=lambda m: {"activation": "leaky_relu", "slope": m["slope"], "weight_layout": _layout(m)},
+    attrs_of=lambda m: {"activation": "leaky_relu", "slope": m["slope"], "weight_layout": weight_layout(m)},
     examples=[_ONE, _FLAT],
 )
 def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
@@ -236,7 +236,7 @@ def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Cons
 @known(
     linear_residual_kind,
     needs=f"{_PRODUCT} add",
-    attrs_of=lambda m: {"dropout": m.literals.get("dropout", 0.0), "weight_layout": _layout(m)},
+    attrs_of=lambda m: {"dropout": m.literals.get("dropout", 0.0), "weight_layout": weight_layout(m)},
     examples=[(*_ONE, _X), (*_FLAT, _X[0])],
 )
 def linear_residual(
@@ -259,9 +259,9 @@ def _projections(match: Match) -> dict[str, Any]:
     if "x" not in names:
         return {"projections": "none"}
     if "packed" in names:
-        layout = _layout(match, "packed")
+        layout = weight_layout(match, "packed")
         return {"projections": "packed", "gate_half": _gate_half(match), "weight_layout": layout}
-    return {"projections": "two", "weight_layout": _layout(match, "gate_weight")}
+    return {"projections": "two", "weight_layout": weight_layout(match, "gate_weight")}
 
 
 def _gelu_projections(match: Match) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _gate_half(match: Match) -> str:
 
 def one_weight_layout(match: Match) -> Decline | None:
     """Refuse two projections of which one is `linear` and the other a product with the weight as [in, out]."""
-    if _layout(match, "gate_weight") != _layout(match, "up_weight"):
+    if weight_layout(match, "gate_weight") != weight_layout(match, "up_weight"):
         return Decline("its two weights are laid out differently")
     return None
 
