@@ -322,9 +322,11 @@ class _Marked(Rule):
                     found.setdefault(path, []).append(i)
         for path, members in found.items():
             mark = self.marked[path]
-            results = sorted((k, i) for i, k in enumerate(mark.results) if k is not None)
+            numbers = {k: i for i, k in enumerate(mark.results) if k is not None}
             given = {n: self._at(scene, path, OPERAND, i) for n, i in mark.arguments.items()}
-            made = [self._at(scene, path, RESULT, i) for _, i in results]
+            results: list[int | None] = [None] * (max(numbers, default=-1) + 1)
+            for k, i in numbers.items():
+                results[k] = self._at(scene, path, RESULT, i)
             yield Candidate(
                 self.name,
                 mark.kind,
@@ -333,7 +335,7 @@ class _Marked(Rule):
                 mark.version,
                 escapes="output",
                 arguments={n: i for n, i in given.items() if i is not None} or None,
-                results=() if None in made else tuple(cast("list[int]", made)),
+                results=tuple(results) if any(results[k] is not None for k in numbers) else (),
             )
 
     def _at(self, scene: Scene, path: str, what: str, number: int) -> int | None:
