@@ -15,13 +15,14 @@ from random import Random
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dovetail
 from dovetail.errors import DovetailError, InvalidArgument, InvalidFile, SaveError
-from dovetail.graph.fakes import parse_expression
+from dovetail.graph.expressions import parse_expression
 from dovetail.interop.archive import GRAPH, HEADER
 from dovetail.interop.loading import load
 from dovetail.interop.saving import save
@@ -253,7 +254,8 @@ def test_a_description_that_makes_no_sense(
 
 
 def test_expressions_are_never_evaluated() -> None:
-    assert str(parse_expression("Add(Symbol('s0', integer=True), Integer(2))")) == "s0 + 2"
+    known = {"s0": sympy.Symbol("s0", integer=True)}
+    assert str(parse_expression("Add(Symbol('s0', integer=True), Integer(2))", known)) == "s0 + 2"
     for text in (
         "__import__('os')",
         "Add('print(1)')",
@@ -263,7 +265,7 @@ def test_expressions_are_never_evaluated() -> None:
         "1 +",
     ):
         with pytest.raises(InvalidArgument):
-            parse_expression(text)
+            parse_expression(text, known)
 
 
 def test_an_operator_that_is_not_there(path: Path) -> None:
