@@ -73,7 +73,7 @@ def hunt_file(
 
 
 def _failure(level: str, data: bytes, counts: Counter[str]) -> BadFile | None:
-    before = _resident(reset=True)
+    before = peak_memory(reset=True)
     try:
         with _time_limit():
             outcome = _outcome(data)
@@ -88,7 +88,7 @@ def _failure(level: str, data: bytes, counts: Counter[str]) -> BadFile | None:
             return BadFile(level, data, type(error).__name__, str(error))
     except Exception as error:
         return BadFile(level, data, type(error).__name__, str(error))
-    used = _resident() - before
+    used = peak_memory() - before
     if used > BYTES:
         return BadFile(level, data, "too much memory", f"{used} bytes")
     counts[outcome] += 1
@@ -128,7 +128,7 @@ def _time_limit() -> Generator[None]:
         signal.signal(signal.SIGALRM, former)
 
 
-def _resident(*, reset: bool = False) -> int:
+def peak_memory(*, reset: bool = False) -> int:
     """The most memory this process had since it was last reset, in bytes; 0 where the system does not tell."""
     try:
         if reset:

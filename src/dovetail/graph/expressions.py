@@ -104,7 +104,7 @@ def require_arithmetic(text: str, symbols: Set[str]) -> None:
 def reading_cost(text: str) -> int:
     """What reading an expression costs, in characters times depth: sympy asks each part about those inside it."""
     depth = deepest = 1
-    for character in text:
+    for character in text[:_MOST_CHARACTERS]:
         depth += (character == "(") - (character == ")")
         deepest = max(deepest, depth)
     return len(text) * deepest

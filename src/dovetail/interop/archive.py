@@ -30,10 +30,10 @@ _WEIGHTS, _CONSTANTS = "data/weights", "data/constants"
 _LARGEST_HEADER = 2**16
 _LARGEST_DIRECTORY = 2**26
 _MOST_ENTRIES = 2**18
-# A description has about ten values and two hundred bytes for each node of a graph; each list or object that is parsed
-# takes some hundred bytes of memory, and each value that it has a pointer.
+# A description has some 35 lists and objects and 800 bytes for each node of a graph; each of those that is parsed
+# takes some hundred bytes of memory, and each value in it a pointer.
 _LARGEST_DESCRIPTION = 2**29
-_MOST_CONTAINERS = 2**22
+_MOST_CONTAINERS = 2**23
 _MOST_ITEMS = 2**25
 
 _END, _END64, _LOCATOR64, _ENTRY, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"

@@ -157,9 +157,8 @@ class Restorer:
             if node.op not in ("get_attr", "call_module"):
                 continue
             value = _held(program, str(node.target))
-            if value is not attribute(program, str(node.target)) or (
-                node.op == "call_module" and not isinstance(value, GraphModule)
-            ):
+            kinds = GraphModule if node.op == "call_module" else Tensor | GraphModule | None
+            if value is not attribute(program, str(node.target)) or not isinstance(value, kinds):
                 raise Unreadable(
                     f"'{node.name}' names '{node.target}', where its module holds nothing of that kind"
                 )
