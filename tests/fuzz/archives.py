@@ -42,25 +42,13 @@ _EXPRESSIONS = (
     "1 // (s0 - s0)",
     "s77 > 0",
 )
+_WORDS = """
+    aten::from_file aten::save aten::add.Tensor prim::Print _c10d_functional::all_reduce dovetail_fuzz::note
+    os.system builtins.eval builtins.getattr torch.load torch.relu operator.attrgetter __class__
+    forward.__globals__ forward training _modules __call__
+"""
 _NAMES = (
-    "aten::from_file",
-    "aten::save",
-    "aten::add.Tensor",
-    "prim::Print",
-    "_c10d_functional::all_reduce",
-    "dovetail_fuzz::note",
-    "os.system",
-    "builtins.eval",
-    "builtins.getattr",
-    "torch.load",
-    "torch.relu",
-    "operator.attrgetter",
-    "__class__",
-    "forward.__globals__",
-    "forward",
-    "training",
-    "_modules",
-    "__call__",
+    *_WORDS.split(),
     "x): import os #",
     'a"); print("b',
     "../../x",
@@ -77,6 +65,7 @@ _NAMES = (
 )
 _NUMBERS = (0, -1, 1, 2, 7, 63, 2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400)
 _ODD = (None, True, False, 0.5, 1e308, float("nan"), float("inf"), [], {}, _DEEP)
+_CONFIGS = ("model_weights_config.json", "model_constants_config.json")
 _DTYPES = ("float32", "int8", "qint8", "bool", "complex64", "uint64", "float8_e4m3fn", "Tensor", "_inductor")
 _DEVICES = ("cpu", "cuda", "cuda:99", "meta", "mps", "nowhere", "cpu:1", "")
 _TAGS = (
@@ -151,13 +140,7 @@ def originals() -> tuple[bytes, ...]:
     batch = Dim("batch", min=2, max=20)
     graphs = [
         dovetail.fuse(dovetail.capture(Small(), (torch.ones(3, 4),), dynamic_shapes=sizes)),
-        dovetail.fuse(
-            dovetail.capture(
-                _halves,
-                (torch.ones(4), torch.ones(4)),
-                dynamic_shapes={"x": {0: 2 * batch}, "y": {0: 2 * batch}},
-            )
-        ),
+        dovetail.fuse(dovetail.capture(_halves, (torch.ones(4),) * 2, dynamic_shapes=({0: 2 * batch},) * 2)),
         _nested(),
         dovetail.capture(Chosen(), (torch.ones(3),)),
         dovetail.capture(torch.fx.symbolic_trace(_traced), (torch.ones(2, 3),)),
@@ -371,16 +354,6 @@ def signed(records: Records, graph: bytes) -> Records:
     return {**records, name: graph, name.replace(GRAPH, HEADER): json.dumps(header).encode()}
 
 
-def _header(rng: Random, data: bytes) -> bytes:
-    return _changed_record(rng, data, HEADER)
-
-
-def _config(rng: Random, data: bytes) -> bytes:
-    return _changed_record(
-        rng, data, rng.choice(("model_weights_config.json", "model_constants_config.json"))
-    )
-
-
 def _changed_record(rng: Random, data: bytes, ending: str) -> bytes:
     records = unpacked(data)
     name = next(n for n in records if n.endswith(ending))
@@ -420,8 +393,8 @@ def _tensors(rng: Random, data: bytes) -> bytes:
 _LEVELS: dict[str, Callable[[Random, bytes], bytes]] = {
     "bytes": _bytes,
     "zip": _zip,
-    "header": _header,
+    "header": lambda rng, data: _changed_record(rng, data, HEADER),
     "graph": _graph,
-    "config": _config,
+    "config": lambda rng, data: _changed_record(rng, data, rng.choice(_CONFIGS)),
     "tensors": _tensors,
 }

@@ -52,6 +52,12 @@ def _raises(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _hangs(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(files, "SECONDS", 0.1)
+    monkeypatch.setattr(archive.Archive, "_parsed", lambda *_: [None for _ in iter(int, 1)])
+    return "too long"
+
+
+def _waits(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(files, "WAITING", 0.1)
     monkeypatch.setattr(archive.Archive, "_parsed", lambda *_: time.sleep(60))
     return "too long"
 
@@ -64,7 +70,7 @@ def _grows(monkeypatch: pytest.MonkeyPatch) -> str:
     return "too much memory"
 
 
-@pytest.mark.parametrize("mistake", [_raises, _hangs, _grows])
+@pytest.mark.parametrize("mistake", [_raises, _hangs, _waits, _grows])
 def test_a_loader_that_does_harm_is_caught(monkeypatch: pytest.MonkeyPatch, mistake: Any) -> None:
     originals()
     which = mistake(monkeypatch)

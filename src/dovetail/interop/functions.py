@@ -121,7 +121,9 @@ _NAMESPACES = frozenset({"aten", "prims"})
 # TorchScript keeps its own builtins among the operators of ATen (text, dicts, files, random state): they have arguments
 # of other types, or no tensor at all.
 _TYPES = "Tensor int bool float number complex str Device Generator QScheme None NoneType"
-_WITHOUT_TENSORS = frozenset({"sym_constrain_range", "sym_constrain_range_for_size", "_assert_scalar"})
+_WITHOUT_TENSORS = (
+    "sym_constrain_range sym_constrain_range_for_size _assert_scalar maximum_value minimum_value"
+)
 _UNCHECKED = """
     _reshape_alias _reshape_alias_copy _index_put_impl _index_put_impl_ _coalesced _coalesced_ _sparse_coo_tensor_unsafe
     _sparse_compressed_tensor_unsafe _sparse_csr_tensor_unsafe _sparse_csc_tensor_unsafe _sparse_bsr_tensor_unsafe
@@ -191,4 +193,4 @@ def _is_of_tensors(schema: Any, name: str) -> bool:
         for item in (*schema.arguments, *schema.returns)
         for word in re.findall(r"[\w.]+", str(item.type))
     } - {"List", "Optional", "Tuple"}
-    return types <= set(_TYPES.split()) and ("Tensor" in types or name in _WITHOUT_TENSORS)
+    return types <= set(_TYPES.split()) and ("Tensor" in types or name in _WITHOUT_TENSORS.split())
