@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import dovetail
 from dovetail.errors import InvalidFile
 from dovetail.interop.archive import GRAPH, HEADER
 from dovetail.interop.loading import load
@@ -148,6 +149,14 @@ def test_what_is_nested_a_little_still_loads(path: Path) -> None:
 )
 def test_meta_that_is_read_is_what_it_must_be(path: Path, entry: tuple[str, Any]) -> None:
     refused(redescribed(path, lambda d: d["metas"][first_node(d, "call_function")[6]].__setitem__(*entry)))
+
+
+def test_a_part_of_something_that_is_no_node(path: Path) -> None:
+    def change(described: dict[str, Any]) -> None:
+        row = first_node(described, "call_function")
+        row[1:4] = [{"fn": "operator.getitem"}, {"t": [False, 0]}, {"d": []}]
+
+    dovetail.inline(load(redescribed(path, change)))
 
 
 def test_an_enumeration_in_another_spelling(path: Path) -> None:
