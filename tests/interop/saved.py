@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
-from collections.abc import Sequence
+import json
+import time
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 import dovetail
+from dovetail.errors import InvalidFile
+from dovetail.interop.archive import GRAPH, HEADER
 from dovetail.interop.loading import load
 from dovetail.interop.saving import save
+from tests.fuzz.files import peak_memory
 
 _FACTS = [
     f.name for f in fields(dovetail.Region) if f.name not in ("body", "node", "inputs", "outputs", "backend")
@@ -90,3 +99,47 @@ def survives(gm: GraphModule, args: Sequence[Any], kwargs: dict[str, Any] | None
     program = torch.export.load(file)
     assert seen(program.module(), args, kwargs or {}) == wanted
     return loaded
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """The archive with some records changed, or left out."""
+    made = path.with_name("changed.pt2")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            data = change(name, old.read(name))
+            if data is not None:
+                new.writestr(name, data)
+    return made
+
+
+def redescribed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The archive with another description, signed as ours are."""
+    with zipfile.ZipFile(path) as old:
+        name = next(n for n in old.namelist() if n.endswith(GRAPH))
+        described = json.loads(old.read(name))
+        change(described)
+        text = json.dumps(described).encode()
+        header = json.loads(old.read(name.replace(GRAPH, HEADER)))
+    header["digest"] = hashlib.sha256(text).hexdigest()
+
+    def put(name: str, data: bytes) -> bytes:
+        return (
+            text if name.endswith(GRAPH) else json.dumps(header).encode() if name.endswith(HEADER) else data
+        )
+
+    return rewritten(path, put)
+
+
+def first_node(described: dict[str, Any], op: str) -> list[Any]:
+    """The first node of an operation, as it is written."""
+    rows = [row for m in described["modules"] if "graph" in m for row in m["graph"]["nodes"]]
+    return next(row for row in rows if row[0] == op)
+
+
+def refused(path: Path, match: str | None = None) -> None:
+    """Assert that a file is refused, in two seconds of the processor and in a gigabyte."""
+    began, before = time.process_time(), peak_memory(reset=True)
+    with pytest.raises(InvalidFile, match=match):
+        load(path)
+    assert peak_memory() - before < 2**30
+    assert time.process_time() - began < 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -15,16 +14,19 @@ from random import Random
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dovetail
 from dovetail.errors import DovetailError, InvalidArgument, InvalidFile, SaveError
-from dovetail.graph.fakes import parse_expression
+from dovetail.graph.expressions import parse_expression
 from dovetail.interop.archive import GRAPH, HEADER
 from dovetail.interop.loading import load
 from dovetail.interop.saving import save
+
+from .saved import first_node, redescribed, rewritten
 
 
 class Small(nn.Module):
@@ -43,35 +45,6 @@ def path(tmp_path: Path) -> Path:
     graph = dovetail.fuse(dovetail.capture(Small().eval(), (torch.ones(2, 3),), dynamic_shapes=sizes))
     save(graph, tmp_path / "graph.pt2")
     return tmp_path / "graph.pt2"
-
-
-def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
-    """The archive with some records changed, or left out."""
-    made = path.with_name("changed.pt2")
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            data = change(name, old.read(name))
-            if data is not None:
-                new.writestr(name, data)
-    return made
-
-
-def redescribed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The archive with another description, signed as ours are."""
-    with zipfile.ZipFile(path) as old:
-        name = next(n for n in old.namelist() if n.endswith(GRAPH))
-        described = json.loads(old.read(name))
-        change(described)
-        text = json.dumps(described).encode()
-        header = json.loads(old.read(name.replace(GRAPH, HEADER)))
-    header["digest"] = hashlib.sha256(text).hexdigest()
-
-    def put(name: str, data: bytes) -> bytes:
-        return (
-            text if name.endswith(GRAPH) else json.dumps(header).encode() if name.endswith(HEADER) else data
-        )
-
-    return rewritten(path, put)
 
 
 def test_half_a_file(path: Path) -> None:
@@ -195,22 +168,19 @@ def test_pickles_in_a_file_are_never_opened(path: Path, tmp_path: Path) -> None:
     assert mark.exists()
 
 
-def _first(described: dict[str, Any], op: str) -> list[Any]:
-    rows = [row for m in described["modules"] if "graph" in m for row in m["graph"]["nodes"]]
-    return next(row for row in rows if row[0] == op)
-
-
 BAD: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a function": lambda d: _first(d, "call_function").__setitem__(1, {"fn": "os.system"}),
-    "an evaluator": lambda d: _first(d, "call_function").__setitem__(1, {"fn": "builtins.eval"}),
-    "a loader": lambda d: _first(d, "call_function").__setitem__(1, {"op": "load_library::__func__"}),
-    "an attribute": lambda d: _first(d, "call_function").__setitem__(1, {"fn": "builtins.getattr"}),
-    "a name": lambda d: _first(d, "placeholder").__setitem__(4, "x): import os #"),
+    "a function": lambda d: first_node(d, "call_function").__setitem__(1, {"fn": "os.system"}),
+    "an evaluator": lambda d: first_node(d, "call_function").__setitem__(1, {"fn": "builtins.eval"}),
+    "a loader": lambda d: first_node(d, "call_function").__setitem__(1, {"op": "load_library::__func__"}),
+    "an attribute": lambda d: first_node(d, "call_function").__setitem__(1, {"fn": "builtins.getattr"}),
+    "a name": lambda d: first_node(d, "placeholder").__setitem__(4, "x): import os #"),
     "a parameter": lambda d: d["convention"]["slots"][0].__setitem__(0, "x, y=print()"),
-    "an input": lambda d: _first(d, "placeholder").__setitem__(1, "x=print()"),
-    "a place": lambda d: _first(d, "get_attr").__setitem__(1, 'a"); print("b'),
-    "a keyword": lambda d: _first(d, "call_function").__setitem__(3, {"d": [["a=print(), b", 1]]}),
-    "a method": lambda d: _first(d, "call_function").__setitem__(slice(0, 2), ["call_method", "__reduce__"]),
+    "an input": lambda d: first_node(d, "placeholder").__setitem__(1, "x=print()"),
+    "a place": lambda d: first_node(d, "get_attr").__setitem__(1, 'a"); print("b'),
+    "a keyword": lambda d: first_node(d, "call_function").__setitem__(3, {"d": [["a=print(), b", 1]]}),
+    "a method": lambda d: first_node(d, "call_function").__setitem__(
+        slice(0, 2), ["call_method", "__reduce__"]
+    ),
     "a guard": lambda d: d["convention"]["guards"].append("__import__('os').getcwd()"),
     "a lambda": lambda d: d["convention"]["guards"].append("(lambda: 1)()"),
     "a text": lambda d: d["convention"]["guards"].append("'a' * 9"),
@@ -222,7 +192,7 @@ BAD: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "a module": lambda d: d["modules"][d["root"]]["modules"].append(["again", d["root"]]),
     "a tensor": lambda d: d["tensors"][0][2].__setitem__(0, 4096),
-    "a number": lambda d: _first(d, "call_function").__setitem__(6, 10**6),
+    "a number": lambda d: first_node(d, "call_function").__setitem__(6, 10**6),
     "nothing": lambda d: d.pop("modules"),
     "a symbol": lambda d: next(iter(d["symbols"].values())).__setitem__(0, "x"),
     "an expression": lambda d: _sizes(d).__setitem__(0, {"x": ["SymInt", "Add('print()')", []]}),
@@ -253,7 +223,8 @@ def test_a_description_that_makes_no_sense(
 
 
 def test_expressions_are_never_evaluated() -> None:
-    assert str(parse_expression("Add(Symbol('s0', integer=True), Integer(2))")) == "s0 + 2"
+    known = {"s0": sympy.Symbol("s0", integer=True)}
+    assert str(parse_expression("Add(Symbol('s0', integer=True), Integer(2))", known)) == "s0 + 2"
     for text in (
         "__import__('os')",
         "Add('print(1)')",
@@ -263,11 +234,11 @@ def test_expressions_are_never_evaluated() -> None:
         "1 +",
     ):
         with pytest.raises(InvalidArgument):
-            parse_expression(text)
+            parse_expression(text, known)
 
 
 def test_an_operator_that_is_not_there(path: Path) -> None:
-    changed = redescribed(path, lambda d: _first(d, "call_function").__setitem__(1, {"op": "acme::mix"}))
+    changed = redescribed(path, lambda d: first_node(d, "call_function").__setitem__(1, {"op": "acme::mix"}))
     with pytest.raises(InvalidFile, match=r"'acme::mix', which this torch does not have\. Load the library"):
         load(changed)
 

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,76 @@ def test_a_folder_that_others_can_write_is_not_used(
     with pytest.warns(UserWarning, match="belongs to another" if who == "owner" else "others can write"):
         assert open_cache(folder) is None
     assert open_cache(folder) is None, "told once"
+
+
+@pytest.mark.parametrize("inner", ["entries", "tools"])
+@pytest.mark.parametrize("who", ["group", "others", "owner"])
+def test_a_folder_inside_that_others_can_write_is_not_used(
+    tmp_path: Path, inner: str, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    (folder / inner).mkdir(parents=True)
+    folder.chmod(0o700)
+    (folder / inner).chmod({"group": 0o770, "others": 0o707, "owner": 0o700}[who])
+    if who == "owner":
+        of_another(monkeypatch, folder / inner)
+    with pytest.warns(UserWarning, match="belongs to another" if who == "owner" else "others can write"):
+        assert open_cache(folder) is None
+
+
+def of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let a folder belong to another user."""
+    honest, number = os.stat, path.stat().st_ino
+
+    def lying(at: Any, *args: Any, **kwargs: Any) -> Any:
+        facts = honest(at, *args, **kwargs)
+        if facts.st_ino != number:
+            return facts
+        return os.stat_result([*facts[:4], 12345, *facts[5:10]])
+
+    monkeypatch.setattr(os, "stat", lying)
+
+
+@pytest.mark.parametrize("inner", ["entries", f"entries/{A[:2]}", f"entries/{A[:2]}/{A}"])
+def test_what_others_can_write_once_it_is_in_use_is_not_read(tmp_path: Path, inner: str) -> None:
+    cache = Cache(tmp_path)
+    cache.write(A, b"code")
+    assert cache.read(A) == b"code"
+    mode = (tmp_path / inner).stat().st_mode
+    (tmp_path / inner).chmod(mode | 0o022)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        assert cache.read(A) is None
+        assert cache.tools("compiler") is not None
+    (tmp_path / inner).chmod(mode)
+    assert cache.read(A) == b"code"
+
+
+def test_a_tool_gets_no_folder_that_others_can_write(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    folder = cache.tools("compiler")
+    assert folder is not None
+    for open_to_all in (folder, folder.parent):
+        open_to_all.chmod(0o777)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            assert cache.tools("compiler") is None
+        open_to_all.chmod(0o700)
+    assert cache.tools("compiler") == folder
+
+
+def test_folders_inside_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    former = os.umask(0o002)
+    try:
+        cache = Cache(tmp_path / "mine")
+        cache.write(A, b"code")
+        cache.tools("compiler")
+    finally:
+        os.umask(former)
+    inside = [path for path in (tmp_path / "mine").rglob("*") if path.is_dir()]
+    assert len(inside) == 4
+    assert {path.stat().st_mode & 0o777 for path in inside} == {0o700}
+    assert cache.read(A) == b"code"
 
 
 def test_where_no_folder_can_be_made_there_is_no_cache(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -173,7 +173,7 @@ class Ledger:
                 folded=int(data["folded"]),
                 rounds=int(data["rounds"]),
                 limits=Limits(**data["limits"]),
-                never=dict(data["never"]),
+                never=_read_never(data["never"]),
                 lowered=tuple(_read(Lowered, row) for row in data.get("lowered", ())),
             )
         except DovetailError:
@@ -218,8 +218,32 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+_FORMS: Mapping[str, Any] = {
+    "str": str,
+    "int": int,
+    "bool": bool,
+    "float": (int, float),
+    "str | None": (str, type(None)),
+    "tuple[str, ...]": tuple,
+}
+
+
 def _read(cls: type[Any], row: Mapping[str, Any]) -> Any:
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+    """An entry, whose fields must be of the types that it is declared with."""
+    entry = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+    for declared in fields(cls):
+        value = getattr(entry, declared.name)
+        names: Any = value if isinstance(value, tuple) else ()
+        if not isinstance(value, _FORMS[str(declared.type)]) or not all(isinstance(n, str) for n in names):
+            raise TypeError(f"{declared.name} of {cls.__name__} is a {type(value).__name__}")
+    return entry
+
+
+def _read_never(rows: Any) -> dict[str, str]:
+    never = dict(rows)
+    if not all(isinstance(text, str) for row in never.items() for text in row):
+        raise TypeError("an operation that was kept out has no reason")
+    return never
 
 
 def explain(gm: GraphModule) -> Ledger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, cast
 
 from torch import nn
@@ -113,6 +114,10 @@ def _check_call(node: Node, body: GraphModule, place: str) -> None:
     for user in node.users:
         position = user.args[1] if len(user.args) == 2 else None
         if not isinstance(position, int):
+            if user.target is operator.getitem and not isinstance(position, slice):
+                raise InvalidGraph(
+                    f"it takes a result from '{node.name}' that is not a number{place}", user.name
+                )
             continue
         if not 0 <= position < len(results):
             raise InvalidGraph(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.expressions import parse_expression, reading_cost
 
 TensorRow = tuple[Any, ...]
 """Number of the storage, sizes, strides, offset, dtype, device, whether it requires gradients, whether it is a parameter."""
@@ -81,6 +81,8 @@ def _bound(value: Any) -> int | None:
 
 
 _ENDLESS = 2**50
+# Distinct expressions of one graph, in characters times depth: ten thousand usual ones, read in a few seconds.
+_MOST_READING = 2**20
 
 
 @dataclass
@@ -91,6 +93,7 @@ class World:
     symbols: dict[str, Any] = field(default_factory=dict)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _made: dict[tuple[str, str], Any] = field(default_factory=dict)
+    _read: int = 0
 
     def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
@@ -106,9 +109,13 @@ class World:
         return self._made[key]
 
     def _number(self, kind: str, text: str) -> Any:
-        parsed = parse_expression(text)
-        # A pair at a time could change what was put in before: a new symbol may have the name of an old one.
-        expr = parsed.xreplace({s: self.symbols[str(s)].node.expr for s in parsed.free_symbols})
+        self._read += reading_cost(text)
+        if self._read > _MOST_READING:
+            raise InvalidArgument("the symbolic sizes of the graph are too many or too large.")
+        expr: Any = parse_expression(text, self.symbols)
+        is_of_kind = isinstance(expr, Boolean) if kind == "SymBool" else isinstance(expr, sympy.Expr)
+        if not is_of_kind:
+            raise InvalidArgument(f"{text[:80]!r} is not an expression of a {kind}.")
         hint = _evaluate(expr, self.env)
         if kind == "SymInt":
             return self.env.create_symintnode(expr, hint=None if hint is None else int(hint))
@@ -128,7 +135,7 @@ class World:
         # Exactly what it was: a new symbol has bounds of its own, and open ones are part of what a body's key tells.
         bounds = ValueRanges(-int_oo if lower is None else lower, int_oo if upper is None else upper)
         self.env.var_to_range[made.node.expr] = bounds
-        return made
+        return made.node.expr
 
     def _symbolic_tensor(
         self, storage_id: int, sizes: Sequence[Any], strides: Sequence[Any], start: Any, dtype: torch.dtype
@@ -169,59 +176,6 @@ class World:
         if requires_grad and not is_parameter:
             made.requires_grad_()
         return made
-
-
-def parse_expression(text: str) -> Any:
-    """The sympy expression that `srepr` wrote. Nothing but constructors of sympy and torch's own functions is called."""
-    try:
-        return _built(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{text[:80]!r} is no expression over sizes: {error}.") from error
-
-
-def _built(tree: ast.expr) -> Any:
-    if isinstance(tree, ast.Constant) and isinstance(tree.value, (int, float)):
-        return tree.value
-    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-        return -_built(tree.operand)
-    if isinstance(tree, ast.Tuple):
-        return tuple(_built(item) for item in tree.elts)
-    if isinstance(tree, ast.Name):
-        return _named_class(tree.id, (sympy.Basic,), values=True)
-    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
-        made = _named_class(tree.func.id, (sympy.Basic,))
-        keywords = {str(k.arg): _flag(k.value) for k in tree.keywords}
-        return made(*[_argument(made, a) for a in tree.args], **keywords)
-    raise ValueError(f"a {type(tree).__name__} has no place in it")
-
-
-def _argument(made: Any, tree: ast.expr) -> Any:
-    # sympy evaluates text that it is given: only a name and the digits of a number may be text.
-    if isinstance(tree, ast.Constant) and isinstance(tree.value, str):
-        if made is sympy.Symbol and tree.value.isidentifier():
-            return tree.value
-        if made is sympy.Float and re.fullmatch(r"[-+0-9.eE]+", tree.value):
-            return tree.value
-        raise ValueError("text has no place in it")
-    return _built(tree)
-
-
-def _flag(tree: ast.expr) -> Any:
-    if isinstance(tree, ast.Constant) and isinstance(tree.value, (bool, int)):
-        return tree.value
-    raise ValueError("a keyword has a value that is no flag")
-
-
-def _named_class(name: str, bases: tuple[type, ...], *, values: bool = False) -> Any:
-    from torch.utils._sympy import functions, numbers
-
-    for module in (functions, numbers, sympy):
-        found = vars(module).get(name)
-        if isinstance(found, type) and issubclass(found, bases):
-            return found
-        if values and isinstance(found, bases):
-            return found
-    raise ValueError(f"{name!r} is unknown")
 
 
 def _evaluate(expr: Any, env: ShapeEnv) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 import warnings
-import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -25,18 +25,19 @@ FORMAT = 1
 HEADER, GRAPH = "dovetail_header.json", "dovetail_graph.json"
 _WEIGHTS, _CONSTANTS = "data/weights", "data/constants"
 
-# What Python raises for an archive whose tables do not fit: it seeks to where nothing is, or asks for a password.
-_DAMAGED = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    LookupError,
-    EOFError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    OverflowError,
-)
+# What a record of ours may cost to read, before any of it is read. A header is a few hundred bytes, and torch writes
+# about a hundred bytes for each entry of the directory, of which there is one per tensor.
+_LARGEST_HEADER = 2**16
+_LARGEST_DIRECTORY = 2**26
+_MOST_ENTRIES = 2**18
+# A description has some 35 lists and objects and 800 bytes for each node of a graph; each of those that is parsed
+# takes some hundred bytes of memory, and each value in it a pointer.
+_LARGEST_DESCRIPTION = 2**29
+_MOST_CONTAINERS = 2**23
+_MOST_ITEMS = 2**25
+
+_END, _END64, _LOCATOR64, _ENTRY, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
+_STORED, _ENCRYPTED = 0, 1
 
 
 def write(
@@ -66,33 +67,40 @@ def _write_archive(program: ExportedProgram, extra: dict[str, Any], file: Any) -
 
 
 class Archive:
-    """A file being read: its records, which are bytes and JSON, and nothing else is made of them."""
+    """A file being read: its records, which are bytes and JSON, and nothing else is made of them.
+
+    Records are read as they are stored, each within the file and no more than the file has bytes in all, so that reading
+    costs no more memory than the file is long. Compressed ones are refused: `save` writes none.
+    """
 
     def __init__(self, path: Any) -> None:
-        self.path = path if isinstance(path, str | os.PathLike) else getattr(path, "name", "the file")
-        # A file that is not there, or not to be read, is told by Python; what is in it is for us to tell.
-        self._file = open(path, "rb") if isinstance(path, str | os.PathLike) else None  # noqa: SIM115
+        is_path = isinstance(path, str | os.PathLike)
+        self.path = path if is_path else getattr(path, "name", "the file")
+        # Opening a pipe would wait for whoever writes to it. A file that is not there is told by Python.
+        if is_path and not stat.S_ISREG(os.stat(path).st_mode):
+            raise InvalidFile(self.path, "is a folder or a device, not a file.")
+        self._own = open(path, "rb") if is_path else None  # noqa: SIM115
+        self._file: Any = self._own or path
         try:
-            self._zip = zipfile.ZipFile(self._file or path)
-            names = self._zip.namelist()
-        except _DAMAGED as error:
-            self._close_file()
-            raise InvalidFile(self.path, f"is no archive, or only the beginning of one: {error}.") from error
-        self._root = names[0].split("/")[0] if names else ""
-        self._names = frozenset(names)
+            self._size = self._file.seek(0, os.SEEK_END)
+            self._left = self._size
+            self._entries = self._directory()
+        except InvalidFile:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise InvalidFile(self.path, f"cannot be read: {type(error).__name__}: {error}.") from error
+        self._root = next(iter(self._entries), "").split("/")[0]
 
     def close(self) -> None:
-        self._zip.close()
-        self._close_file()
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._own is not None:
+            self._own.close()
 
     def description(self) -> dict[str, Any]:
         """The description of the graph, if it is one of ours, whole, and of a version that can be read."""
         if not self.has(f"extra/{HEADER}"):
-            is_export = self.has("models/model.json") or "serialized_exported_program.json" in self._names
+            is_export = self.has("models/model.json") or "serialized_exported_program.json" in self._entries
             raise InvalidFile(
                 self.path,
                 "is an archive of torch.export without regions. "
@@ -100,17 +108,17 @@ class Archive:
                 if is_export
                 else "is not a file that `dovetail.save` wrote.",
             )
-        header = self._json(f"extra/{HEADER}")
+        header = self._json(f"extra/{HEADER}", _LARGEST_HEADER)
         version = header.get("format")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise InvalidFile(self.path, "does not say which version of the format it has.")
         if version > FORMAT:
             raise InvalidFile(
                 self.path,
-                f"has version {version} of the format and was saved by dovetail {header.get('dovetail')}; this is one that "
-                f"reads up to version {FORMAT}. Load it with that dovetail, or a newer one.",
+                f"has version {version} of the format and was saved by dovetail {str(header.get('dovetail'))[:40]}; this "
+                f"is one that reads up to version {FORMAT}. Load it with that dovetail, or a newer one.",
             )
-        text = self.read(f"extra/{GRAPH}")
+        text = self.read(f"extra/{GRAPH}", largest=_LARGEST_DESCRIPTION)
         if hashlib.sha256(text).hexdigest() != header.get("digest"):
             raise InvalidFile(
                 self.path, "was changed since it was saved: the description of the graph is another one."
@@ -121,7 +129,7 @@ class Archive:
         """The record that has the bytes of each weight and constant, by their names in the archive."""
         found: dict[str, str] = {}
         for folder, kind in ((_WEIGHTS, "weights"), (_CONSTANTS, "constants")):
-            config = self._json(f"{folder}/model_{kind}_config.json").get("config")
+            config = self._json(f"{folder}/model_{kind}_config.json", _LARGEST_DIRECTORY).get("config")
             for name, row in cast("dict[str, Any]", config).items():
                 if row["use_pickle"]:
                     continue
@@ -129,33 +137,128 @@ class Archive:
         return found
 
     def has(self, record: str) -> bool:
-        return f"{self._root}/{record}" in self._names
+        return f"{self._root}/{record}" in self._entries
 
-    def read(self, record: str, checksum: int | None = None) -> bytes:
+    def read(self, record: str, checksum: int | None = None, largest: int | None = None) -> bytes:
         """The bytes of a record, whose checksum must hold; and be this one, if one is given."""
-        try:
-            # What is read is compared with the sum that the archive has, so that comparing the sums is enough.
-            if checksum is not None and checksum != self._zip.getinfo(f"{self._root}/{record}").CRC:
-                raise InvalidFile(
-                    self.path, f"was changed since it was saved: its record '{record}' is another one."
-                )
-            return self._zip.read(f"{self._root}/{record}")
-        except _DAMAGED as error:
+        entry = self._entries.get(f"{self._root}/{record}")
+        if entry is None:
+            raise self._damaged(record, "it is missing")
+        if entry.method != _STORED or entry.flags & _ENCRYPTED:
+            raise self._damaged(record, "it is compressed or encrypted, as `dovetail.save` writes none")
+        if entry.size != entry.packed or entry.size > self._left:
+            raise self._damaged(record, "it is larger than the file, or overlaps another")
+        if largest is not None and entry.size > largest:
+            raise self._damaged(record, f"it has {entry.size} bytes, and at most {largest} are read")
+        self._left -= entry.size
+        if checksum is not None and checksum != entry.checksum:
             raise InvalidFile(
-                self.path, f"is damaged: its record '{record}' cannot be read ({error})."
-            ) from error
+                self.path, f"was changed since it was saved: its record '{record}' is another one."
+            )
+        head = self._at(entry.offset, 30)
+        start = entry.offset + 30 + sum(struct.unpack("<HH", head[26:])) if len(head) == 30 else 0
+        data = self._at(start, entry.size) if head[:4] == _LOCAL else b""
+        if len(data) != entry.size or zlib.crc32(data) != entry.checksum:
+            raise self._damaged(record, "its bytes are not those that were written")
+        return data
 
-    def _json(self, record: str) -> dict[str, Any]:
-        return self._parsed(self.read(record))
+    def _damaged(self, record: str, why: str) -> InvalidFile:
+        return InvalidFile(self.path, f"is damaged: its record '{record[:200]}' cannot be read ({why}).")
+
+    def _at(self, offset: int, count: int) -> bytes:
+        """At most `count` bytes from a place in the file."""
+        if not 0 <= offset <= self._size:
+            return b""
+        self._file.seek(offset)
+        data = self._file.read(min(count, self._size - offset))
+        if not isinstance(data, bytes):
+            raise InvalidFile(self.path, "is open as text; open it with mode 'rb'.")
+        return data
+
+    def _directory(self) -> dict[str, _Entry]:
+        """The records of the archive by their names, from the directory at its end."""
+        where = max(0, self._size - 65_557)
+        tail = self._at(where, 65_557)
+        end = tail.rfind(_END)
+        if end < 0 or len(tail) - end < 22:
+            raise InvalidFile(self.path, "is no archive, or only the beginning of one.")
+        size, offset = struct.unpack("<LL", tail[end + 12 : end + 20])
+        last = where + end
+        locator = self._at(last - 20, 20)
+        if locator[:4] == _LOCATOR64:
+            # The larger form of the same record stands before the place that leads to it.
+            record = self._at(struct.unpack("<Q", locator[8:16])[0], 56)
+            if record[:4] == _END64 and len(record) == 56:
+                size, offset = struct.unpack("<QQ", record[40:56])
+                last = struct.unpack("<Q", locator[8:16])[0]
+        before = last - size - offset  # what stands before the archive in the file
+        if size > min(_LARGEST_DIRECTORY, last) or before < 0:
+            raise InvalidFile(
+                self.path, "is no archive, or only the beginning of one: its directory is damaged."
+            )
+        return self._listed(self._at(last - size, size), before)
+
+    def _listed(self, directory: bytes, before: int) -> dict[str, _Entry]:
+        entries: dict[str, _Entry] = {}
+        at = 0
+        while at < len(directory):
+            row = directory[at : at + 46]
+            if len(row) < 46 or row[:4] != _ENTRY or len(entries) >= _MOST_ENTRIES:
+                raise InvalidFile(self.path, "is damaged: its directory does not list records.")
+            flags, method = struct.unpack("<HH", row[8:12])
+            checksum, packed, size, *lengths = struct.unpack("<LLLHHH", row[16:34])
+            (offset,) = struct.unpack("<L", row[42:46])
+            names = directory[at + 46 : at + 46 + lengths[0]]
+            extra = directory[at + 46 + lengths[0] : at + 46 + lengths[0] + lengths[1]]
+            size, packed, offset = _wide(extra, [size, packed, offset])
+            name = names.decode("utf-8", "surrogateescape")
+            if name in entries:
+                raise InvalidFile(self.path, f"is damaged: it has the record '{name[:200]}' twice.")
+            entries[name] = _Entry(method, flags, checksum, packed, size, offset + before)
+            at += 46 + sum(lengths)
+        return entries
+
+    def _json(self, record: str, largest: int) -> dict[str, Any]:
+        return self._parsed(self.read(record, largest=largest))
 
     def _parsed(self, text: bytes) -> dict[str, Any]:
+        if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS or text.count(b",") > _MOST_ITEMS:
+            raise InvalidFile(self.path, "is damaged: a record holds more values than a graph can have.")
         try:
-            found = json.loads(text)
+            found = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise InvalidFile(self.path, f"is damaged: {error}.") from error
+            raise InvalidFile(self.path, f"is damaged: {type(error).__name__}: {error}.") from error
         if not isinstance(found, dict):
             raise InvalidFile(self.path, "is damaged: a record is not what it must be.")
         return cast("dict[str, Any]", found)
+
+
+class _Entry(NamedTuple):
+    """What the directory of an archive has of a record."""
+
+    method: int
+    flags: int
+    checksum: int
+    packed: int
+    size: int
+    offset: int
+
+
+def _wide(extra: bytes, numbers: list[int]) -> list[int]:
+    """Size, packed size and offset, those that do not fit in four bytes from the extra field that has them."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack("<HH", extra[at : at + 4])
+        if kind == 1:
+            field = extra[at + 4 : at + 4 + length]
+            wide = iter(struct.unpack(f"<{len(field) // 8}Q", field[: len(field) // 8 * 8]))
+            return [next(wide, n) if n == 0xFFFFFFFF else n for n in numbers]
+        at += 4 + length
+    return numbers
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def checksum_of(storage: torch.UntypedStorage) -> int:
@@ -164,7 +267,7 @@ def checksum_of(storage: torch.UntypedStorage) -> int:
     return zlib.crc32(memoryview(cast("Any", data.cpu().numpy())))
 
 
-def storage_of(data: bytes, device: str) -> torch.UntypedStorage:
+def storage_of(data: bytes, device: torch.device) -> torch.UntypedStorage:
     """Memory with these bytes on a device, aligned as torch aligns what it allocates."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()

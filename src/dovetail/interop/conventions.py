@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import inspect
 import json
 from dataclasses import fields
 from typing import Any, cast
 
+import torch
 import torch.utils._pytree as pytree
 from torch.utils._pytree import TreeSpec
 
+from dovetail.errors import InvalidArgument
 from dovetail.graph.capturing.calling import MISSING, Convention
 from dovetail.graph.capturing.expecting import (
     ConstantInput,
@@ -21,8 +23,9 @@ from dovetail.graph.capturing.expecting import (
 )
 from dovetail.graph.capturing.sharing import Owned
 from dovetail.graph.capturing.specs import Slot, children
-from dovetail.graph.capturing.trees import Carried
-from dovetail.interop.decoding import Absent, Decoder, Unreadable, rows, table, take
+from dovetail.graph.capturing.trees import Carried, find_cache
+from dovetail.graph.expressions import require_arithmetic, require_symbol
+from dovetail.interop.decoding import Absent, Decoder, Unreadable, index, rows, table, take
 from dovetail.interop.encoding import Encoder, Unwritable
 
 _INPUTS: dict[str, Any] = {
@@ -31,21 +34,15 @@ _INPUTS: dict[str, Any] = {
     "constant": ConstantInput,
     "object": ObjectInput,
 }
-_CALLED = frozenset({"max", "min", "abs", "round", "int"})
-_ARITHMETIC = (
-    ast.Expression,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.BoolOp,
-    ast.Compare,
-    ast.IfExp,
-    ast.Name,
-    ast.Load,
-    ast.operator,
-    ast.unaryop,
-    ast.boolop,
-    ast.cmpop,
-)
+# A model's arguments that are neither tensors nor symbols are compared with these when a graph is called.
+_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_FORMS: dict[str, tuple[Any, ...]] = {
+    "tensor": (str, torch.dtype, torch.device, tuple, bool),
+    "symbol": (str, str),
+    "constant": (str, _CONSTANTS),
+    "object": (str,),
+}
+_MAPPINGS = frozenset({"builtins.dict", "collections.OrderedDict", "collections.defaultdict"})
 _FACTORIES = frozenset({"list", "dict", "set", "tuple", "int", "float", "str", "bool"})
 
 
@@ -95,6 +92,10 @@ def read(written: dict[str, Any], decoder: Decoder) -> Convention:
         range(in_spec.num_leaves)
     ):
         raise Unreadable("the inputs and the parameters they come by do not fit together")
+    for pair in expectations.twins:
+        for i in pair:
+            index(i, expectations.inputs)
+    inspect.Signature([slot.parameter() for slot in slots])
     return Convention(
         slots,
         in_spec,
@@ -102,8 +103,15 @@ def read(written: dict[str, Any], decoder: Decoder) -> Convention:
         out_spec,
         expectations,
         None if training is None else take(bool, training),
-        None if carried is None else Carried(*[take(int, n) for n in rows(carried)]),
+        None if carried is None else _read_carried(rows(carried), slots, out_spec),
     )
+
+
+def _read_carried(row: list[Any], slots: tuple[Slot, ...], out_spec: TreeSpec) -> Carried:
+    slot, start, count = (take(int, n) for n in row)
+    if not slots[index(slot, slots)].captured or find_cache(out_spec) != (start, count):
+        raise Unreadable("the results have no cache where one is updated")
+    return Carried(slot, start, count)
 
 
 def _slot(slot: Slot, encoder: Encoder) -> list[Any]:
@@ -142,9 +150,12 @@ def _input(expected: Any, encoder: Encoder) -> list[Any]:
 def _read_input(row: Any, decoder: Decoder) -> Any:
     kind, *values = rows(row)
     made = _INPUTS[take(str, kind)]
-    if len(values) != len(fields(made)):
-        raise Unreadable(f"an input that is a {kind} with {len(values)} facts")
-    return made(*[decoder.value(value) for value in values])
+    known, forms = [decoder.value(value) for value in values], _FORMS[kind]
+    if len(known) != len(forms) or not all(map(isinstance, known, forms)):
+        raise Unreadable(f"an input that is a {kind} with other facts")
+    if kind == "tensor" and not all(isinstance(n, str) or (type(n) is int and n >= 0) for n in known[3]):
+        raise Unreadable("an input with a size that is neither a number nor an expression")
+    return made(*known)
 
 
 def _bound(value: Any) -> int | None:
@@ -152,32 +163,30 @@ def _bound(value: Any) -> int | None:
 
 
 def _require_arithmetic(written: dict[str, Any]) -> None:
-    """Conditions on sizes are compiled when a graph is called: they must be arithmetic over names and nothing else."""
-    texts: list[Any] = [text for row in written["solved"] for text in row] + list(written["guards"])
-    texts += [row[0] for row in written["ranges"]]
-    for row in written["inputs"]:
-        if row[0] == "symbol":
-            texts.append(row[2])
-        elif row[0] == "tensor":
-            # The sizes are a tuple of numbers and expressions.
-            texts += [size for size in rows(table(row[4])["t"]) if not isinstance(size, int)]
-    for text in texts:
-        _require_expression(take(str, text))
-
-
-def _require_expression(text: str) -> None:
+    """Conditions on sizes are compiled when a graph is called: each must be arithmetic over symbols of its inputs."""
+    stated = [text for row in rows(written["inputs"]) for text in _stated(rows(row))]
+    solved = [[take(str, text) for text in rows(row)] for row in rows(written["solved"])]
+    symbols = {text for text in stated if text.isidentifier()}
     try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Unreadable(f"{text[:60]!r} is no expression: {error}") from error
-    for node in ast.walk(tree):
-        if isinstance(node, _ARITHMETIC) or (
-            isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-        ):
-            continue
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLED:
-            continue
-        raise Unreadable(f"{text[:60]!r} has a {type(node).__name__} in it")
+        for name, text, inverse in solved:
+            require_arithmetic(inverse, {"size"})
+            if text in stated:
+                symbols.add(name)
+        for name in symbols | {take(str, rows(row)[0]) for row in rows(written["ranges"])}:
+            require_symbol(name)
+        for text in dict.fromkeys([*stated, *rows(written["guards"])]):
+            require_arithmetic(take(str, text), symbols)
+    except InvalidArgument as error:
+        raise Unreadable(str(error).removesuffix(".")) from error
+
+
+def _stated(row: list[Any]) -> list[str]:
+    """The expressions that an input has in place of numbers."""
+    if row[0] == "symbol":
+        return [take(str, row[2])]
+    if row[0] != "tensor":
+        return []
+    return [take(str, size) for size in rows(table(row[4])["t"]) if not isinstance(size, int)]
 
 
 def write_tree(spec: TreeSpec) -> str:
@@ -215,11 +224,33 @@ def _require_plain(tree: Any) -> None:
     stack = [tree]
     while stack:
         spec = table(stack.pop())
-        context = spec["context"]
-        if "__enum__" in json.dumps(context):
-            raise Unreadable("an enumeration among the arguments or results has no form in a file")
+        context, inside = spec["context"], rows(spec["children_spec"])
+        _require_no_enumeration(context)
+        keys = context
         if isinstance(context, dict) and "default_factory_module" in context:
             where = (context["default_factory_module"], context["default_factory_name"])
             if where[0] != "builtins" or where[1] not in _FACTORIES:
                 raise Unreadable("a defaultdict among the arguments or results has a factory of its own")
-        stack.extend(rows(spec["children_spec"]))
+            keys = context["dict_context"]
+        if spec["type"] in _MAPPINGS:
+            keys = json.loads(keys) if isinstance(keys, str) else keys
+            if len(rows(keys)) != len(inside):
+                raise Unreadable("a dict among the arguments or results has other keys than values")
+        stack.extend(inside)
+
+
+def _require_no_enumeration(context: Any) -> None:
+    """Contexts are JSON, often JSON inside text: what torch decodes is decoded here before it is searched."""
+    stack = [context]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            with contextlib.suppress(ValueError):
+                inner = json.loads(item)
+                stack += [inner] if isinstance(inner, str | list | dict) else []
+        elif isinstance(item, list):
+            stack += cast("list[Any]", item)
+        elif isinstance(item, dict):
+            if "__enum__" in item:
+                raise Unreadable("an enumeration among the arguments or results has no form in a file")
+            stack += cast("dict[str, Any]", item).values()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.fx import Node
 
 from dovetail.graph.fakes import Symbolic, World
+from dovetail.graph.keys import CLONE, DECLARED
 from dovetail.graph.pickling import higher_order_named, overload_named, packet_named
 from dovetail.interop import functions
-from dovetail.interop.encoding import TYPES
+from dovetail.interop.encoding import SYMBOLIC, TYPES
 
 _KINDS = ("SymInt", "SymFloat", "SymBool")
+_OPERATOR = re.compile(r"([A-Za-z_]\w*::)?[A-Za-z_]\w*(\.\w+)?", re.ASCII)
+# Arguments of operators are lists of lists at most; what users put in `meta["custom"]` may be deeper.
+_DEEPEST = 64
+# What torch's kernels take.
+_MOST_DIMENSIONS = 64
+# Entries of all metas together, which nodes share by number, and long texts: some ten for each of a million nodes.
+_MOST_WORK = 2**23
 
 
 class Unreadable(Exception):
@@ -23,43 +32,64 @@ class Unreadable(Exception):
 class Decoder:
     """Reads values with the tables they refer to."""
 
-    def __init__(self, tables: Mapping[str, Any]) -> None:
+    def __init__(self, tables: Mapping[str, Any], trust: functions.Trust) -> None:
+        self.trust = trust
+        self._work = 0
+        self._decoded_metas: dict[tuple[int, frozenset[str]], tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._targets: dict[tuple[str, str], Any] = {}
         self.texts: list[str] = [take(str, text) for text in rows(tables["texts"])]
         self.symbols: Mapping[str, Any] = table(tables["symbols"])
         self.world = World()
         self.metas: list[Any] = rows(tables["metas"])
         self.values = [self._made(row) for row in rows(tables["values"])]
 
-    def value(self, written: Any, nodes: Sequence[Node] = ()) -> Any:
-        """A value; nodes by their numbers in `nodes`."""
-        if written is None or isinstance(written, bool | int | float | str):
+    def spend(self, amount: int) -> None:
+        """Count work that what a file refers to by number, and may refer to again and again, makes."""
+        self._work += amount
+        if self._work > _MOST_WORK:
+            raise Unreadable("what it says is more than a graph can hold")
+
+    def value(self, written: Any, nodes: Sequence[Node] | None = None, depth: int = 0) -> Any:
+        """A value; for an argument of a node, the nodes before it, which it may refer to by number."""
+        if written is None or isinstance(written, bool | float | str):
             return written
+        if isinstance(written, int):
+            return take(int, written)
+        if depth > _DEEPEST:
+            raise Unreadable(f"a value is nested more than {_DEEPEST} deep")
+        depth += 1
         if isinstance(written, list):
-            return [self.value(v, nodes) for v in cast("list[Any]", written)]
+            return [self.value(v, nodes, depth) for v in cast("list[Any]", written)]
         if not isinstance(written, dict) or len(cast("dict[str, Any]", written)) != 1:
-            raise Unreadable(f"{str(written)[:60]!r} is no value")
+            raise Unreadable(f"a {type(written).__name__} that is no value")
         ((tag, content),) = cast("dict[str, Any]", written).items()
         if tag == "n":
-            return nodes[index(content, nodes)]
+            return (nodes or ())[index(content, nodes or ())]
         if tag == "t":
-            return tuple(self.value(v, nodes) for v in rows(content))
+            return tuple(self.value(v, nodes, depth) for v in rows(content))
         if tag == "d":
-            return {self.value(k): self.value(v, nodes) for k, v in rows(content)}
+            return {self.value(k): self.value(v, nodes, depth) for k, v in rows(content)}
         if tag == "sl":
-            return slice(*[self.value(v, nodes) for v in rows(content)])
-        return self._object(tag, content)
+            return slice(*[self.value(v, nodes, depth) for v in rows(content)])
+        return self._object(tag, content, nodes is not None)
 
-    def _object(self, tag: str, content: Any) -> Any:
+    def _object(self, tag: str, content: Any, is_argument: bool) -> Any:
         if tag == "v":
-            return self.values[index(content, self.values)]
+            value = self.values[index(content, self.values)]
+            if is_argument and isinstance(value, torch.Tensor):
+                raise Unreadable("a node has a tensor among its arguments that is no node")
+            return value
         if tag == "s":
-            return self.texts[index(content, self.texts)]
+            text = self.texts[index(content, self.texts)]
+            self.spend(len(text) >> 6)
+            return text
         if tag == "sz":
             return torch.Size([self.value(v) for v in rows(content)])
         if tag == "f":
             return float(take(str, content))
         if tag == "c":
-            return complex(*[float(part) for part in rows(content)])
+            real, imaginary = rows(content)
+            return complex(float(take(str, real)), float(take(str, imaginary)))
         if tag == "e":
             return Ellipsis
         if tag == "torch":
@@ -67,8 +97,24 @@ class Decoder:
         if tag == "dev":
             return torch.device(take(str, content))
         if tag in ("op", "pk", "ho", "fn"):
-            return target(tag, content)
-        raise Unreadable(f"nothing is known by the tag {tag!r}")
+            return self.target(tag, content)
+        raise Unreadable(f"nothing is known by the tag {_short(tag)}")
+
+    def target(self, tag: str, name: Any) -> Any:
+        """What a node calls, if it is one of the things that a graph in a file may call."""
+        key = (tag, take(str, name))
+        if key not in self._targets:
+            called = _named(*key)
+            refusal = None if tag == "fn" or self.trust.permits(name) else functions.why_not_call(called)
+            if refusal is not None:
+                plain = functions.plain_name(name)
+                raise Absent(
+                    f"calls the operator '{name}', which {refusal}. If you trust its author, "
+                    f"`dovetail.load(path, trust={{{plain!r}}})` loads it; trust={{{plain.split('::')[0]!r}}} is for all "
+                    f"operators of that namespace, trust=True for any."
+                )
+            self._targets[key] = called
+        return self._targets[key]
 
     def _made(self, row: Any) -> Any:
         if isinstance(row, dict):
@@ -77,10 +123,10 @@ class Decoder:
         return self.world.tensor(
             (
                 take(int, storage),
-                tuple(self._size(s) for s in rows(sizes)),
-                None if strides is None else tuple(self._size(s) for s in rows(strides)),
+                tuple(self._size(s) for s in dims(sizes)),
+                None if strides is None else tuple(self._size(s) for s in dims(strides)),
                 self._size(start),
-                _torch(dtype),
+                dtype_named(dtype),
                 torch.device(take(str, device)),
                 take(bool, grad),
                 take(bool, parameter),
@@ -88,12 +134,12 @@ class Decoder:
         )
 
     def _size(self, size: Any) -> Any:
-        return self._symbolic(cast("dict[str, Any]", size)) if isinstance(size, dict) else take(int, size)
+        return self._symbolic(cast("dict[str, Any]", size)) if isinstance(size, dict) else size_of(size)
 
     def _symbolic(self, row: Mapping[str, Any]) -> Symbolic:
         kind, text, names = rows(row["x"])
         if kind not in _KINDS:
-            raise Unreadable(f"{kind!r} is no kind of symbolic number")
+            raise Unreadable(f"{_short(kind)} is no kind of symbolic number")
         facts: list[tuple[str, int | None, int | None, int | None]] = []
         for name in rows(names):
             known = [None if fact is None else take(int, fact) for fact in rows(self.symbols[name])]
@@ -106,19 +152,75 @@ class Decoder:
 
     def meta(self, number: Any, owned: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A node's meta, and those entries of it that are not values: the `owned` ones, as they are written."""
-        row: dict[str, Any] = table(self.metas[index(number, self.metas)])
+        key = (index(number, self.metas), owned)
+        if key not in self._decoded_metas:
+            row: dict[str, Any] = table(self.metas[key[0]])
+            meta = {name: None if name in owned else self._entry(name, value) for name, value in row.items()}
+            self._decoded_metas[key] = meta, {name: row[name] for name in owned & row.keys()}
+        meta, written = self._decoded_metas[key]
         # Each node has a dict of its own; the order of the keys is the one they were written in.
-        meta = {key: None if key in owned else self.value(value) for key, value in row.items()}
-        return meta, {key: row[key] for key in owned & row.keys()}
+        self.spend(1 + len(meta))
+        return dict(meta), written
+
+    def _entry(self, name: str, written: Any) -> Any:
+        """One entry of a meta. What dovetail and torch read of it must be what they write into it."""
+        if name.startswith("dovetail.") and name not in _META_FORMS:
+            raise Unreadable(f"a node has the meta {_short(name)}, which is not for a file to set")
+        value = self.value(written)
+        form = _META_FORMS.get(name)
+        if form is not None and not form(value):
+            raise Unreadable(f"{_short(value)} is not the meta '{name}' of a node")
+        return value
 
 
-def target(tag: str, name: Any) -> Any:
-    """What a node calls, from one of the few things that it may be."""
-    text = take(str, name)
+def _is_value(value: Any) -> bool:
+    """Whether something can be the value of a node: tensors and numbers, in lists, tuples and dicts."""
+    if isinstance(value, list | tuple):
+        return all(_is_value(v) for v in cast("list[Any]", value))
+    if isinstance(value, dict):
+        return all(_is_value(v) for v in cast("dict[Any, Any]", value).values())
+    return value is None or isinstance(value, _VALUES)
+
+
+def _is_stack(value: Any) -> bool:
+    """Whether something can be the modules that an operation comes from."""
+    return isinstance(value, dict) and all(
+        isinstance(key, str)
+        and isinstance(row, tuple)
+        and len(cast("tuple[Any, ...]", row)) == 2
+        and all(isinstance(part, str) for part in cast("tuple[Any, ...]", row))
+        for key, row in cast("dict[Any, Any]", value).items()
+    )
+
+
+def _is_trace(value: Any) -> bool:
+    # torch writes traces into the code it generates, as comments: a carriage return would end one.
+    return value is None or (isinstance(value, str) and "\r" not in value and "\0" not in value)
+
+
+_VALUES = (torch.Tensor, *SYMBOLIC, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout)
+_META_FORMS: dict[str, Callable[[Any], bool]] = {
+    "val": _is_value,
+    "example_value": _is_value,
+    "nn_module_stack": _is_stack,
+    "stack_trace": _is_trace,
+    "custom": lambda value: isinstance(value, dict),
+    CLONE: lambda value: isinstance(value, str),
+    DECLARED: lambda value: (
+        isinstance(value, dict)
+        and all(
+            isinstance(k, str) and v in ("ordered", "pure") for k, v in cast("dict[Any, Any]", value).items()
+        )
+    ),
+}
+
+
+def _named(tag: str, name: str) -> Any:
+    """The function or operator of a name."""
     if tag == "fn":
-        function = functions.function_named(text)
+        function = functions.function_named(name)
         if function is None:
-            raise Unreadable(f"a graph may not call '{text}'")
+            raise Unreadable(f"a graph may not call {_short(name)}")
         return function
     find, kind = {
         "op": (overload_named, torch._ops.OpOverload),
@@ -126,12 +228,12 @@ def target(tag: str, name: Any) -> Any:
         "ho": (higher_order_named, torch._ops.HigherOrderOperator),
     }[tag]
     try:
-        found = find(text)
+        found = find(name) if _OPERATOR.fullmatch(name) else None
     except (AttributeError, ValueError, RuntimeError):
         found = None
     if not isinstance(found, kind):
         raise Absent(
-            f"calls the operator '{text}', which this torch does not have. Load the library that defines it first."
+            f"calls the operator {_short(name)}, which this torch does not have. Load the library that defines it first."
         )
     return found
 
@@ -141,10 +243,16 @@ class Absent(Exception):
 
 
 def _torch(name: Any) -> Any:
-    found = getattr(torch, take(str, name), None)
+    # Not by `getattr`: torch imports some of its parts when they are asked for.
+    found = vars(torch).get(take(str, name))
     if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
-        raise Unreadable(f"torch has no dtype, layout or memory format '{name}'")
+        raise Unreadable(f"torch has no dtype, layout or memory format {_short(name)}")
     return found
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype of a name."""
+    return take(torch.dtype, _torch(name))
 
 
 T = TypeVar("T")
@@ -152,9 +260,31 @@ T = TypeVar("T")
 
 def take(kind: type[T], value: Any) -> T:
     """The value, if it is what it must be."""
-    if not isinstance(value, kind):
-        raise Unreadable(f"{str(value)[:60]!r} stands where a {kind.__name__} must be")
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise Unreadable(f"{_short(value)} stands where a {kind.__name__} must be")
+    if kind is int and not -(2**63) <= cast("int", value) < 2**64:
+        raise Unreadable(f"a number of {cast('int', value).bit_length()} bits")
     return value
+
+
+def size_of(value: Any) -> int:
+    """The value, if it can be a size, a stride or an offset."""
+    number = take(int, value)
+    if not 0 <= number < 2**63:
+        raise Unreadable(f"a size of {number}")
+    return number
+
+
+def dims(value: Any) -> list[Any]:
+    """The value, if it is a list with as many entries as a tensor can have dimensions."""
+    sizes = rows(value)
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise Unreadable(f"a tensor of {len(sizes)} dimensions")
+    return sizes
+
+
+def _short(value: Any) -> str:
+    return repr(value[:60] if isinstance(value, str) else str(type(value).__name__))
 
 
 def rows(value: Any) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Python functions that a saved graph may call, by name: arithmetic, and torch's functions of tensors. No others."""
+"""What a saved graph may call: arithmetic, torch's functions and methods of tensors, and operators that compute.
+
+A graph that calls anything else is not loaded, unless it is an operator that the caller trusts.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import builtins
 import functools
 import math
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.amp import autocast_mode
+
+from dovetail.errors import InvalidArgument
 
 ATTRIBUTES = frozenset(
     (
@@ -98,4 +104,93 @@ def function_named(name: str) -> Callable[..., Any] | None:
 
 def is_method(name: str) -> bool:
     """Whether tensors have a method of this name that a graph in a file may call."""
-    return name.isidentifier() and not name.startswith("_") and callable(getattr(torch.Tensor, name, None))
+    return (
+        name.isidentifier()
+        and not name.startswith("_")
+        and name not in _METHODS_REFUSED.split()
+        and callable(getattr(torch.Tensor, name, None))
+    )
+
+
+# They call a function that they are given, give access to memory itself, or share it with other processes.
+_METHODS_REFUSED = """
+    apply_ map_ map2_ as_subclass register_hook register_post_accumulate_grad_hook module_load share_memory_ storage
+    untyped_storage data_ptr const_data_ptr from_file
+"""
+_NAMESPACES = frozenset({"aten", "prims"})
+# TorchScript keeps its own builtins among the operators of ATen (text, dicts, files, random state): they have arguments
+# of other types, or no tensor at all.
+_TYPES = "Tensor int bool float number complex str Device Generator QScheme None NoneType"
+_WITHOUT_TENSORS = (
+    "sym_constrain_range sym_constrain_range_for_size _assert_scalar maximum_value minimum_value"
+)
+_UNCHECKED = """
+    _reshape_alias _reshape_alias_copy _index_put_impl _index_put_impl_ _coalesced _coalesced_ _sparse_coo_tensor_unsafe
+    _sparse_compressed_tensor_unsafe _sparse_csr_tensor_unsafe _sparse_csc_tensor_unsafe _sparse_bsr_tensor_unsafe
+    _sparse_bsc_tensor_unsafe _nested_view_from_buffer _nested_view_from_buffer_copy _nested_view_from_jagged
+    _nested_view_from_jagged_copy
+"""
+_REFUSED = {
+    "from_file": "opens a file by its name",
+    **dict.fromkeys(_UNCHECKED.split(), "does not check whether it stays within the memory of its operands"),
+}
+# Control flow and modes around graphs that are in the file too. Others hold compiled code, or call what they are given.
+_HIGHER_ORDER = """
+    cond while_loop while_loop_stack_output scan associative_scan map map_impl wrap wrap_with_set_grad_enabled
+    wrap_with_autocast wrap_activation_checkpoint tag_activation_checkpoint auto_functionalized auto_functionalized_v2
+    out_dtype invoke_subgraph hints_wrapper strict_mode flex_attention flex_attention_backward with_effects
+    run_and_save_rng_state run_with_rng_state
+    """
+
+
+class Trust:
+    """Which operators a file may name beside those on the list: all, or those of these names or namespaces."""
+
+    def __init__(self, trust: bool | Collection[str]) -> None:
+        listed: Any = () if isinstance(trust, bool) else trust
+        if isinstance(listed, str) or not all(isinstance(name, str) for name in listed):
+            raise InvalidArgument(
+                f"trust={trust!r} is neither True nor a collection of operators ('acme::mix') or namespaces ('acme')."
+            )
+        self._all, self._names = trust is True, frozenset(map(plain_name, listed))
+
+    def permits(self, name: str) -> bool:
+        """Whether an operator of a qualified name is trusted, whatever its overload."""
+        qualified = plain_name(name)
+        return self._all or qualified in self._names or qualified.split("::")[0] in self._names
+
+
+def plain_name(name: str) -> str:
+    """`acme::mix` for an operator however it is written, `acme` for a namespace."""
+    space, _, rest = name.removeprefix("torch.ops.").replace("::", ".").partition(".")
+    return f"{space}::{rest.split('.')[0]}" if rest else space
+
+
+def why_not_call(called: Any) -> str | None:
+    """Why a graph in a file may not call an operator without being trusted; None if it may."""
+    if isinstance(called, torch._ops.HigherOrderOperator):
+        return (
+            None if called.name() in _HIGHER_ORDER.split() else "is not on the list of higher-order operators"
+        )
+    packet = called.overloadpacket if isinstance(called, torch._ops.OpOverload) else called
+    space, _, name = packet._qualified_op_name.partition("::")
+    if space not in _NAMESPACES:
+        return "is not one of torch's own"
+    if name in _REFUSED:
+        return _REFUSED[name]
+    overloads = (
+        [called]
+        if isinstance(called, torch._ops.OpOverload)
+        else [getattr(packet, overload) for overload in packet.overloads()]
+    )
+    computes = any(_is_of_tensors(overload._schema, name) for overload in overloads)
+    return None if computes else "is not an operator of tensors and numbers"
+
+
+def _is_of_tensors(schema: Any, name: str) -> bool:
+    types = {
+        word
+        for item in (*schema.arguments, *schema.returns)
+        for word in re.findall(r"[\w.]+", str(item.type))
+    } - {"List", "Optional", "Tuple"}
+    return types <= set(_TYPES.split()) and ("Tensor" in types or name in _WITHOUT_TENSORS.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -15,9 +16,19 @@ from dovetail.fusion.ledger import Ledger, write_ledger
 from dovetail.graph.canonical import CanonicalReport
 from dovetail.graph.capturing.calling import ModelCodeGen
 from dovetail.graph.keys import CANONICAL, REGION
-from dovetail.graph.module import Body, Program, make_body, rebuild
+from dovetail.graph.module import Body, Program, attribute, make_body, rebuild
 from dovetail.interop import conventions, functions
-from dovetail.interop.decoding import Decoder, Unreadable, index, rows, table, take, target
+from dovetail.interop.decoding import (
+    Decoder,
+    Unreadable,
+    dims,
+    dtype_named,
+    index,
+    rows,
+    size_of,
+    table,
+    take,
+)
 from dovetail.interop.encoding import PATH
 from dovetail.outlining.record import (
     Call,
@@ -25,24 +36,39 @@ from dovetail.outlining.record import (
     Identity,
     Member,
     State,
+    call_of,
     make_identity,
     with_state,
-    write_call,
 )
 
+# Names are written into code and into the paths of nested graphs.
+_LONGEST_NAME = 1_000
+_DEEPEST = 100
+# A body that two others hold, and those two others, makes a graph of a few lines that unfolds without end: bounded are
+# the modules on all paths, the operations of the graph with every call inlined, and those that records of regions name.
+_MOST_UNFOLDED = 2**21
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "call_method", "call_module", "output"})
+_ARGUMENTS: dict[str, tuple[int, int | None]] = {
+    "placeholder": (0, 1),
+    "get_attr": (0, 0),
+    "call_method": (1, None),
+    "output": (1, 1),
+}
 _OWNED = frozenset({REGION})
 
 
 class Restorer:
     """Builds the graph again; `tensors` are what it holds, in the order of their numbers."""
 
-    def __init__(self, described: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, described: dict[str, Any], tensors: Sequence[Tensor], trust: functions.Trust) -> None:
         self.described, self.tensors = described, tensors
-        self.decoder = Decoder(described)
+        self.decoder = Decoder(described, trust)
         self.rows = rows(described["modules"])
         self._made: dict[int, nn.Module] = {}
         self._making: set[int] = set()
+        self._calls: dict[int, Call | None] = {}
+        self._paths: dict[nn.Module, int] = {}
+        self._sizes: dict[int, int] = {}
 
     def restore(self) -> Program:
         """The graph. Raises Unreadable where the description makes no sense."""
@@ -55,6 +81,9 @@ class Restorer:
             inputs = sum(n.op == "placeholder" for n in root.graph.nodes)
             if inputs != len(read.order) or inputs != len(read.expectations.inputs):
                 raise Unreadable("the graph takes other inputs than its callers are told to give")
+            returned: Any = root.graph.output_node().args[0]
+            if read.out_spec.num_leaves != (len(returned) if isinstance(returned, tuple | list) else 1):
+                raise Unreadable("the graph returns other results than its callers are told to get")
             root.graph.set_codegen(ModelCodeGen(read))
         ledger = self.described["ledger"]
         if ledger is not None:
@@ -65,25 +94,31 @@ class Restorer:
         at = index(number, self.rows)
         if at in self._made:
             return self._made[at]
-        if at in self._making:
-            raise Unreadable("a module is inside itself")
+        if at in self._making or len(self._making) - len(self._made) > _DEEPEST:
+            raise Unreadable("a module is inside itself, or modules are nested too deep")
         self._making.add(at)
         row = table(self.rows[at])
         plain = _owner(row)
         plain.training = take(bool, row["training"])
         for name, child in rows(row["modules"]):
-            plain._modules[_path(name)] = None if child is None else self._module(child)
+            plain._modules[_attribute(name, plain)] = None if child is None else self._module(child)
         for name, tensor in rows(row["parameters"]):
-            plain._parameters[_path(name)] = cast("Any", self._tensor(tensor))
+            held = self._tensor(tensor)
+            if held is not None and not isinstance(held, nn.Parameter):
+                raise Unreadable(f"the parameter '{name}' is a tensor that is none")
+            plain._parameters[_attribute(name, plain)] = held
         for name, tensor, persistent in rows(row["buffers"]):
-            plain._buffers[_path(name)] = self._tensor(tensor)
+            plain._buffers[_attribute(name, plain)] = self._tensor(tensor)
             if not take(bool, persistent):
                 plain._non_persistent_buffers_set.add(name)
         for name, tensor in rows(row["constants"]):
-            if hasattr(GraphModule, _path(name)) or name in plain.__dict__:
+            if hasattr(GraphModule, name):
                 raise Unreadable(f"a constant named '{name}'")
-            plain.__dict__[name] = self._tensor(tensor)
+            plain.__dict__[_attribute(name, plain)] = self._tensor(tensor)
         made = self._graph(table(row["graph"]), plain) if "graph" in row else plain
+        inside = [child for child in made._modules.values() if child is not None]
+        self._paths[made] = 1 + sum(self._paths[child] for child in inside)
+        _require_bounded(self._paths[made])
         self._made[at] = made
         return made
 
@@ -99,6 +134,7 @@ class Restorer:
             self._borrow(made, row)
         else:
             made = rebuild(owner, graph)
+        self._require_held(made)
         meta, _ = self.decoder.meta(row["meta"], frozenset())
         canonical, outlining = row["canonical"], row["outlining"]
         if canonical is not None:
@@ -113,6 +149,23 @@ class Restorer:
             made.meta = with_state(meta, State(_numbers(counters), known, take(int, epoch)))
         return made
 
+    def _require_held(self, program: Program) -> None:
+        """Nodes may name what the file put into a module, and nothing that Python has there beside it."""
+        size = 0
+        for node in program.graph.nodes:
+            size += 1
+            if node.op not in ("get_attr", "call_module"):
+                continue
+            value = _held(program, str(node.target))
+            kinds = GraphModule if node.op == "call_module" else Tensor | GraphModule | None
+            if value is not attribute(program, str(node.target)) or not isinstance(value, kinds):
+                raise Unreadable(
+                    f"'{node.name}' names '{node.target}', where its module holds nothing of that kind"
+                )
+            size += self._sizes.get(id(value), 0) if node.op == "call_module" else 0
+        _require_bounded(size)
+        self._sizes[id(program)] = size
+
     def _borrow(self, body: Body, row: dict[str, Any]) -> None:
         body.mark_impure(take(bool, row["impure"]))
         for name, at, kind, number in rows(row["borrowed"]):
@@ -126,36 +179,63 @@ class Restorer:
         made: list[Node] = []
         for row in written:
             op, aim, args, kwargs, name, kind, meta = rows(row)
-            called = _target(op, aim)
+            called = self._target(op, aim)
             arguments, keywords = self.decoder.value(args, made), self.decoder.value(kwargs, made)
             _require_call(op, called, arguments, keywords, name)
             node = graph.create_node(op, called, arguments, keywords, name, self.decoder.type(kind))
             if node.name != name:
                 # torch gives another name to what is called like a builtin, where a model may have the first.
                 node.name = name
-            self._meta(node, meta)
+            node.meta = self._meta(meta, 0)
             made.append(node)
         names = {node.name for node in made}
-        if len(names) != len(made) or not made or made[-1].op != "output":
+        inputs = [str(node.target).lstrip("*") for node in made if node.op == "placeholder"]
+        if len(names) != len(made) or len(set(inputs)) != len(inputs) or not made or made[-1].op != "output":
             raise Unreadable("a graph has a name twice, or no output at its end")
         return graph
 
-    def _meta(self, node: Node, number: Any) -> None:
-        node.meta, owned = self.decoder.meta(number, _OWNED)
+    def _target(self, op: Any, aim: Any) -> Any:
+        if not isinstance(op, str) or op not in _OPS:
+            raise Unreadable("a node whose operation is none of a graph")
+        if op == "call_function":
+            ((tag, name),) = table(aim).items()
+            if tag not in ("op", "pk", "ho", "fn"):
+                raise Unreadable(f"a node calls a {tag[:20]!r}")
+            return self.decoder.target(tag, name)
+        if op == "placeholder":
+            return _identifier(take(str, aim).removeprefix("*").removeprefix("*")) and aim
+        if op == "call_method":
+            if not functions.is_method(take(str, aim)):
+                raise Unreadable(f"a node calls the method {aim[:60]!r}")
+            return aim
+        return _path(aim)
+
+    def _meta(self, number: Any, depth: int) -> dict[str, Any]:
+        meta, owned = self.decoder.meta(number, _OWNED)
         if REGION in owned:
-            write_call(node, self._call(table(owned[REGION]), 0))
+            # Nodes whose meta is the same have the same record: what is written once is read once.
+            if number not in self._calls:
+                self._calls[number] = None
+                self._calls[number] = self._call(table(owned[REGION]), depth)
+            call = self._calls[number]
+            if call is None:
+                raise Unreadable("a region is inside itself")
+            meta[REGION] = call
+        return meta
 
     def _call(self, row: dict[str, Any], depth: int) -> Call:
-        if depth > 100:
+        if depth > _DEEPEST:
             raise Unreadable("regions are nested without end")
         kind, version, attrs = rows(row["identity"])
         identity = Identity(take(str, kind), take(int, version), take(str, attrs))
         if make_identity(kind, version, json.loads(take(str, attrs))) != identity:
             raise Unreadable(f"the attributes of a region of kind '{kind}'")
         rule, number = row["rule"], row["round"]
+        members = tuple(self._member(member, depth) for member in rows(row["members"]))
+        _require_bounded(sum(self._unfolded(member) for member in members))
         return Call(
             identity,
-            tuple(self._member(member, depth) for member in rows(row["members"])),
+            members,
             take(int, row["rank"]),
             take(int, row["epoch"]),
             tuple((take(str, n), Escape(take(str, p), take(str, why))) for n, p, why in rows(row["escapes"])),
@@ -169,17 +249,45 @@ class Restorer:
 
     def _member(self, row: Any, depth: int) -> Member:
         name, number, rank, at, clone, kind = rows(row)
-        meta, owned = self.decoder.meta(number, _OWNED)
-        if REGION in owned:
-            meta[REGION] = self._call(table(owned[REGION]), depth + 1)
         return Member(
             _identifier(name),
-            meta,
+            self._meta(number, depth + 1),
             take(int, rank),
             None if at is None else _path(at),
             take(bool, clone),
             self.decoder.type(kind),
         )
+
+    def _unfolded(self, member: Member) -> int:
+        """How many operations a member stands for, those of a region inside it included."""
+        inner = call_of(member.meta)
+        if inner is None:
+            return 1
+        if id(inner) not in self._sizes:
+            self._sizes[id(inner)] = 1 + sum(self._unfolded(m) for m in inner.members)
+        return self._sizes[id(inner)]
+
+
+def _require_bounded(size: int) -> None:
+    if size > _MOST_UNFOLDED:
+        raise Unreadable(f"its graphs call each other until they are of {size} operations, which is too much")
+
+
+def _held(program: Program, path: str) -> Any:
+    """What a module or one inside it was given by a name."""
+    *way, name = path.split(".")
+    at: Any = program
+    for atom in way:
+        at = at._modules.get(atom) if isinstance(at, nn.Module) else None
+    if not isinstance(at, nn.Module):
+        raise Unreadable(f"there is no module on the way to '{path}'")
+    for held in (at._modules, at._parameters, at._buffers):
+        if name in held:
+            return held[name]
+    value = at.__dict__.get(name)
+    if not isinstance(value, Tensor | GraphModule):
+        raise Unreadable(f"nothing is at '{path}'")
+    return value
 
 
 def _owner(row: dict[str, Any]) -> nn.Module:
@@ -187,26 +295,9 @@ def _owner(row: dict[str, Any]) -> nn.Module:
     if "graph" not in row:
         return nn.Module()
     name = take(str, table(row["graph"])["name"])
-    if "\0" in name:
-        raise Unreadable("a graph whose name has no letters")
+    if not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise Unreadable("a graph whose name cannot be shown")
     return cast("nn.Module", type(name, (nn.Module,), {})())
-
-
-def _target(op: Any, aim: Any) -> Any:
-    if op not in _OPS:
-        raise Unreadable(f"{op!r} is no operation of a graph")
-    if op == "call_function":
-        ((tag, name),) = table(aim).items()
-        if tag not in ("op", "pk", "ho", "fn"):
-            raise Unreadable(f"a node calls {name!r}")
-        return target(tag, name)
-    if op == "placeholder":
-        return _identifier(take(str, aim).lstrip("*")) and aim
-    if op == "call_method":
-        if not functions.is_method(take(str, aim)):
-            raise Unreadable(f"a node calls the method {aim!r}")
-        return aim
-    return _path(aim)
 
 
 def _require_call(op: str, called: Any, args: Any, kwargs: Any, name: Any) -> None:
@@ -217,21 +308,33 @@ def _require_call(op: str, called: Any, args: Any, kwargs: Any, name: Any) -> No
     for key in cast("dict[Any, Any]", kwargs):
         _identifier(key)
     arguments = cast("tuple[Any, ...]", args)
-    if called is getattr and (len(arguments) < 2 or arguments[1] not in functions.ATTRIBUTES):
-        raise Unreadable(f"'{name}' asks for an attribute that graphs do not ask for")
-    if op == "output" and len(arguments) != 1:
-        raise Unreadable("an output of several values")
+    if called is getattr:
+        asked = arguments[1] if len(arguments) == 2 and not kwargs else None
+        if not isinstance(asked, str) or asked not in functions.ATTRIBUTES:
+            raise Unreadable(f"'{name}' asks for an attribute that graphs do not ask for")
+    fewest, most = _ARGUMENTS.get(op, (0, None))
+    if len(arguments) < fewest or (most is not None and (len(arguments) > most or kwargs)):
+        raise Unreadable(f"'{name}' has arguments that a {op} does not have")
+    if op == "placeholder" and any(isinstance(a, Node) for a in arguments):
+        raise Unreadable(f"the default of '{name}' is another node")
 
 
 def _identifier(name: Any) -> str:
-    if not take(str, name).isidentifier() or keyword.iskeyword(name):
-        raise Unreadable(f"{name!r} is no name of a node")
+    if not take(str, name).isidentifier() or keyword.iskeyword(name) or len(name) > _LONGEST_NAME:
+        raise Unreadable(f"{name[:60]!r} is no name of a node")
     return cast("str", name)
 
 
 def _path(name: Any) -> str:
-    if not PATH.fullmatch(take(str, name)):
-        raise Unreadable(f"{name!r} is no place in a module")
+    if not PATH.fullmatch(take(str, name)) or len(name) > _LONGEST_NAME:
+        raise Unreadable(f"{name[:60]!r} is no place in a module")
+    return cast("str", name)
+
+
+def _attribute(name: Any, owner: nn.Module) -> str:
+    """A name under which a module can hold something."""
+    if "." in _path(name) or hasattr(nn.Module, name) or name in owner.__dict__:
+        raise Unreadable(f"a module holds something as '{name}'")
     return cast("str", name)
 
 
@@ -242,23 +345,17 @@ def _numbers(value: Any) -> dict[str, int]:
 def tensor_from(row: Any, storage: torch.UntypedStorage) -> Tensor:
     """The tensor that a row of the description tells of, in the memory that was read for it."""
     _, dtype, sizes, strides, offset, _, grad, parameter = rows(row)
-    kind = getattr(torch, take(str, dtype), None)
-    shape = [_size(n) for n in rows(sizes)]
-    steps = [_size(n) for n in rows(strides)]
-    start = _size(offset)
-    if not isinstance(kind, torch.dtype) or len(shape) != len(steps):
-        raise Unreadable("a tensor without dtype or strides")
+    kind = dtype_named(dtype)
+    shape, steps = [size_of(n) for n in dims(sizes)], [size_of(n) for n in dims(strides)]
+    start = size_of(offset)
+    if len(shape) != len(steps):
+        raise Unreadable("a tensor without strides")
     needed = 0 if 0 in shape else start + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
     if needed * kind.itemsize > storage.nbytes():
         raise Unreadable("a tensor is larger than what the file has of it")
+    if math.prod(n or 1 for n in shape) * kind.itemsize >= 2**63:
+        raise Unreadable("a tensor has more elements than can be counted")
     value = torch.empty(0, dtype=kind, device=storage.device).set_(storage, start, shape, steps)
     if take(bool, parameter):
         return nn.Parameter(value, requires_grad=take(bool, grad))
     return value.requires_grad_(take(bool, grad))
-
-
-def _size(value: Any) -> int:
-    number = take(int, value)
-    if number < 0:
-        raise Unreadable(f"a size of {number}")
-    return number

@@ -38,7 +38,7 @@ class Cache:
     """Compiled code by key, in a folder that only its user can write.
 
     Entries are loaded by backends that may execute what they hold, so a folder that others own or can write is not
-    used. Nothing here raises for what a disk does: what cannot be read is a miss, what cannot be written is not kept,
+    used, nor one inside it, nor an entry. Nothing here raises for what a disk does: what cannot be read is a miss, what cannot be written is not kept,
     and the first such failure is told as a warning. Past `limit` bytes what was unused longest goes first; what was
     used in the last `spared` seconds stays, for another process may be about to open it.
     """
@@ -70,7 +70,12 @@ class Cache:
         """What was written under a key; None where nothing was, or where it is not whole."""
         path = self._path(key)
         try:
-            found = path.read_bytes()
+            if self._refused(path.parent, make=False):
+                return None
+            with path.open("rb") as file:
+                if _why_not_private(os.fstat(file.fileno()), path) is not None:
+                    return None
+                found = file.read()
         except OSError:
             return None
         start = len(_MAGIC) + hashlib.sha256().digest_size
@@ -88,7 +93,8 @@ class Cache:
             return
         path = self._path(key)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._refused(path.parent):
+                return
             handle, name = tempfile.mkstemp(prefix=f".{key[:8]}-", suffix=".tmp", dir=path.parent)
             try:
                 with os.fdopen(handle, "wb") as file:
@@ -145,11 +151,26 @@ class Cache:
         digest = hashlib.sha256(repr(toolchain()).encode()).hexdigest()[:16]
         folder = self._tools / f"{name}-{digest}"
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return None if self._refused(folder) else folder
         except OSError as error:
             self._tell(error)
             return None
-        return folder
+
+    def _refused(self, folder: Path, *, make: bool = True) -> bool:
+        """Whether a folder inside the cache, or one on the way to it, is not as private as the cache must be.
+
+        Each is made by itself: `mkdir(parents=True)` would give those on the way whatever rights new folders have.
+        """
+        if make:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for inner in (folder.parent, folder):
+            if make:
+                inner.mkdir(mode=0o700, exist_ok=True)
+            reason = _why_not_private(inner.stat(), inner)
+            if reason is not None:
+                self._tell(reason)
+                return True
+        return False
 
     def _path(self, key: str) -> Path:
         return self._entries / key[:2] / key
@@ -169,7 +190,7 @@ class Cache:
                     used = facts.st_mtime if top == self._entries else max(facts.st_mtime, facts.st_atime)
                     yield used, facts.st_size, path
 
-    def _tell(self, error: OSError) -> None:
+    def _tell(self, error: OSError | str) -> None:
         if not self._told:
             self._told = True
             warnings.warn(f"compiled code is not kept in '{self.folder}': {error}.", stacklevel=2)
@@ -216,15 +237,24 @@ def _unusable(folder: Path) -> str | None:
     """Why nothing may be kept in a folder, which is made if it is missing."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.stat()
+        for inner in (folder, folder / "entries", folder / "tools"):
+            reason = _why_not_private(inner.stat(), inner) if inner == folder or inner.exists() else None
+            if reason is not None:
+                return reason
     except OSError as error:
         return str(error)
-    if hasattr(os, "getuid"):
-        if facts.st_uid != os.getuid():
-            return f"'{folder}' belongs to another user, and what lies there would be executed"
-        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"others can write to '{folder}', and what lies there would be executed; `chmod 700` it"
     return None if os.access(folder, os.R_OK | os.X_OK) else f"'{folder}' cannot be read"
+
+
+def _why_not_private(facts: os.stat_result, path: Path) -> str | None:
+    """Why what lies somewhere may be from someone else; None if only the user can have put it there."""
+    if not hasattr(os, "getuid"):
+        return None
+    if facts.st_uid != os.getuid():
+        return f"'{path}' belongs to another user, and what lies there would be executed"
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write to '{path}', and what lies there would be executed; `chmod go-w` it"
+    return None
 
 
 def _header(key: str, data: bytes) -> bytes:

@@ -222,7 +222,7 @@ class _Opener:
                 write_call(env[node], inner)
                 return
         if _takes_part(node):
-            results = env[cast("Node", node.args[0])]
+            results = env[node.args[0]] if isinstance(node.args[0], Node) else None
             if isinstance(results, tuple):
                 env[node] = cast("tuple[Any, ...]", results)[cast("int", node.args[1])]
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,8 +92,8 @@ class Expectations:
                 _check_constant(expected, value)
             elif type(expected) is SymbolInput:
                 symbolic = True
-        if symbolic and not self._holds(values):
-            self._check_symbols(values)
+        if symbolic:
+            self._check_sizes(values)
         if self._mutated:
             self._check_distinct(values)
         if self.owned:
@@ -149,6 +150,15 @@ class Expectations:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+    def _check_sizes(self, values: Sequence[Any]) -> None:
+        try:
+            if not self._holds(values):
+                self._check_symbols(values)
+        except (ArithmeticError, ValueError, TypeError) as error:
+            raise CallMismatch(
+                f"a condition on the sizes of the inputs cannot be computed for these: {error}. {_AGAIN}."
+            ) from error
 
     def _check_symbols(self, values: Sequence[Any]) -> None:
         sizes = list(_stated_sizes(self.inputs, values))
@@ -284,9 +294,7 @@ def _stated_sizes(inputs: Sequence[Input], values: Sequence[Any]) -> list[tuple[
 
 
 def _named(text: str, where: Mapping[str, str]) -> str:
-    for name in sorted(where, key=len, reverse=True):
-        text = text.replace(name, f"({where[name]})")
-    return text
+    return re.sub(r"[A-Za-z_]\w*", lambda name: f"({where[name[0]]})" if name[0] in where else name[0], text)
 
 
 def expect(
