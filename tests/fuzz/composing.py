@@ -103,7 +103,9 @@ class Sketch:
         if dialect == "aot":
             table = _core_table() if self.rng.random() < 0.3 else {}
             mode = self.rng.choices(("real", "fake", "symbolic"), (6, 2, 1))[0]
-            return Spelling(make_fx(program, table, mode, _allow_non_fake_inputs=True)(*inputs), inputs, found)
+            return Spelling(
+                make_fx(program, table, mode, _allow_non_fake_inputs=True)(*inputs), inputs, found
+            )
         model = _Held(program, own) if home == "parameter" else program
         dynamic = None
         if dialect == "symbolic":

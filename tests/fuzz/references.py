@@ -90,7 +90,9 @@ def check(family: Family, seed: str) -> Coverage:
 def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spelling: Spelling) -> None:
     (region,) = dovetail.regions(dovetail.outline(graph, [request_for(graph, match)]))
     unit = unit_of(region)
-    where = f"{rule}, seed {seed!r}, {sorted(spelling.variations)}, {region.attrs}, {sorted(region.arguments)}"
+    where = (
+        f"{rule}, seed {seed!r}, {sorted(spelling.variations)}, {region.attrs}, {sorted(region.arguments)}"
+    )
     if contract_of(unit.region) is None:
         raise ReferenceMismatch(f"an operand without a name: {where}\n{graph.graph}")
     reason = reference_mismatch(unit, unit.values)

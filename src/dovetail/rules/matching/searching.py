@@ -184,7 +184,7 @@ class Search:
     def _candidate(self, template: Template, proof: Found, loose: Found) -> Proposal | None:
         inner = [*proof.nodes.values(), *proof.through]
         members, partly = self.shadow.members(inner)
-        members = self._with_parts(self._with_sizes(members))
+        members = self._with_parts(self._with_sizes(self._with_views(members)))
         key = tuple(sorted(members))
         if partly is not None:
             whole = self.scene.nodes[self.shadow.origins[partly][0]].name
@@ -286,6 +286,13 @@ class Search:
         nodes, at = self.scene.nodes, self.scene.index.position
         parts = {at[u] for i in members if makes_tuple(nodes[i]) for u in nodes[i].users if is_projection(u)}
         return members | parts
+
+    def _with_views(self, members: set[int]) -> set[int]:
+        """The members and what lies between them that patterns do not see: views and copies that change nothing."""
+        if self.shadow.root is self.scene.gm or max(members) - min(members) > _NEAR:
+            return members
+        unseen = self.scene.index.between(members) - self.shadow.places
+        return members | {i for i in unseen if is_tensors(self.scene.nodes[i].meta.get("val"))}
 
     def _with_sizes(self, members: set[int]) -> set[int]:
         """The members and the sizes they use that are read from members: outside, they would make a cycle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,11 @@ class Shadow:
         for node in nodes:
             if node.op == "call_function":
                 self.by_target.setdefault(node.target, []).append(node)
+
+    @cached_property
+    def places(self) -> frozenset[int]:
+        """The positions that something here stands for; the others change nothing, or nothing needs them."""
+        return frozenset(i for places in self.origins.values() for i in places)
 
     @property
     def dialects(self) -> tuple[str, ...]:
