@@ -32,6 +32,7 @@ from dovetail.rules.rule import Decline
 from dovetail.rules.scene import Scene
 
 _TO_SOFTMAX = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
+_SOFTMAX = frozenset({"softmax", "amax", "max"})
 _COLUMNS = example(2, 4, 16, 8)
 _THREE, _THREE_MASK = example(8, 8, 16), example(8, 8, 8, dtype=torch.bool)
 _BATCHES = (_THREE, _THREE, _THREE, _THREE_MASK, example(8, 8, 8), example(8, 16, 8), MASK)
@@ -49,7 +50,7 @@ def _has_columns(scene: Scene) -> bool:
     """Whether there is a softmax of a product with something that was not turned for it."""
     products = [n for n in scene.fact(shadow_of).nodes if op_name(n.target) == "matmul"]
     return any(
-        not _is_turned(n.args[1]) and ahead_of([n], {"softmax"}, _TO_SOFTMAX) is not None for n in products
+        not _is_turned(n.args[1]) and ahead_of([n], _SOFTMAX, _TO_SOFTMAX) is not None for n in products
     )
 
 
@@ -130,7 +131,7 @@ def attention_of_batches(
 
 @known(
     attention_kind,
-    needs="softmax|_softmax matmul|bmm|mm triu|tril",
+    needs="softmax|_softmax|exp matmul|bmm|mm triu|tril",
     attrs_of=attention_attrs,
     examples=[(Q, SHARED, SHARED), (Q, KV, KV)],
 )
@@ -159,18 +160,20 @@ def attention_causal(
     )
     hiding = either(
         lambda: spread.masked_fill(later, steps.hidden),
-        lambda: spread + torch.full(size, steps.hidden, device=q.device).triu(1),
+        lambda: spread + torch.full(size, steps.hidden, dtype=spread.dtype, device=q.device).triu(1),
     )
     return steps.weights(hiding, q.dtype) @ v
 
 
 @attention_causal.guard
 def mask_is_its_own(match: Match) -> Decline | None:
-    inner = set(match.nodes)
+    inner, mask = set(match.nodes), set[Node]()
     for node in match.nodes:
+        if not mask.issuperset(node.all_input_nodes):
+            continue
+        mask.add(node)
         outside = [user for user in node.users if user not in inner]
-        value = node.meta.get("val")
-        if outside and isinstance(value, Tensor) and value.dim() == 2:
+        if outside:
             return Decline(f"its mask is also used by '{outside[0].name}'", at=node)
     return None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.module import attribute
-from dovetail.graph.normalform import as_number, by_name, op_name
+from dovetail.graph.normalform import as_number, by_name, op_name, value_of
 from dovetail.rules.library.known import has, kind, taking
 from dovetail.rules.matching.choices import either, optional
 from dovetail.rules.matching.match import Match, Value
@@ -217,7 +217,9 @@ def _mask_type(match: Match) -> str:
     choices = [node for node in match.nodes if op_name(node.target) == "where"]
     if not choices:
         return "additive"
-    return "keep" if isinstance(by_name(choices[0]).get("self"), Node) else "hide"
+    # What masked scores become is a number, or a tensor without dimensions; scores have some.
+    chosen = value_of(by_name(choices[0]).get("self"))
+    return "keep" if isinstance(chosen, Tensor) and chosen.dim() else "hide"
 
 
 def _bias_after_mask(match: Match) -> bool:
@@ -296,6 +298,16 @@ def can_be_said(match: Match) -> Decline | None:
     if filler is not None and (filler.ndim or not filler.is_constant):
         return Decline("what masked scores become is not known", at=filler)
     hidden = _hidden(match)
-    if hidden is None or hidden <= -1e3:
-        return heads_are_grouped(match)
-    return Decline(f"masked scores become {hidden!r}: they still count")
+    if hidden is not None and hidden > -1e3:
+        return Decline(f"masked scores become {hidden!r}: they still count")
+    return heads_are_grouped(match) or _draws_in_order(match)
+
+
+def _draws_in_order(match: Match) -> Decline | None:
+    """Refuse a dropout of weights that are laid out in another order: random numbers are drawn in that of memory."""
+    for node in match.nodes:
+        if op_name(node.target) in ("native_dropout", "dropout"):
+            weights = value_of(by_name(node).get("input"))
+            if isinstance(weights, Tensor) and not weights.is_contiguous():
+                return Decline("its dropout draws for weights that are not contiguous", at=node)
+    return None

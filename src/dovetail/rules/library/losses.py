@@ -38,6 +38,7 @@ def cross_entropy_kind(
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) if upcast else logits
     scores = scores.movedim(class_dim, 1) if scores.dim() > 1 else scores
     ignored = -100 if ignore_index is None else ignore_index
+    target = target.long() if target_kind == "indices" else target
     return F.cross_entropy(
         scores, target, weight, reduction=reduction, ignore_index=ignored, label_smoothing=label_smoothing
     )
@@ -83,10 +84,12 @@ def cross_entropy(
     scores = either(lambda: logits, lambda: logits.float())
 
     def weighed(by: Tensor | None) -> Tensor:
-        logs = torch.log_softmax(scores, 1)
+        classes = min(1, scores.dim() - 1)
         return either(
             lambda: aten.cross_entropy_loss.default(scores, target, by, reduction, ignored, smoothing),
-            lambda: aten.nll_loss_nd.default(logs, target, by, reduction, ignored),
+            lambda: aten.nll_loss_nd.default(
+                torch.log_softmax(scores, classes), target, by, reduction, ignored
+            ),
         )
 
     return either(lambda: weighed(weight), lambda: weighed(None))
@@ -116,7 +119,9 @@ def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
 
     def loss() -> Tensor:
         total = torch.logsumexp(logits, -1)
-        return either(lambda: -picked(logs()), lambda: total - picked(logits))
+        return either(
+            lambda: -picked(logs()), lambda: total - picked(logits), lambda: -(picked(logits) - total)
+        )
 
     def gain() -> Tensor:
         total = torch.logsumexp(logits, -1)

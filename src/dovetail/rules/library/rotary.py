@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dovetail.graph.normalform import as_number
 from dovetail.rules.library.known import ahead_of, has, kind, known
 from dovetail.rules.library.steps import by_halves
 from dovetail.rules.matching.choices import either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.matching.shadow import shadow_of
-from dovetail.rules.rule import Candidate, Proposal, Rule, RuleSet
+from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 
 _MEETINGS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
@@ -121,6 +122,15 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated(x, cos, sin)
 
 
+@rotary.guard
+def width_is_even(match: Match) -> Decline | None:
+    width = as_number(match["x"].shape[-1])
+    if width is not None and width % 2 == 0:
+        return None
+    # A chunk cuts an odd width above the middle, slices below it.
+    return Decline(f"the last dimension of '{match['x'].name}' is not known to be even", at=match["x"])
+
+
 class RotaryPair(Rule):
     """Proposes the rotary embeddings of the queries and the keys that one attention reads, by the same angles."""
 
@@ -203,6 +213,12 @@ def rotary_complex(x: Tensor, turns: Tensor) -> Tensor:
     """A rotary embedding as a product of complex numbers."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(x.dim() - 1).to(x.dtype)
+
+
+@rotary_complex.guard
+def turns_are_complex(match: Match) -> Decline | None:
+    turns = match["turns"]
+    return None if turns.dtype.is_complex else Decline(f"'{turns.name}' only scales: it is real", at=turns)
 
 
 ROTARY = RuleSet(rotary, rotary_pair, rotary_split, rotary_cached, rotary_complex)

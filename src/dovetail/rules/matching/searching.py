@@ -184,7 +184,7 @@ class Search:
     def _candidate(self, template: Template, proof: Found, loose: Found) -> Proposal | None:
         inner = [*proof.nodes.values(), *proof.through]
         members, partly = self.shadow.members(inner)
-        members = self._with_parts(self._with_sizes(members))
+        members = self._with_parts(self._with_sizes(self._with_views(members)))
         key = tuple(sorted(members))
         if partly is not None:
             whole = self.scene.nodes[self.shadow.origins[partly][0]].name
@@ -260,12 +260,14 @@ class Search:
 
     def _match(self, template: Template, proof: Found, loose: Found, members: tuple[int, ...]) -> Match:
         operands: dict[str, Value | None] = dict.fromkeys(self.rule.parameters.operands)
+        read = {n for i in members for n in self.scene.nodes[i].all_input_nodes}
         for name, node in template.operands.items():
             if node not in proof.operands:
                 continue
             bound = proof.operands[node]
-            origin = self.shadow.origins.get(bound)
-            real = self.scene.nodes[origin[0]] if origin else bound
+            same = [self.scene.nodes[i] for i in self.shadow.origins.get(bound, ())] or [bound]
+            # A view that changes nothing is no node of its own in the shadow, but may be what the members read.
+            real = next((n for n in same if n in read), same[0])
             operands[name] = Value(real, bound.meta.get("val"), self.scene.gm)
         outputs = [self.scene.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
         paths = {self.scene.module_path(i) for i in members}
@@ -284,6 +286,13 @@ class Search:
         nodes, at = self.scene.nodes, self.scene.index.position
         parts = {at[u] for i in members if makes_tuple(nodes[i]) for u in nodes[i].users if is_projection(u)}
         return members | parts
+
+    def _with_views(self, members: set[int]) -> set[int]:
+        """The members and what lies between them that patterns do not see: views and copies that change nothing."""
+        if self.shadow.root is self.scene.gm or max(members) - min(members) > _NEAR:
+            return members
+        unseen = self.scene.index.between(members) - self.shadow.places
+        return members | {i for i in unseen if is_tensors(self.scene.nodes[i].meta.get("val"))}
 
     def _with_sizes(self, members: set[int]) -> set[int]:
         """The members and the sizes they use that are read from members: outside, they would make a cycle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,11 @@ class Shadow:
         for node in nodes:
             if node.op == "call_function":
                 self.by_target.setdefault(node.target, []).append(node)
+
+    @cached_property
+    def places(self) -> frozenset[int]:
+        """The positions that something here stands for; the others change nothing, or nothing needs them."""
+        return frozenset(i for places in self.origins.values() for i in places)
 
     @property
     def dialects(self) -> tuple[str, ...]:
@@ -115,7 +121,7 @@ def _canonical(scene: Scene) -> Shadow:
     program, _, made = canonicalise_traced(scene.gm)
     origins: dict[Node, list[int]] = {}
     for old, new in made.items():
-        if old.op in ("placeholder", "get_attr", "output") or new.op == "call_function":
+        if old.op != "call_module" or new.op == "call_function":
             origins.setdefault(new, []).append(scene.index.position[old])
     return Shadow(program, list(program.graph.nodes), {n: tuple(p) for n, p in origins.items()})
 

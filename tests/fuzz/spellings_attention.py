@@ -1,0 +1,525 @@
+"""Spellings of attention: the operator, and softmax(QKᵀ)V from its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .references import Family, Spelling
+from .spelling_drawing import Drawing
+
+Step = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of one attention, all of them equal at times so that a wrong layout is no error."""
+
+    lead: tuple[int, ...]
+    queries: int
+    keys: int
+    width: int
+    value: int
+    groups: int = 1
+
+    @property
+    def q(self) -> tuple[int, ...]:
+        return (*self.lead, self.queries, self.width)
+
+    @property
+    def k(self) -> tuple[int, ...]:
+        return (*self._shared, self.keys, self.width)
+
+    @property
+    def v(self) -> tuple[int, ...]:
+        return (*self._shared, self.keys, self.value)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        return (*self.lead, self.queries, self.keys)
+
+    @property
+    def _shared(self) -> tuple[int, ...]:
+        return (*self.lead[:-1], self.lead[-1] // self.groups) if self.groups > 1 else self.lead
+
+
+def _sizes(d: Drawing, ranks: tuple[int, ...] = (4, 4, 4, 4, 3, 2, 5), grouped: float = 0.45) -> _Sizes:
+    rank = d.any(ranks)
+    d.tags.add(f"rank{rank}")
+    lead = tuple(d.any([1, 2, 4]) for _ in range(rank - 2))
+    if d.chance(0.4, "square"):
+        if rank < 4 and d.chance(0.5, "all_equal"):
+            lead = (4,) * len(lead)
+        return _Sizes(lead, 4, 4, 4, 4)
+    queries, keys = d.any([1, 3, 4]), d.any([2, 3, 5])
+    groups = 1
+    if rank == 4 and d.chance(grouped, "grouped"):
+        lead, groups = (lead[0], 4), d.any([2, 4])
+    return _Sizes(lead, queries, keys, d.any([2, 4]), d.any([2, 4, 6]), groups)
+
+
+def _spread(x: Tensor, groups: int) -> Tensor:
+    batch, heads, length, width = x.shape
+    wide = x[:, :, None].expand(batch, heads, groups, length, width)
+    return wide.reshape(batch, heads * groups, length, width)
+
+
+def _repeating(d: Drawing, groups: int) -> Step:
+    """How heads of keys and values become those of the queries."""
+    if groups == 1:
+        return lambda x: x
+    return d.mostly(
+        {
+            "expanded": lambda x: _spread(x, groups),
+            "interleaved": lambda x: x.repeat_interleave(groups, dim=1),
+        },
+        {"tiled": lambda x: x.repeat(1, groups, 1, 1)},
+    )
+
+
+def _operator(rng: Random) -> Spelling:
+    d = Drawing(rng)
+    dtype = d.precision()
+    s = _sizes(d)
+    q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
+    settings: dict[str, Any] = {}
+    if d.chance(0.3, "scale"):
+        settings["scale"] = d.float()
+    if d.chance(0.15, "dropout"):
+        settings["dropout_p"] = d.float(0.1, 0.6)
+    repeat = _repeating(d, s.groups)
+    if s.groups > 1 and d.chance(0.35, "enable_gqa"):
+        settings["enable_gqa"], repeat = True, lambda x: x
+    if len(s.lead) == 2 and d.chance(0.05, "broadcast_keys"):
+        k, v = k[:1], v[:1]
+    mask: list[Tensor] = []
+    how = d.any(["none", "none", "causal", "boolean", "additive", "wide"])
+    d.tags.add(f"mask_{how}")
+    if how == "causal":
+        settings["is_causal"] = True
+    elif how != "none":
+        sizes = d.broadcast(*s.scores)
+        mask = [d.flags(*sizes) if how == "boolean" else d.tensor(*sizes)]
+        if how == "wide":
+            mask = [d.tensor(*s.scores[-2:], dtype=dtype)]
+    same = s.k == s.v and d.chance(0.1, "shared_operand")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        keys, values = repeat(k), repeat(k if same else v)
+        return F.scaled_dot_product_attention(q, keys, values, *mask, **settings)
+
+    inputs = (q, k, v, *mask)
+    return d.spelling(attend, inputs, symbolic=d.batches(inputs))
+
+
+def _scaled(d: Drawing, q: Tensor, columns: Step, multiply: Product = torch.matmul) -> Product:
+    """The scores of queries and keys, `columns` making columns of the keys."""
+    c = d.float()
+    root = math.sqrt(q.shape[-1])
+    return d.mostly(
+        {
+            "scale": lambda q, k: multiply(q, columns(k)) * c,
+            "scale_left": lambda q, k: c * multiply(q, columns(k)),
+            "divisor": lambda q, k: multiply(q, columns(k)) / root,
+            "scale_query": lambda q, k: multiply(q * c, columns(k)),
+            "divide_query": lambda q, k: multiply(q / root, columns(k)),
+            "scale_key": lambda q, k: multiply(q, columns(k) * c),
+            "no_scale": lambda q, k: multiply(q, columns(k)),
+            "scale_both": lambda q, k: multiply(q * c, columns(k * c)),
+        },
+        {
+            "negative_scale": lambda q, k: multiply(q, columns(k)) * -c,
+            "divide_inverse": lambda q, k: c / multiply(q, columns(k)),
+            "scale_twice": lambda q, k: multiply(q * c, columns(k)) / root,
+            "tensor_scale": lambda q, k: multiply(q, columns(k)) * torch.full([], c),
+        },
+    )
+
+
+def _columns(d: Drawing, rank: int) -> Step:
+    """Keys turned into columns."""
+    return d.mostly(
+        {
+            "mT": lambda k: k.mT,
+            "transpose": lambda k: k.transpose(-1, -2),
+            "swapaxes": lambda k: k.swapaxes(rank - 1, rank - 2),
+            "permute": lambda k: k.permute(*range(rank - 2), rank - 1, rank - 2),
+        },
+        {"not_turned": lambda k: k.clone(), "turned": lambda k: k.transpose(0, -1)},
+        0.1 if "all_equal" in d.tags else 0.0,
+    )
+
+
+def _weights(d: Drawing, dtype: torch.dtype) -> Step:
+    """The softmax of scores, with dropout or without."""
+
+    def by_hand(x: Tensor) -> Tensor:
+        powers = torch.exp(x - x.amax(-1, keepdim=True))
+        return powers / powers.sum(-1, keepdim=True)
+
+    def by_max(x: Tensor) -> Tensor:
+        powers = (x - x.max(dim=-1, keepdim=True)[0]).exp()
+        return powers / powers.sum(-1, keepdim=True)
+
+    softmax = d.mostly(
+        {
+            "softmax": lambda x: torch.softmax(x, -1),
+            "softmax_method": lambda x: x.softmax(x.dim() - 1),
+            "softmax_wide": lambda x: F.softmax(x, dim=-1, dtype=torch.float32).to(dtype),
+            "softmax_float": lambda x: F.softmax(x.float(), dim=-1).to(dtype),
+            "softmax_by_hand": by_hand,
+            "softmax_by_max": by_max,
+        },
+        {
+            "softmax_queries": lambda x: torch.softmax(x, -2),
+            "softmax_unshifted": lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
+            "softmax_plus_one": lambda x: x.exp() / (1 + x.exp().sum(-1, keepdim=True)),
+            "log_softmax": lambda x: torch.log_softmax(x, -1),
+            "scaled_weights": lambda x: torch.softmax(x, -1) * 0.5,
+        },
+    )
+    rate = d.float(0.1, 0.6)
+    if d.chance(0.15, "dropout"):
+        return lambda x: F.dropout(d.inner(softmax(x)), rate)
+    if d.chance(0.1, "dropout_eval"):
+        return lambda x: F.dropout(softmax(x), rate, training=False)
+    return lambda x: d.inner(softmax(x))
+
+
+Masking = Callable[[Tensor, Tensor], Tensor]
+
+
+def _masking(d: Drawing, dtype: torch.dtype) -> tuple[Masking, bool]:
+    """How a mask is laid over scores, and whether the mask is boolean."""
+    low = d.any([-math.inf, -1e9, -1e4, torch.finfo(dtype).min])
+    d.tags.add("mask_inf" if math.isinf(low) else "mask_finite")
+    added: dict[str, Masking] = {
+        "mask_added": lambda x, m: x + m,
+        "mask_added_left": lambda x, m: m + x,
+        "mask_alpha_one": lambda x, m: torch.add(x, m, alpha=1),
+    }
+    boolean: dict[str, Masking] = {
+        "mask_filled": lambda x, m: x.masked_fill(m, low),
+        "mask_not_filled": lambda x, m: x.masked_fill(~m, low),
+        "mask_kept": lambda x, m: torch.where(m, x, low),
+        "mask_hidden": lambda x, m: torch.where(m, low, x),
+        "mask_full": lambda x, m: torch.where(m, x, torch.full([], low, dtype=x.dtype)),
+        "mask_constant": lambda x, m: torch.where(m, x, torch.tensor(low, dtype=x.dtype)),
+        "mask_boolean_added": lambda x, m: x + m,
+    }
+    hostile: dict[str, Masking] = {
+        "mask_alpha": lambda x, m: torch.add(x, m, alpha=2),
+        "mask_subtracted": lambda x, m: x - m,
+        "mask_multiplied": lambda x, m: x * m,
+    }
+    hostile_boolean: dict[str, Masking] = {
+        "mask_too_high": lambda x, m: x.masked_fill(m, -1.0),
+        "mask_positive": lambda x, m: x.masked_fill(m, 1e9),
+        "mask_vector": lambda x, m: torch.where(m, x, torch.full_like(x[..., :1], low)),
+        "mask_hidden_full": lambda x, m: torch.where(m, torch.full([], low, dtype=x.dtype), x),
+    }
+    if d.chance(0.5):
+        return d.mostly(added, hostile), False
+    return d.mostly(boolean, hostile_boolean), True
+
+
+def _mask(d: Drawing, boolean: bool, scores: tuple[int, ...]) -> Tensor:
+    sizes = d.broadcast(*scores)
+    return d.flags(*sizes) if boolean else d.tensor(*sizes)
+
+
+def _by_hand(rng: Random) -> Spelling:
+    d = Drawing(rng)
+    dtype = d.precision()
+    s = _sizes(d)
+    q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
+    repeat, turn = _repeating(d, s.groups), _columns(d, len(s.q))
+    scaled, weights = _scaled(d, q, turn), _weights(d, dtype)
+    cap = d.float(5, 30)
+    capped = (
+        d.mostly(
+            {"softcap": lambda x: torch.tanh(x / cap) * cap},
+            {
+                "softcap_uneven": lambda x: torch.tanh(x / cap) * (cap + 1),
+                "softcap_inverse": lambda x: torch.tanh(x * (1 / cap)) * cap,
+            },
+            0.2,
+        )
+        if d.chance(0.15)
+        else lambda x: x
+    )
+    order = d.any(["none", "none", "mask", "mask", "mask_bias", "bias_mask", "bias"])
+    d.tags.add(f"order_{order}")
+    lay, boolean = _masking(d, dtype)
+    extra = {
+        "mask": lambda: _mask(d, boolean, s.scores),
+        "bias": lambda: d.tensor(*d.broadcast(*s.scores)),
+    }
+    laid = [word for word in order.split("_") if word != "none"]
+    operands = [extra[word]() for word in laid]
+    same = s.k == s.v and d.chance(0.1, "shared_operand")
+    swapped = d.chance(0.04, "weights_turned")
+    in_place = d.chance(0.2, "in_place") and all(o.shape == s.scores for o in operands)
+    plus = torch.Tensor.add_ if in_place else torch.add
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *over: Tensor) -> Tensor:
+        keys, values = repeat(k), repeat(k if same else v)
+        x = d.inner(capped(d.inner(scaled(q, keys))))
+        for word, operand in zip(laid, over, strict=True):
+            x = lay(x, operand) if word == "mask" else plus(x, operand)
+        w = weights(x)
+        return values.mT @ w.mT if swapped else w @ values
+
+    inputs = (q, k, v, *operands)
+    # make_fx keeps writes in place, and an operand behind a view that changes nothing has no name there.
+    return d.spelling(attend, inputs, symbolic=d.batches(inputs), graphs=0.0 if in_place else 0.15)
+
+
+def _of_columns(rng: Random) -> Spelling:
+    d = Drawing(rng)
+    dtype = d.precision()
+    s = _sizes(d, grouped=0.0)
+    q, v = d.tensor(*s.q), d.tensor(*s.v)
+    rank = len(s.q)
+    arrive: dict[str, tuple[tuple[int, ...], Step]] = {
+        "columns": ((*s.lead, s.width, s.keys), lambda k: k),
+        "cut": ((*s.lead, s.width, s.keys + 1), lambda k: k[..., 1:]),
+    }
+    if rank == 4:
+        arrive["permuted"] = (
+            (s.lead[0], s.keys, s.lead[1], s.width),
+            lambda k: k.permute(0, 2, 3, 1),
+        )
+        arrive["broadcast_columns"] = ((1, s.lead[1], s.width, s.keys), lambda k: k)
+    sizes, turn = d.mostly(arrive, {"turned": ((*s.lead, s.keys, s.width), lambda k: k.mT)}, 0.05)
+    scaled, weights = _scaled(d, q, turn), _weights(d, dtype)
+    masked = d.chance(0.5, "masked")
+    lay, boolean = _masking(d, dtype)
+    operands = [_mask(d, boolean, s.scores)] if masked else []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *over: Tensor) -> Tensor:
+        x = d.inner(scaled(q, k))
+        return weights(lay(x, *over) if over else x) @ v
+
+    inputs = (q, d.tensor(*sizes), v, *operands)
+    return d.spelling(attend, inputs, symbolic=d.batches(inputs))
+
+
+def _of_batches(rng: Random) -> Spelling:
+    d = Drawing(rng)
+    dtype = d.precision()
+    square = d.chance(0.4, "square")
+    batch, heads = (2, 2) if square else (d.any([1, 2]), d.any([2, 3]))
+    n, m, width, wide = (4, 4, 4, 4) if square else (d.any([1, 3]), d.any([2, 5]), 4, d.any([2, 6]))
+    q, k, v = (d.tensor(batch * heads, *sizes) for sizes in ((n, width), (m, width), (m, wide)))
+    scores = (batch * heads, n, m)
+    offset, c = d.tensor(*d.broadcast(*scores)), d.float()
+    offset = offset if d.chance(0.2) else d.tensor(*scores)
+    scaled = _scaled(d, q, lambda k: k.transpose(1, 2), torch.bmm)
+    products: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "bmm": lambda q, k, o: scaled(q, k),
+        "baddbmm": lambda q, k, o: torch.baddbmm(o, q * c, k.transpose(1, 2)),
+        "baddbmm_alpha": lambda q, k, o: o.baddbmm(q, k.transpose(-1, -2), beta=1.0, alpha=c),
+        "offset_added": lambda q, k, o: scaled(q, k) + o,
+        "turned_before": lambda q, k, o: torch.bmm(q, k.transpose(1, 2).contiguous()),
+    }
+    hostile = {
+        "beta": lambda q, k, o: torch.baddbmm(o, q, k.transpose(1, 2), beta=0.5, alpha=c),
+        "beta_zero": lambda q, k, o: torch.baddbmm(o, q, k.transpose(1, 2), beta=0.0, alpha=c),
+    }
+    product = d.mostly(products, hostile)
+    lay, boolean = _masking(d, dtype)
+    weights = _weights(d, dtype)
+    way = d.any(["plain", "flat_mask", "over_heads", "parted", "twisted"])
+    d.tags.add(way)
+    four = (
+        d.broadcast(batch, 1 if d.chance(0.6) else heads, n, m) if way != "twisted" else (heads, batch, n, m)
+    )
+    sizes = scores if way == "flat_mask" else four
+    mask = d.flags(*sizes) if boolean else d.tensor(*sizes)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, offset: Tensor, mask: Tensor) -> Tensor:
+        x = d.inner(product(q, k, offset))
+        if way == "flat_mask":
+            x = lay(x, mask)
+        elif way == "twisted":
+            x = lay(x.view(heads, batch, n, m), mask).view(scores)
+        elif way != "plain":
+            x = lay(x.view(batch, heads, n, m), mask)
+        if way == "over_heads":
+            x = x.view(scores)
+        w = weights(x)
+        return torch.bmm(w.view(scores) if way == "parted" else w, v)
+
+    return d.spelling(attend, (q, k, v, offset, mask))
+
+
+def _causal(rng: Random) -> Spelling:
+    d = Drawing(rng)
+    dtype = d.precision()
+    s = _sizes(d)
+    q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
+    n, m = s.queries, s.keys
+    low = d.any([-math.inf, -1e9, torch.finfo(dtype).min])
+    d.tags.add("mask_inf" if math.isinf(low) else "mask_finite")
+    ones = torch.ones
+    later = d.mostly(
+        {
+            "triu": lambda: ones(n, m, dtype=torch.bool).triu(1),
+            "logical_not": lambda: ones(n, m, dtype=torch.bool).tril().logical_not(),
+            "invert": lambda: ~torch.tril(ones(n, m, dtype=torch.bool)),
+            "tril_zero": lambda: torch.tril(ones(n, m)) == 0,
+            "triu_one": lambda: ones(n, m).triu(1) == 1,
+            "triu_bool": lambda: torch.triu(ones(n, m), diagonal=1).bool(),
+            "added": lambda: torch.full((n, m), low, dtype=dtype).triu(1),
+            "added_default": lambda: torch.full((n, m), low).triu(1).to(dtype),
+        },
+        {
+            "diagonal_0": lambda: ones(n, m, dtype=torch.bool).triu(0),
+            "diagonal_2": lambda: ones(n, m, dtype=torch.bool).triu(2),
+            "tril_minus_1": lambda: ~ones(n, m, dtype=torch.bool).tril(-1),
+            "tril_plus_1": lambda: torch.tril(ones(n, m), diagonal=1) == 0,
+            "earlier": lambda: ones(n, m, dtype=torch.bool).tril(-1),
+            "added_tril": lambda: torch.full((n, m), low, dtype=dtype).tril(-1),
+            "bottom_right": lambda: ones(n, m, dtype=torch.bool).triu(m - n + 1),
+            "one_row": lambda: ones(1, m, dtype=torch.bool).triu(1),
+            "added_low": lambda: torch.full((n, m), -2.0, dtype=dtype).triu(1),
+        },
+        0.2,
+    )
+    added = any(tag.startswith("added") for tag in d.tags)
+    repeat, weights = _repeating(d, s.groups), _weights(d, dtype)
+    scaled = _scaled(d, q, _columns(d, len(s.q)))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = d.inner(scaled(q, repeat(k)))
+        x = x + later() if added else x.masked_fill(later(), low)
+        return weights(x) @ repeat(v)
+
+    return d.spelling(attend, (q, k, v), symbolic=d.batches((q, k, v)))
+
+
+def _by_einsum(rng: Random) -> Spelling:
+    d = Drawing(rng)
+    dtype = d.precision()
+    batch = d.any(["bh", "bh", "bh", "b", "", "abh"])
+    square = d.chance(0.4, "square")
+    sizes = dict(zip("abhijde", [2, 4, 4, 4, 4, 4, 4] if square else [2, 1, 2, 3, 5, 4, 6], strict=True))
+
+    def term(tail: str, usual: float = 0.4) -> str:
+        letters = list(batch + tail)
+        if not d.chance(usual):
+            d.rng.shuffle(letters)
+            d.tags.add("layout")
+        return "".join(letters)
+
+    q, k, v, result = term("id"), term("jd"), term("je"), term("ie")
+    scores = term("i", 0.8) + "j"
+    if d.chance(0.12, "hostile"):
+        scores = d.any([scores[::-1], scores[-1] + scores[:-1]])
+    if d.chance(0.06, "hostile_result"):
+        result = d.any([result.replace("i", "j"), result.replace("e", ""), "e" + result.replace("e", "")])
+    letters = list("mnopqrs")
+    d.rng.shuffle(letters)
+    renamed = dict(zip("abhijde", letters, strict=True)) if d.chance(0.5, "renamed") else {}
+    second = ["".join(renamed.get(c, c) for c in t) for t in (scores, v, result)]
+    inward, outward = f"{q},{k}->{scores}", f"{second[0]},{second[1]}->{second[2]}"
+    if d.chance(0.1, "ellipsis") and batch:
+        inward, outward = "...id,...jd->...ij", "...ij,...je->...ie"
+        q, k, v, scores = f"{batch}id", f"{batch}jd", f"{batch}je", f"{batch}ij"
+    if d.chance(0.2, "blanks"):
+        inward = inward.replace(",", " , ").replace("->", " -> ")
+    tensors = [d.tensor(*(sizes[c] for c in t)) for t in (q, k, v)]
+    scaled = _scaled(d, tensors[0], lambda k: k, lambda a, b: torch.einsum(inward, a, b))
+    weights = _weights(d, dtype)
+    masked = d.chance(0.4, "masked")
+    lay, boolean = _masking(d, dtype)
+    operands = [_mask(d, boolean, tuple(sizes[c] for c in scores))] if masked else []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *over: Tensor) -> Tensor:
+        x = d.inner(scaled(q, k))
+        return torch.einsum(outward, weights(lay(x, *over) if over else x), v)
+
+    return d.spelling(attend, (*tensors, *operands), graphs=0.0)
+
+
+_MASKS = frozenset(
+    {"mask_added", "mask_added_left", "mask_filled", "mask_not_filled", "mask_kept", "mask_hidden"}
+)
+_SCALES = frozenset({"scale", "divisor", "scale_query", "divide_query", "scale_key", "no_scale"})
+_SOFTMAX = frozenset(
+    {"softmax", "softmax_wide", "softmax_float", "softmax_by_hand", "softmax_by_max", "dropout"}
+)
+_COMMON = _SCALES | _SOFTMAX | {"bf16", "f64", "square", "escape"}
+
+FAMILIES = (
+    Family(
+        "attention",
+        _operator,
+        frozenset({"scale", "dropout", "enable_gqa", "expanded", "interleaved", "mask_none", "mask_causal"})
+        | {"mask_boolean", "mask_additive", "broadcast", "symbolic", "bf16", "f64", "shared_operand"}
+        | {"rank3", "rank4"},
+    ),
+    Family(
+        "attention_by_hand",
+        _by_hand,
+        _COMMON
+        | _MASKS
+        | {
+            "softcap",
+            "order_mask_bias",
+            "order_bias_mask",
+            "order_bias",
+            "rank2",
+            "rank3",
+            "rank5",
+            "expanded",
+        }
+        | {"interleaved", "symbolic", "make_fx", "decomposed", "broadcast", "lower_rank", "shared_operand"}
+        | {"mask_inf", "mask_finite", "mask_boolean_added", "mask_full", "mask_constant"},
+    ),
+    Family(
+        "attention_of_columns",
+        _of_columns,
+        _COMMON
+        | _MASKS
+        | {"columns", "cut", "permuted", "masked", "broadcast", "rank2", "rank3", "symbolic"},
+    ),
+    Family(
+        "attention_of_batches",
+        _of_batches,
+        _COMMON
+        | _MASKS
+        | {"bmm", "baddbmm", "baddbmm_alpha", "offset_added", "flat_mask", "over_heads", "parted", "plain"},
+    ),
+    Family(
+        "attention_causal",
+        _causal,
+        _COMMON
+        | {
+            "triu",
+            "logical_not",
+            "invert",
+            "tril_zero",
+            "triu_one",
+            "triu_bool",
+            "added",
+            "expanded",
+            "interleaved",
+        }
+        | {"mask_inf", "mask_finite", "symbolic", "rank2", "rank3"},
+    ),
+    Family(
+        "attention_einsum",
+        _by_einsum,
+        _COMMON | _MASKS | {"layout", "renamed", "blanks", "masked", "broadcast"},
+    ),
+)
