@@ -256,7 +256,7 @@ def _trial(unit: Unit, run: Compiled, examples: Sequence[Any], expected: Expecte
 
 
 def _again(unit: Unit, examples: Sequence[Any]) -> list[Any]:
-    return real_examples(examples, positive=unit.variances)
+    return real_examples(examples, domains=unit.domains)
 
 
 def _passed(unit: Unit, given: Sequence[Any]) -> list[Any]:
