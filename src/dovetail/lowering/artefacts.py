@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.backend import Compiled, identity, saves, setting
 from dovetail.lowering.examples import fake_examples, hint_of, passed, random_state_kept, real_examples
 from dovetail.lowering.faults import Fault, fault_of, in_a_line
@@ -23,7 +24,7 @@ from dovetail.lowering.surroundings import precision
 from dovetail.lowering.unit import Unit
 
 # Inductor and most compilers are not to be entered by two threads at once.
-COMPILING = threading.RLock()
+COMPILING = released_by_fork(threading.RLock())
 _LARGEST_TRIAL = 2**31
 _LOG = logging.getLogger("dovetail")
 
@@ -78,7 +79,17 @@ class Artefact:
     untried: str = ""
 
 
-_MADE: WeakValueDictionary[tuple[Any, ...], Artefact] = WeakValueDictionary()
+class _Made(WeakValueDictionary[tuple[Any, ...], Artefact]):
+    """Code by what it was made for; in a child that is nothing, for what the parent made is not to be used."""
+
+    __hash__ = object.__hash__
+
+    def after_fork(self) -> None:
+        self.clear()
+
+
+_MADE = _Made()
+on_fork(_MADE)
 _GATES: WeakValueDictionary[tuple[Any, ...], _Gate] = WeakValueDictionary()
 
 
@@ -86,7 +97,7 @@ class _Gate:
     """Lets one thread at a time make the code of one key."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = released_by_fork(threading.RLock())
 
 
 def obtain(unit: Unit, backend: Any, situation: Situation, workshop: Workshop) -> Artefact | Fault:

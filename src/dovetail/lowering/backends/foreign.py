@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dovetail.graph.effects import effects
+from dovetail.graph.forking import keep_for_ever, on_fork, released_by_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.backends.common import why_not_fixed, why_not_plain
@@ -77,14 +78,15 @@ class Foreign(Backend):
         """The program of these bytes."""
 
     def missing(self) -> str | None:
-        """What to install; None if it is there."""
+        """What to install, or why this process cannot use it; None if it can."""
         gone = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if not gone:
-            return None
+            return _STARTED.refused(self.name)
         return f"{' and '.join(gone)} not installed; pip install 'dovetail[{self.name}]'"
 
     def takes(self, node: Node) -> bool | Decline:
         """Whether it can run an operation."""
+        _STARTED.add(self.name)
         reason = self.missing() or self.why_not(node)
         return True if reason is None else Decline(reason)
 
@@ -122,6 +124,7 @@ class Foreign(Backend):
         return None
 
     def supports(self, region: Region) -> Answer:
+        _STARTED.add(self.name)
         reason = self.missing() or why_not_plain(region)
         if reason is None and not self.open_sizes:
             reason = why_not_fixed(region)
@@ -201,6 +204,36 @@ class Foreign(Backend):
         return made
 
 
+class _Started:
+    """Which compilers were started in this process, or in one that it was forked from."""
+
+    def __init__(self) -> None:
+        self.here: set[str] = set()
+        self.before: set[str] = set()
+        on_fork(self)
+
+    def add(self, name: str) -> None:
+        if name not in self.before:
+            self.here.add(name)
+
+    def after_fork(self) -> None:
+        """What was started is the parent's: its threads are not here."""
+        self.before |= self.here
+        self.here = set()
+
+    def refused(self, name: str) -> str | None:
+        """Why a compiler cannot be used here; None if it can."""
+        if name not in self.before:
+            return None
+        return (
+            f"'{name}' was started before this process was forked, and its threads are not here; start processes with "
+            f"the method 'spawn'"
+        )
+
+
+_STARTED = _Started()
+
+
 class Session:
     """Code with some operands bound; it takes the others as its compiler has them."""
 
@@ -224,7 +257,8 @@ class Model:
         self.constants = dict(constants or {})
         self._given = [i for i in range(len(operands)) if i not in self.constants]
         self._sessions: dict[int, Session] = {}
-        self._lock = threading.Lock()
+        self._lock = released_by_fork(threading.Lock())
+        on_fork(self)
 
     def bound(self, constants: Mapping[int, Tensor]) -> Model:
         """The same with some operands bound."""
@@ -243,6 +277,11 @@ class Model:
                     rows = {i: self._rows(i, value) for i, value in self.constants.items()}
                     found = self._sessions[threads] = self.backend.session(self.program, rows, self.results)
         return found
+
+    def after_fork(self) -> None:
+        """Keep what the parent started, unused."""
+        keep_for_ever(self._sessions)
+        self._sessions = {}
 
     def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():

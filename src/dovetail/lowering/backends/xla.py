@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.foreign import (
     WHOLE,
     Session,
@@ -79,7 +80,7 @@ class Program:
     guarded: bool
     kept: dict[int, bytes] = field(default_factory=dict[int, bytes])
     _made: dict[int, Any] = field(default_factory=dict[int, Any])
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=lambda: released_by_fork(threading.Lock()))
 
     def executable(self) -> Any:
         """The code for the number of threads that torch has now."""
@@ -164,7 +165,7 @@ def _why_no_runtime() -> str | None:
     return None
 
 
-_STARTING = threading.Lock()
+_STARTING = released_by_fork(threading.Lock())
 
 
 def _client(threads: int) -> Any:
