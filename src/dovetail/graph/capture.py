@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -22,10 +23,13 @@ from dovetail.graph.capturing.expecting import expect
 from dovetail.graph.capturing.sharing import overlap, owned_by
 from dovetail.graph.capturing.structural_copy import structural_copy
 from dovetail.graph.capturing.unlift import Unlifted, unlift
-from dovetail.graph.forking import forked_while_tracing, tracing
+from dovetail.graph.forking import forked_while_tracing, released_by_fork, tracing
 from dovetail.graph.keys import CANONICAL
 from dovetail.graph.module import Program
 from dovetail.graph.values import fill_values
+
+CAPTURING = released_by_fork(threading.RLock())
+"""Held while a model is traced: torch traces one at a time."""
 
 
 def capture(
@@ -109,7 +113,7 @@ def _from_model(
     try:
         # Another thread may call the model while it is exported.
         copy = structural_copy(module) if module is model else module
-        with tracing():
+        with CAPTURING, tracing():
             exported, cache = exporting.export_model(copy, args, kwargs, dynamic_shapes, strict)
             decomposed = exporting.decompose(exported)
     except CaptureError as error:

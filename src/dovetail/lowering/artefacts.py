@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -14,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from dovetail.graph.forking import on_fork, released_by_fork
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backend import Compiled, identity, saves, setting
 from dovetail.lowering.examples import fake_examples, hint_of, passed, random_state_kept, real_examples
 from dovetail.lowering.faults import Fault, fault_of, in_a_line
@@ -79,17 +80,7 @@ class Artefact:
     untried: str = ""
 
 
-class _Made(WeakValueDictionary[tuple[Any, ...], Artefact]):
-    """Code by what it was made for; in a child that is nothing, for what the parent made is not to be used."""
-
-    __hash__ = object.__hash__
-
-    def after_fork(self) -> None:
-        self.clear()
-
-
-_MADE = _Made()
-on_fork(_MADE)
+_MADE: WeakValueDictionary[tuple[Any, ...], Artefact] = WeakValueDictionary()
 _GATES: WeakValueDictionary[tuple[Any, ...], _Gate] = WeakValueDictionary()
 
 
@@ -107,6 +98,7 @@ def obtain(unit: Unit, backend: Any, situation: Situation, workshop: Workshop) -
     """
     job = _Job(unit, backend, situation, workshop)
     key = (
+        os.getpid(),  # a child does not use what its parent made
         identity(backend),
         id(backend),
         unit.key,

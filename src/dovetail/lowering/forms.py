@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
-from dovetail.graph.capture import capture
+from dovetail.graph.capture import CAPTURING, capture
 from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.lowering import lowering_of
 from dovetail.lowering.makeup import Makeup
@@ -242,17 +242,19 @@ class Forms:
         """A capture for calls like this one, with the modes it is for."""
         with self._lock:
             self.modes()  # forgets captures of what the model was
-            self._busy = threading.get_ident()
-            try:
-                with _fresh_casts():
-                    graph = capture(
-                        without_hooks(self.model),
-                        args,
-                        dict(kwargs or {}),
-                        dynamic_shapes=self.dynamic_shapes,
-                    )
-            finally:
-                self._busy = None
+            # A thread that traces another model must not wait for this one, which waits for it.
+            with CAPTURING:
+                self._busy = threading.get_ident()
+                try:
+                    with _fresh_casts():
+                        graph = capture(
+                            without_hooks(self.model),
+                            args,
+                            dict(kwargs or {}),
+                            dynamic_shapes=self.dynamic_shapes,
+                        )
+                finally:
+                    self._busy = None
             # Afterwards: a model may note something on itself the first time it runs.
             return self.modes() or ((), ()), graph
 

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from dovetail.graph.capturing.callables import rebound
 
 _OWN_DICTS = ("_parameters", "_buffers", "_modules")
+_BOOKKEEPING = frozenset(k for k, v in nn.Module().__dict__.items() if isinstance(v, (dict, set))) - {
+    *_OWN_DICTS
+}
+"""What every module keeps of its hooks and buffers: what is registered with the copy is not with the model."""
 _OPAQUE = (
     Tensor,
     str,
@@ -59,7 +63,7 @@ def structural_copy(model: nn.Module) -> nn.Module:
             redirect.fill(module, copies[id(module._modules)])
     except _Uncopied:
         return model
-    return cast("nn.Module", copies[id(model._modules)])
+    return copies[id(model._modules)]
 
 
 class _Redirect:
@@ -76,6 +80,7 @@ class _Redirect:
                     value.update({k: self.copy_of(v, v) for k, v in value.items()})
                 copy.__dict__[name] = value
             else:
+                value = value.copy() if name in _BOOKKEEPING else value
                 copy.__dict__[name] = self.redirected(value)
 
     def copy_of(self, value: Any, otherwise: Any = None) -> Any:

@@ -8,7 +8,7 @@ import json
 import operator
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, cast
@@ -22,11 +22,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from dovetail.graph.effects import effects
 from dovetail.graph.forking import keep_for_ever, on_fork, released_by_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
-from dovetail.lowering.backends.common import why_not_fixed, why_not_plain
+from dovetail.lowering.backends.common import (
+    values_of,
+    why_denormal,
+    why_empty,
+    why_not_fixed,
+    why_not_plain,
+    why_not_pure,
+)
 from dovetail.lowering.flattening import flat
 from dovetail.lowering.onnx.layouts import Layout, layout_of
 from dovetail.lowering.onnx.types import NoForm, is_number
@@ -35,7 +41,6 @@ from dovetail.outlining.region import Region
 from dovetail.rules.capability import capability
 from dovetail.rules.rule import Decline
 
-_NOWHERE = torch.nn.Module()
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _CHANGES = 4
@@ -46,12 +51,14 @@ class Foreign(Backend):
     """A backend whose compiler takes a region as a program all of whose operands are inputs.
 
     For each call `prepare` binds the weights to the code once, so that calls pass on only what changes; where they
-    change again and again, they stay inputs. With `open_sizes` it also takes sizes that may vary.
+    change again and again, they stay inputs. With `open_sizes` it also takes sizes that may vary. A compiler that
+    `flushes_denormals`, which takes the smallest numbers for zero, is given no such literals.
     """
 
     packages: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, *WHOLE})
     open_sizes: ClassVar[bool] = False
+    flushes_denormals: ClassVar[bool] = False
 
     @cached_property
     def rules(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -100,14 +107,14 @@ class Foreign(Backend):
         """Why an operation is out of the question before the compiler is asked."""
         if self.open_sizes and not isinstance(node.target, OpOverload):
             return None
-        reason = _why_not_pure(node)
+        reason = why_not_pure(node)
         if reason is not None:
             return reason
         for one in values_of(node, *node.all_input_nodes):
             reason = self.why_not_value(one)
             if reason is not None:
                 return reason
-        return None
+        return why_empty(node) or (why_denormal(node, self.name) if self.flushes_denormals else None)
 
     def why_not_value(self, value: Any) -> str | None:
         """Why it has no such tensors."""
@@ -159,6 +166,11 @@ class Foreign(Backend):
         operands = [_laid(example) for example in examples]
         if operands != [_laid(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]:
             _follow(body, examples)
+            # What was asked of one size need not hold of another.
+            for node in body.graph.nodes:
+                reason = self.why_not(node) if node.op == "call_function" else None
+                if reason is not None:
+                    raise NoForm(f"{reason} ('{node.name}')")
         program, results = self._made(region, body, operands)
         made = Model(self, program, tuple(operands), tuple(results))
         made.session()
@@ -316,28 +328,6 @@ def installed(package: str) -> str:
 def results_of(body: GraphModule) -> Sequence[Node]:
     """The nodes that a flat body returns."""
     return cast("Sequence[Node]", body.graph.output_node().args[0])
-
-
-def values_of(*nodes: Node) -> Iterator[Any]:
-    """What nodes compute; parts of tuples one by one, without those that are not there."""
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, (tuple, list)):
-            yield from (one for one in cast("Sequence[Any]", value) if one is not None)
-        else:
-            yield value
-
-
-def _why_not_pure(node: Node) -> str | None:
-    """Why a node is no operation of tensors alone."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return f"'{node.name}' calls {target}, which is no operator"
-    found = effects(node, _NOWHERE)
-    if found.pure:
-        return None
-    word = "writes" if found.writes else "draws random numbers" if found.random else "acts on the world"
-    return f"{target} {word}"
 
 
 def joined(*parts: bytes) -> bytes:

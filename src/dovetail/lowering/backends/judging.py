@@ -185,11 +185,6 @@ def why_risky(node: Node) -> str | None:
         return "it takes an index from the tensor that it reads"
     if about_memory(node.target):
         return f"{node.target} is about memory, and a compiler has values"
-    # Of a tuple, parts that are not asked for may be empty.
-    for one in (node, *node.all_input_nodes):
-        value = one.meta.get("val")
-        if isinstance(value, Tensor) and not value.numel():
-            return "there is nothing in a tensor that it takes or makes"
     first = node.args[0] if node.args else None
     value = first.meta.get("val") if isinstance(first, Node) else None
     named = _name(node.target) not in ("unsqueeze", "squeeze") and any(

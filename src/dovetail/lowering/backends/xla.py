@@ -35,12 +35,14 @@ from dovetail.lowering.stablehlo.mending import MENDS
 class Xla(Judged):
     """Compiles regions of fixed sizes with XLA for the CPU, with as many threads as torch has.
 
-    Operands and results are passed without copies. Indices are checked, as they are in eager code.
+    Operands and results are passed without copies. Indices are checked, as they are in eager code. XLA takes denormal
+    numbers for zero, whatever its flags, so that `x > 0` is false of one.
     """
 
     name = "xla"
     packages: ClassVar[tuple[str, ...]] = ("torch_mlir", "jaxlib", "jax")
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.float64, *WHOLE})
+    flushes_denormals: ClassVar[bool] = True
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
