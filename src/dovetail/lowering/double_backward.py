@@ -28,6 +28,7 @@ from dovetail.lowering.unit import Unit
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+_VERSION = operator.attrgetter("_version")
 _BATCH_NORM_TRAINING = "aten._native_batch_norm_legit_functional"
 _RUNNING = ("running_mean", "running_var")
 
@@ -121,8 +122,7 @@ class _Backward(_Override):
     def __init__(
         self, code: TwiceDifferentiable, node: Any, taps: Sequence[Tap], operands: tuple[Any, ...]
     ) -> None:
-        super().__init__(code, node)
-        self.taps = taps
+        self.code, self.node, self.taps = code, weakref.ref(node), taps
         # Autograd saves tensors so that hooks see them, which costs more than the rest of the call.
         self.operands: _Saved | _Held | None = _Saved(operands) if has_saving_hooks() else _Held(operands)
 
@@ -187,11 +187,11 @@ class _Held:
 
     def __init__(self, operands: tuple[Any, ...]) -> None:
         self.operands = operands
-        self.versions = [_version(a) for a in operands]
+        self.versions = _versions(operands)
 
     def restore(self) -> Sequence[Any] | None:
         """The operands; None if one has been written since."""
-        return self.operands if self.versions == [_version(a) for a in self.operands] else None
+        return self.operands if self.versions == _versions(self.operands) else None
 
 
 class _Saved:
@@ -217,8 +217,11 @@ class _Save(torch.autograd.Function):
         return tensors[0].new_empty(0, dtype=torch.float32)
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+def _versions(operands: tuple[Any, ...]) -> list[int]:
+    try:
+        return list(map(_VERSION, operands))
+    except (AttributeError, RuntimeError):  # a number has no version counter, nor has an inference tensor
+        return [_VERSION(a) if isinstance(a, Tensor) and not a.is_inference() else 0 for a in operands]
 
 
 def _fresh(value: Any, written: bool) -> Any:
@@ -240,17 +243,18 @@ def _single_node(results: Any, operands: Sequence[Any]) -> tuple[Any, list[Tap]]
     """The one Function that all differentiable results come from, and how; None where that is not so."""
     node: Any = None
     taps: list[Tap] = []
+    given = [id(a) for a in operands]
     for i, value in enumerate(results):
         if not isinstance(value, Tensor) or not value.requires_grad:
             continue
         source, is_view = value, False
         if value._is_view():
             source = cast("Tensor", value._base)
-            if any(source is a or (isinstance(a, Tensor) and source is a._base) for a in operands):
+            if id(source) in given or any(isinstance(a, Tensor) and source is a._base for a in operands):
                 continue  # a view of an operand, which autograd sees as one
             is_view = not isinstance(value.grad_fn, BackwardCFunction)
             source = source if is_view else value
-        elif any(value is a for a in operands):
+        elif id(value) in given:
             continue
         origin = source.grad_fn
         if not isinstance(origin, BackwardCFunction) or (node is not None and origin is not node):
