@@ -33,13 +33,18 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system doe
         for n in (*PACKAGES, "inductor", "torchscript", "eager")
     ],
 )
-def test_a_forked_child(backend: str) -> None:
+def test_a_forked_child(backend: str, tmp_path: Path) -> None:
     if backend in PACKAGES and importlib.util.find_spec(PACKAGES[backend]) is None:
         pytest.skip(f"{PACKAGES[backend]} is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "tests.lowering.forked", backend],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        # With nothing in its cache Inductor builds in threads, which are not in a child.
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         check=False,
