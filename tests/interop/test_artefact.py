@@ -191,7 +191,7 @@ def test_exports_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RegionError, match="nothing is known of its operand 'x'"):
         unknown.export(tmp_path / "unknown")
     indexed = dovetail.capture(
-        lambda t, i: torch.relu(t[i]), (torch.ones(1, 3), torch.zeros(2, dtype=torch.int64))
+        lambda t, i: torch.relu(t[1 - i]), (torch.ones(1, 3), torch.zeros(2, dtype=torch.int64))
     )
     names = [n.name for n in indexed.graph.nodes if n.op == "call_function"]
     strict = dovetail.regions(dovetail.outline(indexed, names, kind="k"))[0]
@@ -338,3 +338,53 @@ def test_code_made_for_the_artefact_comes_back(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(back(x), graph(x))
     assert set(backends(back).values()) == {type(body).__qualname__}
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+def picked(table: Tensor, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    return nn.functional.embedding(rows, table) * 2, table.gather(1, at) + 1
+
+
+DOMAINS: list[Any] = [
+    (Normed().eval(), (torch.randn(2, 3, 6, 6),)),
+    (lambda x, v: (x * 2) * torch.rsqrt(v + 1e-5), (torch.randn(2, 8), torch.rand(8))),
+    (lambda x: torch.log(x) + torch.sqrt(x.reshape(2, 2) * 3).reshape(4), (torch.rand(4),)),
+    (lambda x: torch.log(x - 1) * 2 + torch.log1p(x), (torch.rand(4) + 2,)),
+    (lambda x: torch.logit(x) + torch.acos(x) + x.pow(0.5), (torch.rand(9),)),
+    (lambda x: (1 - torch.atanh(x)) * torch.asin(x.double()).float(), (torch.rand(9),)),
+    (lambda x, y: torch.xlogy(x, y) + torch.acosh(y), (torch.rand(9), torch.rand(9) + 1)),
+    (lambda x, y: nn.functional.binary_cross_entropy(x, y) * 2, (torch.rand(9), torch.rand(9))),
+    (lambda x, i: (x // i) + (x % i), (torch.arange(6), torch.arange(1, 7))),
+    (picked, (torch.randn(1, 1), torch.zeros(5, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64))),
+    (lambda x, i: x[i] * x[:, i + 1].sum(), (torch.randn(2, 2), torch.zeros(3, dtype=torch.int64))),
+    (
+        lambda x, t: nn.functional.cross_entropy(x, t) * 2,
+        (torch.randn(3, 1), torch.zeros(3, dtype=torch.int64)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "args"), DOMAINS)
+def test_samples_are_numbers_that_the_body_computes_with(tmp_path: Path, function: Any, args: Any) -> None:
+    with torch.no_grad():
+        graph = dovetail.capture(function, args)
+    names = [n.name for n in graph.graph.nodes if n.op == "call_function"]
+    (region,) = dovetail.regions(dovetail.outline(graph, names, kind="whole"))
+    for seed in range(3):
+        folder = region.export(tmp_path / str(seed), seed=seed)
+        for value in torch.load(folder / "expected.pt", weights_only=True)["results"]:
+            assert value.isfinite().all()
+
+
+def test_samples_of_what_may_be_any_number_are_normal(tmp_path: Path) -> None:
+    region = dovetail.regions(gates())[0]
+    inputs = torch.load(region.export(tmp_path / "gate") / "inputs.pt", weights_only=True)
+    assert (inputs[0] < 0).any()

@@ -22,11 +22,12 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import dovetail
-from dovetail import Decline, Region, zoo
-from dovetail.lowering.backend import Answer, Backend, Compiled, by_name, resolve
+from dovetail import Region, zoo
+from dovetail.lowering.backend import Answer, Backend, Compiled, resolve
 from dovetail.lowering.lower import lower
 from tests.lowering import faulty
 from tests.lowering.foreign_models import OPERATORS, Chain, Layers, Several, whole
+from tests.lowering.foreign_numbers import ForeignNumbers
 from tests.lowering.helpers import Blocks, events, fused
 from tests.lowering.test_faults import FAULTS, LIES, scaled
 
@@ -66,6 +67,7 @@ def off(value: Tensor, exact: Tensor) -> float:
 SECOND = """
 import json, sys
 import torch, dovetail
+from tests.lowering.foreign_numbers import ForeignNumbers
 from tests.lowering.foreign_models import Layers, whole
 from tests.lowering.helpers import events
 
@@ -79,33 +81,13 @@ print(json.dumps({"right": right, "events": [e.outcome for e in events(lowered)]
 """
 
 
-class ForeignKit:
+class ForeignKit(ForeignNumbers):
     """Tests of one backend. `isolated` and `dies` are variants of it that compile in a process of their own."""
 
-    name: ClassVar[str]
     isolated: ClassVar[type[Backend]]
     dies: ClassVar[type[Backend]]
     tolerance: ClassVar[float] = 1e-5
-    fixed_sizes: ClassVar[bool] = True
     share: ClassVar[float] = 0.8
-
-    @pytest.fixture(autouse=True)
-    def _without_gradients(self) -> Any:
-        with torch.no_grad():
-            yield
-
-    @property
-    def backend(self) -> Any:
-        return by_name(self.name)
-
-    def answer(self, gm: GraphModule) -> Answer:
-        (region,) = dovetail.regions(gm)
-        return self.backend.supports(region)
-
-    def declined(self, gm: GraphModule) -> str:
-        answer = self.answer(gm)
-        assert isinstance(answer, Decline), answer
-        return answer.reason
 
     def check_same(self, got: Any, wanted: Any) -> None:
         pairs = list(zip(pytree.tree_leaves(got), pytree.tree_leaves(wanted), strict=True))

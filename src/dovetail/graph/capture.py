@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -20,10 +21,15 @@ from dovetail.graph.capturing import skeleton as skeletons
 from dovetail.graph.capturing.calling import Convention, ModelCodeGen
 from dovetail.graph.capturing.expecting import expect
 from dovetail.graph.capturing.sharing import overlap, owned_by
+from dovetail.graph.capturing.structural_copy import structural_copy
 from dovetail.graph.capturing.unlift import Unlifted, unlift
+from dovetail.graph.forking import forked_while_tracing, released_by_fork, tracing
 from dovetail.graph.keys import CANONICAL
 from dovetail.graph.module import Program
 from dovetail.graph.values import fill_values
+
+CAPTURING = released_by_fork(threading.RLock())
+"""Held while a model is traced: torch traces one at a time."""
 
 
 def capture(
@@ -45,6 +51,11 @@ def capture(
         return fill_values(model, args, kwargs)
     if isinstance(model, ExportedProgram):
         return _from_program(exporting.own(model))
+    if forked_while_tracing():
+        raise CaptureError(
+            "this process was forked while another thread captured a model, and torch's tracer is in the middle of that. "
+            "Capture before forking, or start processes with the method 'spawn'."
+        )
     if not callable(model):
         raise InvalidArgument(f"capture takes a module, a callable or a graph, not a {type(model).__name__}.")
     trees.prepare()
@@ -100,8 +111,11 @@ def _from_model(
         ) from error
     skeletons.refuse_reserved(module)
     try:
-        exported, cache = exporting.export_model(module, args, kwargs, dynamic_shapes, strict)
-        decomposed = exporting.decompose(exported)
+        # Another thread may call the model while it is exported.
+        copy = structural_copy(module) if module is model else module
+        with CAPTURING, tracing():
+            exported, cache = exporting.export_model(copy, args, kwargs, dynamic_shapes, strict)
+            decomposed = exporting.decompose(exported)
     except CaptureError as error:
         _blame_shared_inputs(args, kwargs, error)
         _blame_shared_state(module, args, kwargs, error)

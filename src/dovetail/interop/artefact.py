@@ -74,12 +74,12 @@ def _umask() -> int:
 
 def _ran(unit: Unit, seed: int) -> tuple[list[Any], list[Any], dict[int, Any]]:
     """Made-up operands, the body's results for them, and the operands that it writes as they are afterwards."""
-    inputs = real_examples(unit.values, seed)
+    inputs = real_examples(unit.values, seed, unit.domains)
     with random_state_kept(), torch.no_grad():
         torch.manual_seed(seed)
         given = [
             passed(value, True) if isinstance(value, Tensor) and i in unit.effects.writes else value
-            for i, value in enumerate(real_examples(unit.values, seed))
+            for i, value in enumerate(real_examples(unit.values, seed, unit.domains))
         ]
         try:
             made = unit.region.body(*given)

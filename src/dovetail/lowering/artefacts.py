@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -14,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backend import Compiled, identity, saves, setting
 from dovetail.lowering.examples import fake_examples, hint_of, passed, random_state_kept, real_examples
 from dovetail.lowering.faults import Fault, fault_of, in_a_line
@@ -23,7 +25,7 @@ from dovetail.lowering.surroundings import precision
 from dovetail.lowering.unit import Unit
 
 # Inductor and most compilers are not to be entered by two threads at once.
-COMPILING = threading.RLock()
+COMPILING = released_by_fork(threading.RLock())
 _LARGEST_TRIAL = 2**31
 _LOG = logging.getLogger("dovetail")
 
@@ -86,7 +88,7 @@ class _Gate:
     """Lets one thread at a time make the code of one key."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = released_by_fork(threading.RLock())
 
 
 def obtain(unit: Unit, backend: Any, situation: Situation, workshop: Workshop) -> Artefact | Fault:
@@ -96,6 +98,7 @@ def obtain(unit: Unit, backend: Any, situation: Situation, workshop: Workshop) -
     """
     job = _Job(unit, backend, situation, workshop)
     key = (
+        os.getpid(),  # a child does not use what its parent made
         identity(backend),
         id(backend),
         unit.key,
@@ -256,7 +259,7 @@ def _trial(unit: Unit, run: Compiled, examples: Sequence[Any], expected: Expecte
 
 
 def _again(unit: Unit, examples: Sequence[Any]) -> list[Any]:
-    return real_examples(examples, positive=unit.variances)
+    return real_examples(examples, domains=unit.domains)
 
 
 def _passed(unit: Unit, given: Sequence[Any]) -> list[Any]:

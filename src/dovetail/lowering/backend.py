@@ -39,8 +39,11 @@ class Backend:
 
     `kernels` maps kinds to functions: a backend that has only those need not write either method. A function gets
     the pattern's arguments by name where the region has them, else the operands in order, and all the region's
-    attributes as keywords, save those it does not take that have the default of a library kind. `trains` says that autograd can go through what `compile` returns; without it, calls that
-    need gradients run the body. `version` is part of cache keys: change it when the generated code changes.
+    attributes as keywords, save those it does not take that have the default of a library kind. `trains` says that
+    autograd can go through what `compile` returns; without it, calls that need gradients run the body.
+    `double_backward` says that autograd can also differentiate the backward of that; without it, a backward that is
+    differentiated is computed through the body. `version` is part of cache keys: change it when the generated code
+    changes.
     With `isolation = "process"` compiling happens in a process of its own, which may crash, or take longer than
     `timeout` seconds and be killed; `save` and `load` are needed then. Inline, neither can be survived.
 
@@ -54,6 +57,7 @@ class Backend:
     isolation: Literal["inline", "process"] = "inline"
     timeout: float | None = None
     trains: bool = False
+    double_backward: bool = False
     kernels: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     bound: float | None = None
     rules: Any = None

@@ -43,7 +43,8 @@ def difference(made: Tensor, reference: Reference) -> str | None:
     """How a value differs from what it must be, the largest difference and where; None if it is close enough.
 
     Whole numbers and truth values are exact, those that float64 gives being as good as the body's. NaN and infinities
-    must stand where the body has them; where only a narrow dtype overflowed, the number itself is as good.
+    must stand where the body has them; where only a narrow dtype overflowed, the number itself is as good. Numbers below
+    the smallest normal one are not told from zero: compilers may flush them, and sample inputs have none.
     """
     body = reference.body
     for what, has, needs in (("shape", made.shape, body.shape), ("dtype", made.dtype, body.dtype)):

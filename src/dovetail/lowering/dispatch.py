@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.artefacts import Artefact, Workshop, obtain
 from dovetail.lowering.backend import setting
 from dovetail.lowering.faults import Fault, fault_of
@@ -46,7 +47,8 @@ class Entry:
 class Dispatcher:
     """A body behind guards: compiled code where a call fits it, a new specialisation where it does not.
 
-    At most `most` specialisations are made; then the body runs. Calls in which another tracer or a dispatch mode looks
+    At most `most` specialisations are made; then the body runs. In a child process that was forked later, calls run the
+    body. Calls in which another tracer or a dispatch mode looks
     on, in which autocast is on, or in which a written operand shares memory with another one, run the body too.
     """
 
@@ -59,7 +61,9 @@ class Dispatcher:
         self.entries: dict[Situation, Entry] = {}
         self.compilations = 0
         self._writes = tuple(sorted(unit.effects.writes))
-        self._lock = threading.RLock()
+        self._lock = released_by_fork(threading.RLock())
+        self._inherited = False
+        on_fork(self)
         self._warned = False
 
     def entry_for(self, situation: Situation) -> Entry:
@@ -98,7 +102,7 @@ class Dispatcher:
 
     def find(self, args: tuple[Any, ...]) -> Entry | None:
         """The specialisation for a call; None if the body is to run."""
-        if autocast_now(args) or self.aliased(args):
+        if self._inherited or autocast_now(args) or self.aliased(args):
             return None
         try:
             situation = situation_of(args)
@@ -112,6 +116,12 @@ class Dispatcher:
             return None
         with nothing_noted():
             return self.entry_for(situation)
+
+    def after_fork(self) -> None:
+        """Run the body from now on. Code of the parent is kept, for its end may wait for threads that are not here."""
+        self._inherited = True
+        for entry in self.entries.values():
+            entry.dropped = True
 
     def aliased(self, args: tuple[Any, ...]) -> bool:
         """Whether an operand that the body writes shares memory with another one."""

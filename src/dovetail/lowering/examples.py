@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+import math
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from dovetail.lowering.domains import Domain
 from dovetail.lowering.situation import NumberSpec, Situation, TensorSpec
 
+_ANY = Domain()
 _DRAWN = 262_139
 """Most numbers drawn for one tensor; larger ones repeat them. A prime, so that no two rows of usual lengths are equal:
 weights of a real model would take longer to draw, on one core, than the code that is tried takes to compile."""
@@ -37,10 +40,12 @@ def _made(spec: Any) -> Any:
     return made.requires_grad_(spec.requires_grad)
 
 
-def real_examples(examples: Sequence[Any], seed: int = 0, positive: Collection[int] = ()) -> list[Any]:
-    """Made-up tensors like fake ones: normal numbers, small whole ones, fair coins; symbols by their hint.
+def real_examples(
+    examples: Sequence[Any], seed: int = 0, domains: Mapping[int, Domain] | None = None
+) -> list[Any]:
+    """Sample tensors like fake ones: normal numbers, small whole ones, fair coins; symbols by their hint.
 
-    Operands in `positive` have no negative numbers: of a variance below zero nobody makes a number.
+    Operands with a domain have numbers of that: of a variance below zero, or an index beyond its table, nothing is made.
     """
     made: list[Any] = []
     for i, example in enumerate(examples):
@@ -50,29 +55,41 @@ def real_examples(examples: Sequence[Any], seed: int = 0, positive: Collection[i
         sizes = [hint_of(n) for n in example.shape]
         strides = [hint_of(n) for n in example.stride()]
         generator = torch.Generator().manual_seed(seed + i)
-        made.append(_filled(example, sizes, strides, generator, i in positive))
+        made.append(_filled(example, sizes, strides, generator, (domains or {}).get(i, _ANY)))
     return made
 
 
 def _filled(
-    like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator, positive: bool
+    like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator, domain: Domain
 ) -> Tensor:
     # All the memory that is spanned is filled: elements may lie over each other, as in an expanded tensor.
     length = span(sizes, strides)
     drawn = [min(length, _DRAWN)]
     if like.dtype.is_floating_point or like.dtype.is_complex:
         wide = torch.complex64 if like.dtype.is_complex else torch.float32
-        values = torch.randn(drawn, generator=generator, dtype=wide)
-        values = (values.abs() if positive else values).to(like.dtype)
+        values = _within(torch.randn(drawn, generator=generator, dtype=wide), domain).to(like.dtype)
     elif like.dtype is torch.bool:
         values = torch.rand(drawn, generator=generator) < 0.5
     else:
         # Zero and one are indices of anything that has two rows, and positions in any sequence.
-        values = torch.randint(0, 2, drawn, generator=generator).to(like.dtype)
+        low = math.ceil(max(domain.low, 0 if domain.high >= 0 else domain.high))
+        high = math.floor(min(domain.high, low + 1))
+        values = torch.randint(low, max(low, high) + 1, drawn, generator=generator).to(like.dtype)
     values = values.to(like.device)
     if length > _DRAWN:
         values = values.repeat(-(-length // _DRAWN))
     return values.as_strided(sizes, strides).requires_grad_(like.requires_grad)
+
+
+def _within(values: Tensor, domain: Domain) -> Tensor:
+    """Normal numbers, brought into a domain and off its ends, where a function may be infinite."""
+    if values.dtype.is_complex or domain == _ANY:
+        return values
+    if math.isinf(domain.high):
+        return domain.low + values.abs()
+    if math.isinf(domain.low):
+        return domain.high - values.abs()
+    return domain.low + (domain.high - domain.low) * (0.02 + 0.96 * torch.special.ndtr(values))
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
-from dovetail.graph.capture import capture
+from dovetail.graph.capture import CAPTURING, capture
+from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.lowering import lowering_of
 from dovetail.lowering.makeup import Makeup
 from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
@@ -66,8 +67,8 @@ class Forms:
 
     Inputs that no capture was made for, another train or eval mode, autocast, and another number or string as an
     attribute of a module capture again, `most` times; then the model's own forward runs. So it does while another
-    tracer looks on, and for a call that cannot be captured after others could. Hooks of the model itself are the
-    caller's to run.
+    tracer looks on, for a call that cannot be captured after others could, and in a child process that was forked from
+    this one. Hooks of the model itself are the caller's to run.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class Forms:
         self._refused: list[Any] = []
         self._warned = False
         self._busy: int | None = None
-        self._lock = lock or threading.RLock()
+        self._lock = lock or released_by_fork(threading.RLock())
+        self._inherited = False
+        on_fork(self)
         self._makeup = Makeup(model)
 
     @property
@@ -162,7 +165,13 @@ class Forms:
                     assert found is not None
         return (found, autocasting())
 
+    def after_fork(self) -> None:
+        """Run the model's own forward from now on: this is a child, and captures are the parent's."""
+        self._inherited, self._last, self._busy = True, None, None
+
     def _called(self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inherited:
+            return self.model.forward(*args, **kwargs)
         tried = 0
         while True:
             forms = list(self.made)
@@ -206,6 +215,8 @@ class Forms:
 
     def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
         """Capture and lower for calls like this one; None once there are as many as there may be."""
+        if self._inherited:
+            return None
         with self._lock:
             if len(self.made) + len(self._refused) >= self.most:
                 if not self._warned:
@@ -231,17 +242,19 @@ class Forms:
         """A capture for calls like this one, with the modes it is for."""
         with self._lock:
             self.modes()  # forgets captures of what the model was
-            self._busy = threading.get_ident()
-            try:
-                with _fresh_casts():
-                    graph = capture(
-                        without_hooks(self.model),
-                        args,
-                        dict(kwargs or {}),
-                        dynamic_shapes=self.dynamic_shapes,
-                    )
-            finally:
-                self._busy = None
+            # A thread that traces another model must not wait for this one, which waits for it.
+            with CAPTURING:
+                self._busy = threading.get_ident()
+                try:
+                    with _fresh_casts():
+                        graph = capture(
+                            without_hooks(self.model),
+                            args,
+                            dict(kwargs or {}),
+                            dynamic_shapes=self.dynamic_shapes,
+                        )
+                finally:
+                    self._busy = None
             # Afterwards: a model may note something on itself the first time it runs.
             return self.modes() or ((), ()), graph
 

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.forking import released_by_fork
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.normalform import viewed_operand
 from dovetail.graph.operators import of_overload
@@ -63,7 +64,7 @@ class Lowering:
         self.notes: dict[str, Any] = {}
         self._dispatchers: dict[tuple[Any, ...], Dispatcher] = {}
         self._by_name: dict[str, Dispatcher] = {}
-        self._lock = threading.RLock()
+        self._lock = released_by_fork(threading.RLock())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lowering:
         made = Lowering(self.assigned, self.options)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from dovetail.graph.effects import summary
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.situation import Unguardable, situation_of
 
 _WARM_UP = 3
@@ -58,7 +59,7 @@ class Replay:
         self.held = [*program.parameters(), *program.buffers()]
         self.problem: str | None = None
         self._draws = bool(summary(program).random)
-        self._lock = threading.Lock()
+        self._lock = released_by_fork(threading.Lock())
         self._graph: Any = None
         self._spec: Any = None
         self._situation: Any = None

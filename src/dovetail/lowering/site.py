@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from dovetail.lowering.backend import Compiled
+from dovetail.lowering.backend import Compiled, setting
 from dovetail.lowering.dispatch import Dispatcher, Entry
+from dovetail.lowering.double_backward import TwiceDifferentiable
 from dovetail.lowering.faults import Failure, Fault, fault_of
 from dovetail.lowering.situation import Fit, Situation, fit_for
 from dovetail.lowering.writes import fused_steps
@@ -108,6 +110,8 @@ class Site:
                 run = self._ready(prepare, entry, args)
                 self._prepared[entry] = (run, now)
             fits = self._while(fits, now)
+        if entry.artefact and entry.situation.grad and not setting(entry.artefact.backend, "double_backward"):
+            run = TwiceDifferentiable(run, self.dispatcher.unit, entry.artefact.backend.name)
         self._first = fits, entry, run
         self._latest = entry.situation
         return run
@@ -148,9 +152,13 @@ class Site:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode or a transform looks on: it must see the operations, not one opaque call."""
+    """Whether a dispatch mode, a transform or forward-mode AD is active: it must see the operations, not one call."""
     transforms: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return torch._C._len_torch_dispatch_stack() > 0 or transforms.peek_interpreter_stack() is not None
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or transforms.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _never(_: tuple[Any, ...]) -> bool:

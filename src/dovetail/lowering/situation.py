@@ -146,6 +146,12 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+def has_saving_hooks() -> bool:
+    """Whether hooks on saved tensors are active, those of checkpointing among them, other than `nothing_noted`'s."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    return hooks is not None and hooks[0] is not _as_it_is
+
+
 def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None) -> Spec:
     if isinstance(value, Tensor):
         # Fake ones stand for plain ones where a situation is foretold; in a call they are somebody's tracing.

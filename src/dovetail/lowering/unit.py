@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -13,12 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.graph.effects import BodySummary, summary
 from dovetail.graph.module import Body, attribute, make_body
+from dovetail.lowering.domains import Domain, domains_of
 from dovetail.lowering.flattening import Flattener, flat, held_value
 from dovetail.outlining.key import key_of
 from dovetail.outlining.region import Region
-
-_VARIANCE = 4
-"""The place of the variance among the arguments of every batch norm."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +46,9 @@ class Unit:
         return (*said, tuple(region.arguments.items()), region.results)
 
     @cached_property
-    def variances(self) -> frozenset[int]:
-        """Which operands are the variances of batch norms."""
-        given = [n for n in self.region.body.graph.nodes if n.op == "placeholder"]
-        position = {node.name: i for i, node in enumerate(given)}
-        used = [n for n in flat(cast("Body", self.region.body)).graph.nodes if "batch_norm" in str(n.target)]
-        read = [n.args[_VARIANCE] for n in used if len(n.args) > _VARIANCE]
-        return frozenset(position[n.name] for n in read if isinstance(n, Node) and n.op == "placeholder")
+    def domains(self) -> Mapping[int, Domain]:
+        """Which numbers the body computes with, for the operands that may not be just any."""
+        return domains_of(flat(cast("Body", self.region.body)).graph)
 
     @property
     def values(self) -> list[Any]:

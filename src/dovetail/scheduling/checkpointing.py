@@ -25,6 +25,7 @@ class Checkpoint(Backend):
     name = "checkpoint"
     version = "1"
     trains = True
+    double_backward = True
 
     def supports(self, region: Region) -> Answer:
         if any(word != "random" for word in region.effects):

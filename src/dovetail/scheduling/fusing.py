@@ -16,6 +16,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, ScheduleError
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.forms import Forms, Modes
 from dovetail.lowering.site import is_watched
 from dovetail.scheduling.chains import Chain, Group, chains
@@ -80,7 +81,7 @@ class Fusing(Installed):
         self._forms: tuple[Forms, Forms] | None = None
         self._folds: WeakKeyDictionary[GraphModule, Folds] = WeakKeyDictionary()
         # One for both kinds of captures: they are of one module.
-        self._lock = threading.RLock()
+        self._lock = released_by_fork(threading.RLock())
 
     @property
     def kept(self) -> Forms:

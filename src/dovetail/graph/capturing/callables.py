@@ -83,7 +83,7 @@ class _Closure(_Calling):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         function = cast(types.FunctionType, self.__dict__["_function"])
         current = {var: getattr(self, name) for var, name in self.__dict__["_names"].items()}
-        return _rebound(function, current)(*args, **kwargs)
+        return rebound(function, current)(*args, **kwargs)
 
 
 def as_module(function: Callable[..., Any], signature: inspect.Signature) -> nn.Module:
@@ -183,7 +183,7 @@ def _visible(function: types.FunctionType) -> dict[str, Any]:
     return names
 
 
-def _rebound(function: types.FunctionType, values: dict[str, Any]) -> Callable[..., Any]:
+def rebound(function: types.FunctionType, values: dict[str, Any]) -> Callable[..., Any]:
     """The function with other values for some of the names it closes over."""
     cells = tuple(
         types.CellType(values[name]) if name in values else cell

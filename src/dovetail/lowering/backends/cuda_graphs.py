@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backend import Answer, Backend, Compiled, identity, resolve, saves, setting
 from dovetail.lowering.backends.common import operand_devices, why_not_fixed, why_not_plain
 from dovetail.lowering.examples import memory, random_state_kept, span
@@ -83,7 +84,7 @@ class _Place:
     """What recordings on a device share: memory for what lies between operands and results, and whose turn it is."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.RLock()
+        self.lock = released_by_fork(threading.RLock())
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.event = torch.cuda.Event()

@@ -16,6 +16,7 @@ class Eager(Backend):
 
     name = "eager"
     trains = True
+    double_backward = True
 
     def supports(self, region: Region) -> Answer:
         return True

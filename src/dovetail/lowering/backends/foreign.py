@@ -8,7 +8,7 @@ import json
 import operator
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, cast
@@ -22,10 +22,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from dovetail.graph.effects import effects
+from dovetail.graph.forking import keep_for_ever, on_fork, released_by_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
-from dovetail.lowering.backends.common import why_not_fixed, why_not_plain
+from dovetail.lowering.backends.common import (
+    values_of,
+    why_denormal,
+    why_empty,
+    why_not_fixed,
+    why_not_plain,
+    why_not_pure,
+)
 from dovetail.lowering.flattening import flat
 from dovetail.lowering.onnx.layouts import Layout, layout_of
 from dovetail.lowering.onnx.types import NoForm, is_number
@@ -34,7 +41,6 @@ from dovetail.outlining.region import Region
 from dovetail.rules.capability import capability
 from dovetail.rules.rule import Decline
 
-_NOWHERE = torch.nn.Module()
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _CHANGES = 4
@@ -45,12 +51,14 @@ class Foreign(Backend):
     """A backend whose compiler takes a region as a program all of whose operands are inputs.
 
     For each call `prepare` binds the weights to the code once, so that calls pass on only what changes; where they
-    change again and again, they stay inputs. With `open_sizes` it also takes sizes that may vary.
+    change again and again, they stay inputs. With `open_sizes` it also takes sizes that may vary. A compiler that
+    `flushes_denormals`, which takes the smallest numbers for zero, is given no such literals.
     """
 
     packages: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, *WHOLE})
     open_sizes: ClassVar[bool] = False
+    flushes_denormals: ClassVar[bool] = False
 
     @cached_property
     def rules(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -77,14 +85,15 @@ class Foreign(Backend):
         """The program of these bytes."""
 
     def missing(self) -> str | None:
-        """What to install; None if it is there."""
+        """What to install, or why this process cannot use it; None if it can."""
         gone = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if not gone:
-            return None
+            return _STARTED.refused(self.name)
         return f"{' and '.join(gone)} not installed; pip install 'dovetail[{self.name}]'"
 
     def takes(self, node: Node) -> bool | Decline:
         """Whether it can run an operation."""
+        _STARTED.add(self.name)
         reason = self.missing() or self.why_not(node)
         return True if reason is None else Decline(reason)
 
@@ -98,14 +107,14 @@ class Foreign(Backend):
         """Why an operation is out of the question before the compiler is asked."""
         if self.open_sizes and not isinstance(node.target, OpOverload):
             return None
-        reason = _why_not_pure(node)
+        reason = why_not_pure(node)
         if reason is not None:
             return reason
         for one in values_of(node, *node.all_input_nodes):
             reason = self.why_not_value(one)
             if reason is not None:
                 return reason
-        return None
+        return why_empty(node) or (why_denormal(node, self.name) if self.flushes_denormals else None)
 
     def why_not_value(self, value: Any) -> str | None:
         """Why it has no such tensors."""
@@ -122,6 +131,7 @@ class Foreign(Backend):
         return None
 
     def supports(self, region: Region) -> Answer:
+        _STARTED.add(self.name)
         reason = self.missing() or why_not_plain(region)
         if reason is None and not self.open_sizes:
             reason = why_not_fixed(region)
@@ -156,6 +166,11 @@ class Foreign(Backend):
         operands = [_laid(example) for example in examples]
         if operands != [_laid(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]:
             _follow(body, examples)
+            # What was asked of one size need not hold of another.
+            for node in body.graph.nodes:
+                reason = self.why_not(node) if node.op == "call_function" else None
+                if reason is not None:
+                    raise NoForm(f"{reason} ('{node.name}')")
         program, results = self._made(region, body, operands)
         made = Model(self, program, tuple(operands), tuple(results))
         made.session()
@@ -201,6 +216,36 @@ class Foreign(Backend):
         return made
 
 
+class _Started:
+    """Which compilers were started in this process, or in one that it was forked from."""
+
+    def __init__(self) -> None:
+        self.here: set[str] = set()
+        self.before: set[str] = set()
+        on_fork(self)
+
+    def add(self, name: str) -> None:
+        if name not in self.before:
+            self.here.add(name)
+
+    def after_fork(self) -> None:
+        """What was started is the parent's: its threads are not here."""
+        self.before |= self.here
+        self.here = set()
+
+    def refused(self, name: str) -> str | None:
+        """Why a compiler cannot be used here; None if it can."""
+        if name not in self.before:
+            return None
+        return (
+            f"'{name}' was started before this process was forked, and its threads are not here; start processes with "
+            f"the method 'spawn'"
+        )
+
+
+_STARTED = _Started()
+
+
 class Session:
     """Code with some operands bound; it takes the others as its compiler has them."""
 
@@ -224,7 +269,8 @@ class Model:
         self.constants = dict(constants or {})
         self._given = [i for i in range(len(operands)) if i not in self.constants]
         self._sessions: dict[int, Session] = {}
-        self._lock = threading.Lock()
+        self._lock = released_by_fork(threading.Lock())
+        on_fork(self)
 
     def bound(self, constants: Mapping[int, Tensor]) -> Model:
         """The same with some operands bound."""
@@ -243,6 +289,11 @@ class Model:
                     rows = {i: self._rows(i, value) for i, value in self.constants.items()}
                     found = self._sessions[threads] = self.backend.session(self.program, rows, self.results)
         return found
+
+    def after_fork(self) -> None:
+        """Keep what the parent started, unused."""
+        keep_for_ever(self._sessions)
+        self._sessions = {}
 
     def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -277,28 +328,6 @@ def installed(package: str) -> str:
 def results_of(body: GraphModule) -> Sequence[Node]:
     """The nodes that a flat body returns."""
     return cast("Sequence[Node]", body.graph.output_node().args[0])
-
-
-def values_of(*nodes: Node) -> Iterator[Any]:
-    """What nodes compute; parts of tuples one by one, without those that are not there."""
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, (tuple, list)):
-            yield from (one for one in cast("Sequence[Any]", value) if one is not None)
-        else:
-            yield value
-
-
-def _why_not_pure(node: Node) -> str | None:
-    """Why a node is no operation of tensors alone."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return f"'{node.name}' calls {target}, which is no operator"
-    found = effects(node, _NOWHERE)
-    if found.pure:
-        return None
-    word = "writes" if found.writes else "draws random numbers" if found.random else "acts on the world"
-    return f"{target} {word}"
 
 
 def joined(*parts: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from dovetail.graph.forking import on_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.backends.common import quiet
@@ -86,6 +88,19 @@ class Inductor(Backend):
             artefacts = cast("Any", inductor).CompiledArtifact
             return _without_probing(lambda: artefacts.load(path=path, format="binary"))
 
+
+class _Pool:
+    """The threads that Inductor builds C++ with, which it keeps for as long as the process lives."""
+
+    def after_fork(self) -> None:
+        """Let it start others: torch renews its processes in a child, and not these."""
+        module: Any = sys.modules.get("torch._inductor.async_compile")
+        pool = getattr(getattr(module, "AsyncCompile", None), "pool", None)
+        getattr(pool, "cache_clear", bool)()
+
+
+_POOL = _Pool()
+on_fork(_POOL)
 
 _distrusted: list[str] = []
 """What a compiler said of vector instructions that torch has; not empty where Inductor has to find out by itself."""

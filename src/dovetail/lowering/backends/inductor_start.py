@@ -6,7 +6,9 @@ import contextlib
 import threading
 from importlib import import_module
 
-_LOCK = threading.Lock()
+from dovetail.graph.forking import released_by_fork
+
+_LOCK = released_by_fork(threading.Lock())
 _STARTED: list[threading.Thread] = []
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, InvalidArgument
+from dovetail.graph.forking import released_by_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.backends.common import why_not_plain
@@ -155,7 +156,7 @@ class Calibrated:
         self.wanted, self.bound = backend.calibrate, cast("float", backend.bound)
         self.fingerprint = fingerprint(site.operands[i] for i in sorted(plan.constants))
         self.all: Calibrations = site.notes.setdefault(backend.name, Calibrations())
-        self._lock = threading.Lock()
+        self._lock = released_by_fork(threading.Lock())
         known = self._known()
         seen = known.seen if not known.refused else None
         # One value, so that a thread never has the ranges of one calibration and the state of another.

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.graph.forking import released_by_fork
+
 _SAMPLED = 2**16
 """About how many values of all calls are looked at when the range is chosen; its ends are always looked at."""
 _CUTS = tuple(2 ** (-k / 8) for k in range(33))
@@ -72,7 +74,7 @@ class Watch:
         self.values: list[Tensor] = []
         self.means: list[Tensor] = []
         self.sizes: tuple[int, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = released_by_fork(threading.Lock())
         self._generator = torch.Generator().manual_seed(0)
 
     def __call__(self, x: Tensor) -> None:
@@ -118,7 +120,7 @@ class Calibration:
         self.calls = 0
         self.seen: tuple[Seen, ...] | None = None
         self.refused = ""
-        self.lock = threading.RLock()
+        self.lock = released_by_fork(threading.RLock())
 
     def watched(self) -> bool:
         """Count one more call that was watched; True if it was the last, or one of those before.
@@ -153,7 +155,7 @@ class Calibrations:
 
     def __init__(self, calls: dict[str, Calibration] | None = None, generation: int = 0) -> None:
         self.calls, self.generation = dict(calls or {}), generation
-        self._lock = threading.Lock()
+        self._lock = released_by_fork(threading.Lock())
 
     def of(self, call: str, fingerprint: str, inputs: tuple[int, ...], wanted: int) -> Calibration:
         """What is known of a call that has these weights now, or one that wants to be watched so many times.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.foreign import Foreign
 from dovetail.lowering.backends.retelling import INDEXING, alone, written_out
 from dovetail.lowering.onnx.types import NoForm
@@ -50,7 +51,7 @@ class Judge:
         self.convert, self.table, self.sift, self.foreseen = convert, table, sift, foreseen
         self.mends = {target: _once(mend) for target, mend in (mends or {}).items()}
         self._known: dict[str, Verdict] = {}
-        self._lock = threading.RLock()
+        self._lock = released_by_fork(threading.RLock())
 
     def verdict(self, node: Node, others: Callable[[Node], bool]) -> Verdict:
         """What becomes of a node. Other operations of its graph are tried in the same go, if `others` says so."""
@@ -184,11 +185,6 @@ def why_risky(node: Node) -> str | None:
         return "it takes an index from the tensor that it reads"
     if about_memory(node.target):
         return f"{node.target} is about memory, and a compiler has values"
-    # Of a tuple, parts that are not asked for may be empty.
-    for one in (node, *node.all_input_nodes):
-        value = one.meta.get("val")
-        if isinstance(value, Tensor) and not value.numel():
-            return "there is nothing in a tensor that it takes or makes"
     first = node.args[0] if node.args else None
     value = first.meta.get("val") if isinstance(first, Node) else None
     named = _name(node.target) not in ("unsqueeze", "squeeze") and any(

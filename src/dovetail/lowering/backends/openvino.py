@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.lowering.backends.foreign import WHOLE, Session, installed, values_of
+from dovetail.lowering.backends.common import values_of
+from dovetail.lowering.backends.foreign import WHOLE, Session, installed
 from dovetail.lowering.backends.onnx_based import OnnxBackend, input_names, require_in_range
 from dovetail.lowering.onnx.layouts import Layout
-from dovetail.lowering.onnx.types import is_number
 
 
 class OpenVino(OnnxBackend):
@@ -27,6 +27,7 @@ class OpenVino(OnnxBackend):
 
     name = "openvino"
     packages: ClassVar[tuple[str, ...]] = ("onnx", "openvino")
+    flushes_denormals: ClassVar[bool] = True
 
     def __init__(self, precision: str = "f32", options: Mapping[str, Any] | None = None) -> None:
         if precision not in ("f32", "bf16", "f16"):
@@ -86,11 +87,6 @@ def _why_whole(node: Node) -> str | None:
 
 def _why_wrong(node: Node) -> str | None:
     name = _name(node)
-    # Of a tuple some may be empty that nobody reads, as the statistics of a norm in eval mode.
-    for one in (node, *node.all_input_nodes):
-        value = one.meta.get("val")
-        if isinstance(value, Tensor) and any(is_number(n) and n == 0 for n in value.shape):
-            return f"'{one.name}' has no elements, and OpenVINO does not compile that"
     if name in _ROUNDED or node.kwargs.get("rounding_mode") == "floor":
         return "OpenVINO finds what is left over of a division by a quotient that is rounded"
     if name == "gather":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.backends.common import quiet, why_not_fixed, why_not_plain
 from dovetail.lowering.examples import real_examples
 from dovetail.lowering.flattening import flat
+from dovetail.lowering.situation import has_saving_hooks
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
@@ -29,6 +30,7 @@ class TorchScript(Backend):
 
     name = "torchscript"
     trains = True
+    double_backward = True
 
     def __init__(self) -> None:
         self.version = f"1 {torch.__version__}"
@@ -43,7 +45,7 @@ class TorchScript(Backend):
             module: Any = torch.jit.trace(
                 flat(cast("Body", region.body)), tuple(_given(examples)), check_trace=False
             )
-        made = Traced(module, grad)
+        made = Traced(module, grad, region.body)
         # Its executor watches some runs and then optimises: what is tried must be what will run.
         for _ in range(_WARM_UPS):
             made(*_given(examples))
@@ -58,7 +60,7 @@ class TorchScript(Backend):
     def load(self, data: bytes, region: Region) -> Traced:
         with quiet():
             module: Any = torch.jit.load(io.BytesIO(data[1:]))
-        return Traced(module, data[:1] == b"g")
+        return Traced(module, data[:1] == b"g", region.body)
 
 
 def _why_not_fresh(region: Region) -> str | None:
@@ -74,14 +76,20 @@ def _why_not_fresh(region: Region) -> str | None:
 
 
 class Traced:
-    """A traced body. Where gradients are recorded it runs operation by operation, so that autograd sees them all."""
+    """A traced body. Where gradients are recorded it runs operation by operation, so that autograd sees them all.
 
-    def __init__(self, module: Any, grad: bool) -> None:
-        self.module, self.grad = module, grad
+    Under hooks on saved tensors the body runs: what a hook raises, as checkpointing does to stop a recomputation, does
+    not pass the interpreter as it is.
+    """
+
+    def __init__(self, module: Any, grad: bool, body: Callable[..., Any]) -> None:
+        self.module, self.grad, self.body = module, grad, body
 
     def __call__(self, *operands: Any) -> Any:
         if not self.grad:
             return self.module(*operands)
+        if has_saving_hooks():
+            return self.body(*operands)
         # Optimised, whole stretches of it become one node of autograd's, which minds grad mode and `detach` less.
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
             return self.module(*operands)

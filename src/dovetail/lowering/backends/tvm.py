@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.foreign import Session, installed, joined, loaded, parted
 from dovetail.lowering.backends.judging import Judge, Judged, why_risky
 from dovetail.lowering.backends.retelling import retold
@@ -78,7 +79,7 @@ class Program:
     module: Any = None
     library: bytes = b""
     _made: Any = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=lambda: released_by_fork(threading.Lock()))
 
     def executable(self) -> Any:
         """The code."""

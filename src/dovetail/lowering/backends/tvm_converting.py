@@ -20,6 +20,7 @@ from torch.export.graph_signature import (
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.common import quiet
 from dovetail.lowering.backends.foreign import NoForm, loaded
 from dovetail.lowering.backends.tvm_loops import loops
@@ -29,7 +30,7 @@ INEXACT: Mapping[str, str] = {
 }
 """Operators whose form in TVM is not what they are."""
 
-_CONVERTING = threading.Lock()
+_CONVERTING = released_by_fork(threading.Lock())
 
 
 def converted(graph: Graph) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.foreign import (
     WHOLE,
     Session,
@@ -34,12 +35,14 @@ from dovetail.lowering.stablehlo.mending import MENDS
 class Xla(Judged):
     """Compiles regions of fixed sizes with XLA for the CPU, with as many threads as torch has.
 
-    Operands and results are passed without copies. Indices are checked, as they are in eager code.
+    Operands and results are passed without copies. Indices are checked, as they are in eager code. XLA takes denormal
+    numbers for zero, whatever its flags, so that `x > 0` is false of one.
     """
 
     name = "xla"
     packages: ClassVar[tuple[str, ...]] = ("torch_mlir", "jaxlib", "jax")
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.float64, *WHOLE})
+    flushes_denormals: ClassVar[bool] = True
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -79,7 +82,7 @@ class Program:
     guarded: bool
     kept: dict[int, bytes] = field(default_factory=dict[int, bytes])
     _made: dict[int, Any] = field(default_factory=dict[int, Any])
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=lambda: released_by_fork(threading.Lock()))
 
     def executable(self) -> Any:
         """The code for the number of threads that torch has now."""
@@ -164,7 +167,7 @@ def _why_no_runtime() -> str | None:
     return None
 
 
-_STARTING = threading.Lock()
+_STARTING = released_by_fork(threading.Lock())
 
 
 def _client(threads: int) -> Any:

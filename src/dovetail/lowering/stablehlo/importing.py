@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
+from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.foreign import NoForm, loaded
 
 PACKAGE = "torch_mlir"
@@ -21,7 +22,7 @@ _PIPELINES = (
     # Where an operation came from is a path on this machine.
     "builtin.module(strip-debuginfo)",
 )
-_CONVERTING = threading.Lock()
+_CONVERTING = released_by_fork(threading.Lock())
 
 
 def missing() -> str | None:
