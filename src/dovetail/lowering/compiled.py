@@ -9,6 +9,8 @@ from typing import Any, Self
 from torch import nn
 from torch.fx import GraphModule
 
+from dovetail.errors import InvalidArgument
+from dovetail.graph.module import Body, Program
 from dovetail.lowering.forms import HOOKS, CudaGraphs, Forms, Recipe
 
 # What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
@@ -121,6 +123,28 @@ class CompiledModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._original)})
+
+
+def refresh(compiled: nn.Module) -> int:
+    """Compare all weights that compiled code holds in another form with what they were, and return how many differ.
+
+    Takes what `compile` and `lower` return, graphs that passes return, and modules that have any of these as submodules.
+    From the next call on the code goes by the weights as they are now, however they were written. Without this, writes
+    that raise no version counter are noticed within `weight_check_interval` calls.
+    """
+    if not isinstance(compiled, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"refresh takes a module or graph, not a {type(compiled).__name__}.")
+    modules = list(compiled.modules())
+    programs = [m for m in modules if isinstance(m, Program) and not isinstance(m, Body)]
+    lowered = [m for m in modules if isinstance(m, CompiledModule)]
+    if not programs and not lowered:
+        raise InvalidArgument(
+            f"the {type(compiled).__name__} was neither compiled nor lowered by dovetail, and neither were its submodules. "
+            f"Give what `dovetail.compile` or `dovetail.lower` returned."
+        )
+    programs += [graph for m in lowered for graph in m.graphs if isinstance(graph, Program)]
+    weights = [(program, program.runtime_weights) for program in programs]
+    return len(set().union(*(held.check(program) for program, held in weights if held is not None)))
 
 
 def _restored(

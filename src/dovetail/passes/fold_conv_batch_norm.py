@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,6 +46,7 @@ _FLAGGED_NORMS = frozenset({_aten.native_batch_norm.default, _aten._native_batch
 _TRAIN_NORMS = frozenset(
     {_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats}
 )
+_OF_NORM = ("weight", "bias", "running_mean", "running_var")
 _NORMS = _WHOLE_NORMS | _EVAL_NORMS | _FLAGGED_NORMS | _TRAIN_NORMS
 
 
@@ -149,7 +150,7 @@ def _why_not(index: Index, convolution: Node, norm: Node) -> str:
 def _why_not_state(index: Index, convolution: Node, norm: Node) -> str:
     """Why the numbers to fold cannot be taken from the graph, empty if they can."""
     weights = {k: by_name(convolution).get(k) for k in ("weight", "bias")}
-    statistics = {k: by_name(norm).get(k) for k in ("weight", "bias", "running_mean", "running_var")}
+    statistics = {k: by_name(norm).get(k) for k in _OF_NORM}
     for node in (*weights.values(), *statistics.values()):
         if node is None:
             continue
@@ -216,26 +217,15 @@ class _Folding:
         return new
 
     def _weights(self, pair: _Pair, target: OpOverload) -> tuple[Node, Node]:
-        gm, old = self.index.gm, pair.convolution
+        old = pair.convolution
         given = by_name(old) | {"bias": by_name(old).get("bias")}
         norm = normalised(pair.norm, by_name(pair.norm))
 
-        def held(node: Any) -> Tensor | None:
-            return None if node is None else _held(gm, node)
-
-        def fold() -> tuple[Tensor, Tensor]:
-            return folded_weights(
-                cast("Tensor", held(given["weight"])),
-                held(given["bias"]),
-                held(norm["weight"]),
-                held(norm["bias"]),
-                cast("Tensor", held(norm["running_mean"])),
-                cast("Tensor", held(norm["running_var"])),
-                norm["eps"],
-            )
-
-        names = self.constants.add_all(
-            [f"folded_{op_name(target)}_weight", f"folded_{op_name(target)}_bias"], fold
+        nodes = (given["weight"], given["bias"], *(norm[k] for k in _OF_NORM))
+        names = self.constants.derive(
+            [f"folded_{op_name(target)}_weight", f"folded_{op_name(target)}_bias"],
+            [None if node is None else cast("str", cast("Node", node).target) for node in nodes],
+            Folded(norm["eps"]),
         )
         weight, bias = (self.graph.create_node("get_attr", name, name=name) for name in names)
         like = cast("Node", given["weight"]).meta.get("val")
@@ -243,6 +233,25 @@ class _Folding:
             weight.meta["val"] = torch.empty_like(like, requires_grad=False)
             bias.meta["val"] = like.new_empty([like.shape[0]], requires_grad=False)
         return weight, bias
+
+
+@dataclass(frozen=True)
+class Folded:
+    """`folded_weights` as a function of weights and statistics."""
+
+    eps: float
+
+    def __call__(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        weight, bias, scale, shift, mean, variance = sources
+        return folded_weights(
+            cast("Tensor", weight),
+            bias,
+            scale,
+            shift,
+            cast("Tensor", mean),
+            cast("Tensor", variance),
+            self.eps,
+        )
 
 
 def folded_weights(

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from dovetail.graph.index import Index
 from dovetail.graph.module import Program, attribute, copy_graph, rebuild
 from dovetail.graph.normalform import by_name, normalised, op_name, written
-from dovetail.lowering.writes import fused_steps
+from dovetail.graph.weight_guard import fused_steps
 from dovetail.passes.constants import Constants, Names
 from dovetail.passes.fold_conv_batch_norm import folded_weights
 from dovetail.scheduling.chains import Chain, is_fixed
