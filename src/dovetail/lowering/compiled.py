@@ -33,10 +33,10 @@ class CompiledModule(nn.Module):
     """The model with its graph fused and lowered; what `dovetail.compile` returns.
 
     It shares parameters, buffers and submodules with the model, so that `state_dict`, optimizers and `.to` see one.
-    Inputs that no capture so far was made for, another train or eval mode, autocast, and another number or string as
-    an attribute of a module capture again, `most` times; then the model's own forward runs. So it does while another
-    tracer looks on, and for a call that cannot be captured after others could. What attributes of other kinds hold
-    (lists, configuration objects) is taken as it was.
+    Inputs that no capture so far was made for, another train or eval mode, autocast, another number or string as an
+    attribute of a module, and another class, `forward` or other function of a module or its class capture again, `most`
+    times; then the model's own forward runs. So it does while another tracer looks on, and for a call that cannot be
+    captured after others could. What attributes of other kinds hold (lists, configuration objects) is taken as it was.
     """
 
     def __init__(
@@ -73,6 +73,10 @@ class CompiledModule(nn.Module):
         return self.__dict__["_forms"]
 
     @property
+    def _wrapper(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name == "forward"}
+
+    @property
     def graphs(self) -> tuple[GraphModule, ...]:
         """The lowered graphs made so far, one for each kind of call; `dovetail.regions` and `explain` take them."""
         return tuple(form.program for form in self._captures.made)
@@ -84,13 +88,19 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["_model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or "_model" not in self.__dict__:
+        if name == "forward":
+            # It may wrap this module's own, which the model's would then never come back from.
+            self.__dict__[name] = value
+        elif name in self.__dict__ or "_model" not in self.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self._original, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._original, name)
+        if name == "forward" and name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self._original, name)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model; calls in it run a capture of that mode."""
@@ -110,13 +120,13 @@ class CompiledModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
-        made = _restored(model, *self._captures.options, [])
-        memo[id(self)] = made
+        made = memo[id(self)] = _restored(model, *self._captures.options, [])
+        made.__dict__.update(copy.deepcopy(self._wrapper, memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        forms = [(form.modes, form.program) for form in self._captures.made]
-        return _restored, (self._original, *self._captures.options, forms)
+        forms = self._captures.portable()
+        return _restored, (self._original, *self._captures.options, forms), self._wrapper or None
 
     def __repr__(self) -> str:
         return f"CompiledModule({self._original!r})"
