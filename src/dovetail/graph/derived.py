@@ -124,6 +124,11 @@ class RuntimeWeights:
         self._last: Any = None
         self._known: dict[Derivation, Checksums] = {}
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether something other than buffers of the graph was computed from weights."""
+        return len(self.contents) > len(self._known)
+
     def __call__(self, owner: nn.Module) -> None:
         """Do what is due in this call."""
         if self._all:

@@ -74,7 +74,7 @@ class Piece:
     __slots__ = ("_bytes", "_tensor", "address", "checksum", "size")
 
     def __init__(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> None:
-        # An alias holds the memory, also when the weight is given other memory.
+        # The tensor itself, and not an alias: it may be given other memory, and then these bytes may be gone.
         self._tensor, self.address = tensor, tensor.data_ptr()
         self.size = tensor.nbytes if stop is None else stop - start
         self._bytes = None if stop is None else _memory(self.address + start, self.size)
@@ -85,7 +85,7 @@ class Piece:
         if self._tensor.data_ptr() != self.address:
             return None
         if self._bytes is None:
-            packed = self._tensor.contiguous()
+            packed = self._tensor.detach().contiguous()
             return zlib.crc32(_memory(packed.data_ptr(), packed.nbytes))
         return zlib.crc32(self._bytes)
 
@@ -101,12 +101,11 @@ def _pieces(tensor: Tensor) -> Iterator[Piece]:
     # Reading the memory of another device would wait for everything that was launched there.
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return
-    alias = tensor.detach()
-    if not is_dense(alias):
-        yield Piece(alias)
+    if not is_dense(tensor):
+        yield Piece(tensor)
         return
-    for start in range(0, alias.nbytes, _PIECE):
-        yield Piece(alias, start, min(start + _PIECE, alias.nbytes))
+    for start in range(0, tensor.nbytes, _PIECE):
+        yield Piece(tensor, start, min(start + _PIECE, tensor.nbytes))
 
 
 def is_dense(value: Tensor) -> bool:
@@ -158,6 +157,8 @@ class ContentGuard:
         self._calls = itertools.count()
         self._watched: dict[Any, tuple[Checksums, Callable[[], None], tuple[int, ...]]] = {}
         self._lock = threading.RLock()
+        # How often something was written unseen.
+        self.generation = 0
 
     def __len__(self) -> int:
         return len(self._watched)
@@ -204,6 +205,7 @@ class ContentGuard:
                 found = checksums.written()
                 if found:
                     written |= found
+                    self.generation += 1
                     self.forget(key)
                     on_write()
         return written
