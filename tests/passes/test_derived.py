@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -61,8 +62,14 @@ def pickled(gm: GraphModule) -> GraphModule:
     return pickle.loads(pickle.dumps(gm))
 
 
+def saved(gm: GraphModule) -> GraphModule:
+    with tempfile.TemporaryDirectory() as folder:
+        dovetail.save(gm, f"{folder}/folded.pt2")
+        return dovetail.load(f"{folder}/folded.pt2")
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled, saved])
 def test_copies_of_folded_graphs_follow_their_own_weights(copied: Callable[..., GraphModule]) -> None:
     gm = folded(net())
     before = gm(X)

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from dovetail.fusion.ledger import Ledger, write_ledger
 from dovetail.graph.canonical import CanonicalReport
 from dovetail.graph.capturing.calling import ModelCodeGen
+from dovetail.graph.derived import Derivation
 from dovetail.graph.keys import CANONICAL, REGION
 from dovetail.graph.module import Body, Program, make_body, rebuild
 from dovetail.interop import conventions, functions
@@ -29,6 +30,8 @@ from dovetail.outlining.record import (
     with_state,
     write_call,
 )
+from dovetail.passes.constants import Concatenated, record_derivations
+from dovetail.passes.fold_conv_batch_norm import Folded
 
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "call_method", "call_module", "output"})
 _OWNED = frozenset({REGION})
@@ -111,7 +114,28 @@ class Restorer:
             counters, ranks, epoch = rows(outlining)
             known = None if ranks is None else _numbers(ranks)
             made.meta = with_state(meta, State(_numbers(counters), known, take(int, epoch)))
+        # Files of earlier versions have none.
+        record_derivations(made, [self._derived(made, derived) for derived in rows(row.get("derived", []))])
         return made
+
+    def _derived(self, owner: Program, row: Any) -> Derivation:
+        results, sources, sentinels, written = rows(row)
+        for name in rows(results):
+            if name not in owner._buffers:
+                raise Unreadable(f"'{name}' is computed from weights and is no buffer")
+        paths = [None if path is None else take(str, path) for path in rows(sources)]
+        kind, *rest = take(tuple, self.decoder.value(written))
+        if kind == "folded" and len(paths) == 6 and [type(value) for value in rest] == [float]:
+            how: Any = Folded(*rest)
+        elif kind == "joined" and len(rest) == 2:
+            parts = take(tuple, rest[1])
+            for steps in parts:
+                for name, _, _ in steps if isinstance(steps, tuple) else ():
+                    target("op", take(str, name))
+            how = Concatenated(take(int, rest[0]), parts)
+        else:
+            raise Unreadable(f"a buffer is computed by {str(kind)[:60]!r}")
+        return Derivation(results, paths, how, [take(str, path) for path in rows(sentinels)])
 
     def _borrow(self, body: Body, row: dict[str, Any]) -> None:
         body.mark_impure(take(bool, row["impure"]))

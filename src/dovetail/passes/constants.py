@@ -74,9 +74,14 @@ class Constants:
         """The program with the constants registered on it."""
         for name, value in self._made.items():
             program.register_buffer(name, value, persistent=False)
-        if self._derivations:
-            program.meta = {**program.meta, DERIVED: (*program.meta.get(DERIVED, ()), *self._derivations)}
+        record_derivations(program, self._derivations)
         return program
+
+
+def record_derivations(program: Program, derivations: Sequence[Derivation]) -> None:
+    """Let a program keep some of its buffers up to date with what they are computed from."""
+    if derivations:
+        program.meta = {**program.meta, DERIVED: (*program.meta.get(DERIVED, ()), *derivations)}
 
 
 @dataclass(frozen=True)
