@@ -173,7 +173,7 @@ class Describer:
     def _derived(self, derivation: Derivation) -> list[Any]:
         """Buffers, what they are computed from, and how."""
         how = derivation.compute
-        told = ("folded", how.eps) if isinstance(how, Folded) else None
+        told = ("folded", how.eps, how.groups) if isinstance(how, Folded) else None
         if isinstance(how, Concatenated):
             told = ("joined", how.dim, how.parts)
         try:

@@ -125,8 +125,8 @@ class Restorer:
                 raise Unreadable(f"'{name}' is computed from weights and is no buffer")
         paths = [None if path is None else take(str, path) for path in rows(sources)]
         kind, *rest = take(tuple, self.decoder.value(written))
-        if kind == "folded" and len(paths) == 6 and [type(value) for value in rest] == [float]:
-            how: Any = Folded(*rest)
+        if kind == "folded" and len(paths) == 6 and len(rest) == 2:
+            how: Any = Folded(take(float, rest[0]), None if rest[1] is None else take(int, rest[1]))
         elif kind == "joined" and len(rest) == 2:
             parts = take(tuple, rest[1])
             for steps in parts:

@@ -138,23 +138,34 @@ class CompiledModule(nn.Module):
 def refresh(compiled: nn.Module) -> int:
     """Compare all weights that compiled code holds in another form with what they were, and return how many differ.
 
-    Takes what `compile` and `lower` return, graphs that passes return, and modules that have any of these as submodules.
-    From the next call on the code goes by the weights as they are now, however they were written. Without this, writes
-    that raise no version counter are noticed within `weight_check_interval` calls.
+    Takes what `compile` and `lower` return, graphs that passes return, models that a schedule or `fuse_modules` has
+    changed, and modules that have any of these as submodules. From the next call on the code goes by the weights as they
+    are now, however they were written. Without this, writes that raise no version counter are noticed within
+    `weight_check_interval` calls.
     """
     if not isinstance(compiled, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"refresh takes a module or graph, not a {type(compiled).__name__}.")
-    modules = list(compiled.modules())
-    programs = [m for m in modules if isinstance(m, Program) and not isinstance(m, Body)]
-    lowered = [m for m in modules if isinstance(m, CompiledModule)]
-    if not programs and not lowered:
+    programs: list[GraphModule] | None = None
+    for module in compiled.modules():
+        # A schedule's graphs are run by what it has installed as the forward of a module.
+        installed = getattr(module.__dict__.get("forward"), "__self__", None)
+        graphs = getattr(installed, "programs", None)
+        if isinstance(module, CompiledModule):
+            graphs = module.graphs
+        elif isinstance(module, Program) and not isinstance(module, Body):
+            graphs = (module,)
+        if graphs is not None:
+            programs = [*(programs or []), *graphs]
+    if programs is None:
         raise InvalidArgument(
             f"the {type(compiled).__name__} was neither compiled nor lowered by dovetail, and neither were its submodules. "
             f"Give what `dovetail.compile` or `dovetail.lower` returned."
         )
-    programs += [graph for m in lowered for graph in m.graphs if isinstance(graph, Program)]
-    weights = [(program, program.runtime_weights) for program in programs]
-    return len(set().union(*(held.check(program) for program, held in weights if held is not None)))
+    written: set[int] = set()
+    for program in programs:
+        weights = program.runtime_weights if isinstance(program, Program) else None
+        written |= set() if weights is None else weights.check(program)
+    return len(written)
 
 
 def _restored(

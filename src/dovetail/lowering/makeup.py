@@ -212,12 +212,13 @@ def _is_run(name: str, value: Any) -> bool:
 
 
 def _is_own(module: nn.Module, forward: Any) -> bool:
-    """Whether an attribute `forward` is what calls would run without it."""
-    return (
-        isinstance(forward, types.MethodType)
-        and forward.__self__ is module
-        and forward.__func__ is getattr(type(module), "forward", None)
-    )
+    """Whether an attribute `forward` of an instance makes no difference to what calls run."""
+    of_class = getattr(type(module), "forward", None)
+    # A data descriptor comes before what an instance has.
+    if isinstance(of_class, property):
+        return True
+    is_bound = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return is_bound and forward.__func__ is of_class
 
 
 def _baked(attributes: dict[str, Any]) -> list[str]:

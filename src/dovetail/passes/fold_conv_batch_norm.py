@@ -56,8 +56,9 @@ class FoldConvBatchNorm(Pass):
 
     Needs: a convolution that only the norm reads, with weights, scale and statistics that are attributes of the graph
     and not written in it. Leaves: the convolution with a weight and a bias computed once, in buffers that no
-    `state_dict` has; the parameters stay where they are, unused. Weights or statistics that are loaded or trained
-    later are not seen, and gradients do not reach them: for inference only.
+    `state_dict` has; the parameters stay where they are. When one of them or a statistic is written, the buffers are
+    computed again before the next call; writes that no version counter shows are noticed within
+    `weight_check_interval` calls. Gradients do not reach the parameters: for inference only.
 
     Values are equal within float tolerance: the scale is applied to the weights instead of the results. `fuel` stops
     after so many.
@@ -237,21 +238,22 @@ class _Folding:
 
 @dataclass(frozen=True)
 class Folded:
-    """`folded_weights` as a function of weights and statistics."""
+    """`folded_weights` as a function of weights and statistics; `groups` are those of a transposed convolution."""
 
     eps: float
+    groups: int | None = None
 
     def __call__(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        weight, bias, scale, shift, mean, variance = sources
-        return folded_weights(
-            cast("Tensor", weight),
-            bias,
-            scale,
-            shift,
-            cast("Tensor", mean),
-            cast("Tensor", variance),
-            self.eps,
-        )
+        weight, bias, scale, shift, mean, variance = cast("Sequence[Tensor]", sources)
+        if self.groups is None:
+            return folded_weights(weight, bias, scale, shift, mean, variance, self.eps)
+        # A transposed convolution has its output channels second, within each group.
+        groups, (inputs, outputs, *kernel) = self.groups, weight.shape
+        grouped = weight.reshape(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
+        upright = grouped.reshape(groups * outputs, inputs // groups, *kernel)
+        made, offset = folded_weights(upright, bias, scale, shift, mean, variance, self.eps)
+        back = made.reshape(groups, outputs, inputs // groups, *kernel).transpose(1, 2)
+        return back.reshape(weight.shape), offset
 
 
 def folded_weights(
