@@ -37,6 +37,7 @@ from dovetail.graph.text import diff, text
 from dovetail.lowering.backend import Backend
 from dovetail.lowering.bisect import bisect_lowering
 from dovetail.lowering.compile import compile
+from dovetail.lowering.compiled import refresh
 from dovetail.lowering.lower import lower
 from dovetail.lowering.passes import Lower
 from dovetail.outlining.inline import inline
@@ -145,6 +146,7 @@ __all__ = [
     "lower",
     "optional",
     "outline",
+    "refresh",
     "regions",
     "replace_region",
     "rule",

@@ -5,6 +5,7 @@ import pickle
 import threading
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import dovetail
 from dovetail import zoo
 from dovetail.lowering.replay import Replay
 from dovetail.lowering.situation import situation_of
-from tests.lowering.helpers import Blocks, Counting
+from tests.lowering.helpers import Blocks, Counting, fused
 
 
 def test_the_work_is_done_at_once_with_examples_and_in_the_first_call_without() -> None:
@@ -250,7 +251,7 @@ class Played:
         replay._static = [x.clone()]
         replay._spec, replay._situation = spec, situation_of(leaves).operands
         replay._made = pytree.tree_flatten(replay.run(x))
-        replay._places = [t.data_ptr() for t in replay.held]
+        replay._places = replay._held_state()
         replay._graph = self
 
     def replay(self) -> None:
@@ -280,6 +281,26 @@ def test_a_replay_that_was_begun_is_used_or_thrown_away() -> None:
     assert torch.equal(fast(x), model(x))
     assert played.times == 3  # begun, and thrown away
     assert not replay._lock.locked()
+
+
+class Copies(Counting):
+    def prepare(self, site: Any) -> Any:
+        run, kept = site.compiled, {i: site.operands[i].clone() for i in site.constants}
+        return lambda *operands: run(*[kept.get(i, operand) for i, operand in enumerate(operands)])
+
+
+@torch.no_grad()
+def test_a_replay_of_code_that_copied_a_weight_is_not_used_after_it_was_written() -> None:
+    model, x = Blocks().eval(), torch.randn(3, 8)
+    program = dovetail.lower(fused(model, x), [Copies()], cache=False)
+    program(x)
+    replay = Replay(program.forward, program)
+    played = Played(replay, x)
+    assert torch.equal(replay(x), model(x))
+    assert played.times == 1
+    model.layers[0].get_parameter("weight").mul_(2)
+    assert torch.equal(replay(x), model(x))
+    assert played.times == 1
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dovetail
 from dovetail.scheduling.fuse_modules import fuse_modules
 from tests.scheduling.chained import (
     CONV_BN_RELU,
@@ -106,6 +107,11 @@ def test_folded_weights_follow_the_parameters_and_statistics():
     for one in (fused, loaded):
         one.bn.train()(torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)))
         one.bn.eval()
+    torch.testing.assert_close(evaluated(fused, x), evaluated(loaded, x))
+    for one in (fused, loaded):
+        one.conv.weight.data.mul_(2)
+        one.bn.running_mean.numpy()[:] += 1
+    assert dovetail.refresh(fused) == 2
     torch.testing.assert_close(evaluated(fused, x), evaluated(loaded, x))
     fused.double()
     torch.testing.assert_close(evaluated(fused, x.double()), evaluated(loaded.double(), x.double()))

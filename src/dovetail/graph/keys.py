@@ -23,3 +23,6 @@ LOWERING = "dovetail.lowering"
 
 ORIGIN = "dovetail.origin"
 """The key in `node.meta["custom"]` of the operation that a traced node came from. Written by `rules.shadow` alone."""
+
+DERIVED = "dovetail.derived"
+"""The `gm.meta` key of buffers that were computed from weights, and how. Written by `passes.constants` alone."""

@@ -8,18 +8,22 @@ import gc
 from collections.abc import Generator, Mapping
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
 
 from dovetail.graph import pickling
+from dovetail.graph.derived import RuntimeWeights
 from dovetail.graph.holding import Holder, hold_together
-from dovetail.graph.keys import LOWERING
+from dovetail.graph.keys import DERIVED, LOWERING
+from dovetail.graph.weight_guard import ContentGuard
 
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
 _HOLDER = "_holder"
-_DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", _HOLDER})
+_WEIGHTS = "_runtime_weights"
+_DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", _HOLDER, _WEIGHTS})
 
 
 class _GeneratedForward:
@@ -64,13 +68,17 @@ class Program(GraphModule):
                 child.generate()
 
     def _write_code(self) -> None:
-        lowering = self.__dict__.get("meta", {}).get(LOWERING)
-        if lowering is None:
+        meta = self.__dict__.get("meta", {})
+        lowering, derivations = meta.get(LOWERING), meta.get(DERIVED, ())
+        if lowering is None and not derivations:
             super().recompile()
             return
         # What runs is not what is edited: regions stay in the graph, and the code calls what they were compiled to.
-        graph, run = self.__dict__["_graph"], lowering.execution_graph(self)
+        graph = self.__dict__["_graph"]
+        run = copy_graph(graph) if lowering is None else lowering.execution_graph(self)
         self.__dict__[_HOLDER] = hold_together(run, lambda name: isinstance(attribute(self, name), Tensor))
+        contents = ContentGuard() if lowering is None else lowering.contents
+        self.__dict__[_WEIGHTS] = RuntimeWeights(derivations, contents)
         self.__dict__["_graph"] = run
         try:
             super().recompile()
@@ -80,8 +88,16 @@ class Program(GraphModule):
     def _held_tensors(self) -> tuple[Any, ...]:
         """The tensors that the code of a lowered graph needs; fetched one by one they would cost more than small
         models do."""
+        if not torch.compiler.is_compiling():
+            self.__dict__[_WEIGHTS](self)
         holder: Holder = self.__dict__[_HOLDER]
         return holder(self)
+
+    @property
+    def runtime_weights(self) -> RuntimeWeights | None:
+        """What keeps state up to date that was computed from weights; None where nothing is."""
+        self.generate()
+        return self.__dict__.get(_WEIGHTS)
 
     def _recompile_submodules(self) -> list[tuple[str, PythonCode]]:
         # Bodies are shared with other graphs and know themselves whether they are stale.

@@ -15,15 +15,18 @@ from dovetail.errors import SaveError
 from dovetail.fusion.ledger import ledger_of
 from dovetail.graph.canonical import CanonicalReport
 from dovetail.graph.capturing.calling import ModelCodeGen
-from dovetail.graph.keys import CANONICAL, LEDGER, LOWERING, OUTLINING, REGION
+from dovetail.graph.derived import Derivation
+from dovetail.graph.keys import CANONICAL, DERIVED, LEDGER, LOWERING, OUTLINING, REGION
 from dovetail.graph.module import Body, attribute
 from dovetail.graph.text import show
 from dovetail.interop import conventions, functions
 from dovetail.interop.encoding import PATH, Encoder, Unwritable
 from dovetail.outlining.record import Call, call_of, state_of
+from dovetail.passes.constants import Concatenated
+from dovetail.passes.fold_conv_batch_norm import Folded
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN = frozenset({CANONICAL, LEDGER, LOWERING, OUTLINING})
+_OWN = frozenset({CANONICAL, DERIVED, LEDGER, LOWERING, OUTLINING})
 
 
 class Describer:
@@ -164,7 +167,24 @@ class Describer:
             if OUTLINING not in gm.meta
             else [dict(state.counters), None if ranks is None else dict(ranks), state.epoch],
             "meta": self.encoder.meta({k: v for k, v in gm.meta.items() if k not in _OWN}),
+            "derived": [self._derived(derivation) for derivation in gm.meta.get(DERIVED, ())],
         }
+
+    def _derived(self, derivation: Derivation) -> list[Any]:
+        """Buffers, what they are computed from, and how."""
+        how = derivation.compute
+        told = ("folded", how.eps, how.groups) if isinstance(how, Folded) else None
+        if isinstance(how, Concatenated):
+            told = ("joined", how.dim, how.parts)
+        try:
+            if told is None:
+                raise Unwritable(f"a {type(how).__name__}")
+            written = self.encoder.value(told)
+        except Unwritable as reason:
+            raise SaveError(
+                f"'{derivation.results[0]}' is computed from weights by {reason}, which has no form in a file."
+            ) from reason
+        return [[*derivation.results], [*derivation.sources], [*derivation.sentinels], written]
 
     def _borrowed(self, body: Body, name: str, target: str) -> list[Any]:
         value = body.__dict__[name]

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from dovetail.fusion.ledger import Ledger, write_ledger
 from dovetail.graph.canonical import CanonicalReport
 from dovetail.graph.capturing.calling import ModelCodeGen
+from dovetail.graph.derived import Compute, Derivation
 from dovetail.graph.keys import CANONICAL, REGION
 from dovetail.graph.module import Body, Program, attribute, make_body, rebuild
 from dovetail.interop import conventions, functions
@@ -40,6 +41,8 @@ from dovetail.outlining.record import (
     make_identity,
     with_state,
 )
+from dovetail.passes.constants import Concatenated, record_derivations
+from dovetail.passes.fold_conv_batch_norm import Folded
 
 # Names are written into code and into the paths of nested graphs.
 _LONGEST_NAME = 1_000
@@ -147,6 +150,8 @@ class Restorer:
             counters, ranks, epoch = rows(outlining)
             known = None if ranks is None else _numbers(ranks)
             made.meta = with_state(meta, State(_numbers(counters), known, take(int, epoch)))
+        # Files of earlier versions have none.
+        record_derivations(made, [self._derived(made, derived) for derived in rows(row.get("derived", []))])
         return made
 
     def _require_held(self, program: Program) -> None:
@@ -165,6 +170,40 @@ class Restorer:
             size += self._sizes.get(id(value), 0) if node.op == "call_module" else 0
         _require_bounded(size)
         self._sizes[id(program)] = size
+
+    def _derived(self, owner: Program, row: Any) -> Derivation:
+        """Buffers that are computed from weights, by one of the two ways that passes have, of tensors of the file."""
+        results, sources, sentinels, written = rows(row)
+        names = [take(str, name) for name in rows(results)]
+        for name in names:
+            if name not in owner._buffers:
+                raise Unreadable(f"'{name}' is computed from weights and is no buffer")
+        paths = [None if path is None else take(str, path) for path in rows(sources)]
+        counters = [take(str, path) for path in rows(sentinels)]
+        for path in (*paths, *counters):
+            if path is not None and not isinstance(_held(owner, path), Tensor):
+                raise Unreadable(f"'{path}' is not a tensor")
+        how = self._computed(take(tuple, self.decoder.value(written)), paths)
+        return Derivation(names, paths, how, counters)
+
+    def _computed(self, row: tuple[Any, ...], paths: Sequence[str | None]) -> Compute:
+        kind, *rest = row or (None,)
+        if kind == "folded" and len(paths) == 6 and len(rest) == 2:
+            return Folded(take(float, rest[0]), None if rest[1] is None else take(int, rest[1]))
+        if kind != "joined" or len(rest) != 2:
+            raise Unreadable(f"a buffer is computed by {str(kind)[:60]!r}")
+        parts = take(tuple, rest[1])
+        for part in parts:
+            for step in () if isinstance(part, int) else take(tuple, part):
+                name, args, kwargs = take(tuple, step) if len(step) == 3 else (None, None, None)
+                self.decoder.target("op", name)
+                take(tuple, args)
+                if not all(
+                    isinstance(k, tuple) and len(k) == 2 and isinstance(k[0], str)
+                    for k in take(tuple, kwargs)
+                ):
+                    raise Unreadable("a step of a buffer's computation has no arguments")
+        return Concatenated(take(int, rest[0]), parts)
 
     def _borrow(self, body: Body, row: dict[str, Any]) -> None:
         body.mark_impure(take(bool, row["impure"]))

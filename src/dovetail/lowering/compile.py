@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.compiled import CompiledModule
@@ -38,6 +39,7 @@ def compile(
     timeout: float | None = None,
     cache: bool | str | Path = True,
     cuda_graphs: CudaGraphs = "auto",
+    weight_check_interval: int | None = CHECK_INTERVAL,
 ) -> CompiledModule:
     """The model, captured, fused and lowered: called as it is, with the very same parameters.
 
@@ -61,6 +63,7 @@ def compile(
         specialisations=specialisations,
         timeout=timeout,
         cache=cache,
+        weight_check_interval=weight_check_interval,
     )
     # Captures are what is bounded; each may still be called with gradients and without.
     each = replace(options, specialisations=Options.specialisations)

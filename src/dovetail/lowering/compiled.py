@@ -9,6 +9,8 @@ from typing import Any, Self
 from torch import nn
 from torch.fx import GraphModule
 
+from dovetail.errors import InvalidArgument
+from dovetail.graph.module import Body, Program
 from dovetail.lowering.forms import HOOKS, CudaGraphs, Forms, Recipe
 
 # What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
@@ -31,10 +33,10 @@ class CompiledModule(nn.Module):
     """The model with its graph fused and lowered; what `dovetail.compile` returns.
 
     It shares parameters, buffers and submodules with the model, so that `state_dict`, optimizers and `.to` see one.
-    Inputs that no capture so far was made for, another train or eval mode, autocast, and another number or string as
-    an attribute of a module capture again, `most` times; then the model's own forward runs. So it does while another
-    tracer looks on, and for a call that cannot be captured after others could. What attributes of other kinds hold
-    (lists, configuration objects) is taken as it was.
+    Inputs that no capture so far was made for, another train or eval mode, autocast, another number or string as an
+    attribute of a module, and another class, `forward` or other function of a module or its class capture again, `most`
+    times; then the model's own forward runs. So it does while another tracer looks on, and for a call that cannot be
+    captured after others could. What attributes of other kinds hold (lists, configuration objects) is taken as it was.
     """
 
     def __init__(
@@ -71,6 +73,10 @@ class CompiledModule(nn.Module):
         return self.__dict__["_forms"]
 
     @property
+    def _wrapper(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name == "forward"}
+
+    @property
     def graphs(self) -> tuple[GraphModule, ...]:
         """The lowered graphs made so far, one for each kind of call; `dovetail.regions` and `explain` take them."""
         return tuple(form.program for form in self._captures.made)
@@ -82,13 +88,19 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["_model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or "_model" not in self.__dict__:
+        if name == "forward":
+            # It may wrap this module's own, which the model's would then never come back from.
+            self.__dict__[name] = value
+        elif name in self.__dict__ or "_model" not in self.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self._original, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._original, name)
+        if name == "forward" and name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self._original, name)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model; calls in it run a capture of that mode."""
@@ -108,19 +120,52 @@ class CompiledModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
-        made = _restored(model, *self._captures.options, [])
-        memo[id(self)] = made
+        made = memo[id(self)] = _restored(model, *self._captures.options, [])
+        made.__dict__.update(copy.deepcopy(self._wrapper, memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        forms = [(form.modes, form.program) for form in self._captures.made]
-        return _restored, (self._original, *self._captures.options, forms)
+        forms = self._captures.portable()
+        return _restored, (self._original, *self._captures.options, forms), self._wrapper or None
 
     def __repr__(self) -> str:
         return f"CompiledModule({self._original!r})"
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._original)})
+
+
+def refresh(compiled: nn.Module) -> int:
+    """Compare all weights that compiled code holds in another form with what they were, and return how many differ.
+
+    Takes what `compile` and `lower` return, graphs that passes return, models that a schedule or `fuse_modules` has
+    changed, and modules that have any of these as submodules. From the next call on the code goes by the weights as they
+    are now, however they were written. Without this, writes that raise no version counter are noticed within
+    `weight_check_interval` calls.
+    """
+    if not isinstance(compiled, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"refresh takes a module or graph, not a {type(compiled).__name__}.")
+    programs: list[GraphModule] | None = None
+    for module in compiled.modules():
+        # A schedule's graphs are run by what it has installed as the forward of a module.
+        installed = getattr(module.__dict__.get("forward"), "__self__", None)
+        graphs = getattr(installed, "programs", None)
+        if isinstance(module, CompiledModule):
+            graphs = module.graphs
+        elif isinstance(module, Program) and not isinstance(module, Body):
+            graphs = (module,)
+        if graphs is not None:
+            programs = [*(programs or []), *graphs]
+    if programs is None:
+        raise InvalidArgument(
+            f"the {type(compiled).__name__} was neither compiled nor lowered by dovetail, and neither were its submodules. "
+            f"Give what `dovetail.compile` or `dovetail.lower` returned."
+        )
+    written: set[int] = set()
+    for program in programs:
+        weights = program.runtime_weights if isinstance(program, Program) else None
+        written |= set() if weights is None else weights.check(program)
+    return len(written)
 
 
 def _restored(

@@ -65,10 +65,10 @@ class Form:
 class Forms:
     """The captures of a model so far, and how further ones are made.
 
-    Inputs that no capture was made for, another train or eval mode, autocast, and another number or string as an
-    attribute of a module capture again, `most` times; then the model's own forward runs. So it does while another
-    tracer looks on, for a call that cannot be captured after others could, and in a child process that was forked from
-    this one. Hooks of the model itself are the caller's to run.
+    Inputs that no capture was made for, another train or eval mode, autocast, another number or string as an attribute
+    of a module, and another class or function of one capture again, `most` times; then the model's own forward runs.
+    So it does while another tracer looks on, for a call that cannot be captured after others could, and in a child
+    process that was forked from this one. Hooks of the model itself are the caller's to run.
     """
 
     def __init__(
@@ -98,6 +98,13 @@ class Forms:
     def options(self) -> tuple[Any, Any, int, CudaGraphs]:
         """What forms of another model are made with to be made alike."""
         return self.recipe, self.dynamic_shapes, self.most, self.cuda_graphs
+
+    def portable(self) -> list[tuple[Modes, GraphModule]]:
+        """Captures that hold in another process, where classes and functions are what they were at first."""
+        modes = self.modes()
+        if modes is None or not self._makeup.is_original(modes[0]):
+            return []
+        return [(f.modes, f.program) for f in self.made if self._makeup.is_original(f.modes[0])]
 
     def adopt(self, programs: list[tuple[Modes, GraphModule]]) -> None:
         """Take graphs that were made already, each with the modes it was captured in."""

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from dovetail.errors import InvalidArgument
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import copy_graph, rebuild
+from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
 from dovetail.lowering.compiling import make_all
@@ -44,6 +45,7 @@ def lower(
     timeout: float | None = None,
     cache: bool | str | Path = True,
     grad: bool | None = None,
+    weight_check_interval: int | None = CHECK_INTERVAL,
     progress: bool | None = None,
 ) -> GraphModule:
     """A graph that computes the same, its regions run by backends; the input graph is untouched.
@@ -53,7 +55,9 @@ def lower(
     backend moves a region to the next one that takes it and finally to its own body; `explain(gm).lowered` tells.
     Code is made now for calls with gradients if `grad` says so, or if it is None and the graph is in train mode; for
     others when they come; a terminal is shown how far that is unless `progress` is False. With `verify` compiled code
-    is compared with the body on made-up operands, which says nothing of later calls.
+    is compared with the body on made-up operands, which says nothing of later calls. Where a backend copies weights,
+    their contents are compared once in `weight_check_interval` calls, for writes that version counters do not show;
+    with None never.
     """
     require_graph(gm)
     options = Options(
@@ -66,6 +70,7 @@ def lower(
         timeout=timeout,
         cache=cache,
         grad=grad,
+        weight_check_interval=weight_check_interval,
     )
     if progress is not None and not isinstance(progress, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"progress {progress!r}; give True, False, or None to show it on a terminal.")

@@ -7,16 +7,19 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import InvalidArgument
 from dovetail.graph.forking import released_by_fork
 from dovetail.graph.keys import LOWERING
+from dovetail.graph.module import attribute
 from dovetail.graph.normalform import viewed_operand
 from dovetail.graph.operators import of_overload
+from dovetail.graph.weight_guard import ContentGuard, sentinel_of
 from dovetail.lowering.artefacts import Artefact
 from dovetail.lowering.backend import by_name, identity
 from dovetail.lowering.dispatch import Dispatcher
@@ -62,6 +65,7 @@ class Lowering:
         self.sites: dict[str, Site] = {}
         # What backends want to know again, by their names.
         self.notes: dict[str, Any] = {}
+        self.contents = ContentGuard(options.weight_check_interval)
         self._dispatchers: dict[tuple[Any, ...], Dispatcher] = {}
         self._by_name: dict[str, Dispatcher] = {}
         self._lock = released_by_fork(threading.RLock())
@@ -160,10 +164,14 @@ class Lowering:
         flattener = Flattener(graph, lambda name: sites.get(_own(name)), held)
         flattener.write(program, program.graph.nodes, env)
         graph.set_codegen(program.graph._codegen)
-        for node in graph.nodes:
+        for node in list(graph.nodes):
             if isinstance(node.target, Site):
-                listed = enumerate(node.args)
-                node.target.constants = frozenset(i for i, a in listed if isinstance(a, Node) and _is_held(a))
+                sources = {i: _held_by(a) for i, a in enumerate(node.args) if isinstance(a, Node)}
+                node.target.constants = frozenset(i for i, source in sources.items() if source is not None)
+                counters = _sentinels(program, filter(None, sources.values()))
+                if counters:
+                    with graph.inserting_before(node):
+                        node.kwargs = {"sentinels": [held(node, counter) for counter in counters]}
         return graph
 
     def _sites(self, program: GraphModule) -> dict[str, Site]:
@@ -171,16 +179,24 @@ class Lowering:
             own = _own(region.name)
             if own in self.assigned and own not in self.sites:
                 dispatcher = self.dispatcher(region, self.assigned[own])
-                self.sites[own] = Site(region.name, dispatcher, unit_of(region).lifted, self.notes)
+                self.sites[own] = Site(
+                    region.name, dispatcher, unit_of(region).lifted, self.notes, self.contents
+                )
         return self.sites
 
 
-def _is_held(node: Node) -> bool:
-    """Whether a value is a tensor that the graph holds, or always a view of one, which tells writes as that does."""
+def _held_by(node: Node) -> str | None:
+    """Where the graph holds the tensor that a value is or is always a view of, which shares its version counter."""
     at: Node | None = node
     while at is not None and at.op != "get_attr":
         at = viewed_operand(at) if len(at.all_input_nodes) == 1 and _is_always_a_view(at.target) else None
-    return at is not None
+    return None if at is None else cast("str", at.target)
+
+
+def _sentinels(program: GraphModule, targets: Iterable[str]) -> list[str]:
+    """The counters of the batch norms whose statistics are at some of these places."""
+    counters = dict.fromkeys(filter(None, map(sentinel_of, targets)))
+    return [counter for counter in counters if isinstance(attribute(program, counter), Tensor)]
 
 
 def _is_always_a_view(target: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.choosing import Granularity
 
 
@@ -24,6 +25,7 @@ class Options:
     timeout: float | None = None
     cache: bool | str | Path = True
     grad: bool | None = None
+    weight_check_interval: int | None = CHECK_INTERVAL
 
     def __post_init__(self) -> None:
         given = vars(self)
@@ -61,6 +63,10 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "specialisations": (_is_count, "1 or more"),
     "timeout": (_is_duration, "seconds, or None for the backend's own"),
     "cache": (lambda v: isinstance(v, (bool, str, Path)), "True, False or a folder"),
+    "weight_check_interval": (
+        lambda v: v is None or _is_count(v),
+        "a number of calls, 1 or more, or None to go by version counters alone",
+    ),
     "grad": (
         lambda v: v is None or isinstance(v, bool),
         "True, False, or None to go by the mode of the graph",

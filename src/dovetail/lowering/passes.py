@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch.fx import GraphModule
 
+from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options
@@ -31,6 +32,7 @@ class Lower(Pass):
     specialisations: int = 8
     timeout: float | None = None
     cache: bool | str | Path = True
+    weight_check_interval: int | None = CHECK_INTERVAL
 
     def __post_init__(self) -> None:
         self._options()  # what is wrong is told where it is written

@@ -13,6 +13,8 @@ from torch.fx import GraphModule
 
 from dovetail.graph.effects import summary
 from dovetail.graph.forking import released_by_fork
+from dovetail.graph.module import Program
+from dovetail.graph.weight_guard import write_state
 from dovetail.lowering.situation import Unguardable, situation_of
 
 _WARM_UP = 3
@@ -51,12 +53,14 @@ class Replay:
     """A callable like `run`, recorded in its first call without gradients and replayed in others like that one.
 
     Results are copies unless `reuse_outputs` is set: then the next call overwrites them. What is recorded reads
-    parameters where they lie; if one was moved, it is recorded again.
+    parameters where they lie; if one was moved, it is recorded again. If code has copies of some, it is recorded again
+    when one was written.
     """
 
     def __init__(self, run: Callable[..., Any], program: GraphModule, *, reuse_outputs: bool = False) -> None:
         self.run, self.program, self.reuse_outputs = run, program, reuse_outputs
         self.held = [*program.parameters(), *program.buffers()]
+        self._weights = program.runtime_weights if isinstance(program, Program) else None
         self.problem: str | None = None
         self._draws = bool(summary(program).random)
         self._lock = released_by_fork(threading.Lock())
@@ -65,7 +69,7 @@ class Replay:
         self._situation: Any = None
         self._static: list[Any] = []
         self._made: tuple[list[Any], Any] = ([], None)
-        self._places: list[int] = []
+        self._places: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -133,7 +137,16 @@ class Replay:
             return False
 
     def _moved(self) -> bool:
-        return [t.data_ptr() for t in self.held] != self._places
+        return self._held_state() != self._places
+
+    def _held_state(self) -> Any:
+        if self._weights is None:
+            return [t.data_ptr() for t in self.held]
+        # What a replay runs does not look at the weights.
+        self._weights(self.program)
+        if self._weights.has_copies:
+            return self._weights.contents.generation, write_state(self.held)
+        return [t.data_ptr() for t in self.held]
 
     def _record(self, leaves: list[Any], spec: Any) -> None:
         self._graph = None
@@ -160,5 +173,5 @@ class Replay:
             return
         self._spec, self._situation, self._static = spec, situation, static
         self._made = pytree.tree_flatten(made)
-        self._places = [t.data_ptr() for t in self.held]
+        self._places = self._held_state()
         self._graph = graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dovetail.graph.weight_guard import Checksums, ContentGuard, write_state
 from dovetail.lowering.backend import Compiled, setting
 from dovetail.lowering.dispatch import Dispatcher, Entry
 from dovetail.lowering.double_backward import TwiceDifferentiable
 from dovetail.lowering.faults import Failure, Fault, fault_of
 from dovetail.lowering.situation import Fit, Situation, fit_for
-from dovetail.lowering.writes import fused_steps
 from dovetail.outlining.region import Region
 
 
@@ -24,9 +24,11 @@ class CallSite:
     """What `Backend.prepare` gets: one call of a region, the code made for it, and the operands of its first call.
 
     `constants` are the numbers of the operands that are parameters, buffers or constants of the model, or views of
-    those. What is prepared is used until one of them is written or replaced; then it is prepared again. `notes` is for
-    what is to be known then, or in copies and pickles of the graph; all calls of a graph share it. `tell` writes a
-    reason into the record.
+    those. What is prepared is used until one of them is written or replaced; then it is prepared again. Writes that no
+    version counter shows are noticed by contents within `weight_check_interval` calls. For that what is prepared is
+    taken to copy all constants but those whose numbers are in its attribute `reads_in_place`, if it has one. `notes` is
+    for what is to be known when it is prepared again, or in copies and pickles of the graph; all calls of a graph share
+    it. `tell` writes a reason into the record.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Site:
         dispatcher: Dispatcher,
         lifted: tuple[str, ...],
         notes: dict[str, Any] | None = None,
+        contents: ContentGuard | None = None,
     ) -> None:
         # Equal bodies share a dispatcher, but each call has constants of its own.
         self.name, self.dispatcher, self.lifted = name, dispatcher, lifted
@@ -58,29 +61,37 @@ class Site:
         self.notes = {} if notes is None else notes
         self.__name__ = f"region_{name.replace('/', '__')}"
         # One value, so that a thread never has the guard of one specialisation and the code of another.
-        self._first: tuple[Fit, Entry | None, Callable[..., Any]] = _NONE
+        self._first: _First = _NONE
         self._latest: Situation | None = None
-        self._prepared: dict[Entry, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._prepared: dict[Entry, tuple[Callable[..., Any], _State]] = {}
+        self._contents = ContentGuard(None) if contents is None else contents
+        self._checksums: Checksums | None = None
+        # Numbers of the constants that some prepared state holds copies of.
+        self._copied: frozenset[int] = frozenset()
+        self._numbers: tuple[int, ...] = ()
+        self._generation = 0
 
     @property
     def entry(self) -> Entry | None:
         """What runs calls like the last one, or, before there was one, those that were foreseen."""
         return self.dispatcher.entry_now(self._latest)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, sentinels: Sequence[Tensor] = ()) -> Any:
+        """Run the region. The version counters of `sentinels` rise where its constants are written unseen."""
         if torch.compiler.is_compiling() or is_watched():
             return self.dispatcher.body(*args)
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
             with torch.profiler.record_function(f"region {self.name}"):
-                return self._called(args)
-        return self._called(args)
+                return self._called(args, sentinels)
+        return self._called(args, sentinels)
 
-    def _called(self, args: tuple[Any, ...]) -> Any:
-        fits, entry, run = self._first
+    def _called(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Any:
+        fits, entry, run, state = self._first
         if (
             entry is None
             or entry.dropped
             or not fits(args)
+            or (state is not None and self._state(args, sentinels) != state)
             or torch.is_autocast_enabled("cpu")
             or torch.is_autocast_enabled("cuda")
             or self.dispatcher.aliased(args)
@@ -88,7 +99,7 @@ class Site:
             entry = self.dispatcher.find(args)
             if entry is None:
                 return self.dispatcher.body(*args)
-            run = self._take(entry, args)
+            run = self._take(entry, args, sentinels)
         try:
             return run(*args)
         except Exception as error:
@@ -99,22 +110,45 @@ class Site:
             self._prepared.pop(entry, None)
             return self.dispatcher.failed(entry, error, args)
 
-    def _take(self, entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _take(self, entry: Entry, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Callable[..., Any]:
         """Make an entry the one that is tried first."""
-        run, fits = entry.run, fit_for(entry.situation, args)
+        run, fits, state = entry.run, fit_for(entry.situation, args), None
         prepare = getattr(entry.artefact.backend, "prepare", None) if entry.artefact else None
         if prepare is not None:
-            run, seen = self._prepared.get(entry, (None, ()))
-            now = self._seen(args)
-            if run is None or seen != now:
-                run = self._ready(prepare, entry, args)
-                self._prepared[entry] = (run, now)
-            fits = self._while(fits, now)
+            self._numbers = tuple(i for i in sorted(self.constants) if isinstance(args[i], Tensor))
+            run, seen = self._prepared.get(entry, (None, None))
+            state = self._state(args, sentinels)
+            if run is None or seen != state:
+                run, state = self._prepare(prepare, entry, args, sentinels)
+                self._prepared[entry] = (run, state)
         if entry.artefact and entry.situation.grad and not setting(entry.artefact.backend, "double_backward"):
             run = TwiceDifferentiable(run, self.dispatcher.unit, entry.artefact.backend.name)
-        self._first = fits, entry, run
+        self._first = fits, entry, run, state
         self._latest = entry.situation
         return run
+
+    def _prepare(
+        self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...], sentinels: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], _State]:
+        """Prepare an entry, and have the contents compared of what it copied; with the state that it is for."""
+        constants = self._numbers
+        # All before the weights are read: what is written meanwhile is noticed by the next call.
+        checksums = {i: Checksums([args[i]]) for i in constants}
+        known, copied = self._checksums, self._copied
+        if known is not None and known != Checksums.joined(checksums[i] for i in constants if i in copied):
+            # Another specialisation has copies of what the weights were.
+            self._written()
+        state = self._state(args, sentinels)
+        run = self._ready(prepare, entry, args)
+        in_place = constants if run is entry.run else getattr(run, "reads_in_place", ())
+        self._copied = copied | {i for i in constants if i not in in_place}
+        if self._copied:
+            self._checksums = Checksums.joined(checksums[i] for i in constants if i in self._copied)
+            self._contents.watch(self, self._checksums, self._written)
+        return run, state
+
+    def _written(self) -> None:
+        self._generation += 1
 
     def _ready(self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
         """What a backend prepares for this call, or its code as it is where that fails."""
@@ -141,14 +175,9 @@ class Site:
             return entry.run
         return made
 
-    def _while(self, fits: Fit, seen: tuple[Any, ...]) -> Fit:
-        return lambda given: fits(given) and self._seen(given) == seen
-
-    def _seen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Where the constants lie and how often they were written: prepared state holds while that is so."""
-        tensors = [args[i] for i in sorted(self.constants) if isinstance(args[i], Tensor)]
-        written = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-        return (fused_steps(), *written)
+    def _state(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> _State:
+        """What prepared state holds for: addresses and version counters of the constants, and no write unseen."""
+        return self._generation, write_state([*[args[i] for i in self._numbers], *sentinels])
 
 
 def is_watched() -> bool:
@@ -165,4 +194,6 @@ def _never(_: tuple[Any, ...]) -> bool:
     return False
 
 
-_NONE: tuple[Fit, Entry | None, Callable[..., Any]] = (_never, None, _never)
+_State = tuple[Any, ...]
+_First = tuple[Fit, Entry | None, Callable[..., Any], _State | None]
+_NONE: _First = (_never, None, _never, None)

@@ -17,6 +17,7 @@ from dovetail.graph.index import Index
 from dovetail.graph.module import Program, copy_node, rebuild, without_collector
 from dovetail.graph.normalform import op_name
 from dovetail.graph.storages import storages
+from dovetail.graph.weight_guard import is_dense
 from dovetail.outlining.requests import require_graph
 from dovetail.passes.base import Finding, Pass, require_fuel
 from dovetail.passes.constants import Constants, Names
@@ -85,7 +86,7 @@ class FoldConstants(Pass):
         size = value.numel() * value.element_size()
         if size > self.limit:
             return f"it has {size} bytes, more than {self.limit}"
-        if not _is_dense(value):
+        if not is_dense(value):
             return "its elements do not lie next to each other"
         return ""
 
@@ -119,16 +120,6 @@ def _is_plain(value: Any) -> bool:
         return False
     fixed = all(isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset()))
     return fixed and not value.is_complex() and value.device.type != "meta"
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether elements fill their memory without gaps and none lies over another: moving keeps such strides."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _written(index: Index, found: list[Node]) -> Program:

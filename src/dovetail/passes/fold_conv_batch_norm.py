@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,6 +46,7 @@ _FLAGGED_NORMS = frozenset({_aten.native_batch_norm.default, _aten._native_batch
 _TRAIN_NORMS = frozenset(
     {_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats}
 )
+_OF_NORM = ("weight", "bias", "running_mean", "running_var")
 _NORMS = _WHOLE_NORMS | _EVAL_NORMS | _FLAGGED_NORMS | _TRAIN_NORMS
 
 
@@ -55,8 +56,9 @@ class FoldConvBatchNorm(Pass):
 
     Needs: a convolution that only the norm reads, with weights, scale and statistics that are attributes of the graph
     and not written in it. Leaves: the convolution with a weight and a bias computed once, in buffers that no
-    `state_dict` has; the parameters stay where they are, unused. Weights or statistics that are loaded or trained
-    later are not seen, and gradients do not reach them: for inference only.
+    `state_dict` has; the parameters stay where they are. When one of them or a statistic is written, the buffers are
+    computed again before the next call; writes that no version counter shows are noticed within
+    `weight_check_interval` calls. Gradients do not reach the parameters: for inference only.
 
     Values are equal within float tolerance: the scale is applied to the weights instead of the results. `fuel` stops
     after so many.
@@ -149,7 +151,7 @@ def _why_not(index: Index, convolution: Node, norm: Node) -> str:
 def _why_not_state(index: Index, convolution: Node, norm: Node) -> str:
     """Why the numbers to fold cannot be taken from the graph, empty if they can."""
     weights = {k: by_name(convolution).get(k) for k in ("weight", "bias")}
-    statistics = {k: by_name(norm).get(k) for k in ("weight", "bias", "running_mean", "running_var")}
+    statistics = {k: by_name(norm).get(k) for k in _OF_NORM}
     for node in (*weights.values(), *statistics.values()):
         if node is None:
             continue
@@ -216,26 +218,15 @@ class _Folding:
         return new
 
     def _weights(self, pair: _Pair, target: OpOverload) -> tuple[Node, Node]:
-        gm, old = self.index.gm, pair.convolution
+        old = pair.convolution
         given = by_name(old) | {"bias": by_name(old).get("bias")}
         norm = normalised(pair.norm, by_name(pair.norm))
 
-        def held(node: Any) -> Tensor | None:
-            return None if node is None else _held(gm, node)
-
-        def fold() -> tuple[Tensor, Tensor]:
-            return folded_weights(
-                cast("Tensor", held(given["weight"])),
-                held(given["bias"]),
-                held(norm["weight"]),
-                held(norm["bias"]),
-                cast("Tensor", held(norm["running_mean"])),
-                cast("Tensor", held(norm["running_var"])),
-                norm["eps"],
-            )
-
-        names = self.constants.add_all(
-            [f"folded_{op_name(target)}_weight", f"folded_{op_name(target)}_bias"], fold
+        nodes = (given["weight"], given["bias"], *(norm[k] for k in _OF_NORM))
+        names = self.constants.derive(
+            [f"folded_{op_name(target)}_weight", f"folded_{op_name(target)}_bias"],
+            [None if node is None else cast("str", cast("Node", node).target) for node in nodes],
+            Folded(norm["eps"]),
         )
         weight, bias = (self.graph.create_node("get_attr", name, name=name) for name in names)
         like = cast("Node", given["weight"]).meta.get("val")
@@ -243,6 +234,26 @@ class _Folding:
             weight.meta["val"] = torch.empty_like(like, requires_grad=False)
             bias.meta["val"] = like.new_empty([like.shape[0]], requires_grad=False)
         return weight, bias
+
+
+@dataclass(frozen=True)
+class Folded:
+    """`folded_weights` as a function of weights and statistics; `groups` are those of a transposed convolution."""
+
+    eps: float
+    groups: int | None = None
+
+    def __call__(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        weight, bias, scale, shift, mean, variance = cast("Sequence[Tensor]", sources)
+        if self.groups is None:
+            return folded_weights(weight, bias, scale, shift, mean, variance, self.eps)
+        # A transposed convolution has its output channels second, within each group.
+        groups, (inputs, outputs, *kernel) = self.groups, weight.shape
+        grouped = weight.reshape(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
+        upright = grouped.reshape(groups * outputs, inputs // groups, *kernel)
+        made, offset = folded_weights(upright, bias, scale, shift, mean, variance, self.eps)
+        back = made.reshape(groups, outputs, inputs // groups, *kernel).transpose(1, 2)
+        return back.reshape(weight.shape), offset
 
 
 def folded_weights(

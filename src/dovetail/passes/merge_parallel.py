@@ -32,8 +32,9 @@ class MergeParallel(Pass):
     Weights are joined by a `cat` in the graph, so parameters, `state_dict` and training stay as they are, and the
     joining is paid at each call. Frozen weights are not joined with trained ones. A branch that no loss reaches gets
     gradients of zero where it had none. With `materialise` weights are joined once, into buffers that no `state_dict`
-    has: the way to go for inference, where reading the weights is what costs. Weights loaded or trained after that
-    are not seen, and gradients do not reach them.
+    has: the way to go for inference, where reading the weights is what costs. They are joined again before the next
+    call when a weight was written, and within `weight_check_interval` calls where no version counter shows it;
+    gradients do not reach the parameters.
 
     `guard` is shown the branches (`Branch`) and returns None or a `Decline`; None for no guard. The default, `pays`,
     declines what is clearly no gain. `fuel` stops after so many merges.

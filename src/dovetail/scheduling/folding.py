@@ -1,10 +1,10 @@
-"""Batch norms of chains folded into the weights of the product before them, and folded again when these change."""
+"""Batch norms of chains folded into the weights of the product before them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from dovetail.graph.index import Index
 from dovetail.graph.module import Program, attribute, copy_graph, rebuild
 from dovetail.graph.normalform import by_name, normalised, op_name, written
-from dovetail.lowering.writes import fused_steps
 from dovetail.passes.constants import Constants, Names
-from dovetail.passes.fold_conv_batch_norm import folded_weights
+from dovetail.passes.fold_conv_batch_norm import Folded
 from dovetail.scheduling.chains import Chain, is_fixed
 
 _OF_PRODUCT = ("weight", "bias")
@@ -75,95 +74,16 @@ def _state(chain: Chain) -> list[Node]:
     return [node for node in given if isinstance(node, Node)]
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """A product and a norm that are one product with other weights."""
-
-    weight: Tensor
-    bias: Tensor | None
-    norm: tuple[Tensor | None, Tensor | None, Tensor, Tensor]
-    eps: float
-    groups: int | None
-    counter: Tensor | None
-
-    @property
-    def sources(self) -> list[Tensor]:
-        return [t for t in (self.weight, self.bias, *self.norm) if t is not None]
-
-    @property
-    def version(self) -> Any:
-        """What another value of any of them shows in.
-
-        Statistics are written without a trace where a norm trains; the count of its batches tells.
-        """
-        told = [t for t in (*self.sources, self.counter) if t is not None]
-        try:
-            return [fused_steps(), *((t._version, t.data_ptr()) for t in told)]
-        except RuntimeError:  # tensors of inference mode do not count their writes
-            return object()
-
-    def computed(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the one product."""
-        if self.groups is None:
-            return folded_weights(self.weight, self.bias, *self.norm, self.eps)
-        # A transposed convolution has its output channels second, within each group.
-        groups, (inputs, outputs, *kernel) = self.groups, self.weight.shape
-        grouped = self.weight.reshape(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
-        upright = grouped.reshape(groups * outputs, inputs // groups, *kernel)
-        weight, bias = folded_weights(upright, self.bias, *self.norm, self.eps)
-        back = weight.reshape(groups, outputs, inputs // groups, *kernel).transpose(1, 2)
-        return back.reshape(self.weight.shape), bias
-
-
-@dataclass(frozen=True, eq=False)
-class Fold:
-    """A folded pair of a graph, and the buffers that hold the weights of the one product."""
-
-    pair: Pair
-    weight: Tensor
-    bias: Tensor
-
-
-class Folds:
-    """The folded pairs of a graph, whose weights follow the parameters and statistics they are made of."""
-
-    def __init__(self, folds: Iterable[Fold] = ()) -> None:
-        self._folds = tuple(folds)
-        self._seen: list[Any] = [None] * len(self._folds)
-
-    def refresh(self) -> None:
-        """Compute the weights again where what they are made of has changed."""
-        now = [fold.pair.version for fold in self._folds]
-        if now == self._seen:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for fold, seen, version in zip(self._folds, self._seen, now, strict=True):
-                if seen != version:
-                    weight, bias = fold.pair.computed()
-                    fold.weight.copy_(weight)
-                    fold.bias.copy_(bias)
-        self._seen = now
-
-    def forget(self) -> None:
-        """Take it that anything may have changed."""
-        self._seen = [None] * len(self._folds)
-
-
-def folded(gm: GraphModule, chains: Iterable[Chain]) -> tuple[GraphModule, list[Chain], Folds]:
-    """The graph with norms folded where they can be, the chains in it, and what keeps its weights up to date.
-
-    Where none can be, it is the very graph.
-    """
+def folded(gm: GraphModule, chains: Iterable[Chain]) -> tuple[GraphModule, list[Chain]]:
+    """The graph with norms folded where they can be, and the chains in it; where none can be, the very graph."""
     listed = list(chains)
     index = Index(gm)
     fitting = {chain for chain in listed if not why_not_folded(index, chain)}
     if not fitting:
-        return gm, listed, Folds()
+        return gm, listed
     writer = _Writer(gm)
     made = [writer.fold(chain) if chain in fitting else writer.moved(chain) for chain in listed]
-    program, folds = writer.written()
-    folds.refresh()
-    return program, made, folds
+    return writer.written(), made
 
 
 class _Writer:
@@ -173,13 +93,9 @@ class _Writer:
         self.gm, self.graph = gm, copy_graph(gm.graph)
         self.nodes = {node.name: node for node in self.graph.nodes}
         self.constants = Constants(gm, Names(gm))
-        self.pairs: list[tuple[Pair, list[str]]] = []
 
-    def written(self) -> tuple[Program, Folds]:
-        program = self.constants.installed(rebuild(self.gm, self.graph))
-        held = program._buffers.__getitem__
-        folds = [Fold(pair, *(cast("Tensor", held(name)) for name in names)) for pair, names in self.pairs]
-        return program, Folds(folds)
+    def written(self) -> Program:
+        return self.constants.installed(rebuild(self.gm, self.graph))
 
     def moved(self, chain: Chain) -> Chain:
         """The same chain in the new graph."""
@@ -193,12 +109,12 @@ class _Writer:
 
     def fold(self, chain: Chain) -> Chain:
         """The chain in the new graph without its norm."""
-        pair, here = self._pair(chain), self.moved(chain)
+        here = self.moved(chain)
         product, norm = here.get("product"), here.get("norm")
         assert product is not None
         assert norm is not None
         state, target = dict.fromkeys(_state(here)), cast("OpOverload", product.node.target)
-        weight, bias = self._weights(pair, product.node)
+        weight, bias = self._weights(product.node, norm.node)
         given = normalised(product.node, by_name(product.node)) | {"weight": weight, "bias": bias}
         product.node.args, product.node.kwargs = written(target, given)
         # The value is the norm's, and so is its place in memory.
@@ -209,45 +125,21 @@ class _Writer:
                 self.graph.erase_node(node)
         return replace(here, links=tuple(link for link in here.links if link is not norm))
 
-    def _pair(self, chain: Chain) -> Pair:
-        product, norm = chain.get("product"), chain.get("norm")
-        assert product is not None
-        assert norm is not None
+    def _weights(self, product: Node, norm: Node) -> tuple[Node, Node]:
+        """Attributes for the weights of the one product."""
         of_product, of_norm = (
-            normalised(link.node, by_name(link.node) | {"bias": by_name(link.node).get("bias")})
-            for link in (product, norm)
+            normalised(node, by_name(node) | {"bias": by_name(node).get("bias")}) for node in (product, norm)
         )
-        weight, bias = (self._held(of_product[name]) for name in _OF_PRODUCT)
-        scale, shift, mean, variance = (self._held(of_norm[name]) for name in _OF_NORM)
-        assert weight is not None
-        assert mean is not None
-        assert variance is not None
-        owner, _, _ = cast("str", of_norm["running_mean"].target).rpartition(".")
-        counter = attribute(self.gm, f"{owner}.num_batches_tracked" if owner else "num_batches_tracked")
-        is_transposed = "transpose" in op_name(product.node.target)
-        return Pair(
-            weight,
-            bias,
-            (scale, shift, mean, variance),
-            of_norm["eps"],
-            of_product["groups"] if is_transposed else None,
-            counter if isinstance(counter, Tensor) else None,
+        sources = [*(of_product[name] for name in _OF_PRODUCT), *(of_norm[name] for name in _OF_NORM)]
+        is_transposed = "transpose" in op_name(product.target)
+        names = self.constants.derive(
+            [f"folded_{op_name(product.target)}_{name}" for name in _OF_PRODUCT],
+            [cast("str", node.target) if isinstance(node, Node) else None for node in sources],
+            Folded(of_norm["eps"], of_product["groups"] if is_transposed else None),
         )
-
-    def _held(self, node: Any) -> Tensor | None:
-        return attribute(self.gm, cast("str", node.target)) if isinstance(node, Node) else None
-
-    def _weights(self, pair: Pair, product: Node) -> tuple[Node, Node]:
-        """Attributes for the weights of the one product, which are computed later."""
-        stems = [f"folded_{op_name(product.target)}_{name}" for name in _OF_PRODUCT]
-        with torch.inference_mode(False):
-            mean = pair.norm[2]
-            empty = torch.empty_like(pair.weight), mean.new_empty(mean.shape, dtype=pair.weight.dtype)
-            names = self.constants.add_all(stems, lambda: empty)
-        self.pairs.append((pair, names))
         with self.graph.inserting_before(product):
             weight, bias = (self.graph.create_node("get_attr", name, name=name) for name in names)
-        like = cast("Node", by_name(product)["weight"]).meta.get("val")
+        like, mean = of_product["weight"].meta.get("val"), of_norm["running_mean"].meta.get("val")
         if isinstance(like, FakeTensor):
             weight.meta["val"] = torch.empty_like(like, requires_grad=False)
             bias.meta["val"] = like.new_empty(mean.shape, requires_grad=False)

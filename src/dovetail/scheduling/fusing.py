@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,11 +16,12 @@ from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, ScheduleError
 from dovetail.graph.forking import released_by_fork
+from dovetail.graph.module import Program
 from dovetail.lowering.forms import Forms, Modes
 from dovetail.lowering.site import is_watched
 from dovetail.scheduling.chains import Chain, Group, chains
 from dovetail.scheduling.edits import PartGraph, outlined
-from dovetail.scheduling.folding import Folds, folded
+from dovetail.scheduling.folding import folded
 from dovetail.scheduling.hooks import refuse_hooks
 from dovetail.scheduling.recording import Call
 from dovetail.scheduling.running import Installed, Steps, plain
@@ -79,9 +79,13 @@ class Fusing(Installed):
         self.path, self.groups = path, groups
         self._ways = [min(paths).split(".") for group in groups for paths in group.paths]
         self._forms: tuple[Forms, Forms] | None = None
-        self._folds: WeakKeyDictionary[GraphModule, Folds] = WeakKeyDictionary()
+        self._trained = False
         # One for both kinds of captures: they are of one module.
         self._lock = released_by_fork(threading.RLock())
+
+    @property
+    def programs(self) -> tuple[GraphModule, ...]:
+        return tuple(form.program for forms in self._forms or () for form in forms.made)
 
     @property
     def kept(self) -> Forms:
@@ -109,9 +113,11 @@ class Fusing(Installed):
             own = self.own
             return own(*args, **kwargs) if own else type(self.module).forward(self.module, *args, **kwargs)
         forms = self.folded if self._may_fold() else self.kept
-        if forms is self.folded:
+        if forms is self.folded and self._trained:
+            self._trained = False
             for form in forms.made:
-                self._folds[form.program].refresh()
+                if isinstance(form.program, Program) and form.program.runtime_weights is not None:
+                    form.program.runtime_weights.check(form.program)
         try:
             return forms.call(args, kwargs)
         except CaptureError as error:
@@ -119,10 +125,8 @@ class Fusing(Installed):
                 raise error.__cause__ from None
             raise
         finally:
-            if any(m.training for m in self._norms()):
-                # Statistics may have been written without a trace.
-                for folds in list(self._folds.values()):
-                    folds.forget()
+            # Of a norm without a count of its batches no version counter shows that statistics were written.
+            self._trained = self._trained or any(m.training for m in self._norms())
 
     def _is_traced(self) -> bool:
         """Whether somebody looks at the operations of this call, and not only at those of another thread's."""
@@ -168,10 +172,7 @@ class Fusing(Installed):
         return _with_regions(gm, self._chains(gm))
 
     def _without_norms(self, gm: GraphModule) -> GraphModule:
-        without, left, folds = folded(gm, self._chains(gm))
-        made = _with_regions(without, left)
-        self._folds[made] = folds
-        return made
+        return _with_regions(*folded(gm, self._chains(gm)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusing:
         # The copy's parameters are others: it captures anew.

@@ -83,6 +83,11 @@ class Installed(ABC):
         self.module = module
         self.own = own_forward(module)
 
+    @property
+    def programs(self) -> tuple[GraphModule, ...]:
+        """The graphs that it runs; `dovetail.refresh` looks for them."""
+        return ()
+
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What is called as the module's forward; hooks of the module run around it."""
@@ -180,6 +185,10 @@ class Running(Installed):
         super().__init__(module)
         self.steps = steps
         self._forms: PartForms | None = None
+
+    @property
+    def programs(self) -> tuple[GraphModule, ...]:
+        return tuple(form.program for form in self.forms.made)
 
     @property
     def forms(self) -> PartForms:

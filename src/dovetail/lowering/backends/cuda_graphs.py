@@ -77,7 +77,10 @@ class CudaGraphs(Backend):
     def prepare(self, site: CallSite) -> Compiled:
         prepare = getattr(self.inner, "prepare", None)
         run = site.compiled if prepare is None else prepare(site)
-        return Recorded(run, site.operands, site.constants, reuse_outputs=self.reuse_outputs)
+        made = Recorded(run, site.operands, site.constants, reuse_outputs=self.reuse_outputs)
+        copies = run is not site.compiled
+        made.reads_in_place = getattr(run, "reads_in_place", frozenset()) if copies else site.constants
+        return made
 
 
 class _Place:
@@ -120,6 +123,7 @@ class Recorded:
         reuse_outputs: bool = False,
     ) -> None:
         self.run, self.reuse_outputs = run, reuse_outputs
+        self.reads_in_place = constants
         self.device = next(a.device for a in operands if isinstance(a, Tensor))
         # Results that stay where they are must not lie in what another recording writes.
         self.place = _Place(self.device) if reuse_outputs else _shared(self.device)

@@ -247,7 +247,12 @@ _STARTED = _Started()
 
 
 class Session:
-    """Code with some operands bound; it takes the others as its compiler has them."""
+    """Code with some operands bound; it takes the others as its compiler has them.
+
+    `shared` are the numbers of the bound operands whose memory it reads in every call, and of which it has no copy.
+    """
+
+    shared: frozenset[int] = frozenset()
 
     @abstractmethod
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -277,6 +282,14 @@ class Model:
         made = Model(self.backend, self.program, self.operands, self.results, constants)
         made.session()
         return made
+
+    @property
+    def reads_in_place(self) -> frozenset[int]:
+        """The numbers of the bound operands that are read where they are."""
+        shared = self.session().shared
+        return frozenset(
+            i for i in shared if self._rows(i, self.constants[i]).data_ptr() == self.constants[i].data_ptr()
+        )
 
     def session(self) -> Session:
         """The code for the number of threads that torch has now."""

@@ -153,6 +153,7 @@ class Calibrated:
 
     def __init__(self, backend: Int8, plan: Plan, site: CallSite) -> None:
         self.plan, self.tell, self.name = plan, site.tell, site.name
+        self.reads_in_place = site.constants - plan.constants
         self.wanted, self.bound = backend.calibrate, cast("float", backend.bound)
         self.fingerprint = fingerprint(site.operands[i] for i in sorted(plan.constants))
         self.all: Calibrations = site.notes.setdefault(backend.name, Calibrations())

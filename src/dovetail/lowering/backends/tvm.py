@@ -112,6 +112,7 @@ class _Running(Session):
         # The memory is torch's own, and must live as long as TVM reads it.
         self._held = {i: _aligned(value) for i, value in constants.items()}
         self._bound = {i: self._given(value) for i, value in self._held.items()}
+        self.shared = frozenset(i for i, value in constants.items() if self._held[i] is value)
         # A machine is for one call at a time, and threads may call at once.
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._idle.put(self._machine())

@@ -116,7 +116,10 @@ class _Running(Session):
         self._bound = {
             i: self._given(value.__dlpack__(), self._device, None) for i, value in constants.items()
         }
-        self._last = max(self._bound, default=-1)
+        # XLA copies what does not begin where it expects a buffer to.
+        self.shared = frozenset(
+            i for i, value in constants.items() if self._bound[i].unsafe_buffer_pointer() == value.data_ptr()
+        )
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
         waiting = [self._given(row.__dlpack__(), self._device, None) for row in rows]

@@ -14,7 +14,7 @@ from dovetail.graph.index import Index
 from dovetail.graph.module import Program, copy_node, rebuild
 from dovetail.graph.normalform import by_name, op_name
 from dovetail.outlining.bodies import common_module_stack
-from dovetail.passes.constants import Constants, Names, computed
+from dovetail.passes.constants import Concatenated, Constants, Names, chain_of
 from dovetail.passes.inferring import fake_mode, inferring
 from dovetail.passes.parallel.arguments import Missing, product_arguments, row_arguments
 from dovetail.passes.parallel.groups import Row
@@ -141,12 +141,9 @@ class _Writer:
     def _constant(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Node:
         value = torch.cat([p.made() if isinstance(p, Missing) else p.meta["val"] for p in parts], dim)
 
-        def compute() -> Tensor:
-            known = {p: computed(self.index.gm, p) for p in parts if isinstance(p, Node)}
-            like = next(iter(known.values()))
-            return torch.cat([known[p] if isinstance(p, Node) else p.made(like) for p in parts], dim)
-
-        target = self.constants.add(f"{self.stem}_{role}", compute)
+        given = [p.width if isinstance(p, Missing) else chain_of(p)[1] for p in parts]
+        sources = [chain_of(p)[0] for p in parts if isinstance(p, Node)]
+        (target,) = self.constants.derive([f"{self.stem}_{role}"], sources, Concatenated(dim, tuple(given)))
         new = self.graph.create_node("get_attr", target, name=target)
         new.meta["val"] = value
         return new
