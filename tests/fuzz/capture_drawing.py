@@ -39,7 +39,7 @@ IN_PLACE_VIEWS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("transpose_", (0, 1)),
     ("swapaxes_", (0, -1)),
     ("as_strided_", ((2, 2), (1, 1))),
-    ("resize_", (2, 2)),
+    ("resize_", (1,)),
 )
 
 

@@ -221,7 +221,7 @@ def _replace_detach_in_place(graph: Graph) -> bool:
         groups = _grouped(graph)
         tensor = cast(Node, node.args[0])
         at, group = groups.position[node], groups.of[tensor]
-        if group in groups.gradient and any(n is not tensor for n in groups.uses_after(group, at)):
+        if group in groups.gradient and any(n not in (tensor, node) for n in groups.uses_after(group, at)):
             raise _refused(
                 "forward detaches a tensor in place that others are views of, which a functional graph cannot do",
                 node,
