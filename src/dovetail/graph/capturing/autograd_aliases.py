@@ -65,8 +65,6 @@ class Write:
     operand: Node
     group: Group
     has_gradient: bool
-    # Groups that had gradients when the write began.
-    differentiable: frozenset[Group]
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,27 @@ class DetachedInputs:
 class _Groups:
     of: dict[Node, Group] = field(default_factory=dict[Node, Group])
     members: dict[Group, list[Node]] = field(default_factory=lambda: defaultdict(list))
-    gradient: set[Group] = field(default_factory=set[Group])
+    by_storage: dict[int, dict[Group, None]] = field(default_factory=lambda: defaultdict(dict))
+    # Where each group that has gradients came to have them.
+    gradient: dict[Group, int] = field(default_factory=dict[Group, int])
     position: dict[Node, int] = field(default_factory=dict[Node, int])
     writes: list[Write] = field(default_factory=list[Write])
 
-    def on(self, storage: int) -> Iterator[Group]:
-        return (group for group in self.members if group[0] == storage)
+    def add(self, node: Node, group: Group) -> None:
+        self.of[node] = group
+        self.members[group].append(node)
+        self.by_storage[group[0]].setdefault(group)
+
+    def others(self, group: Group) -> list[Group]:
+        """The other groups of the same memory."""
+        return [other for other in self.by_storage[group[0]] if other != group]
+
+    def had_gradient(self, group: Group, write: Write) -> bool:
+        """Whether a group had gradients when a write began."""
+        return self.gradient.get(group, write.position) < write.position
+
+    def is_differentiable(self, write: Write) -> bool:
+        return write.has_gradient or self.had_gradient(write.group, write)
 
     def uses_after(self, group: Group, position: int, *, values: bool = False) -> list[Node]:
         """Members of a group that something reads after a position; `detach` reads values only."""
@@ -102,7 +115,8 @@ class _Groups:
 
 def differentiable_draws(graph: Graph) -> set[Node]:
     """In-place operations whose written operand may have a gradient history."""
-    return {write.node for write in _grouped(graph).writes if write.group in write.differentiable}
+    groups = _grouped(graph)
+    return {write.node for write in groups.writes if groups.had_gradient(write.group, write)}
 
 
 def separate(program: ExportedProgram) -> DetachedInputs:
@@ -141,7 +155,7 @@ def _grouped(graph: Graph) -> _Groups:
     for position, node in enumerate(graph.nodes):
         groups.position[node] = position
         if node.op == "placeholder":
-            _enter(groups, node, None, bool(getattr(node.meta.get("val"), "requires_grad", False)))
+            _enter(groups, node, None, bool(getattr(node.meta.get("val"), "requires_grad", False)), -1)
         elif node.op == "call_function":
             _visit(groups, node, position)
     return groups
@@ -157,13 +171,13 @@ def _visit(groups: _Groups, node: Node, position: int) -> None:
             continue
         others = [groups.of[n] for n in node.all_input_nodes if n is not operand and n in groups.of]
         has_gradient = _name(node) not in _INPLACE_DRAWS and any(g in groups.gradient for g in others)
-        groups.writes.append(Write(position, node, operand, group, has_gradient, frozenset(groups.gradient)))
+        groups.writes.append(Write(position, node, operand, group, has_gradient))
         if has_gradient and _is_float(operand.meta.get("val")):
-            groups.gradient.add(group)
-    _enter(groups, node, written[0] if written else None, flows and not written)
+            groups.gradient.setdefault(group, position)
+    _enter(groups, node, written[0] if written else None, flows and not written, position)
 
 
-def _enter(groups: _Groups, node: Node, written: Node | None, flows: bool) -> None:
+def _enter(groups: _Groups, node: Node, written: Node | None, flows: bool, position: int) -> None:
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)):
         value = next((v for v in cast("list[Any]", value) if isinstance(v, Tensor)), None)
@@ -182,9 +196,8 @@ def _enter(groups: _Groups, node: Node, written: Node | None, flows: bool) -> No
     if node.target in _DETACHES:
         group = (storage, node)
     elif flows and _is_float(value):
-        groups.gradient.add(group)
-    groups.of[node] = group
-    groups.members[group].append(node)
+        groups.gradient.setdefault(group, position)
+    groups.add(node, group)
 
 
 def _written_operands(node: Node) -> list[Node]:
@@ -262,8 +275,9 @@ def _refuse_unsupported(groups: _Groups) -> None:
                 write.node,
                 "Write to the tensor that was expanded, or to a clone.",
             )
-        has_gradient = write.has_gradient or write.group in write.differentiable
-        if has_gradient and any(_name(view) == "as_strided" for view in _view_chain(groups, write.operand)):
+        if groups.is_differentiable(write) and any(
+            _name(view) == "as_strided" for view in _view_chain(groups, write.operand)
+        ):
             raise _refused(
                 "forward writes into an as_strided view of a value with gradients, and the functional form of that has "
                 "wrong gradients in torch (aten.as_strided_scatter)",
@@ -293,8 +307,8 @@ def _state_storages(program: ExportedProgram) -> set[int]:
 
 def _refuse_hidden_history(groups: _Groups, write: Write) -> None:
     """Raise where a group with gradients is read after a write through another group of its memory."""
-    for group in groups.on(write.group[0]):
-        if group == write.group or group not in write.differentiable:
+    for group in groups.others(write.group):
+        if not groups.had_gradient(group, write):
             continue
         later = groups.uses_after(group, write.position)
         if any(_share(write.operand, member) for member in later):
@@ -323,14 +337,14 @@ def _refuse_earlier_writes(groups: _Groups, root: Node, first: int) -> None:
 def _detached_inputs(graph: Graph, groups: _Groups) -> DetachedInputs:
     written: dict[str, bool] = {}
     direct: set[str] = set()
-    for node in graph.find_nodes(op="placeholder"):
-        group = groups.of.get(node)
-        for write in groups.writes if group is not None else ():
-            if write.group == group:
-                direct.add(node.name)
-            elif group is not None and write.group[0] == group[0]:
+    placeholders = {groups.of[n]: n.name for n in graph.find_nodes(op="placeholder") if n in groups.of}
+    for write in groups.writes:
+        if write.group in placeholders:
+            direct.add(placeholders[write.group])
+        for group in groups.others(write.group):
+            if group in placeholders:
                 later = groups.uses_after(group, write.position)
-                written[node.name] = written.get(node.name, False) or bool(later)
+                written[placeholders[group]] = written.get(placeholders[group], False) or bool(later)
     names = frozenset(written) - direct
     return DetachedInputs(names, frozenset(name for name in written if written[name]))
 
@@ -339,7 +353,8 @@ def _separate(graph: Graph, groups: _Groups, root: Node) -> None:
     """Let the group that `root` begins have memory of its own; what is written to it is copied back without history."""
     source = cast(Node, root.args[0])
     group = groups.of[root]
-    is_visible = any(n.op == "placeholder" for g in groups.on(group[0]) for n in groups.members[g])
+    others = groups.others(group)
+    is_visible = any(n.op == "placeholder" for g in others for n in groups.members[g])
     with graph.inserting_after(root):
         clone = graph.call_function(_aten.clone.default, (root,))
     clone.meta = dict(root.meta)
@@ -348,7 +363,6 @@ def _separate(graph: Graph, groups: _Groups, root: Node) -> None:
     for write in groups.writes:
         if write.group != group:
             continue
-        others = [g for g in groups.on(group[0]) if g != group]
         if is_visible or any(groups.uses_after(g, write.position, values=True) for g in others):
             with graph.inserting_after(write.node):
                 values = graph.call_function(_aten.detach.default, (clone,))

@@ -85,7 +85,7 @@ def overlaps_itself(value: Tensor) -> bool:
     if value.layout is not torch.strided or value.is_contiguous():
         return False
     if any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
-        return any(isinstance(stride, int) and stride == 0 for stride in value.stride())
+        return any(type(stride) is int and stride == 0 for stride in value.stride())
     span = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size == 0:
