@@ -177,6 +177,12 @@ def test_writes_through_detach_keep_the_gradients(forward: Forward, grad: bool) 
     assert_alike(forward, plain().requires_grad_(grad))
 
 
+def test_a_buffer_written_without_gradients_is_still_guarded() -> None:
+    graph = assert_alike(average, plain())
+    with pytest.raises(dovetail.CallMismatch, match="shares memory with the model's 'mean'"):
+        graph(graph.mean)
+
+
 def test_an_input_captured_without_gradients_is_not_called_with_them() -> None:
     def forward(m: Any, x: Tensor) -> Any:
         x.detach().add_(1)

@@ -136,7 +136,7 @@ def separate(program: ExportedProgram) -> DetachedInputs:
         root = write.group[1]
         if root is not None and write.has_gradient:
             separated.setdefault(root, write.position)
-    inputs = _detached_inputs(graph, groups)
+    inputs = _detached_inputs(program, groups)
     for root, first in separated.items():
         _refuse_earlier_writes(groups, root, first)
     for root in separated:
@@ -334,10 +334,12 @@ def _refuse_earlier_writes(groups: _Groups, root: Node, first: int) -> None:
             )
 
 
-def _detached_inputs(graph: Graph, groups: _Groups) -> DetachedInputs:
+def _detached_inputs(program: ExportedProgram, groups: _Groups) -> DetachedInputs:
+    inputs = set(program.graph_signature.user_inputs)
     written: dict[str, bool] = {}
     direct: set[str] = set()
-    placeholders = {groups.of[n]: n.name for n in graph.find_nodes(op="placeholder") if n in groups.of}
+    nodes = [n for n in program.graph.find_nodes(op="placeholder") if n.name in inputs and n in groups.of]
+    placeholders = {groups.of[n]: n.name for n in nodes}
     for write in groups.writes:
         if write.group in placeholders:
             direct.add(placeholders[write.group])

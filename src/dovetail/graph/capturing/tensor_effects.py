@@ -134,6 +134,8 @@ class TensorEffects(TorchFunctionMode):
 
     def _check_generator(self, generator: torch.Generator) -> None:
         known = next((g for g in self._generators if g[0] is generator), None)
+        if generator in torch.cuda.default_generators:
+            return
         if known is None:
             self.note(
                 "forward draws from a torch.Generator that is not an attribute of the model, which a graph would go on "
