@@ -124,6 +124,8 @@ def _fresh(value: Any) -> Any:
 
 def _note(value: Any) -> Any:
     """A tensor as bytes with everything else that shows; anything else as it is written."""
+    if isinstance(value, torch.Generator):
+        return "a generator", value.get_state().numpy().tobytes()
     if not isinstance(value, torch.Tensor):
         return repr(value)
     plain = value.detach().contiguous()
