@@ -17,6 +17,7 @@ PUBLIC = [
     "CallMismatch",
     "Candidate",
     "CaptureError",
+    "CaptureMismatch",
     "Cleanup",
     "Const",
     "Cost",

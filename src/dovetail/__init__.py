@@ -7,6 +7,7 @@ from dovetail import rules as rules
 from dovetail.errors import (
     CallMismatch,
     CaptureError,
+    CaptureMismatch,
     CyclicRegion,
     DovetailError,
     EffectOrder,
@@ -80,6 +81,7 @@ __all__ = [
     "CallMismatch",
     "Candidate",
     "CaptureError",
+    "CaptureMismatch",
     "Cleanup",
     "Const",
     "Cost",

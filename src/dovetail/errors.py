@@ -18,6 +18,23 @@ class CaptureError(DovetailError):
     """A model cannot be captured; the message gives the user's source line and what to do."""
 
 
+class CaptureMismatch(CaptureError):
+    """A captured graph does not compute what the model does on the example inputs.
+
+    `what` is the first thing that differs, `module` the path of the first module whose result does; it is empty where no
+    inner module is at fault.
+    """
+
+    def __init__(self, what: str, *, module: str = "", how: str = "") -> None:
+        where = f" The first module whose result differs is '{module}': {how}." if module else ""
+        super().__init__(
+            f"the captured graph differs from the model on the example inputs: {what}.{where} torch.export may have run "
+            f"other code than the model does (torch.compiler.is_compiling(), torch.jit.is_tracing()). Rewrite that "
+            f"module, or run the model as it is."
+        )
+        self.what, self.module = what, module
+
+
 class CallMismatch(DovetailError):
     """A captured graph is called differently from how it was captured."""
 

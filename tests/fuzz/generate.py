@@ -75,6 +75,7 @@ class Flavour:
     thorough: int = 3  # one in so many is also copied, pickled and inlined in part
     share: int = 5  # how many of a mixed run are of this flavour, in proportion
     fuses: bool = False  # stages are fusions by rules more often than not
+    captures: bool = False  # programs are the modules of a model, which is captured
     schedules: bool = False  # programs are the modules of a model, and stages the steps of a schedule of it
 
     def draw(self, rng: Random) -> Category:
@@ -125,6 +126,7 @@ FLAVOURS = {
             share=3,
             fuses=True,
         ),
+        Flavour("captured", {}, share=3, captures=True),
         Flavour("scheduled", {}, stages=(2, 3, 4, 5, 6, 8), share=1, schedules=True),
     )
 }
@@ -136,6 +138,14 @@ INPUTS = (
     "torch.linspace(-1, 2, 6).reshape(3, 2)",
     "torch.linspace(-1, 1, 12).reshape(2, 2, 3)",
     "torch.tensor(-0.5)",
+)
+# For models that are captured: memory that is shared, permuted or has gaps.
+STRIDED_INPUTS = (
+    "torch.linspace(-1, 1, 3).expand(2, 3)",
+    "torch.linspace(-1, 1, 2).reshape(2, 1).expand(2, 3)",
+    "torch.linspace(-1, 1, 6).reshape(3, 2).t()",
+    "torch.linspace(-1, 1, 12).reshape(2, 6)[:, ::2]",
+    "torch.linspace(-1, 1, 48).reshape(6, 8)",
 )
 
 

@@ -10,6 +10,7 @@ from random import Random
 
 from torch.fx import GraphModule
 
+from .capture_properties import verify_capture
 from .generate import FLAVOURS
 from .plan import draw_case
 from .program import Case, NotAProgram
@@ -87,6 +88,8 @@ def hunt(
 
 def _verified(case: Case, original: GraphModule | None = None) -> Outcome:
     try:
+        if case.captures:
+            return verify_capture(case)
         return verify_schedule(case) if case.is_model else verify(case, original)
     except (Violated, NotAProgram):
         raise

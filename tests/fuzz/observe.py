@@ -46,6 +46,12 @@ class Snapshot:
             (*self._holders[name], t, t.detach().clone(), t.size(), t.stride(), t.storage_offset())
             for name, t in self.tensors.items()
         ]
+        self._generators = [
+            (value, value.get_state())
+            for module in root.modules()
+            for value in vars(module).values()
+            if isinstance(value, torch.Generator)
+        ]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -53,6 +59,8 @@ class Snapshot:
         return {path: holder[name] for path, (holder, name) in self._holders.items()}
 
     def restore(self) -> None:
+        for generator, state in self._generators:
+            generator.set_state(state)
         with torch.no_grad():
             for holder, name, tensor, saved, size, stride, offset in self._saved:
                 holder[name] = tensor
@@ -108,11 +116,16 @@ def _run(gm: Callable[..., Any], state: Snapshot, inputs: Sequence[Any], gradien
 def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+    # Strides and shared elements are part of an input.
+    fresh = torch.empty(0, dtype=value.dtype)
+    fresh.set_(value.untyped_storage().clone(), value.storage_offset(), value.shape, value.stride())
+    return fresh.requires_grad_(value.requires_grad)
 
 
 def _note(value: Any) -> Any:
     """A tensor as bytes with everything else that shows; anything else as it is written."""
+    if isinstance(value, torch.Generator):
+        return "a generator", value.get_state().numpy().tobytes()
     if not isinstance(value, torch.Tensor):
         return repr(value)
     plain = value.detach().contiguous()

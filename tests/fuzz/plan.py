@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 import dovetail
 
+from .capture_drawing import draw_captured
 from .fusing import draw_fusion, fused
 from .generate import Flavour, draw_program
 from .program import Asked, Case, Do, Fused, Opened, Stage, build
@@ -24,6 +25,8 @@ def draw_case(rng: Random, flavour: Flavour) -> tuple[Case, GraphModule | None]:
 
     What comes in a stage depends on the graph that the last one left.
     """
+    if flavour.captures:
+        return draw_captured(rng), None
     if flavour.schedules:
         return draw_schedule(rng, flavour.stages), None
     program = draw_program(rng, flavour)

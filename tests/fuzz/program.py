@@ -126,7 +126,8 @@ class Case:
     stages: tuple[Stage, ...] = ()
     thorough: bool = False  # also copy, pickle and inline in part
     salt: int = 0  # decides the choices that a property makes
-    is_model: bool = False  # the program is the forward of a model, to be scheduled
+    is_model: bool = False  # the program is the forward of a model, to be scheduled or captured
+    captures: bool = False  # the model is captured and compared with itself
     units: tuple[Unit, ...] = ()  # classes of the model's modules
     keywords: int = 0  # how many of the last inputs the model is given by name
     train: bool = True

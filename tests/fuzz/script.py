@@ -89,16 +89,18 @@ def schedule_script(case: Case, title: str) -> str:
     """A model and the steps of its schedule; doing and judging them is left to this package."""
     model = "\n".join(f"# {line}".rstrip() for line in source(case).splitlines())
     steps = "".join(f"    {stage!r},\n" for stage in case.stages)
+    check = "verify_capture" if case.captures else "verify_schedule"
+    home = "capture_properties" if case.captures else "schedule_properties"
     programs = [case.program, *(unit.program for unit in case.units)]
     names = sorted({n for p in programs for n in (*dict(p.inputs), *(step.name for step in p.steps))})
     return (
         f'"""{title[:1500]}"""\n\n{model}\n\nimport torch\n\n'
         "from tests.fuzz.program import Case, Do, Owned, Program, Ref, Step, Unit\n"
-        "from tests.fuzz.schedule_properties import verify_schedule\n\n"
+        f"from tests.fuzz.{home} import {check}\n\n"
         f"{', '.join(names)}, = map(Ref, {names})\n"
         f"case = {replace(case, stages=())!r}\n"
         f"steps = (\n{steps})\n"
-        "print(verify_schedule(Case(**{**vars(case), 'stages': steps})))\n"
+        f"print({check}(Case(**{{**vars(case), 'stages': steps}})))\n"
     )
 
 

@@ -31,6 +31,7 @@ PROGRAMS = {
     "nested": 200,
     "traced": 50,
     "fused": 250,
+    "captured": 60,
     "scheduled": 12,
 }
 SCHEDULED = 400  # each of them is captured several times, which takes most of a second

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -71,23 +71,11 @@ class Nest(Builder):
         self.owned.append(Owned(name, "module", make))
         self.root.add_module(name, module)
 
-    def call(self, expression: str, *args: Any, **kwargs: Any) -> Ref | None:
-        # Functionalisation in torch writes a tensor that is listed twice once only.
-        if "_foreach_" in expression and len({id(self.of(r)) for r in args[0]}) < len(args[0]):
-            return None
-        return None if self._overdraws(expression, args) else super().call(expression, *args, **kwargs)
-
     def method(self, name: str, *args: Any, **kwargs: Any) -> Ref | None:
         # Called by name, an operator that does not fit returns a word for it instead of raising.
-        if name.startswith("__") or self._overdraws(name, args):
+        if name.startswith("__"):
             return None
         return super().method(name, *args, **kwargs)
-
-    def _overdraws(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether random numbers are put in the place of some with gradients: torch's form of that without writing
-        has no derivative."""
-        is_draw = any(word in name for word in ("normal_", "uniform_", "bernoulli_"))
-        return is_draw and isinstance(args[0], Ref) and bool(self.of(args[0]).requires_grad)
 
     def call_child(self, path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Ref | None:
         return self._add("call_module", path, args, kwargs, child)
@@ -200,8 +188,10 @@ LEAF: dict[Category, int] = {
 ROOT: dict[Category, int] = {**LEAF, unit: 60}
 
 
-def draw_model(rng: Random) -> Case:
-    """A model of a few classes, one within another; nothing is done to it yet."""
+def draw_model(
+    rng: Random, more: dict[Category, int] | None = None, inputs: Sequence[str] = INPUTS[:3]
+) -> Case:
+    """A model of a few classes, one within another; nothing is done to it yet. `more` are categories beside those here."""
     known: dict[str, tuple[Program, type[nn.Module]]] = {}
     units: list[Unit] = []
     grads = rng.randrange(3) == 0
@@ -209,10 +199,10 @@ def draw_model(rng: Random) -> Case:
     seed(1)
     try:
         for i in range(rng.randrange(4)):
-            made = Unit(f"Part{i}", _draw_program(rng, known, grads=grads, most=7))
+            made = Unit(f"Part{i}", _draw_program(rng, known, grads=grads, most=7, more=more, inputs=inputs))
             units.append(made)
             known[made.name] = (made.program, classes(units)[made.name])
-        root = _draw_program(rng, known, grads=grads, most=12)
+        root = _draw_program(rng, known, grads=grads, most=12, more=more, inputs=inputs)
     except NotAProgram:
         raise
     except Exception as error:  # a unit that does not even stand on its own
@@ -225,14 +215,20 @@ def draw_model(rng: Random) -> Case:
 
 
 def _draw_program(
-    rng: Random, known: dict[str, tuple[Program, type[nn.Module]]], *, grads: bool, most: int
+    rng: Random,
+    known: dict[str, tuple[Program, type[nn.Module]]],
+    *,
+    grads: bool,
+    most: int,
+    more: dict[Category, int] | None,
+    inputs: Sequence[str],
 ) -> Program:
     b = Nest(rng, known, grads=grads)
-    b.add_input(INPUTS[0])
+    b.add_input(INPUTS[0] if more is None else b.choice(inputs))
     for _ in range(rng.randrange(3)):
-        b.add_input(b.choice(INPUTS[:3]))
+        b.add_input(b.choice(inputs))
     wanted = 2 + rng.randrange(most)
-    weights = ROOT if known else LEAF
+    weights = {**(ROOT if known else LEAF), **(more or {})}
     for _ in range(4 * wanted):
         if len(b.steps) >= wanted:
             break
@@ -280,6 +276,7 @@ def _class(unit: Unit) -> Iterator[str]:
             "buffer": f"self.register_buffer({owned.name!r}, {owned.make})",
             "transient": f"self.register_buffer({owned.name!r}, {owned.make}, persistent=False)",
             "module": f"self.{owned.name} = {owned.make}",
+            "constant": f"self.{owned.name} = {owned.make}",
         }
         yield f"        {forms[owned.how]}"
     yield ""

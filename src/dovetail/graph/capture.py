@@ -19,6 +19,7 @@ from dovetail.graph.canonical import canonicalise
 from dovetail.graph.capturing import callables, exporting, specs, trees
 from dovetail.graph.capturing import skeleton as skeletons
 from dovetail.graph.capturing.calling import Convention, ModelCodeGen
+from dovetail.graph.capturing.checking import check_against_model
 from dovetail.graph.capturing.expecting import expect
 from dovetail.graph.capturing.sharing import overlap, owned_by
 from dovetail.graph.capturing.structural_copy import structural_copy
@@ -39,17 +40,22 @@ def capture(
     *,
     dynamic_shapes: Any = None,
     strict: bool = False,
+    check_capture: bool = False,
 ) -> GraphModule:
     """A graph that computes what `model` does and is called as it is.
 
     `model` is a module, any callable, an ExportedProgram, or an FX GraphModule, which is kept as it is and only
     given `meta["val"]`. The graph uses the model's own parameters and buffers. What it cannot hold (control
-    flow that depends on data, Python side effects) raises CaptureError with the line of source.
+    flow that depends on data, Python side effects) raises CaptureError with the line of source. With `check_capture`
+    the graph and the model are run on the example inputs, from the same state, which is restored; CaptureMismatch if
+    results, written inputs, buffers or the random stream differ.
     """
     args, kwargs = _checked(args, kwargs)
     if isinstance(model, GraphModule):
         return fill_values(model, args, kwargs)
     if isinstance(model, ExportedProgram):
+        if check_capture:
+            raise InvalidArgument("check_capture compares with a model, and an ExportedProgram is none.")
         return _from_program(exporting.own(model))
     if forked_while_tracing():
         raise CaptureError(
@@ -63,7 +69,10 @@ def capture(
         _refuse_inference_tensors(model)
     with outside_inference_mode():
         given, named = pytree.tree_map(_tracked, (args, kwargs))
-        return _from_model(model, given, named, dynamic_shapes, strict)
+        graph = _from_model(model, given, named, dynamic_shapes, strict)
+        if check_capture:
+            check_against_model(model, graph, given, named)
+        return graph
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
@@ -149,6 +158,7 @@ def _finished(
         exporting.guards_of(exported.program),
         frozenset(i for i, node in enumerate(unlifted.inputs) if not node.users),
         owned_by(captured.graph, writes_inputs=bool(unlifted.mutated)),
+        unlifted.ungraded,
     )
     convention = Convention(
         arrangement.slots,

@@ -40,6 +40,7 @@ def compile(
     cache: bool | str | Path = True,
     cuda_graphs: CudaGraphs = "auto",
     weight_check_interval: int | None = CHECK_INTERVAL,
+    check_capture: bool = True,
 ) -> CompiledModule:
     """The model, captured, fused and lowered: called as it is, with the very same parameters.
 
@@ -47,8 +48,10 @@ def compile(
     other one of train and eval mode, are met by a new capture when they come, `specialisations` times; give
     `dynamic_shapes` (as `torch.export` takes them) for sizes that vary. `rules` are fused before blocks that repeat
     are made one body each; `pipeline` takes the place of all passes. With `cuda_graphs` "auto", calls without
-    gradients on a GPU are recorded and replayed as one where nothing prevents it; what does is in the ledger. The rest
-    is for `lower`.
+    gradients on a GPU are recorded and replayed as one where nothing prevents it; what does is in the ledger. With
+    `check_capture` the first graph is compared with the model on the inputs it was captured with, if any backend but
+    "eager" follows; where they differ the model's own forward runs and a warning says so, or CaptureMismatch is raised
+    with `on_error="raise"`. The rest is for `lower`.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
@@ -72,8 +75,15 @@ def compile(
         args = ()
     if cuda_graphs not in ("auto", True, False):
         raise InvalidArgument(f"cuda_graphs {cuda_graphs!r}; give 'auto', True or False.")
+    if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
     made = CompiledModule(
-        model, recipe, dynamic_shapes=dynamic_shapes, most=specialisations, cuda_graphs=cuda_graphs
+        model,
+        recipe,
+        dynamic_shapes=dynamic_shapes,
+        most=specialisations,
+        cuda_graphs=cuda_graphs,
+        check_capture=check_capture and any(getattr(b, "name", "") != "eager" for b in chain),
     )
     if args is not None:
         _warm(chain)

@@ -47,11 +47,19 @@ class CompiledModule(nn.Module):
         dynamic_shapes: Any = None,
         most: int = 8,
         cuda_graphs: CudaGraphs = "auto",
+        check_capture: bool = False,
     ) -> None:
         super().__init__()
         self.__dict__.update({name: model.__dict__[name] for name in _SHARED if name in model.__dict__})
         self.__dict__.pop("training", None)
-        forms = Forms(model, recipe, dynamic_shapes=dynamic_shapes, most=most, cuda_graphs=cuda_graphs)
+        forms = Forms(
+            model,
+            recipe,
+            dynamic_shapes=dynamic_shapes,
+            most=most,
+            cuda_graphs=cuda_graphs,
+            check_capture=check_capture,
+        )
         self.__dict__.update(_model=model, _forms=forms)
 
     @property
@@ -120,13 +128,15 @@ class CompiledModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
-        made = memo[id(self)] = _restored(model, *self._captures.options, [])
+        made = _restored(model, *self._captures.options, [], self._captures.check_capture)
+        memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self._wrapper, memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         forms = self._captures.portable()
-        return _restored, (self._original, *self._captures.options, forms), self._wrapper or None
+        arguments = (self._original, *self._captures.options, forms, self._captures.check_capture)
+        return _restored, arguments, self._wrapper or None
 
     def __repr__(self) -> str:
         return f"CompiledModule({self._original!r})"
@@ -169,8 +179,21 @@ def refresh(compiled: nn.Module) -> int:
 
 
 def _restored(
-    model: nn.Module, recipe: Recipe, dynamic: Any, most: int, cuda_graphs: CudaGraphs, forms: Any
+    model: nn.Module,
+    recipe: Recipe,
+    dynamic: Any,
+    most: int,
+    cuda_graphs: CudaGraphs,
+    forms: Any,
+    check_capture: bool = False,
 ) -> CompiledModule:
-    made = CompiledModule(model, recipe, dynamic_shapes=dynamic, most=most, cuda_graphs=cuda_graphs)
+    made = CompiledModule(
+        model,
+        recipe,
+        dynamic_shapes=dynamic,
+        most=most,
+        cuda_graphs=cuda_graphs,
+        check_capture=check_capture,
+    )
     made.__dict__["_forms"].adopt(forms)
     return made

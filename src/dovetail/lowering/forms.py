@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
+from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, InvalidArgument
 from dovetail.graph.capture import CAPTURING, capture
 from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.lowering import lowering_of
@@ -79,11 +79,13 @@ class Forms:
         dynamic_shapes: Any = None,
         most: int = 8,
         cuda_graphs: CudaGraphs = "auto",
+        check_capture: bool = False,
         lock: threading.RLock | None = None,
     ) -> None:
         self.model, self.recipe = model, recipe
         self.dynamic_shapes, self.most = dynamic_shapes, most
         self.cuda_graphs: CudaGraphs = cuda_graphs
+        self.check_capture = check_capture
         self.made: list[Form] = []
         self._last: Form | None = None
         self._refused: list[Any] = []
@@ -235,7 +237,14 @@ class Forms:
                     )
                 return None
             with nothing_noted():
-                modes, graph = self.captured(args, kwargs)
+                try:
+                    modes, graph = self.captured(args, kwargs)
+                except CaptureMismatch as error:
+                    if self.recipe.strict:
+                        raise
+                    self._refused.append((self.modes(), _seen((args, dict(kwargs or {})))))
+                    warnings.warn(f"calls run the model as it is: {error}", stacklevel=5)
+                    return None
                 with autocast_off():
                     program = self.recipe(graph)
                     run = self._run(program, (args, kwargs))
@@ -259,6 +268,7 @@ class Forms:
                             args,
                             dict(kwargs or {}),
                             dynamic_shapes=self.dynamic_shapes,
+                            check_capture=self.check_capture and not self.made,
                         )
                 finally:
                     self._busy = None

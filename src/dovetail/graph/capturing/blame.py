@@ -17,7 +17,8 @@ from torch import nn
 from torch.fx import Node
 
 _OURS = str(Path(__file__).resolve().parents[2])
-_TORCH = str(Path(torch.__file__).resolve().parent)
+# Frames have the path torch was imported by, which may lead through a link.
+_TORCH = (str(Path(torch.__file__).resolve().parent), str(Path(torch.__file__).parent))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -39,7 +40,7 @@ def is_user_file(file: str) -> bool:
     """Whether code in `file` is the user's: not torch, not dovetail, not generated."""
     if file.startswith("<"):
         return False
-    inside_library = file.startswith((_TORCH, _OURS + "/graph/"))
+    inside_library = file.startswith((*_TORCH, _OURS + "/graph/"))
     return not inside_library and not file.endswith(("/contextlib.py", "/functools.py"))
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -15,7 +15,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from dovetail.errors import CallMismatch
-from dovetail.graph.capturing.sharing import NOTHING, Owned, overlap, same_place
+from dovetail.graph.capturing.sharing import NOTHING, Owned, overlap, overlaps_itself, same_place
 
 _AGAIN = "Capture the model again with such inputs"
 
@@ -29,6 +29,7 @@ class TensorInput:
     device: torch.device
     sizes: tuple[int | str, ...]
     mutated: bool
+    ungraded: bool = False
 
     @cached_property
     def static(self) -> torch.Size | None:
@@ -199,6 +200,7 @@ class Expectations:
 
     def _check_distinct(self, values: Sequence[Any]) -> None:
         for i in self._mutated:
+            _check_written(cast(TensorInput, self.inputs[i]), values[i])
             for j, other in enumerate(values):
                 if j == i or not isinstance(other, Tensor) or (j < i and j in self._mutated):
                     continue
@@ -263,6 +265,18 @@ def _check_tensor(expected: TensorInput, value: Any) -> bool:
     return True
 
 
+def _check_written(expected: TensorInput, value: Tensor) -> None:
+    if overlaps_itself(value):
+        raise CallMismatch(
+            f"elements of '{expected.path}' overlap in memory, and the model writes to it. Pass a clone of it."
+        )
+    if expected.ungraded and value.requires_grad and torch.is_grad_enabled():
+        raise CallMismatch(
+            f"'{expected.path}' requires gradients, and the model writes to it through detach() or in torch.no_grad() and "
+            f"reads it afterwards; it did not when the graph was captured. Pass a clone, or detach it."
+        )
+
+
 def _check_constant(expected: ConstantInput, value: Any) -> None:
     wanted = expected.value
     if value is wanted:
@@ -305,10 +319,12 @@ def expect(
     guards: Sequence[Any],
     unused: frozenset[int] = frozenset(),
     owned: Owned = NOTHING,
+    ungraded: frozenset[int] = frozenset(),
 ) -> Expectations:
     """The expectations that follow from the fake inputs of a graph and what its exporter assumed."""
     inputs = tuple(
-        _input(v, path, i in mutated) for i, (v, path) in enumerate(zip(values, paths, strict=True))
+        _input(v, path, i in mutated, i in ungraded)
+        for i, (v, path) in enumerate(zip(values, paths, strict=True))
     )
     expressions = [e for value in values for e in _expressions(value)]
     plain = {e for e in expressions if isinstance(e, sympy.Symbol)}
@@ -341,10 +357,10 @@ def _twins(values: Sequence[Any], unused: frozenset[int]) -> tuple[tuple[int, in
     return tuple(found)
 
 
-def _input(value: Any, path: str, mutated: bool) -> Input:
+def _input(value: Any, path: str, mutated: bool, ungraded: bool) -> Input:
     if isinstance(value, Tensor):
         sizes = tuple(_size(s) for s in value.shape)
-        return TensorInput(path, value.dtype, value.device, sizes, mutated)
+        return TensorInput(path, value.dtype, value.device, sizes, mutated, ungraded)
     if isinstance(value, (SymInt, SymFloat, SymBool)):
         return SymbolInput(path, _source(value.node.expr))
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device)):

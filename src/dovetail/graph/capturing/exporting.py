@@ -25,7 +25,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CaptureError
-from dovetail.graph.capturing import aliasing, batchnorm, blame, copying, direct, gradmode, watching
+from dovetail.graph.capturing import (
+    aliasing,
+    autograd_aliases,
+    batchnorm,
+    blame,
+    copying,
+    direct,
+    gradmode,
+    random_draws,
+    watching,
+)
+from dovetail.graph.capturing.autograd_aliases import DetachedInputs
 from dovetail.graph.capturing.direct import Decomposed
 from dovetail.graph.capturing.parting import Unsure
 from dovetail.graph.capturing.quieting import noise_kept, quiet, rng_kept
@@ -48,6 +59,7 @@ class Exported:
     names: tuple[str, ...]
     in_spec: TreeSpec
     out_spec: TreeSpec
+    detached: DetachedInputs
 
 
 def export_model(
@@ -60,8 +72,10 @@ def export_model(
     with rng_kept(), torch.enable_grad():
         if not strict:
             with watching.watched(model) as seen:
-                program = _export(model, args, kwargs, dynamic_shapes, strict=False)
+                program, failure = _tried(model, args, kwargs, dynamic_shapes)
             seen.refuse()
+            if program is None:
+                raise _at_data(seen, failure) from failure
             return program, seen.cache
         cache = _rehearse(model, args, kwargs, dynamic_shapes)
         return _export(model, args, kwargs, dynamic_shapes, strict=True), cache
@@ -75,6 +89,24 @@ def _export(
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         except Exception as error:
             raise _translated(error, noise) from error
+
+
+def _tried(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> tuple[ExportedProgram | None, CaptureError | None]:
+    """The exported program, or why there is none: what was noticed on the way explains that better."""
+    try:
+        return _export(model, args, kwargs, dynamic_shapes, strict=False), None
+    except CaptureError as error:
+        return None, error
+
+
+def _at_data(seen: watching.Seen, failure: CaptureError | None) -> CaptureError:
+    assert failure is not None
+    if seen.data_line is None or "\n  at " in str(failure):
+        return failure
+    what = "forward uses `.data`, which torch.export cannot follow here"
+    return CaptureError(watching.describe(what, seen.data_line, f"Use detach() instead. ({failure})"))
 
 
 def _rehearse(
@@ -101,6 +133,9 @@ def decompose(program: ExportedProgram) -> Exported:
         aliases = aliasing.aliased_results(program)
         if gradmode.flatten_no_grad(program.graph_module):
             aliasing.rename_results(program)
+        random_draws.draw_into_fresh_memory(program)
+        detached = autograd_aliases.separate(program)
+        aliasing.rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
             raise CaptureError("the exported program does not say how it is called. Export it anew.")
@@ -114,7 +149,8 @@ def decompose(program: ExportedProgram) -> Exported:
                 decomposed = retraced(program, signature)
         batchnorm.choose_kernel_as_eager(decomposed.graph)
         copying.make_differentiable(decomposed.graph)
-        return Exported(decomposed, aliases, names, in_spec, out_spec)
+        random_draws.draw_in_place(decomposed.graph)
+        return Exported(decomposed, aliases, names, in_spec, out_spec, detached)
 
 
 def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:

@@ -57,6 +57,7 @@ def _inline_block(owner: GraphModule, block: Node) -> None:
     graph = owner.graph
     mutates = any(_is_mutating(n) for n in body.graph.nodes)
     hold_back = not enabled
+    given = list(operands)
     with graph.inserting_before(block):
         if hold_back and mutates:
             operands = [_detached(graph, n) if _holds_tensor(n) else n for n in operands]
@@ -64,12 +65,27 @@ def _inline_block(owner: GraphModule, block: Node) -> None:
         for user in list(block.users):
             index = cast(int, user.args[1])
             value = results[index]
+            if hold_back and mutates:
+                value = _own_tensor(value, dict(zip(operands, given, strict=True)))
             if hold_back and not mutates and isinstance(value, Node) and _holds_tensor(value):
                 value = _fresh(graph, _detached(graph, value), operands, block)
             _take_over(user, value)
     graph.erase_node(block)
     if not body_node.users:
         graph.erase_node(body_node)
+
+
+def _own_tensor(value: Any, given: dict[Any, Any]) -> Any:
+    """The operand of a block itself where its result is that tensor after writes, with the history it had before."""
+    at = value
+    while isinstance(at, Node) and at not in given and _is_mutating(at) and _returns_operand(at):
+        at = at.args[0]
+    return given[at] if isinstance(at, Node) and at in given else value
+
+
+def _returns_operand(node: Node) -> bool:
+    returns = cast(OpOverload, node.target)._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and bool(node.args)
 
 
 def _splice(owner: GraphModule, body: GraphModule, operands: list[Any], block: Node) -> list[Any]:

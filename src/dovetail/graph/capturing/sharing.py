@@ -80,6 +80,26 @@ def _extent(value: Tensor) -> tuple[int, int]:
     return start, start + span * value.element_size()
 
 
+def overlaps_itself(value: Tensor) -> bool:
+    """Whether two elements of a strided tensor may lie in one place, as in an expanded one."""
+    if value.layout is not torch.strided:
+        return False
+    if isinstance(value, FakeTensor) and value._has_symbolic_sizes_strides:
+        # Comparing symbols would add guards to the graph.
+        return any(type(stride) is int and stride == 0 for stride in value.stride())
+    if value.is_contiguous():
+        return False
+    span = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride <= span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
 def same_place(a: Tensor, b: Tensor) -> bool:
     """Whether two values are the same elements of one memory."""
     if a.layout is not torch.strided or b.layout is not torch.strided or a.dim() != b.dim():

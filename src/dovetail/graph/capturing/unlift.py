@@ -17,11 +17,13 @@ from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame, skeleton
 from dovetail.graph.capturing.aliasing import fresh_like, storage_of
 from dovetail.graph.capturing.exporting import Exported
+from dovetail.graph.capturing.sharing import overlaps_itself
 from dovetail.graph.module import Program, copy_node, rebuild
 from dovetail.graph.normalform import op_name, viewed_operand
 
 _COPY = torch.ops.aten.copy_.default
 _CLONE = torch.ops.aten.clone.default
+_DETACH = torch.ops.aten.detach.default
 _WITHOUT_VALUE = frozenset({"_assert_scalar", "_assert_async", "sym_constrain_range", "copy_"})
 
 # Operators whose derivative does not need the operand itself: no copy of it must be kept for a backward pass.
@@ -37,11 +39,15 @@ _FORGETS_OPERANDS = frozenset(_NAMES.split())
 
 @dataclass(frozen=True)
 class Unlifted:
-    """The program, its inputs in order, and the positions of those inputs that it writes to."""
+    """The program, its inputs in order, and the positions of those inputs that it writes to.
+
+    `ungraded` are inputs that it writes without their gradient history and reads afterwards.
+    """
 
     program: Program
     inputs: tuple[Node, ...]
     mutated: frozenset[int]
+    ungraded: frozenset[int] = frozenset()
 
 
 def unlift(exported: Exported, root: nn.Module) -> Unlifted:
@@ -58,6 +64,7 @@ class _Unlifting:
         self.source = exported.program
         self.aliases: Mapping[int, str] = exported.aliases
         self.names = exported.names
+        self.detached = exported.detached
         self.count = exported.out_spec.num_leaves
         self.root = root
         self.graph = Graph()
@@ -105,7 +112,10 @@ class _Unlifting:
         program = rebuild(self.root, self.graph)
         written = {self.made[target] for target, _ in writes}
         mutated = frozenset(i for i, node in enumerate(inputs) if node in written)
-        return Unlifted(program, tuple(inputs), mutated)
+        ungraded = frozenset(
+            i for i, node in enumerate(given) if self._name(node) in self.detached.read_after and i in mutated
+        )
+        return Unlifted(program, tuple(inputs), mutated, ungraded)
 
     def _input(self, node: Node, name: str) -> Node:
         new = self.graph.create_node("placeholder", name, name=name)
@@ -177,12 +187,34 @@ class _Unlifting:
             for view, result in zip(views, returned, strict=True)
         ]
         for (target, origin), source in zip(real, sources, strict=True):
-            write = self.graph.create_node("call_function", _COPY, (self.made[target], source), {}, "copy_")
+            self._refuse_overlapping(target, origin)
+            into = (
+                self._detached(target) if self._name(target) in self.detached.written else self.made[target]
+            )
+            write = self.graph.create_node("call_function", _COPY, (into, source), {}, "copy_")
             write.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack")}
         for i, view in enumerate(views):
             if view is not None:
                 results[i] = self._replayed(*view)
         return results
+
+    def _detached(self, target: Node) -> Node:
+        """An alias without history of an input that the model writes through one: the input may be a leaf."""
+        owner = self.made[target]
+        new = self.graph.create_node("call_function", _DETACH, (owner,), {}, "detach")
+        new.meta = dict(owner.meta)
+        return new
+
+    def _refuse_overlapping(self, target: Node, origin: Node) -> None:
+        value = target.meta.get("val")
+        if not isinstance(value, Tensor) or not overlaps_itself(value):
+            return
+        line = blame.of_node(origin)
+        where = f"\n  at {line}" if line is not None else ""
+        raise CaptureError(
+            f"forward writes to '{self._name(target)}', elements of which overlap in memory (an expanded input){where}\n"
+            f"  Pass a clone of it."
+        )
 
     def _refuse_trained(self, writes: Sequence[tuple[Node, Node]]) -> None:
         for target, source in writes:

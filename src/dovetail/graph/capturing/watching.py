@@ -14,11 +14,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.grad_mode import inference_mode
-from torch.overrides import TorchFunctionMode
 
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame, trees
 from dovetail.graph.capturing.rebinding import Rebinding
+from dovetail.graph.capturing.tensor_effects import TensorEffects
 
 _OWN = frozenset(
     {
@@ -34,7 +34,6 @@ _OWN = frozenset(
 _CONTAINERS = (list, dict, set)
 _BOOKS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _MISSING = object()
-_REAL = (Tensor, nn.Parameter)
 # Formulas of torch itself that tracing keeps, or that only save memory.
 _HARMLESS = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo", "torch.utils.checkpoint")
 
@@ -43,11 +42,13 @@ _HARMLESS = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo", "to
 class Seen:
     """What was noticed while tracing, in order: a description of each, with what to do.
 
-    `cache` is the argument, by name or position, that is a cache which forward updated and returned.
+    `cache` is the argument, by name or position, that is a cache which forward updated and returned; `data_line` is
+    where forward last read `.data`, which the exporter follows in few cases and blames on no line.
     """
 
     findings: list[str] = field(default_factory=list[str])
     cache: str | int | None = None
+    data_line: blame.Line | None = None
 
     def note(self, what: str, line: blame.Line | None, advice: str) -> None:
         self.findings.append(describe(what, line, advice))
@@ -71,20 +72,23 @@ def watched(model: nn.Module) -> Generator[Seen]:
     Only what Python itself runs is seen, on the calling thread: a tracer of bytecode shows nothing here.
     """
     seen = Seen()
-    before = _snapshot(model)
+    before = snapshot(model)
 
     given: list[tuple[list[Any], Any]] = []
-    strangers = _Strangers(seen)
-    entered: list[_Strangers] = []
+    effects = TensorEffects(seen.note)
+    entered: list[TensorEffects] = []
     buffers: list[Rebinding] = []
 
     def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [pytree.tree_flatten((args, kwargs))]
         buffers[:] = [Rebinding(module)]
-        entered.append(strangers.__enter__())
+        effects.begin(module, given[0][0])
+        entered.append(effects.__enter__())
 
     def at_end(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         entered.pop().__exit__(None, None, None)
+        effects.end(result)
+        effects.restore()
         _compare(before, seen)
         if given:
             _compare_arguments(given.pop(), args, kwargs, result, seen)
@@ -95,36 +99,18 @@ def watched(model: nn.Module) -> Generator[Seen]:
         model.register_forward_pre_hook(at_start, with_kwargs=True, prepend=True),
         model.register_forward_hook(at_end, with_kwargs=True, always_call=True),
     ]
-    with _intercepted(seen):
+    with _intercepted(seen, effects):
         try:
             yield seen
         finally:
             # A forward that raised while exporting is followed by no hook. Modes are popped by number, so one is left.
             for mode in entered:
                 mode.__exit__(None, None, None)
+            effects.restore()
+            seen.data_line = effects.data_line
             for hook in hooks:
                 hook.remove()
-            _restore(before)
-
-
-class _Strangers(TorchFunctionMode):
-    """Notices real tensors that require gradients while the model's own are stood in for by fakes."""
-
-    def __init__(self, seen: Seen) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument in (*args, *(kwargs or {}).values()):
-            parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)
-            if any(type(part) in _REAL and part.requires_grad for part in parts):
-                self.seen.note(
-                    "forward uses a tensor that requires gradients and that the model does not own",
-                    blame.of_caller(),
-                    "Make it an attribute of the module (in a ParameterList or ModuleList if it is in a list), "
-                    "or pass the module that owns it.",
-                )
-        return func(*args, **(kwargs or {}))
+            restore(before)
 
 
 def _compare_arguments(
@@ -148,10 +134,11 @@ def _compare_arguments(
     )
 
 
-_Snapshot = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
+Snapshot = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
 
 
-def _snapshot(model: nn.Module) -> _Snapshot:
+def snapshot(model: nn.Module) -> Snapshot:
+    """Attributes of a model's modules that are no parameters, buffers or modules, and what plain containers hold."""
     return [
         (path, module, {k: v for k, v in module.__dict__.items() if k not in _OWN}, _contents(module))
         for path, module in model.named_modules()
@@ -167,7 +154,7 @@ def _contents(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _compare(before: _Snapshot, seen: Seen) -> None:
+def _compare(before: Snapshot, seen: Seen) -> None:
     for path, module, attributes, contents in before:
         if type(module).__module__.startswith("torch."):
             continue  # torch's own layers keep books on their weights, which the exporter swaps
@@ -184,7 +171,8 @@ def _compare(before: _Snapshot, seen: Seen) -> None:
                 _note_attribute(seen, path, module, name, old)
 
 
-def _restore(before: _Snapshot) -> None:
+def restore(before: Snapshot) -> None:
+    """Put every attribute back."""
     for _, module, attributes, contents in before:
         now = module.__dict__
         for name in [k for k in now if k not in _OWN and k not in attributes]:
@@ -235,12 +223,15 @@ def _note_attribute(seen: Seen, path: str, module: nn.Module, name: str, value: 
 
 
 @contextlib.contextmanager
-def _intercepted(seen: Seen) -> Generator[None]:
+def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[None]:
     """Stand in for the few calls whose effect tracing would drop without a word."""
     here = threading.get_ident()
     saved_print = builtins.print
     saved_enter = inference_mode.__enter__
-    saved_hook = Tensor.register_hook
+    hook_names = ("register_hook", "register_post_accumulate_grad_hook")
+    saved_hooks = {name: getattr(Tensor, name) for name in hook_names}
+    seeding_names = ("manual_seed", "seed", "initial_seed", "set_rng_state")
+    saved_seeding = {name: getattr(torch, name) for name in seeding_names}
     saved_apply = torch.autograd.Function.__dict__["apply"]
     bound_apply = cast("Callable[..., Any]", saved_apply.__func__)
 
@@ -261,14 +252,25 @@ def _intercepted(seen: Seen) -> Generator[None]:
             )
         saved_enter(self)
 
-    def hooking(self: Tensor, hook: Any) -> Any:
-        if threading.get_ident() == here:
-            seen.note(
-                "forward registers a hook on a gradient, which a graph cannot hold",
-                blame.of_caller(),
-                "Change the gradient with a custom operator (torch.library.custom_op with register_autograd).",
-            )
-        return saved_hook(self, hook)
+    def hooking(name: str) -> Callable[..., Any]:
+        def hook_on(self: Tensor, hook: Any) -> Any:
+            if threading.get_ident() == here:
+                seen.note(
+                    "forward registers a hook on a gradient, which a graph cannot hold",
+                    blame.of_caller(),
+                    "Change the gradient with a custom operator (torch.library.custom_op with register_autograd).",
+                )
+            return saved_hooks[name](self, hook)
+
+        return hook_on
+
+    def seeding(name: str) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here and effects.is_running:
+                effects.note_reseeding()
+            return saved_seeding[name](*args, **kwargs)
+
+        return seed
 
     def applying(cls: Any, *args: Any, **kwargs: Any) -> Any:
         ours = threading.get_ident() == here and not cls.__module__.startswith(_HARMLESS)
@@ -284,7 +286,8 @@ def _intercepted(seen: Seen) -> Generator[None]:
     patches: list[tuple[Any, str, Any, Any]] = [
         (builtins, "print", printing, saved_print),
         (inference_mode, "__enter__", entering, saved_enter),
-        (Tensor, "register_hook", hooking, saved_hook),
+        *((Tensor, name, hooking(name), saved) for name, saved in saved_hooks.items()),
+        *((torch, name, seeding(name), saved) for name, saved in saved_seeding.items()),
         (torch.autograd.Function, "apply", classmethod(applying), saved_apply),
     ]
     try:

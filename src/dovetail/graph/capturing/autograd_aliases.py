@@ -1,0 +1,393 @@
+"""Writes through `detach`, in a form that functionalisation keeps the gradients of.
+
+In eager mode `d = y.detach()` shares memory with `y` and has a gradient history of its own: a write through one changes
+the values of both and the history of one. Functionalisation keeps one value per storage, history included. So tensors of
+a storage are put into groups by the `detach` they come from. A group that is written with gradients gets memory of its
+own, and what is written is copied to the others; where a group with gradients would have to see a write through another,
+no functional graph computes it, and the program is refused. One pass over the nodes, linear but for the groups of one
+storage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+from dovetail.errors import CaptureError
+from dovetail.graph.capturing import blame
+from dovetail.graph.capturing.aliasing import storage_of
+from dovetail.graph.capturing.sharing import overlap, overlaps_itself
+
+_aten = torch.ops.aten
+_DETACHES = (_aten.detach.default,)
+_LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
+_STORAGE_WRITES = ("set_", "resize_", "resize_as_")
+_INPLACE_DRAWS = frozenset(
+    ["normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"]
+)
+# Results that have no gradient though they are made from tensors that do.
+_CONSTANT = frozenset(
+    [
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_empty_strided",
+        "new_tensor",
+        "bernoulli",
+        "multinomial",
+    ]
+)
+Group = tuple[int, Node | None]
+
+
+@dataclass(frozen=True)
+class Write:
+    """An in-place operation: where it stands, what it writes, and whether what it writes has gradients."""
+
+    position: int
+    node: Node
+    operand: Node
+    group: Group
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class DetachedInputs:
+    """Inputs written through `detach` only; `read_after` are those whose new values forward reads itself."""
+
+    written: frozenset[str] = frozenset()
+    read_after: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Groups:
+    of: dict[Node, Group] = field(default_factory=dict[Node, Group])
+    members: dict[Group, list[Node]] = field(default_factory=lambda: defaultdict(list))
+    by_storage: dict[int, dict[Group, None]] = field(default_factory=lambda: defaultdict(dict))
+    # Where each group that has gradients came to have them.
+    gradient: dict[Group, int] = field(default_factory=dict[Group, int])
+    position: dict[Node, int] = field(default_factory=dict[Node, int])
+    writes: list[Write] = field(default_factory=list[Write])
+
+    def add(self, node: Node, group: Group) -> None:
+        self.of[node] = group
+        self.members[group].append(node)
+        self.by_storage[group[0]].setdefault(group)
+
+    def others(self, group: Group) -> list[Group]:
+        """The other groups of the same memory."""
+        return [other for other in self.by_storage[group[0]] if other != group]
+
+    def had_gradient(self, group: Group, write: Write) -> bool:
+        """Whether a group had gradients when a write began."""
+        return self.gradient.get(group, write.position) < write.position
+
+    def is_differentiable(self, write: Write) -> bool:
+        return write.has_gradient or self.had_gradient(write.group, write)
+
+    def uses_after(self, group: Group, position: int, *, values: bool = False) -> list[Node]:
+        """Members of a group that something reads after a position; `detach` reads values only."""
+        return [
+            member
+            for member in self.members[group]
+            if any(
+                self.position.get(user, -1) > position and (values or user.target not in _DETACHES)
+                for user in member.users
+            )
+        ]
+
+
+def differentiable_draws(graph: Graph) -> set[Node]:
+    """In-place operations whose written operand may have a gradient history."""
+    groups = _grouped(graph)
+    return {write.node for write in groups.writes if groups.had_gradient(write.group, write)}
+
+
+def separate(program: ExportedProgram) -> DetachedInputs:
+    """Give groups that are written with gradients memory of their own; edits the program's graph."""
+    graph = program.graph
+    changed = _replace_detach_in_place(graph)
+    if not any(node.target in _DETACHES for node in graph.nodes):
+        _refuse_unsupported(_grouped(graph))
+        return _recompiled(program, changed, DetachedInputs())
+    groups = _grouped(graph)
+    _refuse_unsupported(groups)
+    separated: dict[Node, int] = {}
+    owned = _state_storages(program)
+    for write in groups.writes:
+        if write.group[0] not in owned:
+            _refuse_hidden_history(groups, write)
+        root = write.group[1]
+        if root is not None and write.has_gradient:
+            separated.setdefault(root, write.position)
+    inputs = _detached_inputs(program, groups)
+    for root, first in separated.items():
+        _refuse_earlier_writes(groups, root, first)
+    for root in separated:
+        _separate(graph, groups, root)
+    return _recompiled(program, changed or bool(separated), inputs)
+
+
+def _recompiled(program: ExportedProgram, changed: bool, inputs: DetachedInputs) -> DetachedInputs:
+    if changed:
+        program.graph_module.recompile()
+    return inputs
+
+
+def _grouped(graph: Graph) -> _Groups:
+    groups = _Groups()
+    for position, node in enumerate(graph.nodes):
+        groups.position[node] = position
+        if node.op == "placeholder":
+            _enter(groups, node, None, bool(getattr(node.meta.get("val"), "requires_grad", False)), -1)
+        elif node.op == "call_function":
+            _visit(groups, node, position)
+    return groups
+
+
+def _visit(groups: _Groups, node: Node, position: int) -> None:
+    sources = [groups.of[n] for n in node.all_input_nodes if n in groups.of and _is_float(n.meta.get("val"))]
+    flows = any(group in groups.gradient for group in sources) and _name(node) not in _CONSTANT
+    written = _written_operands(node)
+    for operand in written:
+        group = groups.of.get(operand)
+        if group is None:
+            continue
+        others = [groups.of[n] for n in node.all_input_nodes if n is not operand and n in groups.of]
+        has_gradient = _name(node) not in _INPLACE_DRAWS and any(g in groups.gradient for g in others)
+        groups.writes.append(Write(position, node, operand, group, has_gradient))
+        if has_gradient and _is_float(operand.meta.get("val")):
+            groups.gradient.setdefault(group, position)
+    _enter(groups, node, written[0] if written else None, flows and not written, position)
+
+
+def _enter(groups: _Groups, node: Node, written: Node | None, flows: bool, position: int) -> None:
+    value = node.meta.get("val")
+    if isinstance(value, (list, tuple)):
+        value = next((v for v in cast("list[Any]", value) if isinstance(v, Tensor)), None)
+    if not isinstance(value, Tensor):
+        return
+    storage = storage_of(value)
+    base = next(
+        (
+            n
+            for n in (written, *node.all_input_nodes)
+            if n is not None and groups.of.get(n, (None,))[0] == storage
+        ),
+        None,
+    )
+    group: Group = (storage, None) if base is None else groups.of[base]
+    if node.target in _DETACHES:
+        group = (storage, node)
+    elif flows and _is_float(value):
+        groups.gradient.setdefault(group, position)
+    groups.add(node, group)
+
+
+def _written_operands(node: Node) -> list[Node]:
+    target = node.target
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+        return []
+    names = [a.name for a in target._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    operands: list[Node] = []
+    for argument in target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            parts: Any = value if isinstance(value, (list, tuple)) else (value,)
+            operands += [part for part in parts if isinstance(part, Node)]
+    return operands
+
+
+def _name(node: Node) -> str:
+    target = node.target
+    return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else ""
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_is_float(part) for part in cast("list[Any]", value))
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _replace_detach_in_place(graph: Graph) -> bool:
+    """Let what follows `y.detach_()` read `y.detach()`, which functionalisation keeps."""
+    calls = [n for n in graph.nodes if n.target is _aten.detach_.default]
+    calls = [n for n in calls if _name(cast(Node, n.args[0])) not in _LIFTS]
+    for node in calls:
+        groups = _grouped(graph)
+        tensor = cast(Node, node.args[0])
+        at, group = groups.position[node], groups.of[tensor]
+        if group in groups.gradient and any(n not in (tensor, node) for n in groups.uses_after(group, at)):
+            raise _refused(
+                "forward detaches a tensor in place that others are views of, which a functional graph cannot do",
+                node,
+                "Use `y = y.detach()`.",
+            )
+        with graph.inserting_before(node):
+            new = graph.call_function(_aten.detach.default, (tensor,))
+        new.meta = dict(node.meta)
+        later = [user for user in tensor.users if groups.position.get(user, -1) > at]
+        for user in later:
+            user.replace_input_with(tensor, new)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _refuse_unsupported(groups: _Groups) -> None:
+    for write in groups.writes:
+        if _name(write.node) in _STORAGE_WRITES:
+            raise _refused(
+                f"forward changes the storage of a tensor by {_name(write.node)}, which a functional graph cannot do",
+                write.node,
+                "Make a new tensor (torch.empty, clone, narrow) instead.",
+            )
+        written = _written_operands(write.node)
+        if any(
+            _share(a, b) for i, a in enumerate(written) for b in written[:i] if _same_memory(groups, a, b)
+        ):
+            raise _refused(
+                "forward writes to tensors in one call that share memory, which functionalisation writes once only",
+                write.node,
+                "Write to one after the other.",
+            )
+        value = write.operand.meta.get("val")
+        if isinstance(value, Tensor) and overlaps_itself(value):
+            raise _refused(
+                "forward writes to a tensor whose elements overlap in memory (an expanded one)",
+                write.node,
+                "Write to the tensor that was expanded, or to a clone.",
+            )
+        if groups.is_differentiable(write) and any(
+            _name(view) == "as_strided" for view in _view_chain(groups, write.operand)
+        ):
+            raise _refused(
+                "forward writes into an as_strided view of a value with gradients, and the functional form of that has "
+                "wrong gradients in torch (aten.as_strided_scatter)",
+                write.node,
+                "Take the view with indexing, narrow, unfold or diagonal.",
+            )
+
+
+def _same_memory(groups: _Groups, a: Node, b: Node) -> bool:
+    return groups.of.get(a, (None,))[0] == groups.of.get(b, (None,))[0]
+
+
+def _view_chain(groups: _Groups, node: Node) -> Iterator[Node]:
+    at: Node | None = node
+    while at is not None and at.op == "call_function":
+        yield at
+        here = groups.of.get(at, (None,))[0]
+        at = next((n for n in at.all_input_nodes if groups.of.get(n, (None,))[0] == here), None)
+
+
+def _state_storages(program: ExportedProgram) -> set[int]:
+    """Memory of parameters and buffers: a write to one that requires gradients is refused for that alone."""
+    inputs = set(program.graph_signature.user_inputs)
+    nodes = [n for n in program.graph.find_nodes(op="placeholder") if n.name not in inputs]
+    return {storage_of(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), Tensor)}
+
+
+def _refuse_hidden_history(groups: _Groups, write: Write) -> None:
+    """Raise where a group with gradients is read after a write through another group of its memory."""
+    for group in groups.others(write.group):
+        if not groups.had_gradient(group, write):
+            continue
+        later = groups.uses_after(group, write.position)
+        if any(_share(write.operand, member) for member in later):
+            raise _refused(
+                "forward writes to a tensor through detach() or in torch.no_grad(), and then uses the tensor, whose "
+                "gradient history does not know of the write; a functional graph cannot compute that",
+                write.node,
+                "Write to a clone, or use torch.where, index_put or another operator that returns a new tensor.",
+            )
+
+
+def _refuse_earlier_writes(groups: _Groups, root: Node, first: int) -> None:
+    begin = groups.position[root]
+    storage = groups.of[root][0]
+    for write in groups.writes:
+        inside = begin < write.position < first and write.group[0] == storage
+        if inside and write.group[1] is not root and _share(write.operand, root):
+            raise _refused(
+                "forward writes to a tensor and then, with gradients, to its detached alias; a functional graph cannot "
+                "keep both histories",
+                write.node,
+                "Detach after the write, or write to a clone of the detached tensor.",
+            )
+
+
+def _detached_inputs(program: ExportedProgram, groups: _Groups) -> DetachedInputs:
+    inputs = set(program.graph_signature.user_inputs)
+    written: dict[str, bool] = {}
+    direct: set[str] = set()
+    nodes = [n for n in program.graph.find_nodes(op="placeholder") if n.name in inputs and n in groups.of]
+    placeholders = {groups.of[n]: n.name for n in nodes}
+    for write in groups.writes:
+        if write.group in placeholders:
+            direct.add(placeholders[write.group])
+        for group in groups.others(write.group):
+            if group in placeholders:
+                later = groups.uses_after(group, write.position)
+                written[placeholders[group]] = written.get(placeholders[group], False) or bool(later)
+    names = frozenset(written) - direct
+    return DetachedInputs(names, frozenset(name for name in written if written[name]))
+
+
+def _separate(graph: Graph, groups: _Groups, root: Node) -> None:
+    """Let the group that `root` begins have memory of its own; what is written to it is copied back without history."""
+    source = cast(Node, root.args[0])
+    group = groups.of[root]
+    others = groups.others(group)
+    is_visible = any(n.op == "placeholder" for g in others for n in groups.members[g])
+    with graph.inserting_after(root):
+        clone = graph.call_function(_aten.clone.default, (root,))
+    clone.meta = dict(root.meta)
+    for user in [user for user in root.users if user is not clone]:
+        user.replace_input_with(root, clone)
+    for write in groups.writes:
+        if write.group != group:
+            continue
+        if is_visible or any(groups.uses_after(g, write.position, values=True) for g in others):
+            with graph.inserting_after(write.node):
+                values = graph.call_function(_aten.detach.default, (clone,))
+            with graph.inserting_after(values):
+                copy = graph.call_function(_aten.copy_.default, (source, values))
+            for new in (values, copy):
+                new.meta = {
+                    k: v for k, v in write.node.meta.items() if k in ("stack_trace", "nn_module_stack")
+                }
+                new.meta["val"] = source.meta["val"]
+
+
+def _share(a: Node, b: Node) -> bool:
+    values = a.meta.get("val"), b.meta.get("val")
+    if not all(isinstance(v, Tensor) for v in values):
+        return True
+    first, second = cast("tuple[Tensor, Tensor]", values)
+    if any(getattr(v, "_has_symbolic_sizes_strides", True) for v in values):
+        return True
+    return overlap(first, second)
+
+
+def _refused(what: str, node: Node, advice: str) -> CaptureError:
+    line = blame.of_node(node)
+    where = f"\n  at {line}" if line is not None else ""
+    return CaptureError(f"{what}{where}\n  {advice}")

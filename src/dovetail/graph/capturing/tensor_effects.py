@@ -1,0 +1,244 @@
+"""Calls in forward whose effect on tensors or random streams torch.export drops without a word."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dovetail.graph.capturing import blame
+
+Note = Callable[[str, "blame.Line | None", str], None]
+
+_REAL = (Tensor, nn.Parameter)
+# In-place operators that change sizes, strides or storage of the tensor object itself.
+_METADATA_METHODS = frozenset(
+    [
+        "t_",
+        "squeeze_",
+        "unsqueeze_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+        "as_strided_",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "detach_",
+    ]
+)
+_METADATA_SETTERS = frozenset({"data", "grad"})
+# A state that no seed in a model gives: a generator that leaves it while forward runs was seeded there.
+_SENTINEL_SEED = 0x5DEECE66D_1CE4E5B9 & (2**63 - 1)
+
+
+class TensorEffects(TorchFunctionMode):
+    """Notices uses of tensors and generators that a graph of the model cannot repeat.
+
+    `begin` and `end` are called when forward starts and returns. Generators are given a state of their own in between,
+    so that seeding one is seen whatever the seed; `restore` puts every stream back.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.note = note
+        self.data_line: blame.Line | None = None
+        self._visible: dict[int, str] = {}
+        self._leaves: dict[int, tuple[Tensor, blame.Line | None]] = {}
+        self._generators: list[tuple[torch.Generator, Tensor, Tensor]] = []
+        self._host_state: Any = None
+        self._forward_line: blame.Line | None = None
+
+    def begin(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+        self._visible = {id(x): "an input" for x in inputs if isinstance(x, Tensor)}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._visible.setdefault(id(tensor), f"'{name}'")
+        for generator in [torch.default_generator, *generators_of(model)]:
+            state = generator.get_state()
+            generator.manual_seed(_SENTINEL_SEED)
+            self._generators.append((generator, state, generator.get_state()))
+        self._host_state = _host_random_state() if model.training else None
+        code = getattr(type(model).forward, "__code__", None)
+        self._forward_line = code and blame.Line(code.co_filename, code.co_firstlineno, "forward")
+
+    def end(self, results: Any) -> None:
+        if any(not torch.equal(generator.get_state(), started) for generator, _, started in self._generators):
+            self._note_seeding(self._forward_line)
+        if self._host_state is not None and self._host_state != _host_random_state():
+            self.note(
+                "forward draws numbers from Python's or NumPy's random module, which a graph would repeat in every call",
+                self._forward_line,
+                "Draw with torch (torch.rand(())), or pass the number as an argument.",
+            )
+        sources = {id(leaf): line for leaf, line in self._leaves.values()}
+        for result in pytree.tree_leaves(results):
+            lines = _only_sources(result, sources) if isinstance(result, Tensor) else None
+            if lines:
+                self.note(
+                    "forward makes an intermediate value require gradients, and a result requires gradients only because "
+                    "of it, which a graph cannot repeat",
+                    lines[0],
+                    "Detach the result, or make the value a parameter or an input that requires gradients.",
+                )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether forward has begun and not returned."""
+        return bool(self._generators)
+
+    def restore(self) -> None:
+        """Put back the state of every generator."""
+        for generator, state, _ in self._generators:
+            generator.set_state(state)
+        self._generators.clear()
+
+    def note_reseeding(self) -> None:
+        self._note_seeding(blame.of_caller())
+
+    def _note_seeding(self, line: blame.Line | None) -> None:
+        self.note(
+            "forward seeds a random generator or sets its state, which a graph cannot do",
+            line,
+            "Seed it outside the model, or draw the numbers outside and pass them in.",
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument in (*args, *kwargs.values()):
+            parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)
+            for part in parts:
+                if type(part) in _REAL:
+                    if part.requires_grad:
+                        self._note_stranger()
+                elif isinstance(part, torch.Generator):
+                    self._check_generator(part)
+        self._check_call(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if kwargs.get("requires_grad") is True and isinstance(result, Tensor):
+            self._leaves[id(result)] = (result, blame.of_caller())
+        return result
+
+    def _note_stranger(self) -> None:
+        self.note(
+            "forward uses a tensor that requires gradients and that the model does not own",
+            blame.of_caller(),
+            "Make it an attribute of the module (in a ParameterList or ModuleList if it is in a list), "
+            "or pass the module that owns it.",
+        )
+
+    def _check_generator(self, generator: torch.Generator) -> None:
+        known = next((g for g in self._generators if g[0] is generator), None)
+        if generator in torch.cuda.default_generators:
+            return
+        if known is None:
+            self.note(
+                "forward draws from a torch.Generator that is not an attribute of the model, which a graph would go on "
+                "drawing from instead of making it anew",
+                blame.of_caller(),
+                "Make the generator in __init__ and keep it on the module, or draw the numbers outside and pass them in.",
+            )
+        elif not torch.equal(generator.get_state(), known[2]):
+            self._note_seeding(blame.of_caller())
+
+    def _check_call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if name == "__set__":
+            attribute = getattr(func.__self__, "__name__", "")
+            if attribute == "requires_grad":
+                self._check_requires_grad(first, bool(args[1]))
+            elif attribute in _METADATA_SETTERS:
+                self._check_metadata(first, f"{attribute} =", any_tensor=attribute == "data")
+        elif name == "__get__" and getattr(func.__self__, "__name__", "") == "data":
+            self.data_line = blame.of_caller()
+        elif name in _METADATA_METHODS:
+            self._check_metadata(first, f"{name}()")
+        elif name == "requires_grad_":
+            self._check_requires_grad(first, bool((*args[1:], kwargs.get("requires_grad", True))[0]))
+        elif name == "retain_grad" and isinstance(first, Tensor) and not first.is_leaf:
+            self.note(
+                "forward calls retain_grad(), which a graph cannot repeat",
+                blame.of_caller(),
+                "Return the value and call retain_grad() on the result.",
+            )
+        elif name == "random_" and len(args) + len(kwargs) > 2:
+            self.note(
+                "forward calls random_(from, to), which torch.export cannot write down",
+                blame.of_caller(),
+                "Use torch.randint(from, to, size) and copy_ the result.",
+            )
+
+    def _check_metadata(self, tensor: Any, what: str, *, any_tensor: bool = False) -> None:
+        owner = self._visible.get(id(tensor))
+        if owner is None and not any_tensor:
+            return
+        self.note(
+            f"forward changes {owner or 'a tensor'} itself by `{what}`, which a graph cannot do to a tensor of its caller",
+            blame.of_caller(),
+            "Use the operator that returns a new tensor (t, squeeze, detach, ...), and copy_ values where they must be "
+            "written.",
+        )
+
+    def _check_requires_grad(self, tensor: Any, value: bool) -> None:
+        if not isinstance(tensor, Tensor) or tensor.requires_grad == value:
+            return
+        owner = self._visible.get(id(tensor))
+        if owner is not None:
+            self.note(
+                f"forward sets requires_grad of {owner}, which a graph cannot do to a tensor of its caller",
+                blame.of_caller(),
+                "Set requires_grad before the model is called.",
+            )
+        elif value:
+            self._leaves[id(tensor)] = (tensor, blame.of_caller())
+
+
+def generators_of(model: nn.Module) -> list[torch.Generator]:
+    """Generators among the attributes of a model's modules, also in lists, tuples and dicts."""
+    held: dict[int, torch.Generator] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            parts: Any = (value,)
+            if isinstance(value, (list, tuple)):
+                parts = value
+            elif isinstance(value, dict):
+                parts = cast("dict[Any, Any]", value).values()
+            for part in parts:
+                if isinstance(part, torch.Generator) and part is not torch.default_generator:
+                    held[id(part)] = part
+    return list(held.values())
+
+
+def _host_random_state() -> Any:
+    numpy_random = sys.modules.get("numpy.random")
+    state = None if numpy_random is None else numpy_random.get_state()
+    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
+
+
+def _only_sources(result: Tensor, sources: dict[int, blame.Line | None]) -> list[blame.Line | None]:
+    """The lines of `sources` if the gradient of a result reaches no other leaf; none otherwise."""
+    if not sources or not result.requires_grad:
+        return []
+    if result.grad_fn is None:
+        return [sources[id(result)]] if id(result) in sources else []
+    reached: list[blame.Line | None] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in sources:
+                return []
+            reached.append(sources[id(variable)])
+        waiting.extend(following for following, _ in node.next_functions)
+    return reached

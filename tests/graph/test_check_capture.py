@@ -1,0 +1,156 @@
+"""`check_capture`: a graph that does not do what its model does is told from one that does, and nothing is left behind."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dovetail
+
+
+class Deceives(nn.Module):
+    """Runs other code while it is exported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0 if torch.compiler.is_compiling() else x * 3.0
+
+
+class Counts(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1 if torch.compiler.is_compiling() else 2)
+        return x
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            torch.rand(3)
+        return x * 1
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            x.add_(1)
+        return x.detach().clone().mul(0)
+
+
+class Model(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.inner = nn.Sequential(nn.Dropout(0.5), inner)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.norm(self.first(x))))
+
+
+def example() -> Tensor:
+    return torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def test_the_first_module_that_differs_is_named() -> None:
+    model = Model(Deceives())
+    with pytest.raises(dovetail.CaptureMismatch, match=r"'inner\.1': its result is off by up to") as raised:
+        dovetail.capture(model, (example(),), check_capture=True)
+    assert raised.value.module == "inner.1"
+    assert raised.value.what.startswith("result 0 is off by")
+    assert dovetail.capture(model, (example(),)) is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (Model(Counts()), "buffer 'inner.1.count' afterwards differs"),
+        (Draws(), "the random stream differs"),
+        (Writes(), "input 0 afterwards is off by"),
+    ],
+    ids=["buffer", "stream", "input"],
+)
+def test_buffers_streams_and_inputs_are_compared(model: nn.Module, what: str) -> None:
+    with pytest.raises(dovetail.CaptureMismatch, match="differs from the model") as raised:
+        dovetail.capture(model, (example(),), check_capture=True)
+    assert raised.value.what.startswith(what)
+
+
+@pytest.mark.parametrize("inner", [nn.ReLU(), Deceives()], ids=["alike", "different"])
+def test_everything_is_restored(inner: nn.Module) -> None:
+    model, x = Model(inner), example()
+    model(x).sum().backward()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = [(p, p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    attributes = {path: set(vars(m)) for path, m in model.named_modules()}
+    before, stream = x.clone(), torch.get_rng_state()
+    try:
+        dovetail.capture(model, (x,), check_capture=True)
+    except dovetail.CaptureMismatch:
+        assert isinstance(inner, Deceives)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True))
+    assert all(p.grad is gradient and torch.equal(gradient, copy) for p, gradient, copy in gradients)
+    assert {path: set(vars(m)) for path, m in model.named_modules()} == attributes
+    assert not any(m._forward_hooks for m in model.modules())
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_a_model_that_differs_from_itself_shows_nothing() -> None:
+    calls: list[int] = []
+
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return x * 0
+            calls.append(1)
+            return x * len(calls)
+
+    assert dovetail.capture(Counting(), (example(),), check_capture=True) is not None
+    assert len(calls) == 2
+
+
+def test_keyword_arguments_tuples_and_functions_are_checked() -> None:
+    def both(x: Tensor, *, parts: Any) -> Any:
+        return {"sum": x + parts[0], "rest": (parts[1],)}
+
+    parts = (example(), example() * 2)
+    graph = dovetail.capture(both, (example(),), {"parts": parts}, check_capture=True)
+    assert torch.equal(graph(example(), parts=parts)["sum"], example() * 2)
+
+
+def test_an_exported_program_has_no_model_to_compare_with() -> None:
+    program = torch.export.export(nn.Linear(4, 4), (example(),))
+    with pytest.raises(dovetail.InvalidArgument, match="check_capture"):
+        dovetail.capture(program, check_capture=True)
+
+
+def test_compile_runs_the_model_where_its_capture_differs() -> None:
+    model, x = Model(Deceives()).eval(), example()
+    with pytest.warns(UserWarning, match=r"calls run the model as it is: .*'inner\.1'"):
+        fast = dovetail.compile(model, (x,), backends="torchscript")
+    assert fast.graphs == ()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        assert torch.equal(fast(x), model(x))
+    with pytest.raises(dovetail.CaptureMismatch):
+        dovetail.compile(model, (x,), backends="torchscript", on_error="raise")
+
+
+def test_compile_does_not_check_if_told_so_or_if_nothing_is_compiled() -> None:
+    model, x = Model(Deceives()).eval(), example()
+    assert dovetail.compile(model, (x,), backends="eager").graphs
+    assert dovetail.compile(model, (x,), backends="eager", check_capture=False).graphs
+    with pytest.raises(dovetail.InvalidArgument, match="check_capture"):
+        dovetail.compile(model, (x,), check_capture="yes")  # pyright: ignore[reportArgumentType]
