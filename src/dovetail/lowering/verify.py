@@ -79,7 +79,7 @@ def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int]
         for seed in seeds:
             given = [
                 a.detach() if isinstance(a, Tensor) else a
-                for a in real_examples(examples, seed, unit.variances)
+                for a in real_examples(examples, seed, unit.domains)
             ]
             try:
                 run: Callable[..., Any] = Precise(cast("Body", region.body)).run
