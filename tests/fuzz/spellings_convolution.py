@@ -68,6 +68,8 @@ def _geometry(d: Drawing, rank: int, word: bool) -> tuple[dict[str, Any], tuple[
         settings["dilation"] = d.any([2, tuple(d.any([1, 2]) for _ in range(rank))])
     if word:
         settings["padding"] = d.one({"same": "same", "valid": "valid"})
+        # torch warns of windows that "same" cannot pad evenly.
+        window = tuple(d.any([1, 3]) for _ in range(rank)) if settings["padding"] == "same" else window
     elif d.chance(0.5, "padding"):
         settings["padding"] = d.any([1, tuple(d.any([0, 1, 2]) for _ in range(rank))])
     if settings.get("padding") != "same" and d.chance(0.4, "stride"):

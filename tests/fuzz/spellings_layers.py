@@ -276,7 +276,6 @@ def _pool_global(rng: Random) -> Spelling:
             "twice_keepdim": lambda x: x.mean(-1, keepdim=True).mean(-2, keepdim=True),
             "flatten": lambda x: x.flatten(2).mean(-1),
             "reshape": lambda x: x.reshape(x.shape[0], x.shape[1], -1).mean(2),
-            "adaptive": lambda x: F.adaptive_avg_pool2d(x, 1),
         },
         {
             "other_dims": lambda x: x.mean((1, 2)),
@@ -288,6 +287,7 @@ def _pool_global(rng: Random) -> Spelling:
             "everything": lambda x: x.mean((1, 2, 3)),
             "flatten_channels": lambda x: x.flatten(1, 2).mean(-1),
             "three": lambda x: x[0].mean((1, 2)),
+            "adaptive": lambda x: F.adaptive_avg_pool2d(x, 1),
         },
         0.25,
     )
@@ -369,14 +369,15 @@ def _pool_blocks(rng: Random) -> Spelling:
     batch, channels = d.any([(2, 3), (1, 2), (2, 2)])
     x = d.tensor(batch, channels, rows * height, columns * width)
     area = height * width
-    symbolic = d.chance(0.15)
     cut: Step = d.mostly(
         {
             "reshape": lambda x: x.reshape(x.shape[0], channels, rows, height, columns, width),
             "view": lambda x: x.view(x.shape[0], channels, rows, height, columns, width),
+        },
+        {
+            "cut_other": lambda x: x.reshape(channels, x.shape[0], rows, height, columns, width),
             "unflatten": lambda x: x.unflatten(3, (columns, width)).unflatten(2, (rows, height)),
         },
-        {"cut_other": lambda x: x.reshape(channels, x.shape[0], rows, height, columns, width)},
     )
     reduce: Step = d.mostly(
         {
@@ -396,8 +397,7 @@ def _pool_blocks(rng: Random) -> Spelling:
             "wrong_area": lambda x: x.sum((3, 5)) / (area + 1),
         },
     )
-    dims = {0: (0,)} if symbolic and batch > 1 else {}
-    return d.spelling(lambda x: reduce(d.inner(cut(x))), (x,), symbolic=dims)
+    return d.spelling(lambda x: reduce(d.inner(cut(x))), (x,), symbolic=d.batches([x]))
 
 
 _ROTARY = frozenset(
@@ -429,7 +429,7 @@ FAMILIES: tuple[Family, ...] = (
         "avg_pool_global",
         _pool_global,
         _POOLING
-        | {"mean_keepdim", "rows_then_columns", "columns_then_rows", "twice_keepdim", "flatten", "adaptive"},
+        | {"mean_keepdim", "rows_then_columns", "columns_then_rows", "twice_keepdim", "flatten"},
     ),
     Family(
         "avg_pool_slices", _pool_slices, frozenset({"divided", "times", "nested", "bf16", "f64", "symbolic"})

@@ -15,7 +15,8 @@ from dovetail.lowering.closeness import Reference, difference
 from dovetail.lowering.examples import fake_examples, real_examples, span
 from dovetail.lowering.situation import expected_situation
 from dovetail.lowering.unit import Unit, unit_of
-from dovetail.lowering.verify import uncovered, verify_unit
+from dovetail.lowering.verify import reference_mismatch, uncovered, verify_unit
+from dovetail.outlining.requests import Request
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
 
@@ -331,3 +332,19 @@ def test_sizes_that_may_vary_are_tried_at_the_example_s() -> None:
     for grad in (False, True):
         assert verified(whole, plain, grad=grad) is None
         assert verified(whole, lambda x, w: (mlp(x, w) * 1.001,), grad=grad) is not None
+
+
+def test_a_reference_has_the_dtype_of_the_body() -> None:
+    # In float64, where both are compared, no difference is left.
+    def pooled(dtype: torch.dtype) -> str | None:
+        gm = dovetail.capture(lambda x: x.mean((2, 3), dtype=dtype), (torch.randn(2, 3, 4, 4),))
+        x, mean, _ = gm.graph.nodes
+        attrs = {"kernel": "global", "stride": None, "keepdim": False}
+        request = Request([mean.name], "avg_pool", 2, attrs, arguments={"x": x}, results=(mean,))
+        whole = unit_of(dovetail.regions(dovetail.outline(gm, [request]))[0])
+        return reference_mismatch(whole, whole.values)
+
+    assert pooled(torch.float32) is None
+    reason = pooled(torch.float64)
+    assert reason is not None
+    assert "is torch.float64, the reference torch.float32" in reason

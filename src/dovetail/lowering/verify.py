@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Compiled
@@ -98,14 +99,34 @@ def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int]
                 return (
                     f"it is not of kind '{region.kind}': the reference raised {type(error).__name__}: {error}"
                 )
-            results = results if isinstance(results, (tuple, list)) else (results,)
+            results = _as_tuple(results)
             for i, k in enumerate(region.results):
                 if k is None:
                     continue
                 reason = _apart(body[i], results[k] if k < len(results) else None)
                 if reason is not None:
                     return f"it is not of kind '{region.kind}': result {i} {reason}"
+            if seed == seeds[0] and (reason := _dtypes_apart(region, contract, given)) is not None:
+                return f"it is not of kind '{region.kind}': {reason}"
     return None
+
+
+def _dtypes_apart(region: Region, contract: Kind, operands: Sequence[Any]) -> str | None:
+    """Which result of the reference has another dtype than the body's: a run in float64 does not show it."""
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in operands]
+        named = {name: fakes[i] for name, i in region.arguments.items()}
+        results = _as_tuple(contract.reference(**named, **region.attrs))
+    (returned,) = region.body.graph.output_node().args
+    for i, (node, k) in enumerate(zip(cast("Sequence[Any]", returned), region.results, strict=True)):
+        value = node.meta.get("val") if k is not None else None
+        if isinstance(value, Tensor) and value.dtype != results[cast("int", k)].dtype:
+            return f"result {i} is {value.dtype}, the reference {results[cast('int', k)].dtype}"
+    return None
+
+
+def _as_tuple(results: Any) -> Sequence[Any]:
+    return results if isinstance(results, (tuple, list)) else (results,)
 
 
 def contract_of(region: Region) -> Kind | None:

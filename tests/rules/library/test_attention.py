@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dovetail.rules.library.attention import (
     attention,
@@ -327,9 +329,71 @@ def test_equations_that_are_no_attention() -> None:
 
 
 def test_in_the_graph_of_a_compiler() -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    traced = make_fx(multiplied)(*QKV)
-    assert "bmm" in traced.code
-    told = found(attention_by_hand, graph_of(traced, QKV), *QKV, leaving=["expand", "expand"])
+    graph = make_fx(multiplied)(*QKV)
+    assert "bmm" in graph.code
+    told = found(attention_by_hand, graph_of(graph, QKV), *QKV, leaving=["expand", "expand"])
     assert told["scale"] == pytest.approx(D**-0.5)
+
+
+def traced(attend: Attend, inputs: tuple[Tensor, ...]) -> GraphModule:
+    return graph_of(make_fx(attend)(*inputs), inputs)
+
+
+def test_what_a_mask_hides_in_the_graph_of_a_compiler() -> None:
+    # There the number that masked scores become is a tensor.
+    def hidden(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return torch.softmax(torch.where(m, -1e9, q @ k.mT), -1) @ v
+
+    def kept(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return torch.softmax(torch.where(m, q @ k.mT, -1e9), -1) @ v
+
+    inputs = (*QKV, boolean())
+    for attend, kind in ((hidden, "hide"), (kept, "keep")):
+        told = found(attention_by_hand, traced(attend, inputs), *inputs, leaving=["expand", "expand"])
+        assert told["mask_type"] == kind
+
+
+def test_heads_that_a_compiler_copies_for_their_groups() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(H // G, dim=1), v.repeat_interleave(H // G, dim=1)
+        return torch.softmax(q @ k.mT * 0.3, -1) @ v
+
+    graph = traced(attend, GROUPED)
+    assert "clone" in str(graph.graph)
+    assert found(attention_by_hand, graph, *GROUPED, leaving=["expand"])["groups"] == H // G
+
+
+def test_dropout_of_weights_in_another_order_of_memory() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("idhb,jhbd->ihbj", q, k)
+        powers = torch.exp(scores - scores.amax(-1, keepdim=True))
+        weights = F.dropout(powers / powers.sum(-1, keepdim=True), 0.2)
+        return torch.einsum("ihbj,jhbe->bhie", weights, v)
+
+    inputs = tuple(torch.randn(S, S, S, S) for _ in range(3))
+    assert "weights that are not contiguous" in why(attention_einsum, attend, *inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(S, D), (B, H, S, D)])
+def test_a_causal_mask_at_any_rank_and_precision(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
+        return F.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v
+
+    def added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT + torch.full((S, S), -1e9, dtype=q.dtype).triu(1)
+        powers = torch.exp(scores - scores.amax(-1, keepdim=True))
+        return powers / powers.sum(-1, keepdim=True) @ v
+
+    inputs = tuple(torch.randn(shape).to(dtype) for _ in range(3))
+    assert all(told["causal"] for told in found_each(attention_causal, [filled, added], *inputs))
+
+
+def test_keys_as_columns_with_a_softmax_by_hand() -> None:
+    def attend(q: Tensor, columns: Tensor, v: Tensor) -> Tensor:
+        scores = q @ columns
+        powers = torch.exp(scores - scores.amax(-1, keepdim=True))
+        return powers / powers.sum(-1, keepdim=True) @ v
+
+    found(attention_of_columns, attend, heads(), torch.randn(B, H, D, S), heads())

@@ -163,3 +163,23 @@ def test_what_is_no_truncated_normal() -> None:
     told = refused_each(trunc_normal, list(refused.values()), torch.randn(4))
     for wanted, reasons in zip(refused, told, strict=True):
         assert wanted in reasons
+
+
+def test_one_row_and_targets_of_other_integers() -> None:
+    one = found(cross_entropy, F.cross_entropy, LOGITS[0], TARGET[0])
+    assert one["class_dim"] == 0
+    assert found(cross_entropy_by_hand, BY_HAND[2], LOGITS, TARGET.int())
+
+
+def test_the_logarithm_of_the_sum_taken_off() -> None:
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return -(x.gather(1, y[:, None]).squeeze(1) - torch.logsumexp(x, -1))
+
+    assert found(cross_entropy_by_hand, loss, LOGITS, TARGET)["reduction"] == "none"
+
+
+def test_scores_that_are_rounded_are_not_upcast() -> None:
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), y)
+
+    assert not found(cross_entropy, loss, LOGITS.double(), TARGET, leaving=["_to_copy"])["upcast"]

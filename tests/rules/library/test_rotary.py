@@ -164,7 +164,24 @@ def test_angles_in_one_tensor() -> None:
 
     cache = torch.randn(S, D // 2, 2)
     assert found(rotary_cached, apply_cached, Q, cache) == {"layout": "interleaved", "half_angles": True}
-    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {
-        "layout": "interleaved",
-        "half_angles": True,
-    }
+    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {"layout": "interleaved", "half_angles": True}
+
+
+def test_an_odd_width_has_no_halves() -> None:
+    def sliced(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
+
+    def chunked(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + rotate_chunks(x) * sin
+
+    angles = (torch.randn(S, 5), torch.randn(S, 5))
+    for reasons in refused_each(rotary, [sliced, chunked], torch.randn(B, H, S, 5), *angles):
+        assert "is not known to be even" in reasons
+
+
+def test_a_real_factor_turns_nothing() -> None:
+    def scaled(x: Tensor, factor: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * factor).flatten(3)
+
+    assert "it is real" in why(rotary_complex, scaled, Q, torch.randn(S, D // 2))

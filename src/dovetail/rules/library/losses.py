@@ -95,6 +95,13 @@ def cross_entropy(
     return either(lambda: weighed(weight), lambda: weighed(None))
 
 
+@cross_entropy.guard
+def scores_are_not_rounded(match: Match) -> Decline | None:
+    if match["logits"].dtype == torch.float64 and has(match, "_to_copy"):
+        return Decline(f"'{match['logits'].name}' is rounded to float32", at=match["logits"])
+    return None
+
+
 @known(
     cross_entropy_kind,
     needs="gather|index log_softmax|_log_softmax|logsumexp|log",
