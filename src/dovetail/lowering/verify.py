@@ -107,12 +107,13 @@ def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int]
 
 
 def contract_of(region: Region) -> Kind | None:
-    """The library's kind that a region is of; None if it has none, or its operands are not all named by it."""
+    """The library's kind that a region is of; None if it has none, or has operands, sizes aside, that it does not name."""
     contract = KINDS.get(region.kind)
     if contract is None or not contract.describes(region.version, region.arguments, region.attrs):
         return None
-    operands = sum(n.op == "placeholder" for n in region.body.graph.nodes)
-    return contract if region.results and set(region.arguments.values()) == set(range(operands)) else None
+    values = [n.meta.get("val") for n in region.body.graph.nodes if n.op == "placeholder"]
+    operands = {i for i, value in enumerate(values) if not isinstance(value, (int, torch.SymInt))}
+    return contract if region.results and operands <= set(region.arguments.values()) else None
 
 
 def _seeded(run: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:

@@ -260,12 +260,14 @@ class Search:
 
     def _match(self, template: Template, proof: Found, loose: Found, members: tuple[int, ...]) -> Match:
         operands: dict[str, Value | None] = dict.fromkeys(self.rule.parameters.operands)
+        read = {n for i in members for n in self.scene.nodes[i].all_input_nodes}
         for name, node in template.operands.items():
             if node not in proof.operands:
                 continue
             bound = proof.operands[node]
-            origin = self.shadow.origins.get(bound)
-            real = self.scene.nodes[origin[0]] if origin else bound
+            same = [self.scene.nodes[i] for i in self.shadow.origins.get(bound, ())] or [bound]
+            # A view that changes nothing is no node of its own in the shadow, but may be what the members read.
+            real = next((n for n in same if n in read), same[0])
             operands[name] = Value(real, bound.meta.get("val"), self.scene.gm)
         outputs = [self.scene.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
         paths = {self.scene.module_path(i) for i in members}

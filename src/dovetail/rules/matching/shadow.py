@@ -115,7 +115,7 @@ def _canonical(scene: Scene) -> Shadow:
     program, _, made = canonicalise_traced(scene.gm)
     origins: dict[Node, list[int]] = {}
     for old, new in made.items():
-        if old.op in ("placeholder", "get_attr", "output") or new.op == "call_function":
+        if old.op != "call_module" or new.op == "call_function":
             origins.setdefault(new, []).append(scene.index.position[old])
     return Shadow(program, list(program.graph.nodes), {n: tuple(p) for n, p in origins.items()})
 
