@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch.export import Dim
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .references import Spelling
@@ -103,7 +104,8 @@ class Sketch:
         if dialect == "aot":
             table = _core_table() if self.rng.random() < 0.3 else {}
             mode = self.rng.choices(("real", "fake", "symbolic"), (6, 2, 1))[0]
-            return Spelling(make_fx(program, table, mode, _allow_non_fake_inputs=True)(*inputs), inputs, found)
+            traced = make_fx(functionalize(program), table, mode, _allow_non_fake_inputs=True)
+            return Spelling(traced(*inputs), inputs, found)
         model = _Held(program, own) if home == "parameter" else program
         dynamic = None
         if dialect == "symbolic":

@@ -66,9 +66,10 @@ class ReferenceMismatch(AssertionError):
 
 def families() -> Mapping[str, Family]:
     """The families by the name of their rule; every rule of the library that matches has one."""
-    from . import spellings_layers, spellings_products
+    from . import spellings_layers, spellings_norms, spellings_pointwise, spellings_products
 
-    return {f.rule: f for f in (*spellings_products.FAMILIES, *spellings_layers.FAMILIES)}
+    subjects = (spellings_products, spellings_norms, spellings_pointwise, spellings_layers)
+    return {f.rule: f for subject in subjects for f in subject.FAMILIES}
 
 
 def check(family: Family, seed: str) -> Coverage:

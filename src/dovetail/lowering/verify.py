@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Compiled
@@ -73,6 +74,7 @@ def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int]
     if contract is None:
         return None
     region = unit.region
+    body_outputs = cast("Sequence[Node]", region.body.graph.output_node().args[0])
     with random_state_kept(), torch.no_grad():
         for seed in seeds:
             given = [
@@ -90,20 +92,33 @@ def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int]
                 except Exception:
                     continue
             named = {name: operands[i] for name, i in region.arguments.items()}
+            plain = {name: _without_numbers(given[i]) for name, i in region.arguments.items()}
             try:
-                results = _seeded(contract.reference, seed, **named, **region.attrs)
+                results = _results(_seeded(contract.reference, seed, **named, **region.attrs))
+                # What is wide has one dtype throughout; the one of each result shows where nothing was cast.
+                typed = _results(contract.reference(**plain, **region.attrs))
             except Exception as error:
                 return (
                     f"it is not of kind '{region.kind}': the reference raised {type(error).__name__}: {error}"
                 )
-            results = results if isinstance(results, (tuple, list)) else (results,)
-            for i, k in enumerate(region.results):
+            for i, (k, node) in enumerate(zip(region.results, body_outputs, strict=True)):
                 if k is None:
                     continue
                 reason = _apart(body[i], results[k] if k < len(results) else None)
+                value = node.meta.get("val")
+                if reason is None and isinstance(value, Tensor) and value.dtype != typed[k].dtype:
+                    reason = f"is {value.dtype}, the reference {typed[k].dtype}"
                 if reason is not None:
                     return f"it is not of kind '{region.kind}': result {i} {reason}"
     return None
+
+
+def _results(value: Any) -> Sequence[Any]:
+    return cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _without_numbers(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
 def contract_of(region: Region) -> Kind | None:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name
 from dovetail.rules.library.known import kind, known
-from dovetail.rules.library.steps import square
+from dovetail.rules.library.steps import real_numbers, square
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -94,7 +94,7 @@ _OPERATORS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_r
 
 def normalized_dims(match: Match) -> int:
     """How many dimensions a norm is over: those that its operator names, one where it is written out."""
-    for node in match.nodes:
+    for node in match.aten:
         if op_name(node.target) in _OPERATORS:
             return len(cast("list[Any]", by_name(node)["normalized_shape"]))
     return 1
@@ -109,8 +109,10 @@ def norm_attrs(match: Match) -> dict[str, Any]:
 
 def _with_sum(match: Match) -> list[Node | None]:
     """The norm and the sum it is of."""
-    x, residual = match["x"].node, match["residual"].node
-    sums = [n for n in match.nodes if op_name(n.target) == "add" and {*n.all_input_nodes} == {x, residual}]
+    summed = {match["x"].aten, match["residual"].aten}
+    sums = [
+        node for n, node in match.aten.items() if op_name(n.target) == "add" and {*n.all_input_nodes} == summed
+    ]
     return [match.outputs[0], sums[0] if sums else None]
 
 
@@ -283,3 +285,4 @@ NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_
 
 for _rule in (rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm):
     _rule.guard(affine_fits)
+    _rule.guard(real_numbers)

@@ -268,9 +268,11 @@ class Search:
             same = [self.scene.nodes[i] for i in self.shadow.origins.get(bound, ())] or [bound]
             # A view that changes nothing is no node of its own in the shadow, but may be what the members read.
             real = next((n for n in same if n in read), same[0])
-            operands[name] = Value(real, bound.meta.get("val"), self.scene.gm)
+            operands[name] = Value(real, bound.meta.get("val"), self.scene.gm, bound)
         outputs = [self.scene.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
         paths = {self.scene.module_path(i) for i in members}
+        inner = [*proof.through, *reversed(proof.nodes.values())]
+        inner.sort(key=lambda n: self.shadow.origins[n][0])
         return Match(
             self.rule.name,
             operands,
@@ -279,6 +281,7 @@ class Search:
             tuple(outputs),
             paths.pop() if len(paths) == 1 else "",
             dict(template.example.picks),
+            {n: self.scene.nodes[self.shadow.origins[n][-1]] for n in inner},
         )
 
     def _with_parts(self, members: set[int]) -> set[int]:
