@@ -82,18 +82,22 @@ def check(family: Family, seed: str) -> Coverage:
     rule = ALL[family.rule]
     for proposal in rule.propose(Scene(graph)):
         if isinstance(proposal, Candidate):
-            _compare(graph, proposal, family.rule, seed, spelling)
-            coverage.matches += 1
-            coverage.variations.update(spelling.variations)
+            if _compare(graph, proposal, family.rule, seed, spelling):
+                coverage.matches += 1
+                coverage.variations.update(spelling.variations)
     return coverage
 
 
-def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spelling: Spelling) -> None:
+def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spelling: Spelling) -> bool:
+    """Compare a match with the reference; False where an operand is no value that can be drawn, a dtype say."""
     (region,) = dovetail.regions(dovetail.outline(graph, [request_for(graph, match)]))
     unit = unit_of(region)
+    if any(value is None for value in unit.values):
+        return False
     where = f"{rule}, seed {seed!r}, {sorted(spelling.variations)}, {region.attrs}, {sorted(region.arguments)}"
     if contract_of(unit.region) is None:
         raise ReferenceMismatch(f"an operand without a name: {where}\n{graph.graph}")
     reason = reference_mismatch(unit, unit.values)
     if reason is not None:
         raise ReferenceMismatch(f"{reason}: {where}\n{graph.graph}")
+    return True

@@ -93,7 +93,7 @@ def weights_for(sketch: Sketch, product: Product, out: int = WIDTH) -> int:
         sketch.tags.add("no_bias")
         return 1
     shape = sketch.pick({"whole": (out,), "!one": (1,), "!scalar": (), "!row": (1, out)}, (20, 1, 1, 1))
-    sketch.weight(*shape)
+    sketch.weight(*shape, dtype=torch.float32 if sketch.chance(0.1, "mixed_bias") else None)
     return 2
 
 
@@ -320,7 +320,8 @@ def _packed(steps: Mapping[str, Step]) -> Callable[[Random], Spelling]:
             sketch.tags.add("gate_first")
 
         def program(keep: Keep, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-            gate, up = cut(keep(product(x, w, b)))[:2][:: -1 if second else 1]
+            gate, up = cut(keep(product(x, w, b)))
+            gate, up = (up, gate) if second else (gate, up)
             return _times(swapped, keep(step(gate)), keep(up))
 
         if "odd" in sketch.tags and not {"chunk", "chunk_front", "tensor_split"} & sketch.tags:

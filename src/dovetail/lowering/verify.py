@@ -122,12 +122,12 @@ def _without_numbers(value: Any) -> Any:
 
 
 def contract_of(region: Region) -> Kind | None:
-    """The library's kind that a region is of; None if it has none, or has operands, sizes aside, that it does not name."""
+    """The library's kind that a region is of; None if it has none, or has tensors for operands that it does not name."""
     contract = KINDS.get(region.kind)
     if contract is None or not contract.describes(region.version, region.arguments, region.attrs):
         return None
     values = [n.meta.get("val") for n in region.body.graph.nodes if n.op == "placeholder"]
-    operands = {i for i, value in enumerate(values) if not isinstance(value, (int, torch.SymInt))}
+    operands = {i for i, value in enumerate(values) if value is None or isinstance(value, Tensor)}
     return contract if region.results and operands <= set(region.arguments.values()) else None
 
 

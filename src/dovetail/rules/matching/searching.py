@@ -184,6 +184,7 @@ class Search:
     def _candidate(self, template: Template, proof: Found, loose: Found) -> Proposal | None:
         inner = [*proof.nodes.values(), *proof.through]
         members, partly = self.shadow.members(inner)
+        members |= self._views_of_operands(proof, members)
         members = self._with_parts(self._with_sizes(members))
         key = tuple(sorted(members))
         if partly is not None:
@@ -283,6 +284,22 @@ class Search:
             dict(template.example.picks),
             {n: self.scene.nodes[self.shadow.origins[n][-1]] for n in inner},
         )
+
+    def _views_of_operands(self, proof: Found, members: set[int]) -> set[int]:
+        """Views that change nothing, where members read an operand by several: the operand would have several names."""
+        nodes, at = self.scene.nodes, self.scene.index.position
+        read = {at[n] for i in members for n in nodes[i].all_input_nodes}
+        found: set[int] = set()
+        for bound in set(proof.operands.values()):
+            source, *views = self.shadow.origins.get(bound, (-1,))
+            stack = [i for i in views if i in read]
+            if len(stack) + (source in read) < 2:
+                continue
+            while stack:
+                i = stack.pop()
+                found.add(i)
+                stack.extend(at[n] for n in nodes[i].all_input_nodes if at[n] in views)
+        return found
 
     def _with_parts(self, members: set[int]) -> set[int]:
         """The members and every part of what they return several values: those move along."""
