@@ -81,10 +81,9 @@ def check(family: Family, seed: str) -> Coverage:
     coverage = Coverage(spellings=1)
     rule = ALL[family.rule]
     for proposal in rule.propose(Scene(graph)):
-        if isinstance(proposal, Candidate):
-            if _compare(graph, proposal, family.rule, seed, spelling):
-                coverage.matches += 1
-                coverage.variations.update(spelling.variations)
+        if isinstance(proposal, Candidate) and _compare(graph, proposal, family.rule, seed, spelling):
+            coverage.matches += 1
+            coverage.variations.update(spelling.variations)
     return coverage
 
 
@@ -94,7 +93,9 @@ def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spellin
     unit = unit_of(region)
     if any(value is None for value in unit.values):
         return False
-    where = f"{rule}, seed {seed!r}, {sorted(spelling.variations)}, {region.attrs}, {sorted(region.arguments)}"
+    where = (
+        f"{rule}, seed {seed!r}, {sorted(spelling.variations)}, {region.attrs}, {sorted(region.arguments)}"
+    )
     if contract_of(unit.region) is None:
         raise ReferenceMismatch(f"an operand without a name: {where}\n{graph.graph}")
     reason = reference_mismatch(unit, unit.values)

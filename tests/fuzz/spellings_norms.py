@@ -149,9 +149,7 @@ LAYER: Mapping[str, Callable[..., Tensor]] = {
     "squares_rsqrt": _centred(_squares, scaled_by="rsqrt", wide=True),
     "var": _centred(lambda y, mean: y.var(-1, unbiased=False, keepdim=True)),
     "correction": _centred(lambda y, mean: y.var(-1, correction=0, keepdim=True), scaled_by="rsqrt"),
-    "moments": _centred(
-        lambda y, mean: y.pow(2).mean(-1, keepdim=True) - mean.pow(2), wide=True
-    ),
+    "moments": _centred(lambda y, mean: y.pow(2).mean(-1, keepdim=True) - mean.pow(2), wide=True),
     "wide_affine": _wide_affine,
     "!mean_twice": _centred(lambda y, mean: _squares(y, y.mean(-1, keepdim=True))),
     "!mean_of_squares": _centred(lambda y, mean: (y - mean.pow(2)).pow(2).mean(-1, keepdim=True)),
@@ -239,7 +237,9 @@ def _rms(summed: bool) -> Callable[[Random], Spelling]:
         def program(keep: Keep, x: Tensor, *rest: Tensor) -> Tensor:
             if summed:
                 residual = rest[0]
-                x = keep(torch.add(residual, x, alpha=alpha) if swapped else torch.add(x, residual, alpha=alpha))
+                x = keep(
+                    torch.add(residual, x, alpha=alpha) if swapped else torch.add(x, residual, alpha=alpha)
+                )
             return norm(keep, x, rest[-1] if weighted else None, eps)
 
         return sketch.spelling(program, escape=0.25)
@@ -336,7 +336,9 @@ def _embedded(norms: Mapping[str, Any], rms: bool) -> Callable[[Random], Spellin
         sketch.weight(3, width)
         forms = {"tables=1": 1, "tables=2": 2, "tables=3": 3, "added": 0}
         form = sketch.pick(forms, (3, 0.3, 0.2, 3) if rms else (3, 3, 3, 2))
-        padding = sketch.pick({"no_padding": None, "padding": 1, "padding=0": 0, "padding=-1": -1}, (4, 2, 1, 1))
+        padding = sketch.pick(
+            {"no_padding": None, "padding": 1, "padding=0": 0, "padding=-1": -1}, (4, 2, 1, 1)
+        )
         second_padding = 1 if sketch.chance(0.04, "!second_padding") else None
         shape = (*rows, width)
         for _ in range(form - 1):

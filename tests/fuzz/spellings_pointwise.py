@@ -145,7 +145,9 @@ def _sample(rng: Random) -> Spelling:
     }
     low, high = sketch.pick(bounds)
     ends = [math.erf((bound - mean) / (std * _SPREAD)) for bound in (low, high)]
-    form = sketch.pick(dict.fromkeys(("init", "uniform", "!moved", "!one_bound", "!rounded"), ""), (6, 4, 1, 1, 1))
+    form = sketch.pick(
+        dict.fromkeys(("init", "uniform", "!moved", "!one_bound", "!rounded"), ""), (6, 4, 1, 1, 1)
+    )
     del form
     if "!moved" in sketch.tags:
         ends[0] -= 0.01
@@ -186,7 +188,17 @@ FAMILIES: tuple[Family, ...] = (
         _softmax,
         _UNARY
         | _RANKS
-        | {"softmax", "in_float32", "of_float32", "exp", "amax", "max", "negative_dim", "front_dim", "inner_dim"},
+        | {
+            "softmax",
+            "in_float32",
+            "of_float32",
+            "exp",
+            "amax",
+            "max",
+            "negative_dim",
+            "front_dim",
+            "inner_dim",
+        },
     ),
     Family("gelu", _unary(GELUS), _UNARY | _RANKS | _tags(GELUS)),
     Family("sigmoid", _unary(SIGMOIDS), _UNARY | _RANKS | _tags(SIGMOIDS)),

@@ -31,10 +31,7 @@ def _plus(product: Callable[[Tensor, Tensor], Tensor], *, before: bool = False) 
 def _addmm(turn: Step, *, beta: float = 1, alpha: float = 1) -> Product:
     def flat(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         rows, right = x.reshape(-1, x.shape[-1]), turn(w)
-        if b is None:
-            made = torch.mm(rows, right)
-        else:
-            made = torch.addmm(b, rows, right, beta=beta, alpha=alpha)
+        made = torch.mm(rows, right) if b is None else torch.addmm(b, rows, right, beta=beta, alpha=alpha)
         return made.view(*x.shape[:-1], right.shape[-1])
 
     return flat
@@ -143,14 +140,14 @@ STEPS: Mapping[str, Mapping[str, Step]] = {
         "method": lambda x: x.sigmoid(),
         "!logsigmoid": F.logsigmoid,
     },
-    "hardswish": {"F.hardswish": F.hardswish, "by_hand": lambda x: x * F.relu6(x + 3) / 6},
+    "hardswish": {"F.hardswish": F.hardswish, "!by_hand": lambda x: x * F.relu6(x + 3) / 6},
     "elu": {
         "F.elu": F.elu,
         "alpha=1": lambda x: F.elu(x, 1.0),
         "!alpha": lambda x: F.elu(x, 0.5),
         "!selu": F.selu,
     },
-    "mish": {"F.mish": F.mish, "by_hand": lambda x: x * torch.tanh(F.softplus(x))},
+    "mish": {"F.mish": F.mish, "!by_hand": lambda x: x * torch.tanh(F.softplus(x))},
     "squared_relu": {
         "square": lambda x: F.relu(x).square(),
         "pow": lambda x: F.relu(x) ** 2,
@@ -173,9 +170,7 @@ GELUS: Mapping[str, Step] = {
     "erf_inverse": lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865475)),
     "erf_halved_last": lambda x: x * (torch.erf(x / math.sqrt(2)) + 1) / 2,
     "new": lambda x: 0.5 * x * (1.0 + torch.tanh(_FACTOR * (x + 0.044715 * torch.pow(x, 3.0)))),
-    "fast": lambda x: (
-        0.5 * x * (1.0 + torch.tanh(x * 0.7978845608028654 * (1.0 + 0.044715 * x * x)))
-    ),
+    "fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608028654 * (1.0 + 0.044715 * x * x))),
     "bloom": lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
     "!slope": lambda x: x * torch.sigmoid(1.7 * x),
     "!root": lambda x: x * 0.5 * (1.0 + torch.erf(x / 1.41)),
@@ -191,7 +186,17 @@ _SLOPES: Mapping[str, Step] = {
     "!rrelu": lambda x: F.rrelu(x),
 }
 
-_PRODUCT_TAGS = COMMON | {"linear", "matmul", "addmm", "addmm_t", "linear_t", "bias", "no_bias", "square", "wide"}
+_PRODUCT_TAGS = COMMON | {
+    "linear",
+    "matmul",
+    "addmm",
+    "addmm_t",
+    "linear_t",
+    "bias",
+    "no_bias",
+    "square",
+    "wide",
+}
 _PRODUCT_TAGS |= {f"rank={n}" for n in (1, 2, 3, 4)}
 
 
@@ -366,7 +371,7 @@ _PACKED_TAGS = _GATE_TAGS | {"gate_first", "gate_second", "chunk", "split", "spl
 _ALONE_TAGS = COMMON | {"same", "vector", "column", "scalar", "higher", "swapped", "aliased"}
 FAMILIES: tuple[Family, ...] = (
     *(
-        Family(f"linear_{name}", _linear_then(steps), _PRODUCT_TAGS | (_tags(steps) - {"by_hand"}))
+        Family(f"linear_{name}", _linear_then(steps), _PRODUCT_TAGS | _tags(steps))
         for name, steps in STEPS.items()
     ),
     Family("linear_gelu", _linear_then(GELUS), _PRODUCT_TAGS | _tags(GELUS)),

@@ -311,6 +311,8 @@ def _gates(scene: Scene, whole: str, part: frozenset[str]) -> bool:
             reached = [node, *(user for user in node.users if op_name(user.target) in ("add", "mul"))]
             for _ in range(3):
                 reached = [user for each in reached for user in multiplied(each)]
+                # A GELU by hand may be halved last.
+                reached += [u for each in reached for u in each.users if op_name(u.target) == "div"]
                 if reached and any(multiplied(each) for each in reached):
                     return True
     return False

@@ -137,7 +137,9 @@ def _with_sum(match: Match) -> list[Node | None]:
     """The norm and the sum it is of."""
     summed = {match["x"].aten, match["residual"].aten}
     sums = [
-        node for n, node in match.aten.items() if op_name(n.target) == "add" and {*n.all_input_nodes} == summed
+        node
+        for n, node in match.aten.items()
+        if op_name(n.target) == "add" and {*n.all_input_nodes} == summed
     ]
     return [match.outputs[0], sums[0] if sums else None]
 
