@@ -66,9 +66,10 @@ class ReferenceMismatch(AssertionError):
 
 def families() -> Mapping[str, Family]:
     """The families by the name of their rule; every rule of the library that matches has one."""
-    from . import spellings_layers, spellings_products
+    from . import spellings_layers, spellings_norms, spellings_pointwise, spellings_products
 
-    return {f.rule: f for f in (*spellings_products.FAMILIES, *spellings_layers.FAMILIES)}
+    subjects = (spellings_products, spellings_norms, spellings_pointwise, spellings_layers)
+    return {f.rule: f for subject in subjects for f in subject.FAMILIES}
 
 
 def check(family: Family, seed: str) -> Coverage:
@@ -80,16 +81,18 @@ def check(family: Family, seed: str) -> Coverage:
     coverage = Coverage(spellings=1)
     rule = ALL[family.rule]
     for proposal in rule.propose(Scene(graph)):
-        if isinstance(proposal, Candidate):
-            _compare(graph, proposal, family.rule, seed, spelling)
+        if isinstance(proposal, Candidate) and _compare(graph, proposal, family.rule, seed, spelling):
             coverage.matches += 1
             coverage.variations.update(spelling.variations)
     return coverage
 
 
-def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spelling: Spelling) -> None:
+def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spelling: Spelling) -> bool:
+    """Compare a match with the reference; False where an operand is no value that can be drawn, a dtype say."""
     (region,) = dovetail.regions(dovetail.outline(graph, [request_for(graph, match)]))
     unit = unit_of(region)
+    if any(value is None for value in unit.values):
+        return False
     where = (
         f"{rule}, seed {seed!r}, {sorted(spelling.variations)}, {region.attrs}, {sorted(region.arguments)}"
     )
@@ -98,3 +101,4 @@ def _compare(graph: GraphModule, match: Candidate, rule: str, seed: str, spellin
     reason = reference_mismatch(unit, unit.values)
     if reason is not None:
         raise ReferenceMismatch(f"{reason}: {where}\n{graph.graph}")
+    return True

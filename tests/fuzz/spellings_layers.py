@@ -428,8 +428,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "avg_pool_global",
         _pool_global,
-        _POOLING
-        | {"mean_keepdim", "rows_then_columns", "columns_then_rows", "twice_keepdim", "flatten"},
+        _POOLING | {"mean_keepdim", "rows_then_columns", "columns_then_rows", "twice_keepdim", "flatten"},
     ),
     Family(
         "avg_pool_slices", _pool_slices, frozenset({"divided", "times", "nested", "bf16", "f64", "symbolic"})

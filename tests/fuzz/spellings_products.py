@@ -31,10 +31,7 @@ def _plus(product: Callable[[Tensor, Tensor], Tensor], *, before: bool = False) 
 def _addmm(turn: Step, *, beta: float = 1, alpha: float = 1) -> Product:
     def flat(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         rows, right = x.reshape(-1, x.shape[-1]), turn(w)
-        if b is None:
-            made = torch.mm(rows, right)
-        else:
-            made = torch.addmm(b, rows, right, beta=beta, alpha=alpha)
+        made = torch.mm(rows, right) if b is None else torch.addmm(b, rows, right, beta=beta, alpha=alpha)
         return made.view(*x.shape[:-1], right.shape[-1])
 
     return flat
@@ -93,7 +90,7 @@ def weights_for(sketch: Sketch, product: Product, out: int = WIDTH) -> int:
         sketch.tags.add("no_bias")
         return 1
     shape = sketch.pick({"whole": (out,), "!one": (1,), "!scalar": (), "!row": (1, out)}, (20, 1, 1, 1))
-    sketch.weight(*shape)
+    sketch.weight(*shape, dtype=torch.float32 if sketch.chance(0.1, "mixed_bias") else None)
     return 2
 
 
@@ -143,14 +140,14 @@ STEPS: Mapping[str, Mapping[str, Step]] = {
         "method": lambda x: x.sigmoid(),
         "!logsigmoid": F.logsigmoid,
     },
-    "hardswish": {"F.hardswish": F.hardswish, "by_hand": lambda x: x * F.relu6(x + 3) / 6},
+    "hardswish": {"F.hardswish": F.hardswish, "!by_hand": lambda x: x * F.relu6(x + 3) / 6},
     "elu": {
         "F.elu": F.elu,
         "alpha=1": lambda x: F.elu(x, 1.0),
         "!alpha": lambda x: F.elu(x, 0.5),
         "!selu": F.selu,
     },
-    "mish": {"F.mish": F.mish, "by_hand": lambda x: x * torch.tanh(F.softplus(x))},
+    "mish": {"F.mish": F.mish, "!by_hand": lambda x: x * torch.tanh(F.softplus(x))},
     "squared_relu": {
         "square": lambda x: F.relu(x).square(),
         "pow": lambda x: F.relu(x) ** 2,
@@ -328,7 +325,8 @@ def _packed(steps: Mapping[str, Step]) -> Callable[[Random], Spelling]:
             sketch.tags.add("gate_first")
 
         def program(keep: Keep, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-            gate, up = cut(keep(product(x, w, b)))[:2][:: -1 if second else 1]
+            gate, up = cut(keep(product(x, w, b)))
+            gate, up = (up, gate) if second else (gate, up)
             return _times(swapped, keep(step(gate)), keep(up))
 
         if "odd" in sketch.tags and not {"chunk", "chunk_front", "tensor_split"} & sketch.tags:
@@ -373,7 +371,7 @@ _PACKED_TAGS = _GATE_TAGS | {"gate_first", "gate_second", "chunk", "split", "spl
 _ALONE_TAGS = COMMON | {"same", "vector", "column", "scalar", "higher", "swapped", "aliased"}
 FAMILIES: tuple[Family, ...] = (
     *(
-        Family(f"linear_{name}", _linear_then(steps), _PRODUCT_TAGS | (_tags(steps) - {"by_hand"}))
+        Family(f"linear_{name}", _linear_then(steps), _PRODUCT_TAGS | _tags(steps))
         for name, steps in STEPS.items()
     ),
     Family("linear_gelu", _linear_then(GELUS), _PRODUCT_TAGS | _tags(GELUS)),

@@ -94,12 +94,11 @@ def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int]
                     continue
             named = {name: operands[i] for name, i in region.arguments.items()}
             try:
-                results = _seeded(contract.reference, seed, **named, **region.attrs)
+                results = _as_tuple(_seeded(contract.reference, seed, **named, **region.attrs))
             except Exception as error:
                 return (
                     f"it is not of kind '{region.kind}': the reference raised {type(error).__name__}: {error}"
                 )
-            results = _as_tuple(results)
             for i, k in enumerate(region.results):
                 if k is None:
                     continue

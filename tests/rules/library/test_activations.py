@@ -206,3 +206,15 @@ def test_what_is_no_hard_sigmoid() -> None:
     )
     assert "where the pattern has" in why(hard_sigmoid, lambda x: (x + 3).clamp(0, 5) / 6, X)
     assert not candidates(hard_sigmoid, graph_of(lambda x: F.relu6(x) / 6, (X,)))
+
+
+def test_integers_are_left_to_the_steps_by_hand() -> None:
+    spelled = {
+        softmax: bare_once,
+        gelu: lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2.0))),
+        sigmoid: lambda x: 1 / (1 + torch.exp(-x)),
+        hard_sigmoid: lambda x: (x / 6 + 0.5).clamp(0, 1),
+    }
+    for rule, step in spelled.items():
+        assert "torch.int64, not a real floating-point value" in why(rule, step, torch.arange(6).view(2, 3))
+        found(rule, step, torch.arange(6.0).view(2, 3))

@@ -31,7 +31,7 @@ class Embeddings(nn.Module):
         return self.norm(self.drop(x))
 
 
-PLAIN = {"eps": 1e-6, "offset": 0.0, "dropout": 0.0, "padding_idx": -1, "dims": 1}
+PLAIN = {"eps": 1e-6, "offset": 0.0, "dropout": 0.0, "padding_idx": -1, "dims": 1, "out_dtype": "promoted"}
 
 
 @pytest.mark.parametrize("tables", [1, 2, 3])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dovetail
 from dovetail.rules.library import GATES, LINEAR
 from dovetail.rules.library.linear import (
     geglu,
@@ -21,7 +22,15 @@ from dovetail.rules.library.linear import (
     swiglu_gate,
     swiglu_packed,
 )
-from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
+from tests.rules.library.helpers import (
+    assert_references,
+    candidates,
+    found,
+    found_each,
+    graph_of,
+    refused_each,
+    why,
+)
 
 W, N = 16, 24
 X, R = torch.randn(2, 3, W), torch.randn(2, 3, N)
@@ -259,3 +268,48 @@ def test_halves_cut_elsewhere_are_no_gate() -> None:
 def test_gates_and_products_are_told_apart_by_the_whole_set() -> None:
     graph = graph_of(nn.Sequential(Gated(F.silu), nn.Linear(N, W)), (X,))
     assert [c.rule for c in candidates(GATES, graph)] == ["swiglu", "swiglu_gate"]
+
+
+def test_a_bias_has_a_number_for_each_column() -> None:
+    assert "has 1 numbers for 24 columns" in why(
+        LINEAR["linear_relu"], lambda x: F.relu(x @ MATRIX + torch.ones(1)), X
+    )
+    assert "has 24 numbers for 1 columns" in why(
+        LINEAR["linear_relu"], lambda x: F.relu(x @ torch.ones(W, 1) + BIAS), X
+    )
+    found(LINEAR["linear_relu"], lambda x: F.relu(x @ MATRIX + BIAS), X)
+    low = X.bfloat16()
+    found(LINEAR["linear_relu"], lambda x: F.relu(x @ MATRIX.bfloat16() + BIAS), low, leaving=["_to_copy"])
+
+
+def test_one_weight_read_both_ways() -> None:
+    square = torch.randn(W, W)
+    assert "its weights are laid out differently" in why(
+        swiglu, lambda x, w: F.silu(F.linear(x, w)) * (x @ w), X, square
+    )
+    # A value that is both factor and weight is read as a weight once.
+    assert found(LINEAR["linear_relu"], lambda x: F.relu(F.linear(x, x)), square)["weight_layout"] == "out_in"
+    assert found(LINEAR["linear_relu"], lambda x: F.relu(x @ x), square)["weight_layout"] == "in_out"
+
+
+class Functions(nn.Module):
+    """Functions and methods, as FX traces them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(W, W))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, second = F.linear(x, self.weight).chunk(2, dim=-1)
+        return F.linear(x, self.weight).relu(), x.matmul(self.weight).relu(), first * F.silu(second)
+
+
+def test_graphs_of_functions_and_methods() -> None:
+    graph = dovetail.capture(torch.fx.symbolic_trace(Functions()), (X,))
+    layouts = [(c.attrs or {})["weight_layout"] for c in candidates(LINEAR["linear_relu"], graph)]
+    assert sorted(layouts) == ["in_out", "out_in"]
+    (packed,) = candidates(swiglu_packed, graph)
+    assert (packed.attrs or {})["gate_half"] == "second"
+    fused = dovetail.fuse(graph, LINEAR + GATES)
+    assert assert_references(fused) == 3
+    assert torch.allclose(fused(X)[2], graph(X)[2])

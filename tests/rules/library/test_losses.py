@@ -145,6 +145,12 @@ def between(start: float, stop: float, low: float | None, high: float | None) ->
 def test_truncated_normal() -> None:
     said = {"mean": MEAN, "std": pytest.approx(STD), "low": LOW, "high": HIGH}
     assert found(trunc_normal, drawn_in_place, torch.randn(4, 5), leaving=["empty"]) == said
+    found(
+        trunc_normal,
+        between(end(4 * STD), end(5 * STD), 4 * STD, 5 * STD),
+        torch.randn(4),
+        leaving=["empty_like"],
+    )
     drawn = between(end(LOW), end(HIGH), LOW, HIGH)
     assert found(trunc_normal, drawn, torch.randn(4, 5), leaving=["empty_like"]) == {**said, "mean": 0.0}
 
@@ -159,6 +165,7 @@ def test_what_is_no_truncated_normal() -> None:
         "it is not cut off at both ends": between(end(LOW), end(HIGH), LOW, None),
         "is moved to the bound or never reached": between(end(LOW), end(HIGH), LOW / 2, HIGH / 2),
         "never reached": between(end(LOW), end(HIGH), LOW, 2 * HIGH),
+        "would be cut off at": between(end(4 * STD) + 5e-10, end(5 * STD), 4 * STD, 5 * STD),
     }
     told = refused_each(trunc_normal, list(refused.values()), torch.randn(4))
     for wanted, reasons in zip(refused, told, strict=True):

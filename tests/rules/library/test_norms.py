@@ -18,12 +18,14 @@ from dovetail.rules.library.norms import (
     layer_norm,
     rms_norm,
 )
+from dovetail.rules.rule import Candidate, Refusal
 from tests.rules.library.helpers import (
     candidates,
     found,
     found_each,
     graph_of,
     member_names,
+    proposals,
     refused_each,
     why,
 )
@@ -32,6 +34,7 @@ W = 16
 X, R = torch.randn(2, 3, W), torch.randn(2, 3, W)
 WEIGHT, BIAS = torch.randn(W), torch.randn(W)
 EPS = 1e-6
+SAME = {"dims": 1, "out_dtype": "promoted"}
 Norm = Callable[..., Tensor]
 
 
@@ -85,7 +88,7 @@ RMS = [llama, meta, t5, olmo, gemma, plain, by_power, by_reciprocal, operator]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rms_norm(dtype: torch.dtype) -> None:
     told = found_each(rms_norm, RMS, X.to(dtype), WEIGHT.to(dtype))
-    assert told == [{"eps": EPS, "offset": 1.0 if spelled is gemma else 0.0, "dims": 1} for spelled in RMS]
+    assert told == [{**SAME, "eps": EPS, "offset": 1.0 if spelled is gemma else 0.0} for spelled in RMS]
 
 
 def test_rms_norm_of_a_sum() -> None:
@@ -202,7 +205,7 @@ LAYER = [bert, by_variance, by_correction, by_moments, wide, layer_operator]
 
 
 def test_layer_norm() -> None:
-    assert found_each(layer_norm, LAYER, X, WEIGHT, BIAS) == [{"eps": EPS, "dims": 1}] * len(LAYER)
+    assert found_each(layer_norm, LAYER, X, WEIGHT, BIAS) == [{**SAME, "eps": EPS}] * len(LAYER)
 
 
 def test_layer_norm_in_low_precision() -> None:
@@ -227,7 +230,9 @@ def test_layer_norm_as_a_module() -> None:
         nn.LayerNorm(W, elementwise_affine=False),
         nn.LayerNorm([3, W]),
     ]
-    assert found_each(layer_norm, modules, X) == [{"eps": 1e-5, "dims": dims} for dims in (1, 1, 1, 2)]
+    assert found_each(layer_norm, modules, X) == [
+        {**SAME, "eps": 1e-5, "dims": dims} for dims in (1, 1, 1, 2)
+    ]
 
 
 LAYER_REFUSED: dict[str, tuple[Norm, str]] = {
@@ -279,7 +284,7 @@ class Block(nn.Module):
 def test_dropout_add_layer_norm(mode: str) -> None:
     dropout = 0.25 if mode == "train" else 0.0
     told = found(dropout_add_layer_norm, Block(bias=True).train(mode == "train"), X, R)
-    assert told == {"eps": EPS, "dropout": dropout, "dims": 1}
+    assert told == {**SAME, "eps": EPS, "dropout": dropout}
 
 
 def test_dropout_add_layer_norm_without_a_bias() -> None:
@@ -316,3 +321,32 @@ def test_with_sizes_that_are_not_known(rule: Any) -> None:
     shapes = ({0: size}, {0: size}, None, None)
     graph = dovetail.capture(normed, (X, R, WEIGHT, BIAS), dynamic_shapes=shapes)
     assert candidates(rule, graph)
+
+
+def test_a_weight_of_another_precision() -> None:
+    low = X.bfloat16()
+    spelled = {llama: "promoted", plain: "promoted", olmo: "input", gemma: "input", operator: "input"}
+    told = found_each(rms_norm, list(spelled), low, WEIGHT)
+    assert [attrs["out_dtype"] for attrs in told] == list(spelled.values())
+
+    def centred(x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide - wide.mean(-1, keepdim=True)) * torch.rsqrt(
+            wide.var(-1, correction=0, keepdim=True) + EPS
+        )
+
+    layers: dict[Norm, str] = {
+        lambda x, w: centred(x).to(x.dtype) * w: "promoted",
+        lambda x, w: (centred(x) * w).to(x.dtype): "input",
+    }
+    told = found_each(layer_norm, list(layers), low, WEIGHT)
+    assert [attrs["out_dtype"] for attrs in told] == list(layers.values())
+
+
+def test_an_affine_wider_than_what_is_normalized() -> None:
+    def centred(x: Tensor, w: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, correction=0, keepdim=True) + EPS) * w
+
+    told = proposals(layer_norm, graph_of(centred, (torch.randn(2, 3, 1), WEIGHT)))
+    assert all("weight" not in (p.arguments or {}) for p in told if isinstance(p, Candidate))
+    assert any(f"has shape [{W}], not [1]" in p.reason for p in told if isinstance(p, Refusal))

@@ -16,6 +16,7 @@ from dovetail.rules.library.steps import (
     approximation,
     close_to,
     gelu_constants,
+    real_numbers,
     relu6,
     with_gelu,
 )
@@ -139,3 +140,6 @@ def sixth_is_a_sixth(match: Match) -> Decline | None:
 
 
 ACTIVATIONS = RuleSet(softmax, gelu, sigmoid, hard_sigmoid)
+
+for _rule in (softmax, gelu, sigmoid, hard_sigmoid):
+    _rule.guard(real_numbers)

@@ -49,6 +49,7 @@ def embedding_norm_kind(
     dropout: float = 0.0,
     padding_idx: int = -1,
     dims: int = 1,
+    out_dtype: str = "promoted",
 ) -> Tensor:
     """The norm, "layer_norm" or "rms_norm", of the sum of rows of `tables` tables and of `added`, after dropout.
 
@@ -59,8 +60,8 @@ def embedding_norm_kind(
         total = total if other is None else total + torch.embedding(other, cast("Tensor", positions))
     total = F.dropout(total if added is None else total + added, dropout)
     if norm == "rms_norm":
-        return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims)
-    return layer_norm_kind(total, weight, bias, eps=eps, dims=dims)
+        return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims, out_dtype=out_dtype)
+    return layer_norm_kind(total, weight, bias, eps=cast("float", eps), dims=dims, out_dtype=out_dtype)
 
 
 def _attrs_of(norm: str) -> Any:

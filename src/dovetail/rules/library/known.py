@@ -168,7 +168,7 @@ def known(
 
 def has(match: Match, *names: str) -> bool:
     """Whether an operator of one of these names is among the operations matched."""
-    return any(op_name(node.target) in names for node in match.nodes)
+    return any(op_name(node.target) in names for node in match.aten)
 
 
 def results_by_position(match: Match) -> list[Node | None]:

@@ -21,6 +21,7 @@ from dovetail.rules.library.steps import (
     approximation,
     by_halves,
     gelu_constants,
+    real_numbers,
     silu,
     square,
     with_gelu,
@@ -35,10 +36,7 @@ _PRODUCT = "linear|addmm|mm|matmul|bmm"
 
 _X, _WEIGHT, _BIAS = (torch.empty(s, device="meta") for s in ((2, 8, 16), (16, 16), (16,)))
 _ONE, _TWO = (_X, _WEIGHT, _BIAS), (_X, _WEIGHT, _WEIGHT, _BIAS, _BIAS)
-_WEIGHTS = {
-    **dict.fromkeys(("weight", "gate_weight", "up_weight", "packed"), 2),
-    **dict.fromkeys(("bias", "gate_bias", "up_bias"), 1),
-}
+_BIASES = {"weight": "bias", "gate_weight": "gate_bias", "up_weight": "up_bias", "packed": "bias"}
 # With one dimension before the last there is nothing to flatten.
 _FLAT = (_X[0], _WEIGHT, _BIAS)
 
@@ -59,6 +57,14 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     )
 
 
+# How operators read a weight: by which argument, and as what.
+_READS = {
+    "linear": ("weight", "out_in"),
+    **dict.fromkeys(("t", "transpose", "permute"), ("self", "out_in")),
+    "matmul": ("other", "in_out"),
+    **dict.fromkeys(("mm", "addmm", "bmm"), ("mat2", "in_out")),
+}
+
 Weight = Annotated[Tensor, "[out, in], or [in, out] with weight_layout 'in_out'"]
 Bias = Annotated[Tensor | None, "[out]"]
 Rows = Annotated[Tensor, "[..., in]"]
@@ -66,7 +72,8 @@ Rows = Annotated[Tensor, "[..., in]"]
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, weight_layout: str | None) -> Tensor:
     """The product that `weight_layout` names: x @ weight.T for "out_in", x @ weight for "in_out"."""
-    return F.linear(x, weight if weight_layout == "out_in" else weight.t(), bias)
+    result = F.linear(x, weight if weight_layout == "out_in" else weight.t())
+    return result if bias is None else result + bias
 
 
 @kind("linear_activation", version=2)
@@ -175,11 +182,16 @@ def geglu_kind(
     return _gated(gelu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
 
 
+def _layouts(match: Match, name: str) -> set[str]:
+    """How a weight is laid out as each operation of the match reads it."""
+    weight = match[name].aten
+    reads = [(node, *_READS[op_name(node.target)]) for node in match.aten if op_name(node.target) in _READS]
+    return {layout for node, argument, layout in reads if by_name(node).get(argument) is weight}
+
+
 def weight_layout(match: Match, name: str = "weight") -> str:
-    """How a weight is laid out: as [out, in] if `linear` reads it, or a transpose inside the match."""
-    weight, inside = match[name].node, set(match.nodes)
-    read = {op_name(user.target) for user in weight.users if user in inside}
-    return "out_in" if read & {"linear", "t", "transpose", "permute"} else "in_out"
+    # Some products read the weight behind an expansion, as it is.
+    return "out_in" if "out_in" in _layouts(match, name) else "in_out"
 
 
 _STEPS: dict[str, tuple[str, Step]] = {
@@ -270,16 +282,17 @@ def _gelu_projections(match: Match) -> dict[str, Any]:
 
 def _gate_half(match: Match) -> str:
     """Which half of a packed product goes through the activation: not the one that the last product reads."""
-    read = match.outputs[0].all_input_nodes
+    read = list(match.aten)[-1].all_input_nodes
     up = next(n for n in read if is_projection(n) or op_name(n.target) == "slice")
     is_first = up.args[1] == 0 if is_projection(up) else by_name(up).get("start") in (0, None)
     return "second" if is_first else "first"
 
 
 def one_weight_layout(match: Match) -> Decline | None:
-    """Refuse two projections of which one is `linear` and the other a product with the weight as [in, out]."""
-    if weight_layout(match, "gate_weight") != weight_layout(match, "up_weight"):
-        return Decline("its two weights are laid out differently")
+    """Refuse weights of which one is read as [out, in] and the other, or the same one elsewhere, as [in, out]."""
+    names = [name for name in _BIASES if match.operands.get(name) is not None]
+    if len({layout for name in names for layout in _layouts(match, name)}) > 1:
+        return Decline("its weights are laid out differently")
     return None
 
 
@@ -298,6 +311,8 @@ def _gates(scene: Scene, whole: str, part: frozenset[str]) -> bool:
             reached = [node, *(user for user in node.users if op_name(user.target) in ("add", "mul"))]
             for _ in range(3):
                 reached = [user for each in reached for user in multiplied(each)]
+                # A GELU by hand may be halved last.
+                reached += [u for each in reached for u in each.users if op_name(u.target) == "div"]
                 if reached and any(multiplied(each) for each in reached):
                     return True
     return False
@@ -395,12 +410,20 @@ def geglu_gate(
 
 def operands_are_weights(match: Match) -> Decline | None:
     """Refuse a product of two streams, and what is no bias: one number for each column."""
-    for name, dims in _WEIGHTS.items():
-        bound = match.operands.get(name)
-        if bound is None or bound.ndim == dims:
+    for name, bias_name in _BIASES.items():
+        weight, bias = match.operands.get(name), match.operands.get(bias_name)
+        if weight is None:
             continue
-        what = "weight" if dims == 2 else "bias"
-        return Decline(f"'{bound.name}' has {bound.ndim} dimensions: it is no {what}", at=bound)
+        if weight.ndim != 2:
+            return Decline(f"'{weight.name}' has {weight.ndim} dimensions: it is no weight", at=weight)
+        if bias is None:
+            continue
+        if bias.ndim != 1:
+            return Decline(f"'{bias.name}' has {bias.ndim} dimensions: it is no bias", at=bias)
+        columns = weight.shape[0 if weight_layout(match, name) == "out_in" else 1]
+        # Symbolic sizes are compared as they are written: asking whether they are equal would add a guard.
+        if str(columns) != str(bias.shape[0]):
+            return Decline(f"'{bias.name}' has {bias.shape[0]} numbers for {columns} columns", at=bias)
     return None
 
 
@@ -411,7 +434,7 @@ GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_g
 
 for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
     _rule.guard(gelu_constants)
-for _rule in (swiglu, geglu):
-    _rule.guard(one_weight_layout)
 for _rule in (*LINEAR, *GATES):
+    cast("Known", _rule).guard(real_numbers)
     cast("Known", _rule).guard(operands_are_weights)
+    cast("Known", _rule).guard(one_weight_layout)

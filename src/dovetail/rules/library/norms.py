@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, cast
 
 import torch
@@ -9,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.graph.normalform import by_name, op_name
+from dovetail.graph.normalform import by_name, op_name, value_of
 from dovetail.rules.library.known import kind, known
-from dovetail.rules.library.steps import square
+from dovetail.rules.library.steps import real_numbers, square
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -27,11 +28,21 @@ Affine = Annotated[Tensor | None, "[*normalized]: the sizes of the last `dims` d
 
 @kind("rms_norm", version=2)
 def rms_norm_kind(
-    x: Stream, weight: Affine = None, *, eps: float | None = None, offset: float = 0.0, dims: int = 1
+    x: Stream,
+    weight: Affine = None,
+    *,
+    eps: float | None = None,
+    offset: float = 0.0,
+    dims: int = 1,
+    out_dtype: str = "promoted",
 ) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * (weight + offset) over the last `dims` dimensions; eps None is the dtype's own."""
+    """x / sqrt(mean(x²) + eps) * (weight + offset) over the last `dims` dimensions; eps None is the dtype's own.
+
+    The result has the dtype that x and weight promote to, or with `out_dtype` "input" that of x.
+    """
     scaled = F.rms_norm(x, x.shape[x.dim() - dims :], None, eps)
-    return scaled if weight is None else scaled * (weight + offset)
+    result = scaled if weight is None else scaled * (weight + offset)
+    return result if out_dtype == "promoted" else result.to(x.dtype)
 
 
 @kind("add_rms_norm", version=2)
@@ -43,18 +54,28 @@ def add_rms_norm_kind(
     eps: float | None = None,
     offset: float = 0.0,
     dims: int = 1,
+    out_dtype: str = "promoted",
 ) -> tuple[Tensor, Tensor]:
     """The `rms_norm` of a sum, and the sum."""
     total = x + residual
-    return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims), total
+    return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims, out_dtype=out_dtype), total
 
 
 @kind("layer_norm", version=2)
 def layer_norm_kind(
-    x: Stream, weight: Affine = None, bias: Affine = None, *, eps: float = 1e-5, dims: int = 1
+    x: Stream,
+    weight: Affine = None,
+    bias: Affine = None,
+    *,
+    eps: float = 1e-5,
+    dims: int = 1,
+    out_dtype: str = "promoted",
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last `dims` dimensions."""
-    return F.layer_norm(x, x.shape[x.dim() - dims :], weight, bias, eps)
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last `dims` dimensions; `out_dtype` as in `rms_norm`."""
+    result = F.layer_norm(x, x.shape[x.dim() - dims :], None, None, eps)
+    result = result if weight is None else result * weight
+    result = result if bias is None else result + bias
+    return result if out_dtype == "promoted" else result.to(x.dtype)
 
 
 @kind("add_layer_norm", version=2)
@@ -66,10 +87,11 @@ def add_layer_norm_kind(
     *,
     eps: float = 1e-5,
     dims: int = 1,
+    out_dtype: str = "promoted",
 ) -> tuple[Tensor, Tensor]:
     """The `layer_norm` of a sum, and the sum."""
     total = x + residual
-    return layer_norm_kind(total, weight, bias, eps=eps, dims=dims), total
+    return layer_norm_kind(total, weight, bias, eps=eps, dims=dims, out_dtype=out_dtype), total
 
 
 @kind("dropout_add_layer_norm", version=2, draws="one dropout mask of the shape of x")
@@ -83,10 +105,11 @@ def dropout_add_layer_norm_kind(
     dropout: float = 0.0,
     eps: float = 1e-5,
     dims: int = 1,
+    out_dtype: str = "promoted",
 ) -> Tensor:
     """The `layer_norm` of dropout(x + bias) + residual, with the affine bias as `shift`."""
     total = F.dropout(x if bias is None else x + bias, dropout) + residual
-    return layer_norm_kind(total, weight, shift, eps=eps, dims=dims)
+    return layer_norm_kind(total, weight, shift, eps=eps, dims=dims, out_dtype=out_dtype)
 
 
 _OPERATORS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"})
@@ -94,23 +117,30 @@ _OPERATORS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_r
 
 def normalized_dims(match: Match) -> int:
     """How many dimensions a norm is over: those that its operator names, one where it is written out."""
-    for node in match.nodes:
+    for node in match.aten:
         if op_name(node.target) in _OPERATORS:
             return len(cast("list[Any]", by_name(node)["normalized_shape"]))
     return 1
 
 
 def norm_attrs(match: Match) -> dict[str, Any]:
-    """The attributes of any norm among the literals of its pattern, and `dims`."""
+    """The attributes of any norm among the literals of its pattern, `dims` and `out_dtype`."""
     names = ("eps", "offset", "dropout")
     literals = {name: match.literals[name] for name in names if name in match.literals}
-    return {**literals, "dims": normalized_dims(match)}
+    dtypes = [v.dtype for v in match.operands.values() if v is not None and v.dtype.is_floating_point]
+    promoted = functools.reduce(torch.promote_types, dtypes)
+    out_dtype = "promoted" if match.outputs[0].meta["val"].dtype == promoted else "input"
+    return {**literals, "dims": normalized_dims(match), "out_dtype": out_dtype}
 
 
 def _with_sum(match: Match) -> list[Node | None]:
     """The norm and the sum it is of."""
-    x, residual = match["x"].node, match["residual"].node
-    sums = [n for n in match.nodes if op_name(n.target) == "add" and {*n.all_input_nodes} == {x, residual}]
+    summed = {match["x"].aten, match["residual"].aten}
+    sums = [
+        node
+        for n, node in match.aten.items()
+        if op_name(n.target) == "add" and {*n.all_input_nodes} == summed
+    ]
     return [match.outputs[0], sums[0] if sums else None]
 
 
@@ -252,11 +282,16 @@ def dropout_add_layer_norm(
     return layer_norm_operator(dropped + residual, weight, shift, eps)
 
 
+def _normalized_sizes(match: Match) -> list[str]:
+    """The sizes of what is normalized, as they are written: asking whether symbols are equal would add a guard."""
+    node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_OPERATORS})
+    given = by_name(node)
+    return [str(n) for n in value_of(given.get("input", given.get("self"))).shape]
+
+
 def affine_fits(match: Match) -> Decline | None:
     """Refuse a weight or bias that is not of the normalized sizes: broadcast otherwise, it is another operation."""
-    # Symbolic sizes are compared as they are written: asking whether they are equal would add a guard to the graph.
-    sizes = [str(n) for n in match.outputs[0].meta["val"].shape]
-    dims = normalized_dims(match)
+    sizes, dims = _normalized_sizes(match), normalized_dims(match)
     for name in ("weight", "bias", "shift"):
         bound = match.operands.get(name)
         width = 1 if name == "bias" and "shift" in match else dims
@@ -283,3 +318,4 @@ NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_
 
 for _rule in (rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm):
     _rule.guard(affine_fits)
+    _rule.guard(real_numbers)

@@ -13,7 +13,9 @@ from dovetail.rules.matching.choices import Const, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
 
-_CLOSE = 1e-9
+_CLOSE = 1e-7
+"""By how much of its size a bound may be moved by the rounding of what is drawn from."""
+_STEEPEST = 700.0
 _EMPTY = torch.empty(8, 8, device="meta")
 
 
@@ -72,8 +74,11 @@ def ends_are_the_bounds(match: Match) -> Decline | None:
     if not spread > 0:
         return Decline(f"its standard deviation is {spread / math.sqrt(2.0):.7g}")
     for name, bound in (("start", low), ("end", high)):
-        meant = math.erf((bound - mean) / spread)
-        if not math.isclose(match[name], meant, abs_tol=_CLOSE):
+        z = (bound - mean) / spread
+        meant = math.erf(z)
+        # The inverse of erf is steep near its ends: what counts is how far the bound is moved, not the number drawn.
+        moved = abs(match[name] - meant) * spread * math.exp(min(z * z, _STEEPEST))
+        if moved > _CLOSE * (abs(low) + abs(high)):
             return Decline(
                 f"it draws from {match[name]!r} where {meant:.7g} would be cut off at {bound!r}: what lies beyond "
                 "is moved to the bound or never reached"

@@ -59,6 +59,15 @@ def close_to(match: Match, name: str, meant: float) -> Decline | None:
     return Decline(f"it has {value!r} where {meant:.7g} is meant")
 
 
+def real_numbers(match: Match) -> Decline | None:
+    """Refuse integers and complex numbers, which operators do not take where their steps by hand do."""
+    for name in ("x", "gate", "empty"):
+        value = match.operands.get(name)
+        if value is not None and not value.dtype.is_floating_point:
+            return Decline(f"'{value.name}' is {value.dtype}, not a real floating-point value", at=value)
+    return None
+
+
 def square(x: Tensor) -> Tensor:
     """x², as people write it."""
     return either(lambda: x.pow(2), lambda: x * x, lambda: x.square())
@@ -155,7 +164,7 @@ def approximation(match: Match) -> str:
     """Which GELU it is, by the word that torch has for it; "sigmoid" for x * sigmoid(1.702 * x)."""
     if has(match, "sigmoid"):
         return "sigmoid"
-    spelled = any(node.kwargs.get("approximate") == "tanh" for node in match.nodes)
+    spelled = any(node.kwargs.get("approximate") == "tanh" for node in match.aten)
     return "tanh" if spelled or has(match, "tanh") else "none"
 
 

@@ -20,6 +20,8 @@ class Value:
     node: Node
     value: Any = field(repr=False)
     owner: nn.Module = field(repr=False)
+    aten: Node | None = field(default=None, repr=False)
+    """The node in canonical ATen that it is bound to, None where no pattern was matched."""
 
     @property
     def name(self) -> str:
@@ -81,6 +83,8 @@ class Match:
 
     `m["x"]` is the `Value` bound to an operand, None for an optional one that is absent, or the literal captured.
     `nodes` are the operations that would move into the region. `alternatives` tells what was taken at each `either`.
+    `aten` has the operations as canonical ATen in the order of the graph, each with the node it stands for: the
+    graph's own may be functions, methods and modules.
     """
 
     rule: str
@@ -92,6 +96,7 @@ class Match:
     alternatives: Mapping[tuple[int, ...], int] = field(
         default_factory=dict[tuple[int, ...], int], repr=False
     )
+    aten: Mapping[Node, Node] = field(default_factory=dict[Node, Node], repr=False)
 
     def __getitem__(self, name: str) -> Any:
         if name in self.operands:

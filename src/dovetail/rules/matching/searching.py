@@ -184,6 +184,7 @@ class Search:
     def _candidate(self, template: Template, proof: Found, loose: Found) -> Proposal | None:
         inner = [*proof.nodes.values(), *proof.through]
         members, partly = self.shadow.members(inner)
+        members |= self._views_of_operands(proof, members)
         members = self._with_parts(self._with_sizes(self._with_views(members)))
         key = tuple(sorted(members))
         if partly is not None:
@@ -268,9 +269,11 @@ class Search:
             same = [self.scene.nodes[i] for i in self.shadow.origins.get(bound, ())] or [bound]
             # A view that changes nothing is no node of its own in the shadow, but may be what the members read.
             real = next((n for n in same if n in read), same[0])
-            operands[name] = Value(real, bound.meta.get("val"), self.scene.gm)
+            operands[name] = Value(real, bound.meta.get("val"), self.scene.gm, bound)
         outputs = [self.scene.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
         paths = {self.scene.module_path(i) for i in members}
+        inner = [*proof.through, *reversed(proof.nodes.values())]
+        inner.sort(key=lambda n: self.shadow.origins[n][0])
         return Match(
             self.rule.name,
             operands,
@@ -279,7 +282,24 @@ class Search:
             tuple(outputs),
             paths.pop() if len(paths) == 1 else "",
             dict(template.example.picks),
+            {n: self.scene.nodes[self.shadow.origins[n][-1]] for n in inner},
         )
+
+    def _views_of_operands(self, proof: Found, members: set[int]) -> set[int]:
+        """Views that change nothing, where members read an operand by several: the operand would have several names."""
+        nodes, at = self.scene.nodes, self.scene.index.position
+        read = {at[n] for i in members for n in nodes[i].all_input_nodes}
+        found: set[int] = set()
+        for bound in set(proof.operands.values()):
+            source, *views = self.shadow.origins.get(bound, (-1,))
+            stack = [i for i in views if i in read]
+            if len(stack) + (source in read) < 2:
+                continue
+            while stack:
+                i = stack.pop()
+                found.add(i)
+                stack.extend(at[n] for n in nodes[i].all_input_nodes if at[n] in views)
+        return found
 
     def _with_parts(self, members: set[int]) -> set[int]:
         """The members and every part of what they return several values: those move along."""

@@ -164,6 +164,7 @@ class _Replay:
         self.marks = _marks(len(scene.nodes))
         self.known: dict[Node, list[Any]] = {}
         self.several: dict[Node, bool] = {}
+        self.unchanged: dict[Node, Node] = {}
         self.sources: list[tuple[Node, str | int | None]] = []
         self.values: list[Any] = []
         for node in scene.nodes:
@@ -211,6 +212,9 @@ class _Replay:
                 return tuple(r for r in returned if isinstance(r, Tensor))
             with traceback.set_current_meta(self.marks[i]):
                 env[node] = given[node] if node in given else self._call(node, env, state.get(node, {}))
+            same = next((n for n in node.all_input_nodes if env[n] is env[node]), None)
+            if same is not None and isinstance(env[node], Tensor):
+                self.unchanged[node] = same
         return ()
 
     def _call(self, node: Node, env: dict[Node, Any], state: dict[str, Any]) -> Any:
@@ -237,6 +241,12 @@ class _Replay:
                 i = cast("int", custom[ORIGIN])
                 origins[node] = (i,)
                 parts.setdefault(i, set()).add(node)
+        # A cast to the dtype it has is no operation of the trace: it belongs to what it hands on.
+        last = {i: node for node, (i,) in origins.items()}
+        for node, same in self.unchanged.items():
+            if at[same] in last:
+                last[at[node]] = last[at[same]]
+                origins[last[at[same]]] += (at[node],)
         effects = self.scene.index.dependencies
         hidden = any((e := effects.effects.get(at[n])) is not None and e.writes for n in self.sealed)
         unseen = frozenset(effects.written) if hidden else frozenset[int]()
