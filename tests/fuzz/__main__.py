@@ -1,4 +1,4 @@
-"""Look for a counterexample for as long as wanted: `python -m tests.fuzz --n 50000 --files 20000 --seed 0 --jobs 4`."""
+"""Look for a counterexample for as long as wanted: `python -m tests.fuzz --n 50000 --spellings 9600 --files 20000 --jobs 4`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def main() -> int:
         tally = _ran(stage, options)
         for signature, finding in tally.found.items():
             print(f"{finding.times}x {signature}")
-        failed |= bool(tally.found)
+        missing = stage.missing(tally.counts) if tally.done == getattr(options, stage.option) > 0 else []
+        print(*missing, sep="\n", end="\n" if missing else "", flush=True)
+        failed |= bool(tally.found) or bool(missing)
     return 1 if failed else 0
 
 
@@ -36,8 +38,9 @@ def _ran(stage: Stage, options: argparse.Namespace) -> Tally:
         if time.monotonic() - last > 5 or tally.done == count:
             last = time.monotonic()
             rate = tally.done / (last - began)
+            shown = {name: n for name, n in tally.counts.items() if "/" not in name}
             print(
-                f"{tally.done}/{count} {stage.name}, {rate:.1f}/s, {dict(tally.counts)}, {len(tally.found)} distinct",
+                f"{tally.done}/{count} {stage.name}, {rate:.1f}/s, {shown}, {len(tally.found)} distinct",
                 flush=True,
             )
     return tally
@@ -46,6 +49,7 @@ def _ran(stage: Stage, options: argparse.Namespace) -> Tally:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--n", type=int, default=50_000, help="how many programs")
+    parser.add_argument("--spellings", type=int, default=9_600, help="how many spellings of library rules")
     parser.add_argument("--files", type=int, default=20_000, help="how many files")
     parser.add_argument("--seed", default="0", help="the same seed gives the same programs and files")
     parser.add_argument(

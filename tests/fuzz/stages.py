@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -14,17 +14,22 @@ from .files import hunt_file
 from .generate import FLAVOURS
 from .hunt import draw, hunt
 from .jobs import Failure, Trial
+from .references import check, families
 
 TOO_LONG = 120  # seconds for one program, shrinking included: whatever hangs is a finding too
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One kind of trial. `option` says how many there are; `start` is called once in each process."""
+    """One kind of trial. `option` says how many there are; `start` is called once in each process.
+
+    `missing` lists what the counts of all trials should have and do not.
+    """
 
     name: str
     option: str
     start: Callable[[Any], Trial]
+    missing: Callable[[Mapping[str, int]], list[str]] = lambda counts: []
 
 
 def programs(options: argparse.Namespace) -> Trial:
@@ -50,7 +55,76 @@ def files(options: argparse.Namespace) -> Trial:
     return lambda i, counts, known: hunt_file(Random(f"{options.seed}/files/{i}"), counts, known)
 
 
-STAGES = (Stage("programs", "n", programs), Stage("files", "files", files))
+@dataclass
+class _Mismatch:
+    """A spelling whose match is not what the reference computes."""
+
+    rule: str
+    words: str
+    times: int = 1
+
+    @property
+    def signature(self) -> str:
+        return f"reference of {self.rule}"
+
+    @property
+    def slug(self) -> str:
+        return f"reference_{self.rule}"
+
+    @property
+    def script(self) -> str:
+        return f"# {'# '.join(self.words.splitlines(keepends=True))}\n"
+
+
+LEAST_MATCHES = 50
+
+
+def spellings(options: argparse.Namespace) -> Trial:
+    """Random spellings of every rule of the library, each match compared with the reference of its kind."""
+    drawn = list(families().values())
+
+    def trial(i: int, counts: Counter[str], known: dict[str, Any]) -> Failure | None:
+        family, seed = drawn[i % len(drawn)], f"{options.seed}/{i // len(drawn)}"
+        try:
+            coverage = check(family, seed)
+        except Exception as error:
+            failure = _Mismatch(family.rule, f"{type(error).__name__} at seed {seed!r}: {error}")
+            if failure.signature in known:
+                known[failure.signature].times += 1
+                return None
+            return failure
+        counts["matches"] += coverage.matches
+        counts[f"{family.rule}/"] += coverage.matches
+        for variation, count in coverage.variations.items():
+            counts[f"{family.rule}/{variation}"] += count
+        return None
+
+    return trial
+
+
+def _uncovered(counts: Mapping[str, int]) -> list[str]:
+    """Rules that matched too rarely, and variations of which there was no match, where enough was drawn to tell."""
+    if counts.get("matches", 0) < LEAST_MATCHES * len(families()):
+        return []
+    few = [
+        f"{name}: {counts.get(f'{name}/', 0)} matches, not {LEAST_MATCHES}"
+        for name in families()
+        if counts.get(f"{name}/", 0) < LEAST_MATCHES
+    ]
+    absent = [
+        f"{family.rule}: no match with {variation}"
+        for family in families().values()
+        for variation in sorted(family.variations)
+        if not counts.get(f"{family.rule}/{variation}")
+    ]
+    return few + absent
+
+
+STAGES = (
+    Stage("programs", "n", programs),
+    Stage("spellings", "spellings", spellings, _uncovered),
+    Stage("files", "files", files),
+)
 
 
 def _give_up(*_: object) -> None:
