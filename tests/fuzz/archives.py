@@ -204,7 +204,7 @@ def packed(rows: list[tuple[str, bytes, int]]) -> bytes:
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as archive:
         warnings.simplefilter("ignore")
         for name, data, method in rows:
-            info = zipfile.ZipInfo(name.encode("utf-8", "replace").decode())
+            info = zipfile.ZipInfo(name.encode("utf-8", "replace").decode()[:60_000])
             info.compress_type = method
             archive.writestr(info, data)
     return file.getvalue()

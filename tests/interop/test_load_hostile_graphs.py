@@ -185,6 +185,14 @@ def test_an_enumeration_in_another_spelling(path: Path) -> None:
         lambda d: first_node(d, "placeholder").__setitem__(1, "***x"),
         lambda d: first_node(d, "get_attr")[2]["t"].append(1),
         lambda d: first_node(d, "call_function").__setitem__(slice(0, 3), ["call_method", "relu", {"t": []}]),
+        lambda d: first_node(d, "call_function").__setitem__(
+            slice(0, 3), ["call_method", "relu", {"t": [7]}]
+        ),
+        lambda d: first_node(d, "call_function").__setitem__(6, first_node(d, "call_module")[6]),
+        lambda d: first_node(d, "call_function").__setitem__(
+            slice(1, 3), [{"fn": "operator.add"}, {"t": [1]}]
+        ),
+        lambda d: _member(d).__setitem__(3, "float32"),
         lambda d: first_node(d, "call_function")[2]["t"].append({"v": 0}),
         lambda d: first_node(d, "call_function")[2]["t"].append(10**400),
         lambda d: first_node(d, "call_function")[2]["t"].append(_deep(200)),
@@ -193,6 +201,10 @@ def test_an_enumeration_in_another_spelling(path: Path) -> None:
 )
 def test_calls_that_could_not_be_written_as_code(path: Path, change: Change) -> None:
     refused(redescribed(path, change))
+
+
+def _member(described: dict[str, Any]) -> list[Any]:
+    return described["metas"][first_node(described, "call_module")[6]]["dovetail.region"]["members"][0]
 
 
 def _dict_of(leaves: int, keys: int | None = None) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import keyword
 import math
@@ -167,7 +169,9 @@ class Restorer:
                 raise Unreadable(
                     f"'{node.name}' names '{node.target}', where its module holds nothing of that kind"
                 )
-            size += self._sizes.get(id(value), 0) if node.op == "call_module" else 0
+            if node.op == "call_module":
+                size += self._sizes.get(id(value), 0)
+                _require_members(call_of(node.meta), cast("GraphModule", value))
         _require_bounded(size)
         self._sizes[id(program)] = size
 
@@ -226,6 +230,8 @@ class Restorer:
                 # torch gives another name to what is called like a builtin, where a model may have the first.
                 node.name = name
             node.meta = self._meta(meta, 0)
+            if REGION in node.meta and op != "call_module":
+                raise Unreadable(f"'{name}' has the record of a region and calls none")
             made.append(node)
         names = {node.name for node in made}
         inputs = [str(node.target).lstrip("*") for node in made if node.op == "placeholder"]
@@ -312,6 +318,26 @@ def _require_bounded(size: int) -> None:
         raise Unreadable(f"its graphs call each other until they are of {size} operations, which is too much")
 
 
+def _require_members(call: Call | None, body: GraphModule) -> None:
+    """What the record of a region tells of its operations must fit the operations of its body, nested ones included."""
+    stack, seen = [(call, body)], set[tuple[int, int]]()
+    while stack:
+        record, graph = stack.pop()
+        if record is None or (id(record), id(graph)) in seen:
+            continue
+        seen.add((id(record), id(graph)))
+        inside = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+        if len(inside) != len(record.members):
+            raise Unreadable("the record of a region has other operations than its body")
+        for member, node in zip(record.members, inside, strict=True):
+            inner = call_of(member.meta)
+            names = node.op in ("get_attr", "call_module")
+            if (member.target is not None and not names) or (inner is not None and node.op != "call_module"):
+                raise Unreadable(f"the record of a region tells of '{node.name}' what it is not")
+            if inner is not None:
+                stack.append((inner, cast("GraphModule", attribute(graph, str(node.target)))))
+
+
 def _held(program: Program, path: str) -> Any:
     """What a module or one inside it was given by a name."""
     *way, name = path.split(".")
@@ -351,11 +377,21 @@ def _require_call(op: str, called: Any, args: Any, kwargs: Any, name: Any) -> No
         asked = arguments[1] if len(arguments) == 2 and not kwargs else None
         if not isinstance(asked, str) or asked not in functions.ATTRIBUTES:
             raise Unreadable(f"'{name}' asks for an attribute that graphs do not ask for")
+    if getattr(called, "__module__", None) == "_operator":
+        # torch writes these as operators of Python, without looking how many arguments there are.
+        _signature(called).bind(*arguments, **cast("dict[str, Any]", kwargs))
     fewest, most = _ARGUMENTS.get(op, (0, None))
     if len(arguments) < fewest or (most is not None and (len(arguments) > most or kwargs)):
         raise Unreadable(f"'{name}' has arguments that a {op} does not have")
+    if op == "call_method" and not isinstance(arguments[0], Node):
+        raise Unreadable(f"'{name}' calls a method of something that is no node")
     if op == "placeholder" and any(isinstance(a, Node) for a in arguments):
         raise Unreadable(f"the default of '{name}' is another node")
+
+
+@functools.cache
+def _signature(called: Any) -> inspect.Signature:
+    return inspect.signature(called)
 
 
 def _identifier(name: Any) -> str:
