@@ -155,9 +155,15 @@ class Known(PatternRule):
         return self.results_of(match) if self.results_of is not None else super().results(match)
 
 
-def known(kind: Kind, *, needs: str, **options: Any) -> Callable[[Callable[..., Any]], Known]:
+def known(
+    kind: Kind,
+    *,
+    needs: str,
+    attrs_of: Callable[[Match], Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Known]:
     """Make a rule for a well-known kind of a function; see `Known` and `dovetail.rules.pattern.rule`."""
-    return lambda function: Known(function, kind=kind, needs=needs, **options)
+    return lambda function: Known(function, kind=kind, needs=needs, attrs_of=attrs_of, **options)
 
 
 def has(match: Match, *names: str) -> bool:
