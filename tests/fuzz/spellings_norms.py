@@ -213,6 +213,14 @@ def _weight_dtype(sketch: Sketch) -> torch.dtype | None:
     return torch.float32 if sketch.chance(0.15, "mixed_weight") else None
 
 
+def _operator_dtype(sketch: Sketch) -> torch.dtype:
+    """A dtype of weight and bias that the operator takes: that of the sum, or float32 for a narrow one."""
+    total = (
+        torch.promote_types(sketch.dtype, torch.float32) if "mixed_dtypes" in sketch.tags else sketch.dtype
+    )
+    return torch.float32 if total is torch.bfloat16 and sketch.chance(0.4, "mixed_weight") else total
+
+
 def _rms(summed: bool) -> Callable[[Random], Spelling]:
     def draw(rng: Random) -> Spelling:
         sketch = Sketch(rng)
@@ -261,11 +269,11 @@ def _layer(summed: bool) -> Callable[[Random], Spelling]:
             norm = lambda keep, x, w, b, eps: F.layer_norm(x, sizes, w, b, eps)  # noqa: E731
         has_weight = not sketch.chance(0.25, "no_weight")
         has_bias = not sketch.chance(0.25, "no_bias")
-        dtype = None if operator and not summed else _weight_dtype(sketch)
+        dtype = _operator_dtype(sketch) if operator else _weight_dtype(sketch)
         for given, tag in ((has_weight, "weight"), (has_bias, "bias")):
             if given:
                 sketch.tags.add(tag)
-                sketch.weight(*_affine_sizes(sketch, sizes, not operator), dtype=None if operator else dtype)
+                sketch.weight(*_affine_sizes(sketch, sizes, not operator), dtype=dtype)
         swapped = sketch.chance(0.4, "swapped")
 
         def program(keep: Keep, x: Tensor, *rest: Tensor) -> Tensor:
@@ -299,10 +307,11 @@ def _dropout_add(rng: Random) -> Spelling:
     shape = _summand(sketch, shape)
     eps, sizes = _eps(sketch), _over_dims(sketch, shape)
     has_weight, has_shift = not sketch.chance(0.2, "no_weight"), not sketch.chance(0.2, "no_shift")
+    dtype = _operator_dtype(sketch)
     for given, tag in ((has_weight, "weight"), (has_shift, "shift")):
         if given:
             sketch.tags.add(tag)
-            sketch.weight(*sizes)
+            sketch.weight(*sizes, dtype=dtype)
     swapped, after = sketch.chance(0.4, "swapped"), sketch.chance(0.05, "!dropout_after")
 
     def program(keep: Keep, x: Tensor, *rest: Tensor) -> Tensor:
@@ -352,9 +361,10 @@ def _embedded(norms: Mapping[str, Any], rms: bool) -> Callable[[Random], Spellin
             call = F.rms_norm if rms else F.layer_norm
             norm = lambda keep, x, *rest: call(x, sizes, *rest)  # noqa: E731
         count = (0 if sketch.chance(0.2, "no_weight") else 1) if rms else 2
+        dtype = _operator_dtype(sketch) if operator else None
         for _ in range(count):
             sketch.tags.add("weight")
-            sketch.weight(*_affine_sizes(sketch, sizes, not operator))
+            sketch.weight(*_affine_sizes(sketch, sizes, not operator), dtype=dtype)
         scaled = 2.0 if sketch.chance(0.05, "!scaled") else None
         swapped = sketch.chance(0.3, "swapped")
 

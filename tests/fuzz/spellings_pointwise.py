@@ -206,7 +206,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "trunc_normal",
         _sample,
-        (_UNARY - {"symbolic"})
+        (_UNARY - {"symbolic", "fx"})
         | {"init", "uniform", "mean=0", "mean", "two_sides", "one_side", "narrow", "tail", "whole"},
     ),
 )

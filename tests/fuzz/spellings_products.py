@@ -90,7 +90,9 @@ def weights_for(sketch: Sketch, product: Product, out: int = WIDTH) -> int:
         sketch.tags.add("no_bias")
         return 1
     shape = sketch.pick({"whole": (out,), "!one": (1,), "!scalar": (), "!row": (1, out)}, (20, 1, 1, 1))
-    sketch.weight(*shape, dtype=torch.float32 if sketch.chance(0.1, "mixed_bias") else None)
+    # Operators that take a bias want it in the dtype of the product.
+    mixed = {"matmul", "matmul_after", "linear_plus"} & sketch.tags and sketch.chance(0.2, "mixed_bias")
+    sketch.weight(*shape, dtype=torch.float32 if mixed else None)
     return 2
 
 

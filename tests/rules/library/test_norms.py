@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.lowering.unit import unit_of
+from dovetail.lowering.verify import reference_mismatch
 from dovetail.rules.library.norms import (
     add_layer_norm,
     add_rms_norm,
@@ -27,6 +30,7 @@ from tests.rules.library.helpers import (
     member_names,
     proposals,
     refused_each,
+    request_for,
     why,
 )
 
@@ -350,3 +354,16 @@ def test_an_affine_wider_than_what_is_normalized() -> None:
     told = proposals(layer_norm, graph_of(centred, (torch.randn(2, 3, 1), WEIGHT)))
     assert all("weight" not in (p.arguments or {}) for p in told if isinstance(p, Candidate))
     assert any(f"has shape [{W}], not [1]" in p.reason for p in told if isinstance(p, Refusal))
+
+
+def test_a_result_of_another_dtype_is_not_of_the_kind() -> None:
+    graph = graph_of(operator, (X.bfloat16(), WEIGHT))
+    match = candidates(rms_norm, graph)[0]
+
+    def mismatch(match: Candidate) -> str | None:
+        unit = unit_of(dovetail.regions(dovetail.outline(graph, [request_for(graph, match)]))[0])
+        return reference_mismatch(unit, unit.values)
+
+    assert mismatch(match) is None
+    wrong = replace(match, attrs={**(match.attrs or {}), "out_dtype": "promoted"})
+    assert "is torch.bfloat16, the reference torch.float32" in str(mismatch(wrong))

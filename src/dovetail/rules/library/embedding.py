@@ -110,7 +110,7 @@ def embedding_layer_norm(
 
 @known(
     embedding_norm_kind,
-    needs="embedding rms_norm|_fused_rms_norm|rsqrt|sqrt",
+    needs="embedding rms_norm|_fused_rms_norm|rsqrt|sqrt|pow",
     attrs_of=_attrs_of("rms_norm"),
     escapes="output",
     examples=[(_IDS, _TABLE, _ADDED, _WEIGHT)],
