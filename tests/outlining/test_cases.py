@@ -256,3 +256,17 @@ def test_a_region_does_not_move_across_a_write_it_reads_through_a_view():
 
 def test_a_write_to_another_storage_does_not_matter():
     outlined(write_through_a_view(other=True), ["a", "b"], X, X, kind="k")
+
+
+def test_a_clone_that_inlining_left_may_be_outlined_again() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.abs()
+        return y * 2, torch.stack([y])
+
+    gm = dovetail.capture(model, (torch.randn(2, 3),))
+    new = dovetail.outline(gm, ["abs_1", "stack"], kind="first", escapes="duplicate")
+    new = dovetail.outline(new, ["mul", "abs_1"], kind="second")
+    new = dovetail.inline(new, "first_0")
+    (clone,) = (node.name for node in new.graph.nodes if node.name.startswith("abs"))
+    new = dovetail.outline(new, [clone], kind="third")
+    assert dovetail.text(dovetail.inline(new)) == dovetail.text(gm)

@@ -21,6 +21,7 @@ from dovetail.outlining.record import (
     Member,
     State,
     call_of,
+    clone_of,
     state_of,
     walk,
     with_state,
@@ -167,9 +168,11 @@ class _Builder:
     def _member(self, position: int, draft: Draft) -> Member:
         node = self.index.nodes[position]
         target = cast("str", node.target) if node.op in ("get_attr", "call_module") else None
-        return Member(
-            node.name, dict(node.meta), self.ranks[position], target, position in draft.clones, node.type
-        )
+        # A region that was inlined may have left a clone whose original is inside another region.
+        original = clone_of(node)
+        is_clone = position in draft.clones or original is not None
+        name = original or node.name
+        return Member(name, dict(node.meta), self.ranks[position], target, is_clone, node.type)
 
     @staticmethod
     def _describe(call: Node, record: Call, inside: list[Node], outputs: list[Node]) -> None:
