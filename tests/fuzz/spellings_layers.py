@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import spellings_attention, spellings_convolution, spellings_losses
+from . import spellings_attention, spellings_attention_forms, spellings_convolution, spellings_losses
 from .references import Family, Spelling
 from .spelling_drawing import Drawing
 
@@ -407,6 +407,7 @@ _POOLING = frozenset({"mean", "mean_turned", "bf16", "f64", "symbolic", "make_fx
 
 FAMILIES: tuple[Family, ...] = (
     *spellings_attention.FAMILIES,
+    *spellings_attention_forms.FAMILIES,
     *spellings_convolution.FAMILIES,
     *spellings_losses.FAMILIES,
     Family(
@@ -428,8 +429,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "avg_pool_global",
         _pool_global,
-        _POOLING
-        | {"mean_keepdim", "rows_then_columns", "columns_then_rows", "twice_keepdim", "flatten"},
+        _POOLING | {"mean_keepdim", "rows_then_columns", "columns_then_rows", "twice_keepdim", "flatten"},
     ),
     Family(
         "avg_pool_slices", _pool_slices, frozenset({"divided", "times", "nested", "bf16", "f64", "symbolic"})

@@ -39,9 +39,7 @@ def deberta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(F.softmax(scores, dim=-1).view(-1, S, S), v)
 
 
-@pytest.mark.parametrize(
-    ("spelled", "mask"), [(bloom, "additive"), (bart, "additive"), (deberta, "hide")]
-)
+@pytest.mark.parametrize(("spelled", "mask"), [(bloom, "additive"), (bart, "additive"), (deberta, "hide")])
 def test_heads_parted_for_a_mask(spelled: Callable[..., Tensor], mask: str) -> None:
     attrs = found(attention_of_batches, spelled, *FLAT)
     assert (attrs["scale"], attrs["mask_type"], attrs["groups"]) == (0.3, mask, 1)

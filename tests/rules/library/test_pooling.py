@@ -64,7 +64,9 @@ SLICES: list[Pool] = [
 
 
 def test_of_slices() -> None:
-    assert found_each(avg_pool_slices, SLICES, X) == [{"kernel": [2, 2], "stride": [2, 2], "keepdim": True}] * 2
+    assert (
+        found_each(avg_pool_slices, SLICES, X) == [{"kernel": [2, 2], "stride": [2, 2], "keepdim": True}] * 2
+    )
 
 
 def test_a_corner_taken_twice() -> None:

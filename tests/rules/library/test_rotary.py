@@ -164,7 +164,10 @@ def test_angles_in_one_tensor() -> None:
 
     cache = torch.randn(S, D // 2, 2)
     assert found(rotary_cached, apply_cached, Q, cache) == {"layout": "interleaved", "half_angles": True}
-    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {"layout": "interleaved", "half_angles": True}
+    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {
+        "layout": "interleaved",
+        "half_angles": True,
+    }
 
 
 def test_an_odd_width_has_no_halves() -> None:

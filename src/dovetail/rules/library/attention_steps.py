@@ -10,7 +10,6 @@ from typing import Annotated, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Node
 
 from dovetail.graph.module import attribute
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
