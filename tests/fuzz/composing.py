@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch.export import Dim
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Tracer
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import TraceError
 
 from .references import Spelling
 
@@ -19,7 +22,7 @@ Keep = Callable[[Tensor], Tensor]
 """Notes an inner value, which the program may return too, and returns it."""
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
-COMMON = frozenset({"f32", "bf16", "f64", "aot", "symbolic", "input", "parameter", "constant"})
+COMMON = frozenset({"f32", "bf16", "f64", "aot", "symbolic", "input", "parameter", "constant", "fx"})
 """Variations that matches of nearly every rule must have."""
 
 
@@ -77,8 +80,8 @@ class Sketch:
         if pairs and self.chance(alias, "aliased"):
             i, j = self.rng.choice(pairs)
             at[j] = i
-        dialect = self.pick({"plain": "", "aot": "aot", "symbolic": "symbolic"}, (12, 4, 1))
-        homes = ("input", "constant") if dialect == "aot" else ("input", "constant", "parameter")
+        dialect = self.pick({"plain": "", "aot": "aot", "fx": "fx", "symbolic": "symbolic"}, (10, 4, 2, 1))
+        homes = ("input", "constant") if dialect in ("aot", "fx") else ("input", "constant", "parameter")
         home = self.pick({name: name for name in homes})
         held = {i for i in set(at) if i in self._weights and home != "input"}
         inputs = tuple(operands[i] for i in sorted(set(at) - held))
@@ -99,13 +102,16 @@ class Sketch:
             result = steps(keep, *(given[i] for i in at))
             return result if returned is None or not kept else (result, kept[returned % len(kept)])
 
-        found = frozenset(self.tags)
+        found = frozenset(self.tags - {"fx"}) if dialect == "fx" else frozenset(self.tags)
         if dialect == "aot":
             table = _core_table() if self.rng.random() < 0.3 else {}
             mode = self.rng.choices(("real", "fake", "symbolic"), (6, 2, 1))[0]
-            return Spelling(
-                make_fx(program, table, mode, _allow_non_fake_inputs=True)(*inputs), inputs, found
-            )
+            pure = program if mode == "symbolic" else functionalize(program)
+            traced = make_fx(pure, table, mode, _allow_non_fake_inputs=True)
+            return Spelling(traced(*inputs), inputs, found)
+        graph = _of_functions(program, len(inputs)) if dialect == "fx" else None
+        if graph is not None:
+            return Spelling(graph, inputs, found | {"fx"})
         model = _Held(program, own) if home == "parameter" else program
         dynamic = None
         if dialect == "symbolic":
@@ -116,6 +122,18 @@ class Sketch:
 @functools.cache
 def _core_table() -> dict[Any, Any]:
     return dict(core_aten_decompositions())
+
+
+def _of_functions(program: Callable[..., Any], count: int) -> GraphModule | None:
+    """The program as FX traces it, as functions and methods of torch; None where it looks at a value."""
+    tracer, root = Tracer(), nn.Module()
+    tracer.root, tracer.graph, tracer.tensor_attrs = root, Graph(), {}
+    given = [tracer.proxy(tracer.graph.placeholder(f"x{i}")) for i in range(count)]
+    try:
+        tracer.create_node("output", "output", (tracer.create_arg(program(*given)),), {})
+    except (TraceError, TypeError, RuntimeError):
+        return None
+    return GraphModule(root, tracer.graph)
 
 
 class _Held(nn.Module):

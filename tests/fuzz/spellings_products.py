@@ -173,7 +173,9 @@ GELUS: Mapping[str, Step] = {
     "erf_inverse": lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865475)),
     "erf_halved_last": lambda x: x * (torch.erf(x / math.sqrt(2)) + 1) / 2,
     "new": lambda x: 0.5 * x * (1.0 + torch.tanh(_FACTOR * (x + 0.044715 * torch.pow(x, 3.0)))),
-    "fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608028654 * (1.0 + 0.044715 * x * x))),
+    "fast": lambda x: (
+        0.5 * x * (1.0 + torch.tanh(x * 0.7978845608028654 * (1.0 + 0.044715 * x * x)))
+    ),
     "bloom": lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
     "!slope": lambda x: x * torch.sigmoid(1.7 * x),
     "!root": lambda x: x * 0.5 * (1.0 + torch.erf(x / 1.41)),
@@ -189,17 +191,7 @@ _SLOPES: Mapping[str, Step] = {
     "!rrelu": lambda x: F.rrelu(x),
 }
 
-_PRODUCT_TAGS = COMMON | {
-    "linear",
-    "matmul",
-    "addmm",
-    "addmm_t",
-    "linear_t",
-    "bias",
-    "no_bias",
-    "square",
-    "wide",
-}
+_PRODUCT_TAGS = COMMON | {"linear", "matmul", "addmm", "addmm_t", "linear_t", "bias", "no_bias", "square", "wide"}
 _PRODUCT_TAGS |= {f"rank={n}" for n in (1, 2, 3, 4)}
 
 

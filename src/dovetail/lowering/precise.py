@@ -30,6 +30,10 @@ class Precise(Interpreter):
             raise TypeError("a view of bits has no double precision")
         return super().call_function(target, *tree_map(_wider, (tuple(args), dict(kwargs))))
 
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        target = "double" if target in ("float", "half", "bfloat16") else target
+        return super().call_method(target, *tree_map(_wider, (tuple(args), dict(kwargs))))
+
 
 def _wider(value: Any) -> Any:
     return widened(value) if isinstance(value, torch.dtype) else value
