@@ -251,8 +251,8 @@ def _rotary_complex(rng: Random) -> Spelling:
         y = torch.view_as_real(d.inner(times(pairs, turns))).flatten(x.dim() - 1)
         return y.to(x.dtype) if keep else y
 
-    dims = {0: (0,)} if sizes[0] > 1 and turns.dim() == 2 else {}
-    return d.spelling(rotate, (d.tensor(*sizes), turns), symbolic=dims, weights=d.any([0, 1]))
+    inputs = (d.tensor(*sizes), turns)
+    return d.spelling(rotate, inputs, symbolic=d.batches(inputs), weights=d.any([0, 1]))
 
 
 def _images(d: Drawing, *, even: bool = False) -> Tensor:
