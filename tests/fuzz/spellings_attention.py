@@ -51,7 +51,7 @@ class _Sizes:
         return (*self.lead[:-1], self.lead[-1] // self.groups) if self.groups > 1 else self.lead
 
 
-def _sizes(d: Drawing, ranks: tuple[int, ...] = (4, 4, 4, 4, 3, 2, 5), grouped: float = 0.45) -> _Sizes:
+def draw_sizes(d: Drawing, ranks: tuple[int, ...] = (4, 4, 4, 4, 3, 2, 5), grouped: float = 0.45) -> _Sizes:
     rank = d.any(ranks)
     d.tags.add(f"rank{rank}")
     lead = tuple(d.any([1, 2, 4]) for _ in range(rank - 2))
@@ -72,7 +72,7 @@ def _spread(x: Tensor, groups: int) -> Tensor:
     return wide.reshape(batch, heads * groups, length, width)
 
 
-def _repeating(d: Drawing, groups: int) -> Step:
+def draw_repeating(d: Drawing, groups: int) -> Step:
     """How heads of keys and values become those of the queries."""
     if groups == 1:
         return lambda x: x
@@ -88,14 +88,14 @@ def _repeating(d: Drawing, groups: int) -> Step:
 def _operator(rng: Random) -> Spelling:
     d = Drawing(rng)
     dtype = d.precision()
-    s = _sizes(d)
+    s = draw_sizes(d)
     q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
     settings: dict[str, Any] = {}
     if d.chance(0.3, "scale"):
         settings["scale"] = d.float()
     if d.chance(0.15, "dropout"):
         settings["dropout_p"] = d.float(0.1, 0.6)
-    repeat = _repeating(d, s.groups)
+    repeat = draw_repeating(d, s.groups)
     if s.groups > 1 and d.chance(0.35, "enable_gqa"):
         settings["enable_gqa"], repeat = True, lambda x: x
     if len(s.lead) == 2 and d.chance(0.05, "broadcast_keys"):
@@ -120,7 +120,7 @@ def _operator(rng: Random) -> Spelling:
     return d.spelling(attend, inputs, symbolic=d.batches(inputs))
 
 
-def _scaled(d: Drawing, q: Tensor, columns: Step, multiply: Product = torch.matmul) -> Product:
+def draw_scaled(d: Drawing, q: Tensor, columns: Step, multiply: Product = torch.matmul) -> Product:
     """The scores of queries and keys, `columns` making columns of the keys."""
     c = d.float()
     root = math.sqrt(q.shape[-1])
@@ -144,7 +144,7 @@ def _scaled(d: Drawing, q: Tensor, columns: Step, multiply: Product = torch.matm
     )
 
 
-def _columns(d: Drawing, rank: int) -> Step:
+def draw_columns(d: Drawing, rank: int) -> Step:
     """Keys turned into columns."""
     return d.mostly(
         {
@@ -158,7 +158,7 @@ def _columns(d: Drawing, rank: int) -> Step:
     )
 
 
-def _weights(d: Drawing, dtype: torch.dtype) -> Step:
+def draw_weights(d: Drawing, dtype: torch.dtype) -> Step:
     """The softmax of scores, with dropout or without."""
 
     def by_hand(x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _weights(d: Drawing, dtype: torch.dtype) -> Step:
 Masking = Callable[[Tensor, Tensor], Tensor]
 
 
-def _masking(d: Drawing, dtype: torch.dtype) -> tuple[Masking, bool]:
+def draw_masking(d: Drawing, dtype: torch.dtype) -> tuple[Masking, bool]:
     """How a mask is laid over scores, and whether the mask is boolean."""
     low = d.any([-math.inf, -1e9, -1e4, torch.finfo(dtype).min])
     d.tags.add("mask_inf" if math.isinf(low) else "mask_finite")
@@ -231,7 +231,7 @@ def _masking(d: Drawing, dtype: torch.dtype) -> tuple[Masking, bool]:
     return d.mostly(boolean, hostile_boolean), True
 
 
-def _mask(d: Drawing, boolean: bool, scores: tuple[int, ...]) -> Tensor:
+def draw_mask(d: Drawing, boolean: bool, scores: tuple[int, ...]) -> Tensor:
     sizes = d.broadcast(*scores)
     return d.flags(*sizes) if boolean else d.tensor(*sizes)
 
@@ -239,10 +239,10 @@ def _mask(d: Drawing, boolean: bool, scores: tuple[int, ...]) -> Tensor:
 def _by_hand(rng: Random) -> Spelling:
     d = Drawing(rng)
     dtype = d.precision()
-    s = _sizes(d)
+    s = draw_sizes(d)
     q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
-    repeat, turn = _repeating(d, s.groups), _columns(d, len(s.q))
-    scaled, weights = _scaled(d, q, turn), _weights(d, dtype)
+    repeat, turn = draw_repeating(d, s.groups), draw_columns(d, len(s.q))
+    scaled, weights = draw_scaled(d, q, turn), draw_weights(d, dtype)
     cap = d.float(5, 30)
     capped = (
         d.mostly(
@@ -258,9 +258,9 @@ def _by_hand(rng: Random) -> Spelling:
     )
     order = d.any(["none", "none", "mask", "mask", "mask_bias", "bias_mask", "bias"])
     d.tags.add(f"order_{order}")
-    lay, boolean = _masking(d, dtype)
+    lay, boolean = draw_masking(d, dtype)
     extra = {
-        "mask": lambda: _mask(d, boolean, s.scores),
+        "mask": lambda: draw_mask(d, boolean, s.scores),
         "bias": lambda: d.tensor(*d.broadcast(*s.scores)),
     }
     laid = [word for word in order.split("_") if word != "none"]
@@ -286,7 +286,7 @@ def _by_hand(rng: Random) -> Spelling:
 def _of_columns(rng: Random) -> Spelling:
     d = Drawing(rng)
     dtype = d.precision()
-    s = _sizes(d, grouped=0.0)
+    s = draw_sizes(d, grouped=0.0)
     q, v = d.tensor(*s.q), d.tensor(*s.v)
     rank = len(s.q)
     arrive: dict[str, tuple[tuple[int, ...], Step]] = {
@@ -300,10 +300,10 @@ def _of_columns(rng: Random) -> Spelling:
         )
         arrive["broadcast_columns"] = ((1, s.lead[1], s.width, s.keys), lambda k: k)
     sizes, turn = d.mostly(arrive, {"turned": ((*s.lead, s.keys, s.width), lambda k: k.mT)}, 0.05)
-    scaled, weights = _scaled(d, q, turn), _weights(d, dtype)
+    scaled, weights = draw_scaled(d, q, turn), draw_weights(d, dtype)
     masked = d.chance(0.5, "masked")
-    lay, boolean = _masking(d, dtype)
-    operands = [_mask(d, boolean, s.scores)] if masked else []
+    lay, boolean = draw_masking(d, dtype)
+    operands = [draw_mask(d, boolean, s.scores)] if masked else []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *over: Tensor) -> Tensor:
         x = d.inner(scaled(q, k))
@@ -323,7 +323,7 @@ def _of_batches(rng: Random) -> Spelling:
     scores = (batch * heads, n, m)
     offset, c = d.tensor(*d.broadcast(*scores)), d.float()
     offset = offset if d.chance(0.2) else d.tensor(*scores)
-    scaled = _scaled(d, q, lambda k: k.transpose(1, 2), torch.bmm)
+    scaled = draw_scaled(d, q, lambda k: k.transpose(1, 2), torch.bmm)
     products: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "bmm": lambda q, k, o: scaled(q, k),
         "baddbmm": lambda q, k, o: torch.baddbmm(o, q * c, k.transpose(1, 2)),
@@ -336,8 +336,8 @@ def _of_batches(rng: Random) -> Spelling:
         "beta_zero": lambda q, k, o: torch.baddbmm(o, q, k.transpose(1, 2), beta=0.0, alpha=c),
     }
     product = d.mostly(products, hostile)
-    lay, boolean = _masking(d, dtype)
-    weights = _weights(d, dtype)
+    lay, boolean = draw_masking(d, dtype)
+    weights = draw_weights(d, dtype)
     way = d.any(["plain", "flat_mask", "over_heads", "parted", "twisted"])
     d.tags.add(way)
     four = (
@@ -362,103 +362,14 @@ def _of_batches(rng: Random) -> Spelling:
     return d.spelling(attend, (q, k, v, offset, mask))
 
 
-def _causal(rng: Random) -> Spelling:
-    d = Drawing(rng)
-    dtype = d.precision()
-    s = _sizes(d)
-    q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
-    n, m = s.queries, s.keys
-    low = d.any([-math.inf, -1e9, torch.finfo(dtype).min])
-    d.tags.add("mask_inf" if math.isinf(low) else "mask_finite")
-    ones = torch.ones
-    later = d.mostly(
-        {
-            "triu": lambda: ones(n, m, dtype=torch.bool).triu(1),
-            "logical_not": lambda: ones(n, m, dtype=torch.bool).tril().logical_not(),
-            "invert": lambda: ~torch.tril(ones(n, m, dtype=torch.bool)),
-            "tril_zero": lambda: torch.tril(ones(n, m)) == 0,
-            "triu_one": lambda: ones(n, m).triu(1) == 1,
-            "triu_bool": lambda: torch.triu(ones(n, m), diagonal=1).bool(),
-            "added": lambda: torch.full((n, m), low, dtype=dtype).triu(1),
-            "added_default": lambda: torch.full((n, m), low).triu(1).to(dtype),
-        },
-        {
-            "diagonal_0": lambda: ones(n, m, dtype=torch.bool).triu(0),
-            "diagonal_2": lambda: ones(n, m, dtype=torch.bool).triu(2),
-            "tril_minus_1": lambda: ~ones(n, m, dtype=torch.bool).tril(-1),
-            "tril_plus_1": lambda: torch.tril(ones(n, m), diagonal=1) == 0,
-            "earlier": lambda: ones(n, m, dtype=torch.bool).tril(-1),
-            "added_tril": lambda: torch.full((n, m), low, dtype=dtype).tril(-1),
-            "bottom_right": lambda: ones(n, m, dtype=torch.bool).triu(m - n + 1),
-            "one_row": lambda: ones(1, m, dtype=torch.bool).triu(1),
-            "added_low": lambda: torch.full((n, m), -2.0, dtype=dtype).triu(1),
-        },
-        0.2,
-    )
-    added = any(tag.startswith("added") for tag in d.tags)
-    repeat, weights = _repeating(d, s.groups), _weights(d, dtype)
-    scaled = _scaled(d, q, _columns(d, len(s.q)))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        x = d.inner(scaled(q, repeat(k)))
-        x = x + later() if added else x.masked_fill(later(), low)
-        return weights(x) @ repeat(v)
-
-    return d.spelling(attend, (q, k, v), symbolic=d.batches((q, k, v)))
-
-
-def _by_einsum(rng: Random) -> Spelling:
-    d = Drawing(rng)
-    dtype = d.precision()
-    batch = d.any(["bh", "bh", "bh", "b", "", "abh"])
-    square = d.chance(0.4, "square")
-    sizes = dict(zip("abhijde", [2, 4, 4, 4, 4, 4, 4] if square else [2, 1, 2, 3, 5, 4, 6], strict=True))
-
-    def term(tail: str, usual: float = 0.4) -> str:
-        letters = list(batch + tail)
-        if not d.chance(usual):
-            d.rng.shuffle(letters)
-            d.tags.add("layout")
-        return "".join(letters)
-
-    q, k, v, result = term("id"), term("jd"), term("je"), term("ie")
-    scores = term("i", 0.8) + "j"
-    if d.chance(0.12, "hostile"):
-        scores = d.any([scores[::-1], scores[-1] + scores[:-1]])
-    if d.chance(0.06, "hostile_result"):
-        result = d.any([result.replace("i", "j"), result.replace("e", ""), "e" + result.replace("e", "")])
-    letters = list("mnopqrs")
-    d.rng.shuffle(letters)
-    renamed = dict(zip("abhijde", letters, strict=True)) if d.chance(0.5, "renamed") else {}
-    second = ["".join(renamed.get(c, c) for c in t) for t in (scores, v, result)]
-    inward, outward = f"{q},{k}->{scores}", f"{second[0]},{second[1]}->{second[2]}"
-    if d.chance(0.1, "ellipsis") and batch:
-        inward, outward = "...id,...jd->...ij", "...ij,...je->...ie"
-        q, k, v, scores = f"{batch}id", f"{batch}jd", f"{batch}je", f"{batch}ij"
-    if d.chance(0.2, "blanks"):
-        inward = inward.replace(",", " , ").replace("->", " -> ")
-    tensors = [d.tensor(*(sizes[c] for c in t)) for t in (q, k, v)]
-    scaled = _scaled(d, tensors[0], lambda k: k, lambda a, b: torch.einsum(inward, a, b))
-    weights = _weights(d, dtype)
-    masked = d.chance(0.4, "masked")
-    lay, boolean = _masking(d, dtype)
-    operands = [_mask(d, boolean, tuple(sizes[c] for c in scores))] if masked else []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *over: Tensor) -> Tensor:
-        x = d.inner(scaled(q, k))
-        return torch.einsum(outward, weights(lay(x, *over) if over else x), v)
-
-    return d.spelling(attend, (*tensors, *operands), graphs=0.0)
-
-
-_MASKS = frozenset(
+MASKS = frozenset(
     {"mask_added", "mask_added_left", "mask_filled", "mask_not_filled", "mask_kept", "mask_hidden"}
 )
 _SCALES = frozenset({"scale", "divisor", "scale_query", "divide_query", "scale_key", "no_scale"})
 _SOFTMAX = frozenset(
     {"softmax", "softmax_wide", "softmax_float", "softmax_by_hand", "softmax_by_max", "dropout"}
 )
-_COMMON = _SCALES | _SOFTMAX | {"bf16", "f64", "square", "escape"}
+COMMON = _SCALES | _SOFTMAX | {"bf16", "f64", "square", "escape"}
 
 FAMILIES = (
     Family(
@@ -471,8 +382,8 @@ FAMILIES = (
     Family(
         "attention_by_hand",
         _by_hand,
-        _COMMON
-        | _MASKS
+        COMMON
+        | MASKS
         | {
             "softcap",
             "order_mask_bias",
@@ -489,37 +400,13 @@ FAMILIES = (
     Family(
         "attention_of_columns",
         _of_columns,
-        _COMMON
-        | _MASKS
-        | {"columns", "cut", "permuted", "masked", "broadcast", "rank2", "rank3", "symbolic"},
+        COMMON | MASKS | {"columns", "cut", "permuted", "masked", "broadcast", "rank2", "rank3", "symbolic"},
     ),
     Family(
         "attention_of_batches",
         _of_batches,
-        _COMMON
-        | _MASKS
+        COMMON
+        | MASKS
         | {"bmm", "baddbmm", "baddbmm_alpha", "offset_added", "flat_mask", "over_heads", "parted", "plain"},
-    ),
-    Family(
-        "attention_causal",
-        _causal,
-        _COMMON
-        | {
-            "triu",
-            "logical_not",
-            "invert",
-            "tril_zero",
-            "triu_one",
-            "triu_bool",
-            "added",
-            "expanded",
-            "interleaved",
-        }
-        | {"mask_inf", "mask_finite", "symbolic", "rank2", "rank3"},
-    ),
-    Family(
-        "attention_einsum",
-        _by_einsum,
-        _COMMON | _MASKS | {"layout", "renamed", "blanks", "masked", "broadcast"},
     ),
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import spellings_attention, spellings_convolution, spellings_losses
+from . import spellings_attention, spellings_attention_forms, spellings_convolution, spellings_losses
 from .references import Family, Spelling
 from .spelling_drawing import Drawing
 
@@ -251,8 +251,8 @@ def _rotary_complex(rng: Random) -> Spelling:
         y = torch.view_as_real(d.inner(times(pairs, turns))).flatten(x.dim() - 1)
         return y.to(x.dtype) if keep else y
 
-    dims = {0: (0,)} if sizes[0] > 1 and turns.dim() == 2 else {}
-    return d.spelling(rotate, (d.tensor(*sizes), turns), symbolic=dims, weights=d.any([0, 1]))
+    inputs = (d.tensor(*sizes), turns)
+    return d.spelling(rotate, inputs, symbolic=d.batches(inputs), weights=d.any([0, 1]))
 
 
 def _images(d: Drawing, *, even: bool = False) -> Tensor:
@@ -407,6 +407,7 @@ _POOLING = frozenset({"mean", "mean_turned", "bf16", "f64", "symbolic", "make_fx
 
 FAMILIES: tuple[Family, ...] = (
     *spellings_attention.FAMILIES,
+    *spellings_attention_forms.FAMILIES,
     *spellings_convolution.FAMILIES,
     *spellings_losses.FAMILIES,
     Family(
