@@ -37,7 +37,7 @@ _INPUTS: dict[str, Any] = {
 # A model's arguments that are neither tensors nor symbols are compared with these when a graph is called.
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _FORMS: dict[str, tuple[Any, ...]] = {
-    "tensor": (str, torch.dtype, torch.device, tuple, bool),
+    "tensor": (str, torch.dtype, torch.device, tuple, bool, bool),
     "symbol": (str, str),
     "constant": (str, _CONSTANTS),
     "object": (str,),
@@ -151,6 +151,8 @@ def _read_input(row: Any, decoder: Decoder) -> Any:
     kind, *values = rows(row)
     made = _INPUTS[take(str, kind)]
     known, forms = [decoder.value(value) for value in values], _FORMS[kind]
+    if kind == "tensor" and len(known) == len(forms) - 1:
+        known.append(TensorInput.ungraded)  # files of earlier versions do not state it
     if len(known) != len(forms) or not all(map(isinstance, known, forms)):
         raise Unreadable(f"an input that is a {kind} with other facts")
     if kind == "tensor" and not all(isinstance(n, str) or (type(n) is int and n >= 0) for n in known[3]):
