@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -42,7 +43,8 @@ class TensorEffects(TorchFunctionMode):
     """Notices uses of tensors and generators that a graph of the model cannot repeat.
 
     `begin` and `end` are called when forward starts and returns. Generators are given a state of their own in between,
-    so that seeding one is seen whatever the seed; `restore` puts every stream back.
+    so that seeding one is seen whatever the seed; `restore` puts every stream back. Where there are other threads, which
+    may draw from the default generator meanwhile, that one is left alone and only another seed is seen.
     """
 
     def __init__(self, note: Note) -> None:
@@ -52,6 +54,8 @@ class TensorEffects(TorchFunctionMode):
         self._visible: dict[int, str] = {}
         self._leaves: dict[int, tuple[Tensor, blame.Line | None]] = {}
         self._generators: list[tuple[torch.Generator, Tensor, Tensor]] = []
+        self._is_running = False
+        self._default_seed = 0
         self._host_state: Any = None
         self._forward_line: blame.Line | None = None
 
@@ -59,7 +63,11 @@ class TensorEffects(TorchFunctionMode):
         self._visible = {id(x): "an input" for x in inputs if isinstance(x, Tensor)}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
-        for generator in [torch.default_generator, *generators_of(model)]:
+        default = torch.default_generator
+        self._default_seed = default.initial_seed()
+        is_alone = threading.active_count() == 1
+        self._is_running = True
+        for generator in [*([default] if is_alone else []), *generators_of(model)]:
             state = generator.get_state()
             generator.manual_seed(_SENTINEL_SEED)
             self._generators.append((generator, state, generator.get_state()))
@@ -68,7 +76,9 @@ class TensorEffects(TorchFunctionMode):
         self._forward_line = code and blame.Line(code.co_filename, code.co_firstlineno, "forward")
 
     def end(self, results: Any) -> None:
-        if any(not torch.equal(generator.get_state(), started) for generator, _, started in self._generators):
+        is_alone = any(generator is torch.default_generator for generator, _, _ in self._generators)
+        reseeded = not is_alone and torch.default_generator.initial_seed() != self._default_seed
+        if reseeded or any(not torch.equal(g.get_state(), started) for g, _, started in self._generators):
             self._note_seeding(self._forward_line)
         if self._host_state is not None and self._host_state != _host_random_state():
             self.note(
@@ -90,13 +100,14 @@ class TensorEffects(TorchFunctionMode):
     @property
     def is_running(self) -> bool:
         """Whether forward has begun and not returned."""
-        return bool(self._generators)
+        return self._is_running
 
     def restore(self) -> None:
         """Put back the state of every generator."""
         for generator, state, _ in self._generators:
             generator.set_state(state)
         self._generators.clear()
+        self._is_running = False
 
     def note_reseeding(self) -> None:
         self._note_seeding(blame.of_caller())
@@ -134,7 +145,9 @@ class TensorEffects(TorchFunctionMode):
 
     def _check_generator(self, generator: torch.Generator) -> None:
         known = next((g for g in self._generators if g[0] is generator), None)
-        if generator in torch.cuda.default_generators:
+        if generator in torch.cuda.default_generators or (
+            known is None and generator is torch.default_generator
+        ):
             return
         if known is None:
             self.note(
