@@ -11,8 +11,9 @@ refused. One pass over the nodes, linear but for the groups of one storage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -135,10 +136,11 @@ def separate(program: ExportedProgram) -> DetachedInputs:
     if not any(node.target in _DETACHES for node in graph.nodes):
         _refuse_unsupported(_grouped(graph))
         return _recompiled(program, changed, DetachedInputs())
-    groups = _grouped(graph)
+    state = _state(program)
+    groups = _grouped(graph, state)
     _refuse_unsupported(groups)
     separated: dict[Node, int] = {}
-    owned = _state_storages(program)
+    owned = {group for node, group in groups.of.items() if state.get(node.name)}
     for write in groups.writes:
         _refuse_hidden_history(groups, write, owned)
         root = write.group[1]
@@ -161,12 +163,17 @@ def _recompiled(program: ExportedProgram, changed: bool, inputs: DetachedInputs)
     return inputs
 
 
-def _grouped(graph: Graph) -> _Groups:
+def _grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> _Groups:
+    """The groups of a graph; `state` maps placeholders to whether they require gradients before anything is written.
+
+    Their fake values, which the exporter writes to as forward does, may require gradients only since then.
+    """
     groups = _Groups()
     for position, node in enumerate(graph.nodes):
         groups.position[node] = position
         if node.op == "placeholder":
-            _enter(groups, node, None, bool(getattr(node.meta.get("val"), "requires_grad", False)), -1)
+            requires = getattr(node.meta.get("val"), "requires_grad", False)
+            _enter(groups, node, None, state.get(node.name, requires), -1)
         elif node.op == "call_function":
             _visit(groups, node, position)
     return groups
@@ -311,19 +318,23 @@ def _view_chain(groups: _Groups, node: Node) -> Iterator[Node]:
         at = next((n for n in at.all_input_nodes if groups.of.get(n, (None,))[0] == here), None)
 
 
-def _state_storages(program: ExportedProgram) -> set[int]:
-    """Memory of parameters and buffers: a write to one that requires gradients is refused for that alone."""
-    inputs = set(program.graph_signature.user_inputs)
-    nodes = [n for n in program.graph.find_nodes(op="placeholder") if n.name not in inputs]
-    return {storage_of(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), Tensor)}
+def _state(program: ExportedProgram) -> dict[str, bool]:
+    """Whether each parameter and buffer requires gradients, by placeholder."""
+    specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+    tensors = {**program.constants, **program.state_dict}
+    held = {node.name: tensors.get(spec.target) for node, spec in specs if spec.target is not None}
+    return {name: value.requires_grad for name, value in held.items() if isinstance(value, Tensor)}
 
 
-def _refuse_hidden_history(groups: _Groups, write: Write, owned: set[int]) -> None:
-    """Raise where a group with gradients is read after a write through another group of its memory."""
+def _refuse_hidden_history(groups: _Groups, write: Write, owned: set[Group]) -> None:
+    """Raise where a group with gradients is read after a write through another group of its memory.
+
+    But for `owned`, state that requires gradients: a write to that is refused for that alone.
+    """
     # A write through a detached alias replaces all that the alias covers, as far as the history is concerned.
     covers = {groups.parent.get(group): root for group, root in groups.detaches(write.group)}
     for group in groups.others(write.group):
-        if not groups.had_gradient(group, write) or (group[0] in owned and groups.gradient[group] < 0):
+        if not groups.had_gradient(group, write) or group in owned:
             continue
         later = groups.uses_after(group, write.position)
         if any(_share(covers.get(group, write.operand), member) for member in later):
