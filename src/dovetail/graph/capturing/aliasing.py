@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 
@@ -48,34 +49,71 @@ _DROPOUTS = tuple(
 def see_through_dropout(program: ExportedProgram) -> None:
     """Take out dropout that drops nothing: it returns its input itself, and decomposing would make a copy of that,
     which what is written into the result, here or by who called, would not reach."""
-    graph = program.graph
-    calls = [n for n in graph.nodes if n.target in _DROPOUTS and len(n.args) == 3]
-    idle = [n for n in calls if n.args[2] is False or n.args[1] == 0]
-    for node in idle:
-        source = cast(Node, node.args[0])
-        users = list(node.users)
-        node.replace_all_uses_with(source)
-        graph.erase_node(node)
-        if storage_of(source.meta["val"]) != storage_of(node.meta["val"]):
-            _seen_anew(users, storage_of(node.meta["val"]))
+    module = program.graph_module
+    idle: list[Node] = []
+    gone: set[int] = set()
+    for graph in [m.graph for m in module.modules() if isinstance(m, GraphModule)]:
+        calls = [n for n in graph.nodes if n.target in _DROPOUTS and len(n.args) == 3]
+        calls = [n for n in calls if n.args[2] is False or n.args[1] == 0]
+        if calls:
+            know_readers(graph)
+        for node in calls:
+            source = cast(Node, node.args[0])
+            if storage_of(source.meta["val"]) != storage_of(node.meta["val"]):
+                gone.add(storage_of(node.meta["val"]))
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        idle += calls
     if idle:
-        program.graph_module.recompile()
+        _see_anew(module, gone, torch.is_grad_enabled())
         rename_results(program)
 
 
-def _seen_anew(users: list[Node], place: int) -> None:
-    """Work the values out again that were views of memory which is no longer there."""
-    queue = users
-    for node in queue:
-        value = node.meta.get("val")
-        parts: Any = value if isinstance(value, (list, tuple)) else (value,)
-        tensors = [part for part in parts if isinstance(part, Tensor) and storage_of(part) == place]
-        if node.op != "call_function" or not tensors:
+def know_readers(graph: Graph) -> None:
+    """Let every value know all that read it: the exporter forgets readers whose own results nobody needs."""
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+
+
+def _see_anew(module: GraphModule, gone: set[int], grad: bool) -> None:
+    """Work the values out again that were views of memory which is no longer there, in blocks of the graph too."""
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        bodies = [(i, _body(module, arg)) for i, arg in enumerate(node.args)] if _is_wrap(node) else []
+        tensors = _tensors(node.meta.get("val"))
+        for i, body in bodies:
+            if body is not None:
+                inner = body.graph.find_nodes(op="placeholder")
+                for placeholder, given in zip(inner, node.args[i + 1 :], strict=True):
+                    placeholder.meta["val"] = given.meta.get("val") if isinstance(given, Node) else given
+                _see_anew(body, gone, False)
+                results = cast(Any, body.graph.output_node().args[0])
+                node.meta["val"] = map_arg(results, lambda n: n.meta.get("val"))
+        if bodies or not any(storage_of(part) in gone for part in tensors):
             continue
         args, kwargs = cast(Any, map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
-        with cast(Any, tensors[0]).fake_mode:
+        # A leaf may be written where no gradients are recorded only, and what was written is the same tensor.
+        with cast(Any, tensors[0]).fake_mode, torch.set_grad_enabled(grad and not written_by(node)):
             node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
-        queue.extend(node.users)
+    module.recompile()
+
+
+def _is_wrap(node: Node) -> bool:
+    return getattr(node.target, "__name__", "") in ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def _body(module: GraphModule, value: Any) -> GraphModule | None:
+    if not isinstance(value, Node) or value.op != "get_attr":
+        return None
+    body = operator.attrgetter(cast(str, value.target))(module)
+    return body if isinstance(body, GraphModule) else None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    parts: Any = value if isinstance(value, (list, tuple)) else (value,)
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def written_by(node: Node) -> set[int]:

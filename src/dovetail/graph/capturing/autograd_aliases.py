@@ -3,16 +3,17 @@
 In eager mode `d = y.detach()` shares memory with `y` and has a gradient history of its own: a write through one changes
 the values of both and the history of one. Functionalisation keeps one value per storage, history included. So tensors of
 a storage are put into groups by the `detach` they come from. A group that is written with gradients gets memory of its
-own, and what is written is copied to the others; where a group with gradients would have to see a write through another,
-no functional graph computes it, and the program is refused. One pass over the nodes, linear but for the groups of one
-storage.
+own, which groups detached from it share, and what is written there is copied to the tensor it was detached from; where a
+group with gradients would have to see a write through another, no functional graph computes it, and the program is
+refused. One pass over the nodes, linear but for the groups of one storage.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -80,6 +81,8 @@ class _Groups:
     of: dict[Node, Group] = field(default_factory=dict[Node, Group])
     members: dict[Group, list[Node]] = field(default_factory=lambda: defaultdict(list))
     by_storage: dict[int, dict[Group, None]] = field(default_factory=lambda: defaultdict(dict))
+    # The group of the tensor that each detached group was detached from.
+    parent: dict[Group, Group] = field(default_factory=dict[Group, Group])
     # Where each group that has gradients came to have them.
     gradient: dict[Group, int] = field(default_factory=dict[Group, int])
     position: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -93,6 +96,13 @@ class _Groups:
     def others(self, group: Group) -> list[Group]:
         """The other groups of the same memory."""
         return [other for other in self.by_storage[group[0]] if other != group]
+
+    def detaches(self, group: Group) -> Iterator[tuple[Group, Node]]:
+        """The detached groups that lead to a group, that itself first, each with the `detach` that began it."""
+        at: Group | None = group
+        while at is not None and at[1] is not None:
+            yield at, at[1]
+            at = self.parent.get(at)
 
     def had_gradient(self, group: Group, write: Write) -> bool:
         """Whether a group had gradients when a write began."""
@@ -126,20 +136,23 @@ def separate(program: ExportedProgram) -> DetachedInputs:
     if not any(node.target in _DETACHES for node in graph.nodes):
         _refuse_unsupported(_grouped(graph))
         return _recompiled(program, changed, DetachedInputs())
-    groups = _grouped(graph)
+    state = _state(program)
+    groups = _grouped(graph, state)
     _refuse_unsupported(groups)
     separated: dict[Node, int] = {}
-    owned = _state_storages(program)
+    owned = {group for node, group in groups.of.items() if state.get(node.name)}
     for write in groups.writes:
-        if write.group[0] not in owned:
-            _refuse_hidden_history(groups, write)
+        _refuse_hidden_history(groups, write, owned)
         root = write.group[1]
         if root is not None and write.has_gradient:
             separated.setdefault(root, write.position)
     inputs = _detached_inputs(program, groups)
     for root, first in separated.items():
         _refuse_earlier_writes(groups, root, first)
-    for root in separated:
+    for write in groups.writes:
+        _refuse_stale_reads(groups, write, set(separated))
+    # Copies come right after the write, so that those of inner aliases, inserted last, come before those of outer ones.
+    for root in sorted(separated, key=groups.position.__getitem__):
         _separate(graph, groups, root)
     return _recompiled(program, changed or bool(separated), inputs)
 
@@ -150,12 +163,17 @@ def _recompiled(program: ExportedProgram, changed: bool, inputs: DetachedInputs)
     return inputs
 
 
-def _grouped(graph: Graph) -> _Groups:
+def _grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> _Groups:
+    """The groups of a graph; `state` maps placeholders to whether they require gradients before anything is written.
+
+    Their fake values, which the exporter writes to as forward does, may require gradients only since then.
+    """
     groups = _Groups()
     for position, node in enumerate(graph.nodes):
         groups.position[node] = position
         if node.op == "placeholder":
-            _enter(groups, node, None, bool(getattr(node.meta.get("val"), "requires_grad", False)), -1)
+            requires = getattr(node.meta.get("val"), "requires_grad", False)
+            _enter(groups, node, None, state.get(node.name, requires), -1)
         elif node.op == "call_function":
             _visit(groups, node, position)
     return groups
@@ -194,6 +212,8 @@ def _enter(groups: _Groups, node: Node, written: Node | None, flows: bool, posit
     )
     group: Group = (storage, None) if base is None else groups.of[base]
     if node.target in _DETACHES:
+        if base is not None:
+            groups.parent[storage, node] = group
         group = (storage, node)
     elif flows and _is_float(value):
         groups.gradient.setdefault(group, position)
@@ -298,34 +318,57 @@ def _view_chain(groups: _Groups, node: Node) -> Iterator[Node]:
         at = next((n for n in at.all_input_nodes if groups.of.get(n, (None,))[0] == here), None)
 
 
-def _state_storages(program: ExportedProgram) -> set[int]:
-    """Memory of parameters and buffers: a write to one that requires gradients is refused for that alone."""
-    inputs = set(program.graph_signature.user_inputs)
-    nodes = [n for n in program.graph.find_nodes(op="placeholder") if n.name not in inputs]
-    return {storage_of(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), Tensor)}
+def _state(program: ExportedProgram) -> dict[str, bool]:
+    """Whether each parameter and buffer requires gradients, by placeholder."""
+    specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+    tensors = {**program.constants, **program.state_dict}
+    held = {node.name: tensors.get(spec.target) for node, spec in specs if spec.target is not None}
+    return {name: value.requires_grad for name, value in held.items() if isinstance(value, Tensor)}
 
 
-def _refuse_hidden_history(groups: _Groups, write: Write) -> None:
-    """Raise where a group with gradients is read after a write through another group of its memory."""
+def _refuse_hidden_history(groups: _Groups, write: Write, owned: set[Group]) -> None:
+    """Raise where a group with gradients is read after a write through another group of its memory.
+
+    But for `owned`, state that requires gradients: a write to that is refused for that alone.
+    """
+    # A write through a detached alias replaces all that the alias covers, as far as the history is concerned.
+    covers = {groups.parent.get(group): root for group, root in groups.detaches(write.group)}
     for group in groups.others(write.group):
-        if not groups.had_gradient(group, write):
+        if not groups.had_gradient(group, write) or group in owned:
             continue
         later = groups.uses_after(group, write.position)
+        if any(_share(covers.get(group, write.operand), member) for member in later):
+            raise _hidden(write)
+
+
+def _refuse_stale_reads(groups: _Groups, write: Write, separated: set[Node]) -> None:
+    """Raise where separated memory is read after a write to its storage that is not copied to it."""
+    above = {root for _, root in groups.detaches(write.group)}
+    for group in groups.others(write.group):
+        memory = next((root for _, root in groups.detaches(group) if root in separated), None)
+        if memory is None or memory in above or groups.position[memory] > write.position:
+            continue
+        later = groups.uses_after(group, write.position, values=True)
         if any(_share(write.operand, member) for member in later):
-            raise _refused(
-                "forward writes to a tensor through detach() or in torch.no_grad(), and then uses the tensor, whose "
-                "gradient history does not know of the write; a functional graph cannot compute that",
-                write.node,
-                "Write to a clone, or use torch.where, index_put or another operator that returns a new tensor.",
-            )
+            raise _hidden(write)
+
+
+def _hidden(write: Write) -> CaptureError:
+    return _refused(
+        "forward writes to a tensor through detach() or in torch.no_grad(), and then uses the tensor, whose "
+        "gradient history does not know of the write; a functional graph cannot compute that",
+        write.node,
+        "Write to a clone, or use torch.where, index_put or another operator that returns a new tensor.",
+    )
 
 
 def _refuse_earlier_writes(groups: _Groups, root: Node, first: int) -> None:
     begin = groups.position[root]
     storage = groups.of[root][0]
     for write in groups.writes:
-        inside = begin < write.position < first and write.group[0] == storage
-        if inside and write.group[1] is not root and _share(write.operand, root):
+        if not begin < write.position < first or write.group[0] != storage:
+            continue
+        if all(node is not root for _, node in groups.detaches(write.group)) and _share(write.operand, root):
             raise _refused(
                 "forward writes to a tensor and then, with gradients, to its detached alias; a functional graph cannot "
                 "keep both histories",
@@ -363,7 +406,7 @@ def _separate(graph: Graph, groups: _Groups, root: Node) -> None:
     for user in [user for user in root.users if user is not clone]:
         user.replace_input_with(root, clone)
     for write in groups.writes:
-        if write.group != group:
+        if all(node is not root for _, node in groups.detaches(write.group)):
             continue
         if is_visible or any(groups.uses_after(g, write.position, values=True) for g in others):
             with graph.inserting_after(write.node):

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dovetail.graph.capturing.aliasing import storage_of, written_by
+from dovetail.graph.capturing.aliasing import know_readers, storage_of, written_by
 from dovetail.graph.module import copy_node
 
 _WRAP = "wrap_with_set_grad_enabled"
@@ -27,20 +27,13 @@ def flatten_no_grad(module: GraphModule) -> int:
     for owner in [module, *_inner_graphs(module)]:
         blocks = [n for n in owner.graph.nodes if _is_block(n)]
         if blocks:
-            _know_readers(owner.graph)
+            know_readers(owner.graph)
         for block in blocks:
             _inline_block(owner, block)
         if blocks:
             owner.recompile()
         count += len(blocks)
     return count
-
-
-def _know_readers(graph: Graph) -> None:
-    """Let every value know all that read it: the exporter forgets readers whose own results nobody needs."""
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            source.users.setdefault(node)
 
 
 def _inner_graphs(module: GraphModule) -> list[GraphModule]:
@@ -78,14 +71,19 @@ def _inline_block(owner: GraphModule, block: Node) -> None:
 def _own_tensor(value: Any, given: dict[Any, Any]) -> Any:
     """The operand of a block itself where its result is that tensor after writes, with the history it had before."""
     at = value
-    while isinstance(at, Node) and at not in given and _is_mutating(at) and _returns_operand(at):
-        at = at.args[0]
+    while isinstance(at, Node) and at not in given and _is_mutating(at):
+        at = _returned_operand(at)
     return given[at] if isinstance(at, Node) and at in given else value
 
 
-def _returns_operand(node: Node) -> bool:
-    returns = cast(OpOverload, node.target)._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None and bool(node.args)
+def _returned_operand(node: Node) -> Any:
+    """The operand that an operation writes and returns, be it the first or `out`; None if it is not a single one."""
+    schema = cast(OpOverload, node.target)._schema
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or len(written) != 1:
+        return None
+    at = written[0]
+    return node.args[at] if at < len(node.args) else node.kwargs.get(schema.arguments[at].name)
 
 
 def _splice(owner: GraphModule, body: GraphModule, operands: list[Any], block: Node) -> list[Any]:
