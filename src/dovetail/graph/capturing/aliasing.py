@@ -96,7 +96,7 @@ def _see_anew(module: GraphModule, gone: set[int], grad: bool) -> None:
         args, kwargs = cast(Any, map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
         # A leaf may be written where no gradients are recorded only, and what was written is the same tensor.
         with cast(Any, tensors[0]).fake_mode, torch.set_grad_enabled(grad and not written_by(node)):
-            node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
+            node.meta["val"] = node.target(*args, **kwargs)
     module.recompile()
 
 

@@ -33,6 +33,7 @@ from dovetail.graph.capturing import (
     copying,
     direct,
     gradmode,
+    out_variants,
     random_draws,
     watching,
 )
@@ -128,11 +129,13 @@ def decompose(program: ExportedProgram) -> Exported:
     Edits the program given; `own` makes one that may be edited.
     """
     with quiet(), rng_kept(), torch.enable_grad():
+        out_variants.refuse_resizing(program)
         aliasing.see_through_dropout(program)
         aliasing.keep_old_values(program)
         aliases = aliasing.aliased_results(program)
         if gradmode.flatten_no_grad(program.graph_module):
             aliasing.rename_results(program)
+        out_variants.keep_strides(program)
         random_draws.draw_into_fresh_memory(program)
         detached = autograd_aliases.separate(program)
         aliasing.rename_results(program)
