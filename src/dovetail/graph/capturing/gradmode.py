@@ -79,7 +79,9 @@ def _own_tensor(value: Any, given: dict[Any, Any]) -> Any:
 def _returned_operand(node: Node) -> Any:
     """The operand that an operation writes and returns, be it the first or `out`; None if it is not a single one."""
     schema = cast(OpOverload, node.target)._schema
-    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
     if len(schema.returns) != 1 or schema.returns[0].alias_info is None or len(written) != 1:
         return None
     at = written[0]
