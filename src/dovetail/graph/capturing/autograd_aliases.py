@@ -54,6 +54,22 @@ _CONSTANT = frozenset(
         "multinomial",
     ]
 )
+COMPARISONS = frozenset(
+    [
+        "eq_",
+        "ne_",
+        "lt_",
+        "le_",
+        "gt_",
+        "ge_",
+        "not_equal_",
+        "less_",
+        "less_equal_",
+        "greater_",
+        "greater_equal_",
+    ]
+)
+_LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xor_"])
 Group = tuple[int, Node | None]
 
 
@@ -77,7 +93,7 @@ class DetachedInputs:
 
 
 @dataclass
-class _Groups:
+class Groups:
     of: dict[Node, Group] = field(default_factory=dict[Node, Group])
     members: dict[Group, list[Node]] = field(default_factory=lambda: defaultdict(list))
     by_storage: dict[int, dict[Group, None]] = field(default_factory=lambda: defaultdict(dict))
@@ -111,6 +127,13 @@ class _Groups:
     def is_differentiable(self, write: Write) -> bool:
         return write.has_gradient or self.had_gradient(write.group, write)
 
+    def writes_before(self, group: Group, position: int) -> list[Write]:
+        return [write for write in self.writes if write.group == group and write.position < position]
+
+    def visible(self, group: Group) -> list[Node]:
+        """Members of a group that the caller has too: inputs, parameters and buffers."""
+        return [member for member in self.members[group] if member.op == "placeholder"]
+
     def uses_after(self, group: Group, position: int, *, values: bool = False) -> list[Node]:
         """Members of a group that something reads after a position; `detach` reads values only."""
         return [
@@ -125,19 +148,19 @@ class _Groups:
 
 def differentiable_draws(graph: Graph) -> set[Node]:
     """In-place operations whose written operand may have a gradient history."""
-    groups = _grouped(graph)
+    groups = grouped(graph)
     return {write.node for write in groups.writes if groups.had_gradient(write.group, write)}
 
 
 def separate(program: ExportedProgram) -> DetachedInputs:
     """Give groups that are written with gradients memory of their own; edits the program's graph."""
     graph = program.graph
+    state = state_requires_grad(program)
     changed = _replace_detach_in_place(graph)
     if not any(node.target in _DETACHES for node in graph.nodes):
-        _refuse_unsupported(_grouped(graph))
+        _refuse_unsupported(grouped(graph, state))
         return _recompiled(program, changed, DetachedInputs())
-    state = _state(program)
-    groups = _grouped(graph, state)
+    groups = grouped(graph, state)
     _refuse_unsupported(groups)
     separated: dict[Node, int] = {}
     owned = {group for node, group in groups.of.items() if state.get(node.name)}
@@ -163,12 +186,12 @@ def _recompiled(program: ExportedProgram, changed: bool, inputs: DetachedInputs)
     return inputs
 
 
-def _grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> _Groups:
+def grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> Groups:
     """The groups of a graph; `state` maps placeholders to whether they require gradients before anything is written.
 
     Their fake values, which the exporter writes to as forward does, may require gradients only since then.
     """
-    groups = _Groups()
+    groups = Groups()
     for position, node in enumerate(graph.nodes):
         groups.position[node] = position
         if node.op == "placeholder":
@@ -179,23 +202,23 @@ def _grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> 
     return groups
 
 
-def _visit(groups: _Groups, node: Node, position: int) -> None:
+def _visit(groups: Groups, node: Node, position: int) -> None:
     sources = [groups.of[n] for n in node.all_input_nodes if n in groups.of and _is_float(n.meta.get("val"))]
-    flows = any(group in groups.gradient for group in sources) and _name(node) not in _CONSTANT
-    written = _written_operands(node)
+    flows = any(group in groups.gradient for group in sources) and operator_name(node) not in _CONSTANT
+    written = written_operands(node)
     for operand in written:
         group = groups.of.get(operand)
         if group is None:
             continue
         others = [groups.of[n] for n in node.all_input_nodes if n is not operand and n in groups.of]
-        has_gradient = _name(node) not in _INPLACE_DRAWS and any(g in groups.gradient for g in others)
+        has_gradient = operator_name(node) not in _INPLACE_DRAWS and any(g in groups.gradient for g in others)
         groups.writes.append(Write(position, node, operand, group, has_gradient))
         if has_gradient and _is_float(operand.meta.get("val")):
             groups.gradient.setdefault(group, position)
     _enter(groups, node, written[0] if written else None, flows and not written, position)
 
 
-def _enter(groups: _Groups, node: Node, written: Node | None, flows: bool, position: int) -> None:
+def _enter(groups: Groups, node: Node, written: Node | None, flows: bool, position: int) -> None:
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)):
         value = next((v for v in cast("list[Any]", value) if isinstance(v, Tensor)), None)
@@ -220,7 +243,7 @@ def _enter(groups: _Groups, node: Node, written: Node | None, flows: bool, posit
     groups.add(node, group)
 
 
-def _written_operands(node: Node) -> list[Node]:
+def written_operands(node: Node) -> list[Node]:
     target = node.target
     if not isinstance(target, OpOverload) or not target._schema.is_mutable:
         return []
@@ -235,7 +258,7 @@ def _written_operands(node: Node) -> list[Node]:
     return operands
 
 
-def _name(node: Node) -> str:
+def operator_name(node: Node) -> str:
     target = node.target
     return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else ""
 
@@ -249,13 +272,13 @@ def _is_float(value: Any) -> bool:
 def _replace_detach_in_place(graph: Graph) -> bool:
     """Let what follows `y.detach_()` read `y.detach()`, which functionalisation keeps."""
     calls = [n for n in graph.nodes if n.target is _aten.detach_.default]
-    calls = [n for n in calls if _name(cast(Node, n.args[0])) not in _LIFTS]
+    calls = [n for n in calls if operator_name(cast(Node, n.args[0])) not in _LIFTS]
     for node in calls:
-        groups = _grouped(graph)
+        groups = grouped(graph)
         tensor = cast(Node, node.args[0])
         at, group = groups.position[node], groups.of[tensor]
         if group in groups.gradient and any(n not in (tensor, node) for n in groups.uses_after(group, at)):
-            raise _refused(
+            raise refused(
                 "forward detaches a tensor in place that others are views of, which a functional graph cannot do",
                 node,
                 "Use `y = y.detach()`.",
@@ -271,34 +294,49 @@ def _replace_detach_in_place(graph: Graph) -> bool:
     return bool(calls)
 
 
-def _refuse_unsupported(groups: _Groups) -> None:
+def _refuse_lost_history(groups: Groups, write: Write) -> None:
+    """Raise for writes over values with gradients whose functional form has no derivative."""
+    name = operator_name(write.node)
+    if not (name in COMPARISONS or name in _LOGICAL or "out" in write.node.kwargs):
+        return
+    at = write.position
+    if groups.is_differentiable(write) and (
+        groups.visible(write.group) or groups.uses_after(write.group, at)
+    ):
+        raise refused(
+            f"forward writes over a value with gradients by {write.node.target}, the functional form of which has none",
+            write.node,
+            "Use the operator that returns a new tensor, or write to a detached clone.",
+        )
+
+
+def _refuse_unsupported(groups: Groups) -> None:
     for write in groups.writes:
-        if _name(write.node) in _STORAGE_WRITES:
-            raise _refused(
-                f"forward changes the storage of a tensor by {_name(write.node)}, which a functional graph cannot do",
+        if operator_name(write.node) in _STORAGE_WRITES:
+            raise refused(
+                f"forward changes the storage of a tensor by {operator_name(write.node)}, which a functional graph cannot do",
                 write.node,
                 "Make a new tensor (torch.empty, clone, narrow) instead.",
             )
-        written = _written_operands(write.node)
-        if any(
-            _share(a, b) for i, a in enumerate(written) for b in written[:i] if _same_memory(groups, a, b)
-        ):
-            raise _refused(
+        _refuse_lost_history(groups, write)
+        written = written_operands(write.node)
+        if any(share(a, b) for i, a in enumerate(written) for b in written[:i] if same_memory(groups, a, b)):
+            raise refused(
                 "forward writes to tensors in one call that share memory, which functionalisation writes once only",
                 write.node,
                 "Write to one after the other.",
             )
         value = write.operand.meta.get("val")
         if isinstance(value, Tensor) and overlaps_itself(value):
-            raise _refused(
+            raise refused(
                 "forward writes to a tensor whose elements overlap in memory (an expanded one)",
                 write.node,
                 "Write to the tensor that was expanded, or to a clone.",
             )
         if groups.is_differentiable(write) and any(
-            _name(view) == "as_strided" for view in _view_chain(groups, write.operand)
+            operator_name(view) == "as_strided" for view in _view_chain(groups, write.operand)
         ):
-            raise _refused(
+            raise refused(
                 "forward writes into an as_strided view of a value with gradients, and the functional form of that has "
                 "wrong gradients in torch (aten.as_strided_scatter)",
                 write.node,
@@ -306,11 +344,11 @@ def _refuse_unsupported(groups: _Groups) -> None:
             )
 
 
-def _same_memory(groups: _Groups, a: Node, b: Node) -> bool:
+def same_memory(groups: Groups, a: Node, b: Node) -> bool:
     return groups.of.get(a, (None,))[0] == groups.of.get(b, (None,))[0]
 
 
-def _view_chain(groups: _Groups, node: Node) -> Iterator[Node]:
+def _view_chain(groups: Groups, node: Node) -> Iterator[Node]:
     at: Node | None = node
     while at is not None and at.op == "call_function":
         yield at
@@ -318,7 +356,7 @@ def _view_chain(groups: _Groups, node: Node) -> Iterator[Node]:
         at = next((n for n in at.all_input_nodes if groups.of.get(n, (None,))[0] == here), None)
 
 
-def _state(program: ExportedProgram) -> dict[str, bool]:
+def state_requires_grad(program: ExportedProgram) -> dict[str, bool]:
     """Whether each parameter and buffer requires gradients, by placeholder."""
     specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
     tensors = {**program.constants, **program.state_dict}
@@ -326,7 +364,7 @@ def _state(program: ExportedProgram) -> dict[str, bool]:
     return {name: value.requires_grad for name, value in held.items() if isinstance(value, Tensor)}
 
 
-def _refuse_hidden_history(groups: _Groups, write: Write, owned: set[Group]) -> None:
+def _refuse_hidden_history(groups: Groups, write: Write, owned: set[Group]) -> None:
     """Raise where a group with gradients is read after a write through another group of its memory.
 
     But for `owned`, state that requires gradients: a write to that is refused for that alone.
@@ -337,11 +375,14 @@ def _refuse_hidden_history(groups: _Groups, write: Write, owned: set[Group]) -> 
         if not groups.had_gradient(group, write) or group in owned:
             continue
         later = groups.uses_after(group, write.position)
-        if any(_share(covers.get(group, write.operand), member) for member in later):
+        if any(groups.is_differentiable(w) for w in groups.writes_before(group, write.position)):
+            # The new history of an input or a buffer is there after the call, whether or not forward reads it.
+            later += groups.visible(group)
+        if any(share(covers.get(group, write.operand), member) for member in later):
             raise _hidden(write)
 
 
-def _refuse_stale_reads(groups: _Groups, write: Write, separated: set[Node]) -> None:
+def _refuse_stale_reads(groups: Groups, write: Write, separated: set[Node]) -> None:
     """Raise where separated memory is read after a write to its storage that is not copied to it."""
     above = {root for _, root in groups.detaches(write.group)}
     for group in groups.others(write.group):
@@ -349,12 +390,12 @@ def _refuse_stale_reads(groups: _Groups, write: Write, separated: set[Node]) -> 
         if memory is None or memory in above or groups.position[memory] > write.position:
             continue
         later = groups.uses_after(group, write.position, values=True)
-        if any(_share(write.operand, member) for member in later):
+        if any(share(write.operand, member) for member in later):
             raise _hidden(write)
 
 
 def _hidden(write: Write) -> CaptureError:
-    return _refused(
+    return refused(
         "forward writes to a tensor through detach() or in torch.no_grad(), and then uses the tensor, whose "
         "gradient history does not know of the write; a functional graph cannot compute that",
         write.node,
@@ -362,14 +403,14 @@ def _hidden(write: Write) -> CaptureError:
     )
 
 
-def _refuse_earlier_writes(groups: _Groups, root: Node, first: int) -> None:
+def _refuse_earlier_writes(groups: Groups, root: Node, first: int) -> None:
     begin = groups.position[root]
     storage = groups.of[root][0]
     for write in groups.writes:
         if not begin < write.position < first or write.group[0] != storage:
             continue
-        if all(node is not root for _, node in groups.detaches(write.group)) and _share(write.operand, root):
-            raise _refused(
+        if all(node is not root for _, node in groups.detaches(write.group)) and share(write.operand, root):
+            raise refused(
                 "forward writes to a tensor and then, with gradients, to its detached alias; a functional graph cannot "
                 "keep both histories",
                 write.node,
@@ -377,7 +418,7 @@ def _refuse_earlier_writes(groups: _Groups, root: Node, first: int) -> None:
             )
 
 
-def _detached_inputs(program: ExportedProgram, groups: _Groups) -> DetachedInputs:
+def _detached_inputs(program: ExportedProgram, groups: Groups) -> DetachedInputs:
     inputs = set(program.graph_signature.user_inputs)
     written: dict[str, bool] = {}
     direct: set[str] = set()
@@ -394,7 +435,7 @@ def _detached_inputs(program: ExportedProgram, groups: _Groups) -> DetachedInput
     return DetachedInputs(names, frozenset(name for name in written if written[name]))
 
 
-def _separate(graph: Graph, groups: _Groups, root: Node) -> None:
+def _separate(graph: Graph, groups: Groups, root: Node) -> None:
     """Let the group that `root` begins have memory of its own; what is written to it is copied back without history."""
     source = cast(Node, root.args[0])
     group = groups.of[root]
@@ -420,7 +461,7 @@ def _separate(graph: Graph, groups: _Groups, root: Node) -> None:
                 new.meta["val"] = source.meta["val"]
 
 
-def _share(a: Node, b: Node) -> bool:
+def share(a: Node, b: Node) -> bool:
     values = a.meta.get("val"), b.meta.get("val")
     if not all(isinstance(v, Tensor) for v in values):
         return True
@@ -430,7 +471,7 @@ def _share(a: Node, b: Node) -> bool:
     return overlap(first, second)
 
 
-def _refused(what: str, node: Node, advice: str) -> CaptureError:
+def refused(what: str, node: Node, advice: str) -> CaptureError:
     line = blame.of_node(node)
     where = f"\n  at {line}" if line is not None else ""
     return CaptureError(f"{what}{where}\n  {advice}")

@@ -1,4 +1,4 @@
-"""Writes of whole tensors in a form that has a gradient: the one that functionalisation leaves has none."""
+"""Writes of whole tensors in forms that functionalisation keeps the values and gradients of."""
 
 from __future__ import annotations
 
@@ -6,10 +6,37 @@ from typing import Any, cast
 
 import torch
 from torch import SymInt, Tensor
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
+from dovetail.graph.capturing.aliasing import storage_of
+from dovetail.graph.capturing.autograd_aliases import (
+    COMPARISONS,
+    Groups,
+    grouped,
+    operator_name,
+    refused,
+    same_memory,
+    share,
+    state_requires_grad,
+    written_operands,
+)
+
 _COPY = torch.ops.aten.copy.default
+_VIEW = torch.ops.aten.view.default
+_aten = torch.ops.aten
+_FOREACH_WITHOUT_DERIVATIVE: dict[Any, Any] = {
+    _aten._foreach_zero_.default: _aten.zero_.default,
+    _aten._foreach_copy_.default: _aten.copy_.default,
+}
 _KEPT = ("stack_trace", "nn_module_stack", "custom")
+
+
+def keep_histories(program: ExportedProgram) -> None:
+    """Rewrite in-place operators whose functional form has another gradient; edits the program's graph."""
+    if any([_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]):
+        program.graph_module.recompile()
 
 
 def make_differentiable(graph: Graph) -> None:
@@ -34,7 +61,9 @@ def make_differentiable(graph: Graph) -> None:
             if has.dim():
                 new = _call(graph, node, torch.ops.aten.slice_scatter.default, (target, source), {})
             else:
-                new = _call(graph, node, torch.ops.aten.clone.default, (source,), {})
+                row, new = (_call(graph, node, _VIEW, (n, [1]), {}) for n in (target, source))
+                row = _call(graph, node, torch.ops.aten.slice_scatter.default, (row, new), {})
+                new = _call(graph, node, _VIEW, (row, []), {})
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
@@ -47,3 +76,114 @@ def _call(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs: 
     with node.meta["val"].fake_mode:
         new.meta["val"] = target(*values, **kwargs)
     return new
+
+
+def _groups(program: ExportedProgram) -> Groups:
+    return grouped(program.graph, state_requires_grad(program))
+
+
+def _split_foreach(program: ExportedProgram) -> bool:
+    """Let an in-place `_foreach` operator write its tensors one after the other, as it does in eager mode.
+
+    The functional form reads all of them before it writes, and lets every result require gradients if one does.
+    """
+    graph = program.graph
+    calls = [n for n in graph.nodes if operator_name(n).startswith("_foreach_") and written_operands(n)]
+    groups = _groups(program) if calls else Groups()
+    for node in calls:
+        written = written_operands(node)
+        if any(same_memory(groups, a, b) and share(a, b) for i, a in enumerate(written) for b in written[:i]):
+            continue
+        target: Any = _FOREACH_WITHOUT_DERIVATIVE.get(node.target)
+        for i, tensor in enumerate(written):
+            with graph.inserting_before(node):
+                args = [_one_of(graph, argument, i) for argument in node.args]
+                kwargs = {name: _one_of(graph, argument, i) for name, argument in node.kwargs.items()}
+                if target is not None:
+                    args = [a[0] if isinstance(a, list) else a for a in args]
+                new = graph.call_function(target or node.target, tuple(args), cast(Any, kwargs))
+            new.meta = dict(node.meta)
+            if target is not None:
+                new.meta["val"] = tensor.meta["val"]
+            reads = [n for n in new.all_input_nodes if n is not tensor]
+            if any(same_memory(groups, a, b) and share(a, b) for a in written[:i] for b in reads):
+                raise refused(
+                    f"forward reads a tensor in a call of {node.target} that the same call writes before, and the "
+                    "gradient of that in torch is not the gradient of what it computes",
+                    node,
+                    "Write to one after the other.",
+                )
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _one_of(graph: Graph, argument: Any, position: int) -> Any:
+    """What an argument of a `_foreach` operator is for one of its tensors."""
+    if isinstance(argument, (list, tuple)):
+        return [cast("list[Any]", argument)[position]]
+    if not isinstance(argument, Node) or argument.meta["val"].dim() == 0:
+        return argument
+    part = graph.call_function(_aten.slice.Tensor, (argument, 0, position, position + 1))
+    value = argument.meta["val"]
+    with value.fake_mode:
+        part.meta["val"] = value.detach()[position : position + 1]
+    return part
+
+
+def _copy_comparisons(program: ExportedProgram) -> bool:
+    """Write out comparisons in place of values with gradients as a copy, which has the same gradient: zeros."""
+    graph = program.graph
+    if not any(operator_name(n) in COMPARISONS for n in graph.nodes):
+        return False
+    groups = _groups(program)
+    calls = [
+        w
+        for w in groups.writes
+        if operator_name(w.node) in COMPARISONS and groups.had_gradient(w.group, w) and not w.has_gradient
+    ]
+    for write in calls:
+        node, operand = write.node, write.operand
+        compare = getattr(
+            getattr(_aten, operator_name(node)[:-1]), cast(OpOverload, node.target)._overloadname
+        )
+        with graph.inserting_before(node):
+            result = graph.call_function(compare, node.args, node.kwargs)
+            copy = graph.call_function(_aten.copy_.default, (operand, result))
+        value = operand.meta["val"]
+        with value.fake_mode:
+            compared = torch.empty_like(value, dtype=torch.bool)
+        result.meta = {**node.meta, "val": compared}
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _copy_through_alias(program: ExportedProgram) -> bool:
+    """Copy into a buffer through an alias where its new value is not in every way the value that is copied.
+
+    torch.export lets what reads the buffer read the source of the last copy instead, without the conversion to the
+    buffer's dtype, sizes and strides, and without the history that the buffer had.
+    """
+    graph = program.graph
+    if not graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        return False
+    groups = _groups(program)
+    names = state_requires_grad(program)
+    state = {storage_of(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if n.name in names}
+    writes = [w for w in groups.writes if w.node.target is _aten.copy_.default and w.group[0] in state]
+    calls = [w for w in writes if groups.had_gradient(w.group, w) or not _same_form(*w.node.args[:2])]
+    for write in calls:
+        with graph.inserting_before(write.node):
+            alias = graph.call_function(_aten.alias.default, (write.operand,))
+        alias.meta = dict(write.node.meta)
+        write.node.replace_input_with(write.operand, alias)
+    return bool(calls)
+
+
+def _same_form(a: Any, b: Any) -> bool:
+    values = [n.meta.get("val") if isinstance(n, Node) else None for n in (a, b)]
+    if not all(isinstance(v, Tensor) for v in values):
+        return False
+    forms = [(v.dtype, v.device, tuple(v.shape), v.stride()) for v in cast("list[Tensor]", values)]
+    return forms[0] == forms[1]

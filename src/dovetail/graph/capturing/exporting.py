@@ -137,6 +137,7 @@ def decompose(program: ExportedProgram) -> Exported:
             aliasing.rename_results(program)
         out_variants.keep_strides(program)
         random_draws.draw_into_fresh_memory(program)
+        copying.keep_histories(program)
         detached = autograd_aliases.separate(program)
         aliasing.rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
