@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 N      ?= 50000
-SPELLINGS ?= 9600
+SPELLINGS ?= 12800
 FILES  ?= 20000
 JOBS   ?= $(shell nproc 2>/dev/null || echo 1)
 
@@ -36,7 +36,7 @@ lint: $(READY)  ## format, rules and types
 docs: $(READY)  ## write the generated pages of docs again
 	$(BIN)/python docs/generate_kinds.py
 
-fuzz: $(READY)  ## outline and inline N=50000 random programs, match SPELLINGS=9600 of library rules, load FILES=20000 damaged files, in JOBS= processes
+fuzz: $(READY)  ## outline and inline N=50000 random programs, match SPELLINGS=12800 of library rules, load FILES=20000 damaged files, in JOBS= processes
 	$(BIN)/python -m tests.fuzz --n $(N) --spellings $(SPELLINGS) --files $(FILES) --jobs $(JOBS)
 
 bench-outline: $(READY)  ## outlining and inlining against copying the same graph; writes benchmarks/RESULTS.md

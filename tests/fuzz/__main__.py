@@ -1,4 +1,4 @@
-"""Look for a counterexample for as long as wanted: `python -m tests.fuzz --n 50000 --spellings 9600 --files 20000 --jobs 4`."""
+"""Look for a counterexample for as long as wanted: `python -m tests.fuzz --n 50000 --spellings 12800 --files 20000 --jobs 4`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _ran(stage: Stage, options: argparse.Namespace) -> Tally:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--n", type=int, default=50_000, help="how many programs")
-    parser.add_argument("--spellings", type=int, default=9_600, help="how many spellings of library rules")
+    parser.add_argument("--spellings", type=int, default=12_800, help="how many spellings of library rules")
     parser.add_argument("--files", type=int, default=20_000, help="how many files")
     parser.add_argument("--seed", default="0", help="the same seed gives the same programs and files")
     parser.add_argument(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from dovetail.errors import CaptureError
+
 from .files import hunt_file
 from .generate import FLAVOURS
 from .hunt import draw, hunt
@@ -87,6 +89,9 @@ def spellings(options: argparse.Namespace) -> Trial:
         family, seed = drawn[i % len(drawn)], f"{options.seed}/{i // len(drawn)}"
         try:
             coverage = check(family, seed)
+        except CaptureError:
+            counts["refused"] += 1
+            return None
         except Exception as error:
             failure = _Mismatch(family.rule, f"{type(error).__name__} at seed {seed!r}: {error}")
             if failure.signature in known:
