@@ -352,3 +352,23 @@ def test_a_tracer_sees_through_what_was_replaced() -> None:
     wanted = built(x)
     torch.testing.assert_close(torch.compile(built, backend="eager")(x), wanted)
     torch.testing.assert_close(dovetail.capture(built, (x,))(x), wanted)
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.total.add_(self.total)
+
+
+def test_a_look_at_what_is_replaced_leaves_buffers_of_earlier_replacements_alone() -> None:
+    model, x = nn.Sequential(nn.ReLU(), Doubling()), torch.randn(2, 3)
+    expected = copy.deepcopy(model)(x)
+    s = schedule(model, (x,))
+    new = copy.deepcopy(model[1])
+    s["1"].replace(new, check=False)
+    s.replace_all(torch.ops.aten.relu.default, lambda found: torch.relu, check=False)
+    assert torch.equal(new.total, torch.ones(3))
+    assert torch.equal(s.build()(x), expected)

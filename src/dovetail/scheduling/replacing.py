@@ -229,7 +229,8 @@ def probed(gm: GraphModule, region: Region, example: Example, owner: nn.Module) 
     """What a region is given and makes when the part is called as it was recorded."""
     probe = Probe(region.body)
     run = with_call(gm, region, probe, "probe")
-    with undisturbed(owner), torch.no_grad():
+    # The graph holds the buffers of modules that stand in place of the owner's.
+    with undisturbed(owner), undisturbed(run), torch.no_grad():
         example.copied().call(run)
     return probe
 
