@@ -154,3 +154,8 @@ def test_compile_does_not_check_if_told_so_or_if_nothing_is_compiled() -> None:
     assert dovetail.compile(model, (x,), backends="eager", check_capture=False).graphs
     with pytest.raises(dovetail.InvalidArgument, match="check_capture"):
         dovetail.compile(model, (x,), check_capture="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_check_capture_is_true_or_false() -> None:
+    with pytest.raises(dovetail.errors.InvalidArgument, match="check_capture 3; give True or False"):
+        dovetail.capture(nn.ReLU(), (torch.ones(2),), check_capture=3)  # type: ignore[arg-type]

@@ -224,7 +224,7 @@ def test_trust_is_of_what_it_names_alone(path: Path) -> None:
     for trust in (False, (), {"acme"}, {"aten::from_files"}, {"from_file"}, {"prims"}):
         with pytest.raises(InvalidFile, match="opens a file"):
             load(changed, trust=trust)
-    for wrong in ("aten", {1}, [None]):
+    for wrong in ("aten", {1}, [None], 3, None):
         with pytest.raises(InvalidArgument, match="trust"):
             load(path, trust=wrong)  # type: ignore[arg-type]
     # Python functions are never named by a file that is trusted.

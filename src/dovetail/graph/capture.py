@@ -57,6 +57,8 @@ def capture(
         if check_capture:
             raise InvalidArgument("check_capture compares with a model, and an ExportedProgram is none.")
         return _from_program(exporting.own(model))
+    if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
     if forked_while_tracing():
         raise CaptureError(
             "this process was forked while another thread captured a model, and torch's tracer is in the middle of that. "

@@ -11,7 +11,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.amp import autocast_mode
@@ -148,7 +148,8 @@ class Trust:
 
     def __init__(self, trust: bool | Collection[str]) -> None:
         listed: Any = () if isinstance(trust, bool) else trust
-        if isinstance(listed, str) or not all(isinstance(name, str) for name in listed):
+        is_listing = isinstance(listed, Collection) and not isinstance(listed, str)
+        if not is_listing or not all(isinstance(name, str) for name in cast("Collection[Any]", listed)):
             raise InvalidArgument(
                 f"trust={trust!r} is neither True nor a collection of operators ('acme::mix') or namespaces ('acme')."
             )

@@ -87,11 +87,12 @@ def reference_mismatch(unit: Unit, examples: Sequence[Any], seeds: Sequence[int]
                 operands = precise_operands(given)
                 body = _seeded(run, seed, *_fresh(operands, unit.effects.writes)[1])
             except Exception:
+                # Not every operator has double precision.
                 operands = given
                 try:
                     body = _seeded(region.body, seed, *_fresh(operands, unit.effects.writes)[1])
                 except Exception:
-                    continue
+                    continue  # operands that the body does not take say nothing of its kind
             named = {name: operands[i] for name, i in region.arguments.items()}
             try:
                 results = _as_tuple(_seeded(contract.reference, seed, **named, **region.attrs))
