@@ -29,7 +29,7 @@ _PIECE = 2**16
 """Bytes that are compared at once: about 15 µs, and what bounds the cost of a call for a small model."""
 
 _VERSION = operator.attrgetter("_version")
-_ADDRESS = operator.methodcaller("data_ptr")
+_ADDRESS = Tensor.data_ptr
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 _steps = [0]
