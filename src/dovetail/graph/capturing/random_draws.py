@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
 from dovetail.graph.capturing.autograd_aliases import differentiable_draws
+from dovetail.graph.weight_guard import is_dense
 
 _aten = torch.ops.aten
 _FILLS = frozenset(
@@ -41,6 +42,8 @@ _IN_PLACE: dict[Any, Any] = {
     _aten.random.to: _aten.random_.to,
 }
 _KEPT = ("stack_trace", "nn_module_stack", "custom")
+_IS_IN_PLACE = "dovetail.draws_in_place"
+"""The key in `node.meta["custom"]` of draws that `draw_in_place` restores; decomposition hands it on."""
 
 
 def draw_into_fresh_memory(program: ExportedProgram) -> None:
@@ -96,11 +99,9 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
         sizes = cast(Any, node.args[0])
         if target not in _OUT or list(sizes) != list(value.shape):
             raise _refused(node, f"forward draws random numbers by {target} into a view")
-        fresh = _empty(graph, node, value)
-        drawn = _call(graph, node, _OUT[target], (fresh,), _generator(node))
+        drawn = _draw(graph, node, _OUT[target], _empty(graph, node, operand), (), _generator(node))
     else:
-        fresh = _empty(graph, node, value)
-        drawn = _call(graph, node, target, (fresh, *node.args[1:]), node.kwargs)
+        drawn = _draw(graph, node, target, _empty(graph, node, operand), node.args[1:], node.kwargs)
     _copied(graph, node, operand, drawn)
 
 
@@ -119,11 +120,7 @@ def _drop(graph: Graph, node: Node, operand: Node, name: str) -> None:
         mask = _call(graph, node, _aten.new_empty.default, (operand, sizes), {})
     else:
         mask = _call(graph, node, _aten.empty_like.default, (operand,), {})
-    mask_value = cast(Tensor, mask.meta["val"])
-    fresh = mask if mask_value.is_contiguous() else _empty(graph, node, mask_value)
-    noise = _call(graph, node, _aten.bernoulli_.float, (fresh, 1 - p), {})
-    if fresh is not mask:
-        noise = _call(graph, node, _aten.copy_.default, (mask, noise), {})
+    noise = _draw(graph, node, _aten.bernoulli_.float, mask, (1 - p,), {})
     if "alpha" in name:
         alpha = 1.7580993408473766
         a = 1.0 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
@@ -145,12 +142,25 @@ def _generator(node: Node) -> dict[str, Any]:
     return {k: v for k, v in node.kwargs.items() if k == "generator"}
 
 
-def _empty(graph: Graph, node: Node, value: Tensor) -> Node:
+def _empty(graph: Graph, node: Node, operand: Node) -> Node:
+    """Memory to draw into, of the strides of `operand`."""
+    value = cast(Tensor, operand.meta["val"])
+    if is_dense(value):
+        # The strides of the call, which fake kernels are not always right about: batch norm's of a transpose.
+        return _call(graph, node, _aten.empty_like.default, (operand,), {})
     form = {"dtype": value.dtype, "device": value.device}
     args = ([int(n) for n in value.shape], [int(n) for n in value.stride()])
     with cast(Any, value).fake_mode:
         fake = torch.empty_strided(*args, dtype=value.dtype, device=value.device)
     return _call(graph, node, _aten.empty_strided.default, args, form, fake)
+
+
+def _draw(
+    graph: Graph, node: Node, target: OpOverload, fresh: Node, args: tuple[Any, ...], kwargs: Any
+) -> Node:
+    drawn = _call(graph, node, target, (fresh, *args), kwargs)
+    drawn.meta["custom"] = {**drawn.meta.get("custom", {}), _IS_IN_PLACE: True}
+    return drawn
 
 
 def _copied(graph: Graph, node: Node, operand: Node, drawn: Node) -> None:
@@ -183,16 +193,15 @@ def draw_in_place(graph: Graph) -> None:
 
     The functional operator would draw into a contiguous copy.
     """
-    for node in list(graph.nodes):
-        target = _IN_PLACE.get(node.target)
-        fresh = node.args[0] if node.args else None
-        if target is None or not isinstance(fresh, Node) or fresh.target is not _aten.empty_strided.default:
+    for node in graph.nodes:
+        if not node.meta.get("custom", {}).get(_IS_IN_PLACE):
             continue
-        value = fresh.meta.get("val")
-        if isinstance(value, Tensor) and not value.is_contiguous() and len(fresh.users) == 1:
-            node.target = target
+        node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != _IS_IN_PLACE}
+        fresh = node.args[0]
+        value = fresh.meta.get("val") if isinstance(fresh, Node) and len(fresh.users) == 1 else None
+        if node.target in _IN_PLACE and isinstance(value, Tensor) and not value.is_contiguous():
+            node.target = node.meta["original_aten"] = _IN_PLACE[node.target]
             node.meta["val"] = value
-            node.meta["original_aten"] = target
 
 
 def _refused(node: Node, what: str) -> CaptureError:
