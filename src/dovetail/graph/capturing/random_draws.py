@@ -46,16 +46,17 @@ _IS_IN_PLACE = "dovetail.draws_in_place"
 """The key in `node.meta["custom"]` of draws that `draw_in_place` restores; decomposition hands it on."""
 
 
-def draw_into_fresh_memory(program: ExportedProgram) -> None:
-    """Rewrite in-place draws that functionalisation would change; edits the program's graph."""
+def draw_into_fresh_memory(program: ExportedProgram) -> bool:
+    """Rewrite in-place draws that functionalisation would change; edits the program's graph. Whether there were any."""
     graph = program.graph
     draws = [n for n in graph.nodes if _is_draw(n)]
     if not draws:
-        return
+        return False
     differentiable = differentiable_draws(graph)
     for node in draws:
         _rewrite(graph, node, node in differentiable)
     program.graph_module.recompile()
+    return True
 
 
 def _is_draw(node: Node) -> bool:
