@@ -10,10 +10,13 @@ from itertools import pairwise
 from torch.fx import Node
 
 from dovetail.graph.index import Index
-from dovetail.outlining.record import State, call_of
+from dovetail.outlining.record import State, call_of, clone_of
 
 
-def ascending(ranks: Sequence[float]) -> bool:
+Priority = tuple[float, str]
+
+
+def ascending(ranks: Sequence[float] | Sequence[Priority]) -> bool:
     return all(a <= b for a, b in pairwise(ranks))
 
 
@@ -28,10 +31,15 @@ def read_ranks(index: Index, state: State) -> tuple[int, list[int]]:
     return state.epoch + 1, _fresh(index.nodes)
 
 
-def priority(node: Node, rank: float) -> float:
-    """What to list a node by: its rank, but a region's results come right after its call."""
+def priority(node: Node, rank: float) -> Priority:
+    """What to list a node by: its rank, but a region's results come right after its call.
+
+    A clone has the rank of its original, and comes after it or after the region that has it.
+    """
     source = node.args[0] if node.target is operator.getitem else None
-    return -1 if isinstance(source, Node) and call_of(source.meta) is not None else rank
+    if isinstance(source, Node) and call_of(source.meta) is not None:
+        return -1, ""
+    return rank, node.name if clone_of(node) else ""
 
 
 def _fresh(nodes: list[Node]) -> list[int]:
@@ -45,7 +53,7 @@ def _fresh(nodes: list[Node]) -> list[int]:
     return ranks
 
 
-def list_by_rank(before: Sequence[Iterable[int]], ranks: Sequence[float]) -> list[int]:
+def list_by_rank(before: Sequence[Iterable[int]], ranks: Sequence[Priority]) -> list[int]:
     """A topological order that takes, of what is ready, the lowest rank; what is on a cycle is missing from it."""
     waiting = [0] * len(ranks)
     after: list[list[int]] = [[] for _ in ranks]
