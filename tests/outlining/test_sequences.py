@@ -13,7 +13,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import dovetail
-from dovetail import Request
+from dovetail import Region, Request
+from dovetail.outlining.record import clone_of
 
 from .helpers import equal, run, same_meta
 
@@ -31,35 +32,45 @@ def small_graph(rng: random.Random) -> GraphModule:
     names = list(NAMES)
     rng.shuffle(names)
     root = torch.nn.Module()
-    root.constant = torch.ones(2, 3)
-    for i in range(rng.randint(3, 9)):
-        recent = values[-4:] if rng.random() < 0.7 else values
-        given = [rng.choice(recent), rng.choice(values)]
-        name = names[i] if rng.random() < 0.6 else None
+    root._tensor_constant0 = torch.ones(2, 3)
+    for name in names[: rng.randint(4, 10)]:
+        given = [rng.choice(values[-3:]), rng.choice(values)]
         form = rng.random()
         if form < 0.1:
-            values.append(graph.create_node("get_attr", "constant", name=name))
+            node = graph.create_node("get_attr", "_tensor_constant0", name=name)
         elif form < 0.5:
-            values.append(
-                graph.create_node("call_function", rng.choice((torch.sin, torch.neg)), (given[0],), name=name)
-            )
+            function = rng.choice((torch.sin, torch.neg))
+            node = graph.create_node("call_function", function, (given[0],), name=name)
         elif form < 0.6:
-            graph.create_node("call_function", torch.stack, (given, -1), name=name)
-        elif form < 0.7:
             parts = graph.create_node("call_function", torch.ops.aten.split.Tensor, (given[0], 1), name=name)
-            values.append(graph.call_function(torch.cat, ([graph.call_function(operator.getitem, (parts, 0))] * 2,)))
+            part = graph.call_function(operator.getitem, (parts, 0))
+            node = graph.call_function(torch.cat, ([part, part],))
         else:
-            values.append(
-                graph.create_node("call_function", torch.add, (given[0], given[1]), {"alpha": rng.choice((1, 2))}, name)
-            )
-    graph.output(tuple(rng.choice(values[2:]) for _ in range(rng.randint(1, 2))))
+            options = {"alpha": rng.choice((1, 2))}
+            node = graph.create_node("call_function", torch.add, tuple(given), options, name)
+        values.append(node)
+    graph.output(tuple(rng.choice(values[2:]) for _ in range(rng.randint(1, 3))))
     return GraphModule(root, graph)
 
 
+def cloned_into(region: Region) -> list[str]:
+    return [name for name, escape in region.escapes.items() if escape.policy == "duplicate"]
+
+
 def some(rng: random.Random, gm: GraphModule) -> Request:
-    nodes = [n.name for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    chosen = rng.sample(nodes, min(len(nodes), rng.choice((1, 1, 2, 3, 4, 6))))
-    return Request(chosen, kind=rng.choice(KINDS), escapes=rng.choice(ESCAPES))
+    """A few operations, most often around one that has clones, is one, or is read inside and outside."""
+    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    cloned = {name for region in dovetail.regions(gm, nested=True) for name in cloned_into(region)}
+    starts = [n for n in nodes if n.name in cloned or clone_of(n)] if rng.random() < 0.6 else []
+    starts = starts or [n for n in nodes if len(n.users) > 1]
+    if starts and rng.random() < 0.8:
+        chosen = [rng.choice(starts)]
+        for _ in range(rng.choice((0, 1, 1, 2, 3))):
+            near = {*chosen[-1].users, *chosen[-1].all_input_nodes, *chosen[0].users} & set(nodes)
+            chosen += rng.sample(sorted(near), min(len(near), 1))
+    else:
+        chosen = rng.sample(nodes, min(len(nodes), rng.choice((1, 1, 2, 3))))
+    return Request([n.name for n in chosen], kind=rng.choice(KINDS), escapes=rng.choice(ESCAPES))
 
 
 def outline_some(rng: random.Random, gm: GraphModule) -> GraphModule:
@@ -76,7 +87,9 @@ def outline_some(rng: random.Random, gm: GraphModule) -> GraphModule:
 
 
 def inline_some(rng: random.Random, gm: GraphModule) -> GraphModule:
-    region = rng.choice(dovetail.regions(gm, nested=True))
+    regions = dovetail.regions(gm, nested=True)
+    with_clones = [r for r in regions if cloned_into(r)] if rng.random() < 0.7 else []
+    region = rng.choice(with_clones or regions)
     if rng.random() < 0.2:
         return dovetail.inline(gm, kind=region.kind, depth=rng.choice((None, 1, 2)))
     return dovetail.inline(gm, region.name, depth=rng.choice((None, 1)))
@@ -88,7 +101,7 @@ def step(rng: random.Random, gm: GraphModule) -> GraphModule:
         return copy.deepcopy(gm)
     if form < 0.15:
         return pickle.loads(pickle.dumps(gm))
-    if form < 0.5 and dovetail.regions(gm):
+    if form < 0.4 and len(dovetail.regions(gm, nested=True)) > 1:
         return inline_some(rng, gm)
     try:
         return outline_some(rng, gm)
@@ -98,7 +111,7 @@ def step(rng: random.Random, gm: GraphModule) -> GraphModule:
 
 def follow(seed: Any, steps: int) -> None:
     rng = random.Random(f"sequence {seed}")
-    gm = first = small_graph(rng)
+    gm = first = dovetail.inline(small_graph(rng))  # torch would trace its own graph anew to pickle it
     text, values = dovetail.text(first), run(first, *INPUTS)
     for _ in range(steps):
         before = dovetail.text(gm)
