@@ -19,7 +19,20 @@ from dovetail.outlining.record import clone_of
 from .helpers import equal, run, same_meta
 
 # Names that regions and clones would get as well.
-NAMES = ("fused_0", "fused", "v", "v_1", "v_1_1", "v_2", "fused_1", "fused_0_1", "pair_0", "fused_2", "w", "w_1")
+NAMES = (
+    "fused_0",
+    "fused",
+    "v",
+    "v_1",
+    "v_1_1",
+    "v_2",
+    "fused_1",
+    "fused_0_1",
+    "pair_0",
+    "fused_2",
+    "w",
+    "w_1",
+)
 KINDS = ("fused", "pair", "v", "w")
 ESCAPES = ("duplicate", "duplicate", "duplicate", "output", "auto", "leave")
 INPUTS = (torch.linspace(-1, 1, 6).reshape(2, 3), torch.linspace(2, -2, 6).reshape(2, 3))

@@ -15,7 +15,7 @@ from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
 from dovetail.graph.index import Index
 from dovetail.graph.module import Body, Program, attribute, install, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, results
-from dovetail.outlining.order import Priority, ascending, list_by_rank, priority, read_ranks
+from dovetail.outlining.order import SPACING, ascending, list_by_rank, priority, ranks_from, read_ranks
 from dovetail.outlining.record import (
     Call,
     Member,
@@ -300,18 +300,19 @@ def _settle_names(sheet: _Sheet, hidden: Sequence[Member]) -> None:
     numbers: dict[str, int] = {}
 
     def free(stem: str) -> str:
-        number = numbers.get(stem, 1)
+        number = numbers.get(stem, 0) + 1
         while (name := f"{stem}_{number}") in taken:
             number += 1
-        numbers[stem] = number + 1
-        taken.add(name)
+        numbers[stem] = number
         return name
 
     for node, fact in facts.items():
         name, original = fact.name, fact.original
         if fact.clone and name in owned:
-            mark_clone(node, original if hidden else None)
             name = free(original)
+            beside = fact.rank - fact.rank % SPACING if clone_of(node) else fact.rank
+            fact = fact._replace(rank=beside + numbers[original])
+            mark_clone(node, original if hidden else None)
         elif original not in taken:  # another tool may have dropped the region that had it
             mark_clone(node, None)
             name = original
@@ -330,12 +331,8 @@ def _settle_names(sheet: _Sheet, hidden: Sequence[Member]) -> None:
 
 def _in_a_row(members: Sequence[Member], rank: int) -> list[Member]:
     """Facts with ranks counted on from the call's own: the graph was ranked anew since the region was made."""
-    counted: list[Member] = []
-    for member in members:
-        counted.append(member._replace(rank=rank))
-        inner = call_of(member.meta)
-        rank += inner.size + 1 if inner is not None else 1
-    return counted
+    counted = ranks_from(rank, (member.meta for member in members))
+    return [member._replace(rank=rank) for member, rank in zip(members, counted, strict=True)]
 
 
 def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
@@ -343,7 +340,7 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
     nodes: list[Node] = list(new.graph.nodes)
     ranks = [_rank(node, sheet) for node in nodes]
     if ascending(
-        [rank for node, rank in zip(nodes, ranks, strict=True) if rank[0] >= 0 or node.op == "placeholder"]
+        [rank for node, rank in zip(nodes, ranks, strict=True) if rank >= 0 or node.op == "placeholder"]
     ):
         return nodes
     index = Index(new)
@@ -373,10 +370,10 @@ def _as_first_listed(nodes: list[Node], sheet: _Sheet, first: int, second: int) 
     return (first, second) if ranks[0] <= ranks[1] else (second, first)
 
 
-def _rank(node: Node, sheet: _Sheet) -> Priority:
+def _rank(node: Node, sheet: _Sheet) -> float:
     if node in sheet.facts:
         return priority(node, sheet.facts[node].rank)
-    return (-1 if node.op == "placeholder" else float("inf")), ""
+    return -1 if node.op == "placeholder" else float("inf")
 
 
 def _takes_part(node: Node) -> bool:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch.fx import Node
 
 from dovetail.graph.index import Index
-from dovetail.outlining.record import State, call_of, clone_of
+from dovetail.outlining.record import State, call_of
+
+# How far apart two operations are ranked: clones of the first that stand beside it come in between.
+SPACING = 1 << 20
 
 
-Priority = tuple[float, str]
-
-
-def ascending(ranks: Sequence[float] | Sequence[Priority]) -> bool:
+def ascending(ranks: Sequence[float]) -> bool:
     return all(a <= b for a, b in pairwise(ranks))
 
 
@@ -31,29 +32,29 @@ def read_ranks(index: Index, state: State) -> tuple[int, list[int]]:
     return state.epoch + 1, _fresh(index.nodes)
 
 
-def priority(node: Node, rank: float) -> Priority:
-    """What to list a node by: its rank, but a region's results come right after its call.
-
-    A clone has the rank of its original, and comes after it or after the region that has it.
-    """
+def priority(node: Node, rank: float) -> float:
+    """What to list a node by: its rank, but a region's results come right after its call."""
     source = node.args[0] if node.target is operator.getitem else None
-    if isinstance(source, Node) and call_of(source.meta) is not None:
-        return -1, ""
-    return rank, node.name if clone_of(node) else ""
+    return -1 if isinstance(source, Node) and call_of(source.meta) is not None else rank
 
 
 def _fresh(nodes: list[Node]) -> list[int]:
     """Ranks by the listing, with room after each region's call for the operations it holds."""
+    return ranks_from(0, (node.meta for node in nodes))
+
+
+def ranks_from(first: int, metas: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Ranks for operations in a row, given by their meta."""
     ranks: list[int] = []
-    at = 0
-    for node in nodes:
+    at = first
+    for meta in metas:
         ranks.append(at)
-        call = call_of(node.meta)
-        at += call.size + 1 if call is not None else 1
+        call = call_of(meta)
+        at += SPACING * (call.size + 1 if call is not None else 1)
     return ranks
 
 
-def list_by_rank(before: Sequence[Iterable[int]], ranks: Sequence[Priority]) -> list[int]:
+def list_by_rank(before: Sequence[Iterable[int]], ranks: Sequence[float]) -> list[int]:
     """A topological order that takes, of what is ready, the lowest rank; what is on a cycle is missing from it."""
     waiting = [0] * len(ranks)
     after: list[list[int]] = [[] for _ in ranks]

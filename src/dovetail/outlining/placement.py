@@ -76,7 +76,7 @@ def _sort_window(
             needs += [j for i in draft.members for j in effects.get(i, ())]
         before[u] = {v for j in needs if (v := of(j)) is not None and v != u}
     unit_ranks = [
-        priority(index.nodes[k], ranks[k]) if k >= 0 else (min(ranks[i] for i in made[-1 - k].members), "")
+        priority(index.nodes[k], ranks[k]) if k >= 0 else min(ranks[i] for i in made[-1 - k].members)
         for k in units
     ]
     order = list_by_rank(before, unit_ranks)
