@@ -16,7 +16,7 @@ import dovetail
 from dovetail import Region, Request
 from dovetail.outlining.record import clone_of
 
-from .helpers import equal, run, same_meta
+from .helpers import drawn, equal, names, node, refused, run, same_meta
 
 # Names that regions and clones would get as well.
 NAMES = (
@@ -141,3 +141,94 @@ def follow(seed: Any, steps: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_inlining_undoes_any_sequence(seed: int) -> None:
     follow(seed, 8)
+
+
+def shared_value() -> GraphModule:
+    """A value that two operations read, one of them a result that a third one reads as well; named as regions are."""
+
+    def draw(graph: Graph) -> Node:
+        x0, x1 = graph.placeholder("x0"), graph.placeholder("x1")
+        other = graph.create_node("call_function", torch.cat, ([x0, x0, x0],), name="other")
+        value = graph.create_node("call_function", torch.cat, ([x0, x1, x1],), name="fused_0")
+        read = graph.create_node("call_function", torch.sin, (value,), name="read")
+        graph.create_node("call_function", torch.stack, ([read, other, value], -1), name="dead")
+        return read
+
+    return drawn(draw)
+
+
+@pytest.mark.parametrize("saved", [copy.copy, copy.deepcopy, lambda gm: pickle.loads(pickle.dumps(gm))])
+@pytest.mark.parametrize(
+    "again", [[], ["fused_0_1"], ["read_1"], ["read_1", "fused_0_1"], ["dead", "read_1"]]
+)
+def test_a_clone_of_a_clone_does_not_displace_the_original(again: list[str], saved: Any) -> None:
+    gm = shared_value()
+    new = dovetail.outline(gm, ["fused_0", "dead", "read", "other"], kind="fused", escapes="duplicate")
+    new = saved(dovetail.outline(new, ["fused_0"], kind="fused"))
+    new = saved(dovetail.inline(new, "fused_1"))
+    assert {"fused_0", "fused_0_1", "read", "read_1"} <= set(names(new))
+    for name in again:
+        before = new
+        new = saved(dovetail.outline(new, [name], kind="again", escapes="duplicate"))
+        made = f"again_{again.index(name)}"
+        assert dovetail.text(dovetail.inline(new, made)) == dovetail.text(before)
+    for region in dovetail.regions(new):
+        part = saved(dovetail.inline(new, region.name))
+        assert equal(run(part, *INPUTS), run(gm, *INPUTS))
+        assert dovetail.text(dovetail.inline(part)) == dovetail.text(gm)
+    assert same_meta(gm, dovetail.inline(new))
+
+
+def test_an_original_finds_its_name_though_a_clone_could_have_taken_it() -> None:
+    def draw(graph: Graph) -> Any:
+        value = graph.create_node("call_function", torch.sin, (graph.placeholder("x"),), name="v")
+        first = graph.create_node("call_function", torch.neg, (value,), name="v_1")
+        return value, first, graph.create_node("call_function", torch.cos, (value,), name="read")
+
+    gm = drawn(draw)
+    new = dovetail.outline(gm, ["v", "read"], kind="first", escapes="duplicate")
+    new = dovetail.outline(new, ["v", "v_1"], kind="second", escapes="output")
+    new = dovetail.inline(new, "first_0")
+    assert "v_2" in names(new)
+    assert dovetail.text(dovetail.inline(new, "second_0")) == dovetail.text(gm)
+
+
+def test_a_node_of_another_tool_with_the_name_of_a_hidden_one_stays() -> None:
+    gm = shared_value()
+    new = dovetail.outline(gm, ["fused_0", "read"], kind="fused", escapes="output")
+    call = node(new, "fused_1")
+    with new.graph.inserting_before(call):
+        added = new.graph.create_node("call_function", torch.neg, (node(new, "x0"),), name="fused_0")
+    new.recompile()
+    back = dovetail.inline(new)
+    dovetail.check(back)
+    assert len(set(names(back))) == len(names(back))
+    assert [n.target for n in back.graph.nodes].count(torch.neg) == 1
+    assert added.name not in {"x0", "x1"}
+
+
+def test_a_clone_is_the_operation_itself_once_its_original_is_dropped() -> None:
+    gm = shared_value()
+    new = dovetail.outline(gm, ["fused_0", "dead", "read", "other"], kind="fused", escapes="duplicate")
+    new = dovetail.inline(dovetail.outline(new, ["fused_0", "read"], kind="pair"), "fused_1")
+    returned = new.graph.output_node()
+    returned.args = (node(new, "read_1"),)
+    new.graph.erase_node(node(new, "read"))
+    new.graph.erase_node(node(new, "pair_0"))
+    new.recompile()
+    back = dovetail.inline(new)
+    assert dovetail.text(back) == dovetail.text(gm)
+    assert same_meta(gm, back)
+
+
+def test_regions_that_wait_for_each_other_through_clones_are_refused() -> None:
+    def draw(graph: Graph) -> Any:
+        x = graph.placeholder("x")
+        a = graph.create_node("call_function", torch.add, (x, x), name="a")
+        b = graph.create_node("call_function", torch.neg, (x,), name="b")
+        c = graph.create_node("call_function", torch.sin, (b,), name="c")
+        d = graph.create_node("call_function", torch.stack, ([c, x],), name="d")
+        return a, graph.create_node("call_function", torch.add, (c, a), name="e"), d
+
+    requests = [Request(["a", "c", "d"], kind="one", escapes="duplicate"), Request(["b", "e"], kind="two")]
+    refused(drawn(draw), dovetail.CyclicRegion, requests)

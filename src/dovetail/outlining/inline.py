@@ -268,7 +268,8 @@ class _Opener:
         args = map_arg(node.args, frame.env.__getitem__)
         kwargs = map_arg(node.kwargs, frame.env.__getitem__)
         target = member.target or node.target
-        key = (member.original, *[frame.env[n] for n in node.all_input_nodes])
+        reads = (frame.env[n] for n in node.all_input_nodes)
+        key = (member.original, *[n for n in reads if isinstance(n, Node)])
         known = sheet.known.get(key)
         if known is not None and _same(known, node.op, target, args, kwargs):
             fact = sheet.facts[known]
