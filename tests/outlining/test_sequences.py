@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,3 +233,23 @@ def test_regions_that_wait_for_each_other_through_clones_are_refused() -> None:
 
     requests = [Request(["a", "c", "d"], kind="one", escapes="duplicate"), Request(["b", "e"], kind="two")]
     refused(drawn(draw), dovetail.CyclicRegion, requests)
+
+
+def test_clones_keep_their_originals_through_files(tmp_path: Path) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.abs()
+        z = y.sin()
+        return y * 2, torch.stack([y, z]), z + 1
+
+    def saved(gm: GraphModule) -> GraphModule:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.pt2"
+        dovetail.save(gm, path)
+        return dovetail.load(path)
+
+    gm = dovetail.capture(model, (torch.randn(2, 3),))
+    new = saved(dovetail.outline(gm, ["abs_1", "sin", "stack"], kind="first", escapes="duplicate"))
+    new = saved(dovetail.inline(dovetail.outline(new, ["abs_1"], kind="second"), "first_0"))
+    assert {"abs_1_1", "sin_1"} <= set(names(new))
+    new = saved(dovetail.outline(new, ["abs_1_1"], kind="third"))
+    for name in ("second_0", "third_0"):
+        assert dovetail.text(dovetail.inline(saved(dovetail.inline(new, name)))) == dovetail.text(gm)
