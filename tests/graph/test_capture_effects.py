@@ -346,16 +346,36 @@ def test_an_expanded_input_that_is_written_is_refused() -> None:
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda m, x: x + torch.rand(6, 8, generator=m.generator),
         lambda m, x: x + torch.rand(6, 8, generator=torch.default_generator),
         lambda m, x: m.linear(x).requires_grad_() * 2,
         lambda m, x: torch.autograd.grad((y := x.detach().requires_grad_()).square().sum(), y)[0],
         lambda m, x: (x * 2).t_() + 1,
     ],
-    ids=["attribute", "default", "flag set already", "gradient inside", "own tensor"],
+    ids=["default", "flag set already", "gradient inside", "own tensor"],
 )
 def test_what_a_graph_can_hold_is_not_refused(forward: Forward) -> None:
     assert_alike(forward, plain())
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: x + torch.rand(6, 8, generator=m.generator),
+        lambda m, x: x + torch.empty(6, 8).normal_(generator=m.generator),
+        lambda m, x: torch.bernoulli(x.sigmoid(), generator=m.generator),
+    ],
+    ids=["rand", "normal_", "bernoulli"],
+)
+def test_a_generator_of_the_model_is_drawn_from_or_refused(forward: Forward) -> None:
+    if hasattr(torch._C, "_set_generator_metaclass"):
+        assert_alike(forward, plain())
+        return
+    model = model_of(forward)
+    state = model.generator.get_state()
+    with pytest.raises(dovetail.CaptureError, match="cannot lift into a graph") as raised:
+        dovetail.capture(model, (plain(),))
+    assert f"\n  at {__file__}" in str(raised.value)
+    assert torch.equal(model.generator.get_state(), state)
 
 
 def test_python_numbers_in_eval_mode_are_left_alone() -> None:

@@ -37,6 +37,8 @@ _METADATA_METHODS = frozenset(
 _METADATA_SETTERS = frozenset({"data", "grad"})
 # A state that no seed in a model gives: a generator that leaves it while forward runs was seeded there.
 _SENTINEL_SEED = 0x5DEECE66D_1CE4E5B9 & (2**63 - 1)
+# Where torch registers generators as opaque objects, its tracer can lift them into a graph; 2.11 does not.
+_GENERATORS_ARE_OPAQUE = hasattr(torch._C, "_set_generator_metaclass")
 
 
 class TensorEffects(TorchFunctionMode):
@@ -129,6 +131,8 @@ class TensorEffects(TorchFunctionMode):
                         self._note_stranger()
                 elif isinstance(part, torch.Generator):
                     self._check_generator(part)
+        if not _GENERATORS_ARE_OPAQUE and kwargs.get("generator") is torch.default_generator:
+            kwargs = {**kwargs, "generator": None}
         self._check_call(func, args, kwargs)
         result = func(*args, **kwargs)
         if kwargs.get("requires_grad") is True and isinstance(result, Tensor):
@@ -158,6 +162,12 @@ class TensorEffects(TorchFunctionMode):
             )
         elif not torch.equal(generator.get_state(), known[2]):
             self._note_seeding(blame.of_caller())
+        elif not _GENERATORS_ARE_OPAQUE and generator is not torch.default_generator:
+            self.note(
+                f"forward draws from a torch.Generator, which torch {torch.__version__} cannot lift into a graph",
+                blame.of_caller(),
+                "Draw from the default generator, draw the numbers outside and pass them in, or use torch 2.13.",
+            )
 
     def _check_call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         name = getattr(func, "__name__", "")
