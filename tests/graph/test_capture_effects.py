@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -304,6 +305,16 @@ def _fills_expanded(m: Any, x: Tensor) -> Any:
     return x * 2
 
 
+def _seeds_default(m: Any, x: Tensor) -> Any:
+    torch.default_generator.manual_seed(0)
+    return x + torch.rand(6, 8)
+
+
+def _sets_default_state(m: Any, x: Tensor) -> Any:
+    torch.default_generator.set_state(m.generator.get_state())
+    return x + torch.rand(6, 8)
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
@@ -321,6 +332,8 @@ def _fills_expanded(m: Any, x: Tensor) -> Any:
         (_own_generator, "not an attribute of the model"),
         (_seeds_generator, "seeds a random generator"),
         (_seeds, "seeds a random generator"),
+        (_seeds_default, "seeds a random generator"),
+        (_sets_default_state, "seeds a random generator"),
         (_forks, "seeds a random generator"),
         (_python_random, "Python's or NumPy's random"),
         (_random_range, r"random_\(from, to\)"),
@@ -336,6 +349,49 @@ def test_what_no_graph_can_hold_is_refused_with_the_line(forward: Forward, reaso
     assert f"\n  at {__file__}" in str(raised.value)
     assert torch.equal(torch.get_rng_state(), stream)
     assert torch.equal(model.generator.get_state(), state)
+
+
+@pytest.fixture
+def drawing() -> Iterator[list[Tensor]]:
+    """Another thread that is alive; it draws what a test asks for."""
+    wake, drawn = threading.Event(), list[Tensor]()
+    thread = threading.Thread(target=lambda: wake.wait() and drawn.append(torch.rand(5)))
+    thread.start()
+    _DRAWING.append((wake, thread))
+    yield drawn
+    wake.set()
+    thread.join()
+    _DRAWING.clear()
+
+
+_DRAWING: list[tuple[threading.Event, threading.Thread]] = []
+
+
+@pytest.mark.usefixtures("drawing")
+@pytest.mark.parametrize("seed", [0, 3, 2**64 - 1])
+@pytest.mark.parametrize("forward", [_seeds, _seeds_default, _sets_default_state, _forks])
+def test_seeding_is_refused_while_other_threads_run(forward: Forward, seed: int) -> None:
+    model = model_of(forward)
+    stream = torch.manual_seed(seed).get_state()
+    with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
+        dovetail.capture(model, (plain(),))
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_another_thread_draws_its_own_numbers_during_capture(drawing: list[Tensor]) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        wake, thread = _DRAWING[0]
+        wake.set()
+        thread.join()
+        return x + torch.rand(6, 8)
+
+    torch.manual_seed(7)
+    want = torch.rand(5)
+    model = model_of(forward)
+    torch.manual_seed(7)
+    assert dovetail.capture(model, (plain(),)) is not None
+    assert torch.equal(drawing[0], want)
+    assert torch.initial_seed() == 7
 
 
 def test_an_expanded_input_that_is_written_is_refused() -> None:

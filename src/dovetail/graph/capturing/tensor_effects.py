@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 import threading
@@ -46,7 +47,7 @@ class TensorEffects(TorchFunctionMode):
 
     `begin` and `end` are called when forward starts and returns. Generators are given a state of their own in between,
     so that seeding one is seen whatever the seed; `restore` puts every stream back. Where there are other threads, which
-    may draw from the default generator meanwhile, that one is left alone and only another seed is seen.
+    may draw from the default generator meanwhile, only its initial seed is another one and its stream goes on.
     """
 
     def __init__(self, note: Note) -> None:
@@ -55,9 +56,10 @@ class TensorEffects(TorchFunctionMode):
         self.data_line: blame.Line | None = None
         self._visible: dict[int, str] = {}
         self._leaves: dict[int, tuple[Tensor, blame.Line | None]] = {}
-        self._generators: list[tuple[torch.Generator, Tensor, Tensor]] = []
+        # Each with its own state and the one it was given: none where other threads may draw from it.
+        self._generators: list[tuple[torch.Generator, Tensor, Tensor | None]] = []
+        self._shared_seed = 0
         self._is_running = False
-        self._default_seed = 0
         self._host_state: Any = None
         self._forward_line: blame.Line | None = None
 
@@ -65,22 +67,22 @@ class TensorEffects(TorchFunctionMode):
         self._visible = {id(x): "an input" for x in inputs if isinstance(x, Tensor)}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
-        default = torch.default_generator
-        self._default_seed = default.initial_seed()
-        is_alone = threading.active_count() == 1
         self._is_running = True
-        for generator in [*([default] if is_alone else []), *generators_of(model)]:
+        for number, generator in enumerate([torch.default_generator, *generators_of(model)]):
             state = generator.get_state()
-            generator.manual_seed(_SENTINEL_SEED)
+            if generator is torch.default_generator and threading.active_count() > 1:
+                self._shared_seed = generator.initial_seed()
+                _set_initial_seed(generator, _SENTINEL_SEED)
+                self._generators.append((generator, state, None))
+                continue
+            generator.manual_seed(_SENTINEL_SEED - number)
             self._generators.append((generator, state, generator.get_state()))
         self._host_state = _host_random_state() if model.training else None
         code = getattr(type(model).forward, "__code__", None)
         self._forward_line = code and blame.Line(code.co_filename, code.co_firstlineno, "forward")
 
     def end(self, results: Any) -> None:
-        is_alone = any(generator is torch.default_generator for generator, _, _ in self._generators)
-        reseeded = not is_alone and torch.default_generator.initial_seed() != self._default_seed
-        if reseeded or any(not torch.equal(g.get_state(), started) for g, _, started in self._generators):
+        if any(_is_reseeded(generator, started) for generator, _, started in self._generators):
             self._note_seeding(self._forward_line)
         if self._host_state is not None and self._host_state != _host_random_state():
             self.note(
@@ -106,8 +108,11 @@ class TensorEffects(TorchFunctionMode):
 
     def restore(self) -> None:
         """Put back the state of every generator."""
-        for generator, state, _ in self._generators:
-            generator.set_state(state)
+        for generator, state, started in self._generators:
+            if started is None and not _is_reseeded(generator, started):
+                _set_initial_seed(generator, self._shared_seed)
+            else:
+                generator.set_state(state)
         self._generators.clear()
         self._is_running = False
 
@@ -149,9 +154,7 @@ class TensorEffects(TorchFunctionMode):
 
     def _check_generator(self, generator: torch.Generator) -> None:
         known = next((g for g in self._generators if g[0] is generator), None)
-        if generator in torch.cuda.default_generators or (
-            known is None and generator is torch.default_generator
-        ):
+        if generator in torch.cuda.default_generators:
             return
         if known is None:
             self.note(
@@ -160,7 +163,7 @@ class TensorEffects(TorchFunctionMode):
                 blame.of_caller(),
                 "Make the generator in __init__ and keep it on the module, or draw the numbers outside and pass them in.",
             )
-        elif not torch.equal(generator.get_state(), known[2]):
+        elif _is_reseeded(generator, known[2]):
             self._note_seeding(blame.of_caller())
         elif not _GENERATORS_ARE_OPAQUE and generator is not torch.default_generator:
             self.note(
@@ -220,6 +223,19 @@ class TensorEffects(TorchFunctionMode):
             )
         elif value:
             self._leaves[id(tensor)] = (tensor, blame.of_caller())
+
+
+def _set_initial_seed(generator: torch.Generator, seed: int) -> None:
+    """Set what `initial_seed` of a CPU generator answers, the first eight bytes of its state, not what it draws."""
+    state = generator.get_state()
+    ctypes.c_uint64.from_address(state.data_ptr()).value = seed
+    generator.set_state(state)
+
+
+def _is_reseeded(generator: torch.Generator, started: Tensor | None) -> bool:
+    if started is None:
+        return generator.initial_seed() != _SENTINEL_SEED
+    return not torch.equal(generator.get_state(), started)
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
