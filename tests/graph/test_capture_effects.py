@@ -315,6 +315,20 @@ def _sets_default_state(m: Any, x: Tensor) -> Any:
     return x + torch.rand(6, 8)
 
 
+def _goes_back(m: Any, x: Tensor) -> Any:
+    state = torch.default_generator.get_state()
+    y = x + torch.rand(6, 8)
+    torch.default_generator.set_state(state)
+    return y + torch.rand(6, 8)
+
+
+def _goes_back_at_the_end(m: Any, x: Tensor) -> Any:
+    state = m.generator.get_state()
+    y = F.dropout(x, 0.4, True) + torch.rand(6, 8)
+    m.generator.set_state(state)
+    return y
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
@@ -334,6 +348,8 @@ def _sets_default_state(m: Any, x: Tensor) -> Any:
         (_seeds, "seeds a random generator"),
         (_seeds_default, "seeds a random generator"),
         (_sets_default_state, "seeds a random generator"),
+        (_goes_back, "seeds a random generator"),
+        (_goes_back_at_the_end, "seeds a random generator"),
         (_forks, "seeds a random generator"),
         (_python_random, "Python's or NumPy's random"),
         (_random_range, r"random_\(from, to\)"),
@@ -369,7 +385,7 @@ _DRAWING: list[tuple[threading.Event, threading.Thread]] = []
 
 @pytest.mark.usefixtures("drawing")
 @pytest.mark.parametrize("seed", [0, 3, 2**64 - 1])
-@pytest.mark.parametrize("forward", [_seeds, _seeds_default, _sets_default_state, _forks])
+@pytest.mark.parametrize("forward", [_seeds, _seeds_default, _sets_default_state, _forks, _goes_back])
 def test_seeding_is_refused_while_other_threads_run(forward: Forward, seed: int) -> None:
     model = model_of(forward)
     stream = torch.manual_seed(seed).get_state()

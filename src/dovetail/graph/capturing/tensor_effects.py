@@ -36,7 +36,7 @@ _METADATA_METHODS = frozenset(
     ]
 )
 _METADATA_SETTERS = frozenset({"data", "grad"})
-# A state that no seed in a model gives: a generator that leaves it while forward runs was seeded there.
+# The first of the seeds that no model gives: a generator that has another one was seeded, or set to an older state.
 _SENTINEL_SEED = 0x5DEECE66D_1CE4E5B9 & (2**63 - 1)
 # Where torch registers generators as opaque objects, its tracer can lift them into a graph; 2.11 does not.
 _GENERATORS_ARE_OPAQUE = hasattr(torch._C, "_set_generator_metaclass")
@@ -45,9 +45,9 @@ _GENERATORS_ARE_OPAQUE = hasattr(torch._C, "_set_generator_metaclass")
 class TensorEffects(TorchFunctionMode):
     """Notices uses of tensors and generators that a graph of the model cannot repeat.
 
-    `begin` and `end` are called when forward starts and returns. Generators are given a state of their own in between,
-    so that seeding one is seen whatever the seed; `restore` puts every stream back. Where there are other threads, which
-    may draw from the default generator meanwhile, only its initial seed is another one and its stream goes on.
+    `begin` and `end` are called when forward starts and returns. In between every generator gets another seed at each
+    call, so that seeding one and going back to an earlier state are seen; `restore` puts every stream back. Where there
+    are other threads, which may draw from the default generator meanwhile, its stream goes on under that seed.
     """
 
     def __init__(self, note: Note) -> None:
@@ -56,9 +56,9 @@ class TensorEffects(TorchFunctionMode):
         self.data_line: blame.Line | None = None
         self._visible: dict[int, str] = {}
         self._leaves: dict[int, tuple[Tensor, blame.Line | None]] = {}
-        # Each with its own state and the one it was given: none where other threads may draw from it.
-        self._generators: list[tuple[torch.Generator, Tensor, Tensor | None]] = []
-        self._shared_seed = 0
+        # Each with its state; that of a generator from which other threads may draw is its initial seed only.
+        self._generators: list[tuple[torch.Generator, Tensor | int]] = []
+        self._last_seed = _SENTINEL_SEED
         self._is_running = False
         self._host_state: Any = None
         self._forward_line: blame.Line | None = None
@@ -68,21 +68,18 @@ class TensorEffects(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
         self._is_running = True
-        for number, generator in enumerate([torch.default_generator, *generators_of(model)]):
-            state = generator.get_state()
-            if generator is torch.default_generator and threading.active_count() > 1:
-                self._shared_seed = generator.initial_seed()
-                _set_initial_seed(generator, _SENTINEL_SEED)
-                self._generators.append((generator, state, None))
-                continue
-            generator.manual_seed(_SENTINEL_SEED - number)
-            self._generators.append((generator, state, generator.get_state()))
+        for generator in [torch.default_generator, *generators_of(model)]:
+            is_shared = generator is torch.default_generator and threading.active_count() > 1
+            self._generators.append(
+                (generator, generator.initial_seed() if is_shared else generator.get_state())
+            )
+        self._advance()
         self._host_state = _host_random_state() if model.training else None
         code = getattr(type(model).forward, "__code__", None)
         self._forward_line = code and blame.Line(code.co_filename, code.co_firstlineno, "forward")
 
     def end(self, results: Any) -> None:
-        if any(_is_reseeded(generator, started) for generator, _, started in self._generators):
+        if self._is_reseeded():
             self._note_seeding(self._forward_line)
         if self._host_state is not None and self._host_state != _host_random_state():
             self.note(
@@ -108,13 +105,26 @@ class TensorEffects(TorchFunctionMode):
 
     def restore(self) -> None:
         """Put back the state of every generator."""
-        for generator, state, started in self._generators:
-            if started is None and not _is_reseeded(generator, started):
-                _set_initial_seed(generator, self._shared_seed)
+        for generator, state in self._generators:
+            if isinstance(state, int):
+                _set_initial_seed(generator, state)
             else:
                 generator.set_state(state)
         self._generators.clear()
         self._is_running = False
+
+    def _advance(self) -> None:
+        """Give every generator another seed, so that a state from before is not taken for the present one."""
+        self._last_seed -= len(self._generators)
+        for number, (generator, state) in enumerate(self._generators):
+            if isinstance(state, int):
+                _set_initial_seed(generator, self._last_seed + number)
+            else:
+                generator.manual_seed(self._last_seed + number)
+
+    def _is_reseeded(self) -> bool:
+        seeds = [generator.initial_seed() for generator, _ in self._generators]
+        return seeds != list(range(self._last_seed, self._last_seed + len(seeds)))
 
     def note_reseeding(self) -> None:
         self._note_seeding(blame.of_caller())
@@ -128,6 +138,9 @@ class TensorEffects(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_reseeded():
+            self._note_seeding(blame.of_caller())
+        self._advance()
         for argument in (*args, *kwargs.values()):
             parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)
             for part in parts:
@@ -153,18 +166,15 @@ class TensorEffects(TorchFunctionMode):
         )
 
     def _check_generator(self, generator: torch.Generator) -> None:
-        known = next((g for g in self._generators if g[0] is generator), None)
         if generator in torch.cuda.default_generators:
             return
-        if known is None:
+        if not any(generator is known for known, _ in self._generators):
             self.note(
                 "forward draws from a torch.Generator that is not an attribute of the model, which a graph would go on "
                 "drawing from instead of making it anew",
                 blame.of_caller(),
                 "Make the generator in __init__ and keep it on the module, or draw the numbers outside and pass them in.",
             )
-        elif _is_reseeded(generator, known[2]):
-            self._note_seeding(blame.of_caller())
         elif not _GENERATORS_ARE_OPAQUE and generator is not torch.default_generator:
             self.note(
                 f"forward draws from a torch.Generator, which torch {torch.__version__} cannot lift into a graph",
@@ -230,12 +240,6 @@ def _set_initial_seed(generator: torch.Generator, seed: int) -> None:
     state = generator.get_state()
     ctypes.c_uint64.from_address(state.data_ptr()).value = seed
     generator.set_state(state)
-
-
-def _is_reseeded(generator: torch.Generator, started: Tensor | None) -> bool:
-    if started is None:
-        return generator.initial_seed() != _SENTINEL_SEED
-    return not torch.equal(generator.get_state(), started)
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
