@@ -9,6 +9,7 @@ strides and then copied.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,18 @@ _IN_PLACE: dict[Any, Any] = {
     _aten.random.default: _aten.random_.default,
     _aten.random.to: _aten.random_.to,
 }
+# Their kernels give other strides to permuted operands than their fake kernels say.
+_UNPREDICTED_STRIDES = frozenset(
+    [
+        "batch_norm",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "log_sigmoid",
+        "log_sigmoid_forward",
+        "rrelu",
+        "roll",
+    ]
+)
 _KEPT = ("stack_trace", "nn_module_stack", "custom")
 
 
@@ -49,9 +62,9 @@ def draw_into_fresh_memory(program: ExportedProgram) -> None:
     draws = [n for n in graph.nodes if _is_draw(n)]
     if not draws:
         return
-    differentiable = differentiable_draws(graph)
+    differentiable, unpredicted = differentiable_draws(graph), _unpredicted(graph)
     for node in draws:
-        _rewrite(graph, node, node in differentiable)
+        _rewrite(graph, node, node in differentiable, unpredicted)
     program.graph_module.recompile()
 
 
@@ -68,7 +81,27 @@ def _name(target: OpOverload) -> str:
     return target._schema.name.removeprefix("aten::")
 
 
-def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
+def _unpredicted(graph: Graph) -> set[Node]:
+    """Nodes whose strides in a call may not be those of their fake values."""
+    nodes: set[Node] = set()
+    for node in graph.nodes:
+        name = _name(node.target) if isinstance(node.target, OpOverload) else ""
+        operands = node.all_input_nodes
+        is_source = name in _UNPREDICTED_STRIDES and not _is_plain(operands[0].meta.get("val"), name)
+        # What is made by new_empty and its like is contiguous, whatever it is made like.
+        if is_source or (not name.startswith("new_") and any(operand in nodes for operand in operands)):
+            nodes.add(node)
+    return nodes
+
+
+def _is_plain(value: Any, name: str) -> bool:
+    if not isinstance(value, Tensor) or value.is_contiguous():
+        return True
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    return "batch_norm" in name and form is not None and value.is_contiguous(memory_format=form)
+
+
+def _rewrite(graph: Graph, node: Node, differentiable: bool, unpredicted: set[Node]) -> None:
     target = cast(OpOverload, node.target)
     name = _name(target)
     operand = cast(Node, node.kwargs["out"] if "out" in node.kwargs else node.args[0])
@@ -83,6 +116,12 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
             operand,
             _call(graph, node, _aten.rrelu.default, (operand, *node.args[1:]), node.kwargs),
         )
+        return
+    if operand in unpredicted and not name.startswith("feature"):
+        if name not in _DROPOUTS or value.device.type != "cpu":
+            what = "forward draws random numbers into memory whose strides only a call can tell"
+            raise _refused(node, f"{what}, after batch_norm, logsigmoid, rrelu or roll of a permuted value")
+        _drop(graph, node, operand, name, predicted=False)
         return
     is_contiguous = value.is_contiguous()
     if is_contiguous and (name in _DROPOUTS or not differentiable or "out" in node.kwargs):
@@ -104,8 +143,11 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
     _copied(graph, node, operand, drawn)
 
 
-def _drop(graph: Graph, node: Node, operand: Node, name: str) -> None:
-    """Write out in-place dropout as ATen defines it, so that its mask is drawn in the order of the mask's memory."""
+def _drop(graph: Graph, node: Node, operand: Node, name: str, *, predicted: bool = True) -> None:
+    """Write out in-place dropout as ATen defines it, so that its mask is drawn in the order of the mask's memory.
+
+    Where the strides of that are not `predicted`, the mask is the one of native_dropout, which has those of the operand.
+    """
     p, train = cast("tuple[float, bool]", node.args[1:3])
     value = cast(Tensor, operand.meta["val"])
     if p == 0 or not train or value.numel() == 0:
@@ -114,16 +156,7 @@ def _drop(graph: Graph, node: Node, operand: Node, name: str) -> None:
         return
     if p == 1:
         return
-    if name.startswith("feature"):
-        sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
-        mask = _call(graph, node, _aten.new_empty.default, (operand, sizes), {})
-    else:
-        mask = _call(graph, node, _aten.empty_like.default, (operand,), {})
-    mask_value = cast(Tensor, mask.meta["val"])
-    fresh = mask if mask_value.is_contiguous() else _empty(graph, node, mask_value)
-    noise = _call(graph, node, _aten.bernoulli_.float, (fresh, 1 - p), {})
-    if fresh is not mask:
-        noise = _call(graph, node, _aten.copy_.default, (mask, noise), {})
+    noise = _mask(graph, node, operand, name, 1 - p) if predicted else _native_mask(graph, node, operand, p)
     if "alpha" in name:
         alpha = 1.7580993408473766
         a = 1.0 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
@@ -139,6 +172,29 @@ def _drop(graph: Graph, node: Node, operand: Node, name: str) -> None:
         result = _call(graph, node, _aten.add_.Tensor, (result, shift), {}, operand.meta["val"])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _mask(graph: Graph, node: Node, operand: Node, name: str, keep: float) -> Node:
+    value = cast(Tensor, operand.meta["val"])
+    if name.startswith("feature"):
+        sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
+        mask = _call(graph, node, _aten.new_empty.default, (operand, sizes), {})
+    else:
+        mask = _call(graph, node, _aten.empty_like.default, (operand,), {})
+    mask_value = cast(Tensor, mask.meta["val"])
+    fresh = mask if mask_value.is_contiguous() else _empty(graph, node, mask_value)
+    noise = _call(graph, node, _aten.bernoulli_.float, (fresh, keep), {})
+    if fresh is not mask:
+        return _call(graph, node, _aten.copy_.default, (mask, noise), {})
+    return noise
+
+
+def _native_mask(graph: Graph, node: Node, operand: Node, p: float) -> Node:
+    pair = _call(graph, node, _aten.native_dropout.default, (operand, p, True), {})
+    with graph.inserting_before(node):
+        mask = graph.call_function(operator.getitem, (pair, 1))
+    mask.meta = {**pair.meta, "val": pair.meta["val"][1]}
+    return _call(graph, node, _aten.to.dtype, (mask, operand.meta["val"].dtype), {})
 
 
 def _generator(node: Node) -> dict[str, Any]:
