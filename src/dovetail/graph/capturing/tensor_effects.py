@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import threading
@@ -47,7 +46,8 @@ class TensorEffects(TorchFunctionMode):
 
     `begin` and `end` are called when forward starts and returns. In between every generator gets another seed at each
     call, so that seeding one and going back to an earlier state are seen; `restore` puts every stream back. Where there
-    are other threads, which may draw from the default generator meanwhile, its stream goes on under that seed.
+    are other threads, which may draw from the default generator meanwhile, that one is left alone and only another seed
+    is seen.
     """
 
     def __init__(self, note: Note) -> None:
@@ -56,8 +56,8 @@ class TensorEffects(TorchFunctionMode):
         self.data_line: blame.Line | None = None
         self._visible: dict[int, str] = {}
         self._leaves: dict[int, tuple[Tensor, blame.Line | None]] = {}
-        # Each with its state; that of a generator from which other threads may draw is its initial seed only.
-        self._generators: list[tuple[torch.Generator, Tensor | int]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._default_seed = 0
         self._last_seed = _SENTINEL_SEED
         self._is_running = False
         self._host_state: Any = None
@@ -68,18 +68,19 @@ class TensorEffects(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
         self._is_running = True
-        for generator in [torch.default_generator, *generators_of(model)]:
-            is_shared = generator is torch.default_generator and threading.active_count() > 1
-            self._generators.append(
-                (generator, generator.initial_seed() if is_shared else generator.get_state())
-            )
+        default = torch.default_generator
+        self._default_seed = default.initial_seed()
+        for generator in [*([default] if _is_alone() else []), *generators_of(model)]:
+            self._generators.append((generator, generator.get_state()))
         self._advance()
         self._host_state = _host_random_state() if model.training else None
         code = getattr(type(model).forward, "__code__", None)
         self._forward_line = code and blame.Line(code.co_filename, code.co_firstlineno, "forward")
 
     def end(self, results: Any) -> None:
-        if self._is_reseeded():
+        is_left_alone = not self._is_watched(torch.default_generator)
+        reseeded = is_left_alone and torch.default_generator.initial_seed() != self._default_seed
+        if reseeded or self._is_reseeded():
             self._note_seeding(self._forward_line)
         if self._host_state is not None and self._host_state != _host_random_state():
             self.note(
@@ -106,21 +107,18 @@ class TensorEffects(TorchFunctionMode):
     def restore(self) -> None:
         """Put back the state of every generator."""
         for generator, state in self._generators:
-            if isinstance(state, int):
-                _set_initial_seed(generator, state)
-            else:
-                generator.set_state(state)
+            generator.set_state(state)
         self._generators.clear()
         self._is_running = False
 
     def _advance(self) -> None:
         """Give every generator another seed, so that a state from before is not taken for the present one."""
         self._last_seed -= len(self._generators)
-        for number, (generator, state) in enumerate(self._generators):
-            if isinstance(state, int):
-                _set_initial_seed(generator, self._last_seed + number)
-            else:
-                generator.manual_seed(self._last_seed + number)
+        for number, (generator, _) in enumerate(self._generators):
+            generator.manual_seed(self._last_seed + number)
+
+    def _is_watched(self, generator: torch.Generator) -> bool:
+        return any(generator is known for known, _ in self._generators)
 
     def _is_reseeded(self) -> bool:
         seeds = [generator.initial_seed() for generator, _ in self._generators]
@@ -168,7 +166,7 @@ class TensorEffects(TorchFunctionMode):
     def _check_generator(self, generator: torch.Generator) -> None:
         if generator in torch.cuda.default_generators:
             return
-        if not any(generator is known for known, _ in self._generators):
+        if not self._is_watched(generator) and generator is not torch.default_generator:
             self.note(
                 "forward draws from a torch.Generator that is not an attribute of the model, which a graph would go on "
                 "drawing from instead of making it anew",
@@ -235,11 +233,10 @@ class TensorEffects(TorchFunctionMode):
             self._leaves[id(tensor)] = (tensor, blame.of_caller())
 
 
-def _set_initial_seed(generator: torch.Generator, seed: int) -> None:
-    """Set what `initial_seed` of a CPU generator answers, the first eight bytes of its state, not what it draws."""
-    state = generator.get_state()
-    ctypes.c_uint64.from_address(state.data_ptr()).value = seed
-    generator.set_state(state)
+def _is_alone() -> bool:
+    """Whether no other thread may draw random numbers; the monitor of tqdm, which many imports start, does not."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return all(type(thread).__module__.startswith("tqdm.") for thread in others)
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
