@@ -18,7 +18,6 @@ LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "batch_norm": lambda m, x: m.norm(x),
     "batch_norm and more": lambda m, x: F.relu(m.norm(x)) * 2,
     "logsigmoid": lambda m, x: F.logsigmoid(x),
-    "back": lambda m, x: m.norm(x).t(),
 }
 
 
@@ -44,10 +43,6 @@ def test_draws_into_strides_that_fake_kernels_do_not_predict(
     torch.manual_seed(0)
     model = Normed(forward)
     x = torch.linspace(-1, 1, 48).reshape(8, 6).t() if is_permuted else plain()
-    if is_permuted and "dropout" not in draw:
-        with pytest.raises(dovetail.CaptureError, match="only a call can tell"):
-            dovetail.capture(model, (x,))
-        return
     want = observe(twin, Snapshot(twin), [x], runs=2, gradients=True)
     graph = dovetail.capture(model, (x,))
     got = observe(graph, Snapshot(model), [x], runs=2, gradients=True)

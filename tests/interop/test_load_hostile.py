@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
+from torch.utils._sympy import functions
 
 import dovetail
 from dovetail.errors import CallMismatch, InvalidArgument, InvalidFile
+from dovetail.graph.expressions import evaluate_expression, parse_expression
 from dovetail.interop.loading import load
 
 from .saved import first_node, redescribed, refused
@@ -76,6 +80,117 @@ def test_an_expression_that_is_none_or_too_much(path: Path, text: str, place: st
             sizes_of(described)[1 if place == "size" else 2][0] = row
 
     refused(redescribed(path, change))
+
+
+PARTS = [f"Symbol('part{n}', integer=True)" for n in range(40)]
+
+
+def many(write: Callable[[int], str], count: int, kind: str = "SymInt") -> Change:
+    """Values of distinct expressions over sizes, each within what one may be."""
+
+    def change(described: dict[str, Any]) -> None:
+        names = [f"part{n}" for n in range(len(PARTS))]
+        described["symbols"] |= {name: [4, 2, None] for name in names}
+        described["values"] += [{"x": [kind, write(n), names]} for n in range(count)]
+
+    return change
+
+
+def symbols(count: int) -> Change:
+    def change(described: dict[str, Any]) -> None:
+        names = [f"part{n}" for n in range(count)]
+        described["symbols"] |= {name: [4, 2, None] for name in names}
+        described["values"].append({"x": ["SymInt", "Integer(1)", names]})
+
+    return change
+
+
+def product(n: int) -> str:
+    return f"Mul({', '.join(f'Add({part}, {n + i + 1})' for i, part in enumerate(PARTS[:9]))})"
+
+
+def polynomial(n: int) -> str:
+    return f"Add({', '.join(f'Mul({n + i + 2}, Pow({PARTS[i % 6]}, {i // 6 + 1}))' for i in range(29))})"
+
+
+def nested(name: str, n: int) -> str:
+    return f"{name}(Add(2, " * 12 + PARTS[0] + "".join(f"), {n + 200 - i})" for i in range(12))
+
+
+MANY: dict[str, Change] = {
+    "sums": many(lambda n: f"Add({PARTS[0]}, {n})", 12_000),
+    "products": many(product, 2_000),
+    "remainders": many(lambda n: f"Mod({PARTS[0]}, {n + 2})", 5_000),
+    "nested remainders": many(lambda n: nested("PythonMod", n), 1_000),
+    "nested divisions": many(lambda n: nested("FloorDiv", n), 1_000),
+    "divided products": many(lambda n: f"FloorDiv({product(n)}, Add({PARTS[0]}, {n + 1}))", 2_000),
+    "divided polynomials": many(lambda n: f"FloorDiv({polynomial(n)}, {polynomial(n + 7)})", 500),
+    "maxima": many(
+        lambda n: f"Max({', '.join(f'Mod({part}, {n + i + 3})' for i, part in enumerate(PARTS[:32]))})", 1_000
+    ),
+    "conjunctions": many(
+        lambda n: f"And({', '.join(f'StrictLessThan({part}, {n})' for part in PARTS)})", 1_000, "SymBool"
+    ),
+    "roundings": many(
+        lambda n: f"ceiling(Add({', '.join(f'floor(Mul({p}, Rational(1, {n + 2})))' for p in PARTS)}))", 500
+    ),
+    "roots": many(lambda n: f"Pow(Integer({2**63 + n}), Rational(1, 3))", 10_000),
+    "exponentials": many(lambda n: f"floor(OpaqueUnaryFn_exp(Mul({PARTS[0]}, {10**12 + n})))", 10),
+    "symbols": symbols(12_000),
+}
+
+
+@pytest.mark.parametrize("place", ["value", "size"])
+@pytest.mark.parametrize("change", MANY.values(), ids=MANY.keys())
+def test_many_expressions_that_are_each_just_within_bounds(path: Path, change: Change, place: str) -> None:
+    def as_sizes(described: dict[str, Any]) -> None:
+        before = len(described["values"])
+        change(described)
+        added = described["values"][before:]
+        described["values"][before:] = [
+            [before + i, [row, 3], [3, 1], 0, "float32", "cpu", False, False] for i, row in enumerate(added)
+        ]
+
+    refused(redescribed(path, change if place == "value" else as_sizes))
+
+
+def test_expressions_are_read_as_they_were_written() -> None:
+    """Equal to what sympy and torch simplified, order of arguments included."""
+    s, t = (sympy.Symbol(name, integer=True, positive=True) for name in "st")
+    for expr in (
+        3 * s * t + 2 * s - 7,
+        (s + 1) * (t - 1) ** 2,
+        sympy.Mul(2, s + t, evaluate=False),
+        functions.FloorDiv(s + 3, 2) * t,
+        functions.PythonMod(s * t, 5) + functions.Mod(s, 3),
+        functions.Max(1, functions.FloorDiv(s, 4) - 1, functions.Min(s, t)),
+        functions.ToFloat(s) * 0.5,
+        functions.TruncToInt(functions.IntTrueDiv(s, t)),
+        sympy.And(s < 3, sympy.Eq(t, 4), sympy.Or(s > t, sympy.Ne(t, 7))),
+        sympy.Not(sympy.Eq(functions.PythonMod(s, 8), 0)),
+    ):
+        parsed = parse_expression(sympy.srepr(expr), {"s": s, "t": t})
+        assert (parsed, hash(parsed), str(parsed)) == (expr, hash(expr), str(expr))
+        assert evaluate_expression(parsed, {s: 12, t: 4}) == expr.subs({s: 12, t: 4})
+
+
+def test_a_few_of_the_same_expressions_load(path: Path) -> None:
+    for change in (
+        many(product, 5),
+        many(lambda n: f"Mod({PARTS[0]}, {n + 2})", 20),
+        many(lambda n: nested("PythonMod", n), 5),
+        many(lambda n: f"FloorDiv({polynomial(n)}, {polynomial(n + 7)})", 5),
+        symbols(100),
+    ):
+        assert load(redescribed(path, change))(torch.ones(2, 3))["out"].shape == (2, 3)
+
+
+def test_ten_thousand_parameters_take_no_longer_than_other_values(path: Path) -> None:
+    row = [3, [3], [1], 0, "float32", "cpu", True, True]
+    changed = redescribed(path, lambda d: d["values"].extend([[900 + n, *row[1:]] for n in range(10_000)]))
+    began = time.process_time()
+    load(changed)
+    assert time.process_time() - began < 2
 
 
 GUARDS = [

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from dovetail.fusion.figures import Figures
 from dovetail.graph.module import attribute
 from dovetail.outlining.outline import DEEPEST
-from dovetail.outlining.record import call_of, walk
+from dovetail.outlining.record import call_of, clone_of, walk
 from dovetail.outlining.requests import Draft, is_projection
 from dovetail.rules.scene import Scene
 
@@ -52,9 +52,9 @@ def _originals(scene: Scene, draft: Draft) -> int:
     inner = [i for i in draft.inside if i in calls] if calls else []
     if not inner:
         return len(draft.members) + len(draft.clones)
-    names = {nodes[i].name for i in draft.inside if i not in calls}
+    names = {clone_of(nodes[i]) or nodes[i].name for i in draft.inside if i not in calls}
     for i in inner:
-        names.update(m.name for m in walk(calls[i]) if call_of(m.meta) is None)
+        names.update(m.original for m in walk(calls[i]) if call_of(m.meta) is None)
     return len(names)
 
 

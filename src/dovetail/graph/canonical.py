@@ -104,6 +104,8 @@ class _Rewriting:
         self.inputs = {n for n in nodes if n.op in ("placeholder", "get_attr")}
         self.returned = {a for n in nodes if n.op == "output" for a in n.all_input_nodes}
         self.outgoing = {self.roots[n] for n in self.returned}
+        # Copies lay these out as their reader takes for granted, whatever the strides of a call.
+        self.strided = {self.roots[a] for n in nodes if _reads_strides(n) for a in n.all_input_nodes}
         self.shared: dict[Node, Node] = {}
 
     def run(self) -> Graph:
@@ -139,7 +141,7 @@ class _Rewriting:
                 return None
             self.counts["views that change nothing removed"] += 1
             return source
-        if not self._may_share(self.roots[operand], self.roots[node]):
+        if self.roots[node] in self.strided or not self._may_share(self.roots[operand], self.roots[node]):
             return None
         self.counts["copies that change nothing removed"] += 1
         return source
@@ -230,6 +232,13 @@ def _only_operand(node: Node) -> Any:
         return arguments.get("self", arguments.get("input"))
     tensors = normalised(node, arguments)["tensors"]
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else None
+
+
+def _reads_strides(node: Node) -> bool:
+    """Whether an operator describes views of its operands by strides."""
+    if is_aten(node.target):
+        return op_name(node.target).startswith("as_strided")
+    return getattr(node.target, "__name__", "") == "auto_functionalized_v2"
 
 
 def _draws(node: Node) -> bool:

@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, InvalidArgument
 from dovetail.graph.canonical import canonicalise
-from dovetail.graph.capturing import callables, exporting, specs, trees
+from dovetail.graph.capturing import callables, exporting, specs, trees, watching
 from dovetail.graph.capturing import skeleton as skeletons
 from dovetail.graph.capturing.calling import Convention, ModelCodeGen
 from dovetail.graph.capturing.checking import check_against_model
@@ -125,7 +126,7 @@ def _from_model(
         # Another thread may call the model while it is exported.
         copy = structural_copy(module) if module is model else module
         with CAPTURING, tracing():
-            exported, cache = exporting.export_model(copy, args, kwargs, dynamic_shapes, strict)
+            exported, seen = exporting.export_model(copy, args, kwargs, dynamic_shapes, strict)
             decomposed = exporting.decompose(exported)
     except CaptureError as error:
         _blame_shared_inputs(args, kwargs, error)
@@ -134,13 +135,13 @@ def _from_model(
     unlifted = unlift(decomposed, skeletons.mirror(module))
     if unlifted.mutated:
         _blame_shared_inputs(args, kwargs, None)
-    return _finished(unlifted, decomposed, signature, module.training, cache)
+    return _finished(unlifted, decomposed, signature, module.training, seen)
 
 
 def _from_program(program: ExportedProgram) -> Program:
     decomposed = exporting.decompose(program)
     unlifted = unlift(decomposed, skeletons.from_program(program, training=True))
-    return _finished(unlifted, decomposed, callables.signature_of_program(program), None, None)
+    return _finished(unlifted, decomposed, callables.signature_of_program(program), None, watching.Seen())
 
 
 def _finished(
@@ -148,7 +149,7 @@ def _finished(
     exported: exporting.Exported,
     signature: inspect.Signature,
     training: bool | None,
-    cache: int | str | None,
+    seen: watching.Seen,
 ) -> Program:
     captured = unlifted.program
     arrangement = specs.arrange(exported.in_spec, signature)
@@ -161,6 +162,7 @@ def _finished(
         frozenset(i for i, node in enumerate(unlifted.inputs) if not node.users),
         owned_by(captured.graph, writes_inputs=bool(unlifted.mutated)),
         unlifted.ungraded,
+        _depends_on_strides(exported, seen),
     )
     convention = Convention(
         arrangement.slots,
@@ -169,12 +171,24 @@ def _finished(
         exported.out_spec,
         expectations,
         training,
-        None if cache is None else _carried(arrangement.slots, exported.out_spec, cache),
+        None if seen.cache is None else _carried(arrangement.slots, exported.out_spec, seen.cache),
     )
     captured.graph.set_codegen(ModelCodeGen(convention))
     canonical, report = canonicalise(captured)
     canonical.meta[CANONICAL] = report
     return canonical
+
+
+def _depends_on_strides(exported: exporting.Exported, seen: watching.Seen) -> bool:
+    """Whether the model may compute something else for inputs of other strides, and the graph would not."""
+    if seen.stride_reads & {"stride", "is_contiguous"}:
+        return True
+    # torch.export leaves `contiguous` out where it changes nothing for the example inputs.
+    targets = {n.target for n in exported.program.graph.nodes if isinstance(n.target, OpOverload)}
+    if seen.stride_reads and any(target._schema.name.startswith("aten::as_strided") for target in targets):
+        return True
+    draws = any(torch.Tag.nondeterministic_seeded in target.tags for target in targets)
+    return draws and (exported.draws_in_place or bool(seen.stride_reads))
 
 
 def _carried(slots: tuple[specs.Slot, ...], out_spec: Any, cache: int | str) -> trees.Carried:

@@ -6,6 +6,10 @@ arithmetic is that of its largest intermediate result, an upper bound of the bit
 with it (a sum has the bits of its largest term and one per term, a product those of its factors together, a power those
 of its base times the exponent), and an expression that exceeds the bound is refused before anything is computed. What
 sympy and torch do to an expression expands it, so the number of monomials it expands to is bounded in the same way.
+
+Expressions are built without sympy's automatic simplification, whose cost no bound of the text predicts (a remainder of
+a remainder proves inequalities about both): what was simplified before it was written needs none, and reading takes time
+linear in the text.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import functools
 import keyword
 import math
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import sympy
+from sympy.core.sorting import ordered
+from sympy.logic.boolalg import BooleanAtom
 from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 
@@ -35,6 +41,11 @@ _SYMBOL_BITS = 64
 _MOST_BITS = 2_048
 # torch expands an expression in a few milliseconds up to here.
 _MOST_MONOMIALS = 512
+# What building an expression costs beside its characters, in characters: torch's functions look up what is known of
+# their arguments, and lattice operations order theirs.
+_FUNCTION_COST, _ARITHMETIC_COST = 128, 64
+_LATTICE = frozenset({"Max", "Min", "And", "Or"})
+_ARITHMETIC = frozenset({"Add", "Mul", "Pow"})
 # Below the range of float64, so that a true division of two results cannot overflow.
 _MOST_GUARD_BITS = 1_000
 _MOST_INTEGER = 2**64
@@ -68,20 +79,21 @@ _NAMED: dict[str, Any] = {
     "nan": sympy.nan,
     "int_oo": int_oo,
 }
-_RELATIONS = frozenset(
-    {"Equality", "Unequality", "GreaterThan", "LessThan", "StrictGreaterThan", "StrictLessThan"}
-)
 _POWERS = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift", "RShift", "RoundDecimal"})
 
 
-def parse_expression(text: str, symbols: Mapping[str, Any]) -> Any:
+def parse_expression(
+    text: str, symbols: Mapping[str, Any], spend: Callable[[int], None] = lambda cost: None
+) -> Any:
     """The sympy expression that `srepr` wrote, over `symbols` by their names.
 
     Only constructors of arithmetic, comparisons and torch's functions of sizes are called, and only on what cannot make
-    a large number. Raises InvalidArgument.
+    a large number. `spend` gets what each part costs (about a microsecond per unit) before it is built, and may raise.
+    Raises InvalidArgument.
     """
     try:
-        return _Reader(symbols).read(_tree(text), 0)[0]
+        spend(len(text))
+        return _Reader(symbols, spend).read(_tree(text), 0)[0]
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise InvalidArgument(f"{_shown(text)} is not an expression over sizes: {error}.") from error
 
@@ -101,13 +113,18 @@ def require_arithmetic(text: str, symbols: Set[str]) -> None:
         raise InvalidArgument(f"{_shown(text)} is not arithmetic over sizes: {error}.") from error
 
 
-def reading_cost(text: str) -> int:
-    """What reading an expression costs, in characters times depth: sympy asks each part about those inside it."""
-    depth = deepest = 1
-    for character in text[:_MOST_CHARACTERS]:
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    return len(text) * deepest
+def evaluate_expression(expr: Any, values: Mapping[Any, int]) -> Any:
+    """The number or truth value of an expression over symbols of these values. Raises InvalidArgument if there is none."""
+    known: dict[Any, Any] = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    for part in sympy.postorder_traversal(expr):
+        if part not in known:
+            known[part] = part.func(*[known[argument] for argument in part.args]) if part.args else part
+            # sympy would keep what is no number (the logarithm of a size) exact, at any cost.
+            if not isinstance(known[part], (sympy.Number, BooleanAtom)):
+                raise InvalidArgument(
+                    f"{_shown(str(part))} is not a number for the sizes of the example inputs."
+                )
+    return known[expr]
 
 
 def _shown(text: str) -> str:
@@ -161,17 +178,14 @@ class _Part(NamedTuple):
 class _Reader:
     """Builds an expression bottom up."""
 
-    def __init__(self, symbols: Mapping[str, Any]) -> None:
-        self.symbols = symbols
+    def __init__(self, symbols: Mapping[str, Any], spend: Callable[[int], None]) -> None:
+        self.symbols, self.spend = symbols, spend
 
     def read(self, tree: ast.expr, depth: int) -> _Part:
         if depth > _DEEPEST:
             raise ValueError(f"it is nested more than {_DEEPEST} deep")
         if isinstance(tree, ast.Constant) or _is_negative_constant(tree):
             return _Part(sympy.Integer(_integer(tree)), _integer(tree).bit_length())
-        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-            part = self.read(tree.operand, depth + 1)
-            return part._replace(value=-part.value)
         if isinstance(tree, ast.Name):
             if tree.id not in _NAMED:
                 raise ValueError(f"{tree.id!r} is unknown")
@@ -195,6 +209,8 @@ class _Reader:
             return _Part(getattr(sympy, name)(*numbers), sum(number.bit_length() for number in numbers))
         if name not in _constructors():
             raise ValueError(f"{name!r} is unknown")
+        cost = _ARITHMETIC_COST if name in _ARITHMETIC else _FUNCTION_COST
+        self.spend(cost * (len(tree.args) if name in _LATTICE else 1))
         if name in ("Max", "Min") and len(tree.args) > _MOST_COMPARED:
             raise ValueError(f"{name} of more than {_MOST_COMPARED} terms")
         parts = [self.read(argument, depth + 1) for argument in tree.args]
@@ -203,14 +219,27 @@ class _Reader:
             raise ValueError(
                 f"it is a number of {bits} bits or a sum of {monomials} terms, which is too much"
             )
-        options = {"evaluate": False} if name in _RELATIONS else {}
-        return _Part(_constructors()[name](*[part.value for part in parts], **options), bits, monomials)
+        return _Part(_unevaluated(_constructors()[name], [part.value for part in parts]), bits, monomials)
 
     def _symbol(self, tree: ast.Call) -> Any:
         name = tree.args[0].value if len(tree.args) == 1 and isinstance(tree.args[0], ast.Constant) else None
         if not isinstance(name, str) or name not in self.symbols:
             raise ValueError(f"the symbol {name!r} is unknown")
         return self.symbols[name]
+
+
+def _unevaluated(kind: Any, args: Sequence[Any]) -> Any:
+    """An expression of these arguments in the order that sympy gives them, so that it equals the one that was written."""
+    if all(isinstance(argument, (sympy.Number, BooleanAtom)) for argument in args):
+        return kind(*args)
+    if kind in (sympy.And, sympy.Or):
+        # Their constructors compare each argument with all others whatever they are told.
+        joined: Any = sympy.Basic.__new__(kind, *ordered(set(args)))
+        joined._argset = frozenset(args)
+        return joined
+    if kind in (sympy.Add, sympy.Mul):
+        args = sorted(args, key=functools.cmp_to_key(sympy.Basic.compare))
+    return kind(*args, evaluate=False)
 
 
 def _is_negative_constant(tree: ast.expr) -> bool:
@@ -239,6 +268,8 @@ def _bounds(name: str, parts: Sequence[_Part]) -> tuple[int, int]:
             raise ValueError(f"{name} of {len(parts)} arguments")
         exponent = parts[1].value
         if isinstance(exponent, sympy.Rational):
+            if name == "Pow" and not exponent.is_Integer:
+                raise ValueError("a root, which torch writes as a function of its own")
             size = int(abs(exponent)) + 1
             if name in ("LShift", "RShift"):
                 return bits[0] + size, terms[0]

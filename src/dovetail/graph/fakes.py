@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from dovetail.errors import InvalidArgument
-from dovetail.graph.expressions import parse_expression, reading_cost
+from dovetail.graph.expressions import evaluate_expression, parse_expression
 
 TensorRow = tuple[Any, ...]
 """Number of the storage, sizes, strides, offset, dtype, device, whether it requires gradients, whether it is a parameter."""
@@ -81,19 +82,18 @@ def _bound(value: Any) -> int | None:
 
 
 _ENDLESS = 2**50
-# Distinct expressions of one graph, in characters times depth: ten thousand usual ones, read in a few seconds.
-_MOST_READING = 2**20
+_SYMBOL_COST = 2**10
 
 
 @dataclass
 class World:
-    """What fake tensors and symbols of one loaded graph live in."""
+    """What fake tensors and symbols of one loaded graph live in; `budget` is what reading its expressions may cost."""
 
     env: ShapeEnv = field(default_factory=ShapeEnv)
     symbols: dict[str, Any] = field(default_factory=dict)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _made: dict[tuple[str, str], Any] = field(default_factory=dict)
-    _read: int = 0
+    budget: float = math.inf
 
     def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
@@ -108,11 +108,13 @@ class World:
             self._made[key] = self._number(*key)
         return self._made[key]
 
-    def _number(self, kind: str, text: str) -> Any:
-        self._read += reading_cost(text)
-        if self._read > _MOST_READING:
+    def _spend(self, cost: int) -> None:
+        self.budget -= cost
+        if self.budget < 0:
             raise InvalidArgument("the symbolic sizes of the graph are too many or too large.")
-        expr: Any = parse_expression(text, self.symbols)
+
+    def _number(self, kind: str, text: str) -> Any:
+        expr: Any = parse_expression(text, self.symbols, self._spend)
         is_of_kind = isinstance(expr, Boolean) if kind == "SymBool" else isinstance(expr, sympy.Expr)
         if not is_of_kind:
             raise InvalidArgument(f"{text[:80]!r} is not an expression of a {kind}.")
@@ -126,6 +128,8 @@ class World:
     def _symbol(self, name: str, hint: int | None, lower: int | None, upper: int | None) -> Any:
         from torch._dynamo.source import ConstantSource
 
+        # torch records where each one was created, which takes a millisecond.
+        self._spend(_SYMBOL_COST)
         if hint is None:
             made: Any = self.env.create_unbacked_symint()
         else:
@@ -144,9 +148,9 @@ class World:
         storage = self.storages.setdefault(storage_id, torch.UntypedStorage(_ENDLESS, device="meta"))
         if storage.nbytes() < _ENDLESS:
             storage.resize_(_ENDLESS)
-        # What torch asks of the symbols on the way (does it fit, is it contiguous) must not settle their values.
-        with self.env.suppress_guards():
-            return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
+        # Unlike `set_` with sizes, this asks nothing of the symbols (does it fit, is it contiguous): answers take long
+        # and would settle their values.
+        return torch.empty(0, dtype=dtype, device="meta").set_(storage).as_strided(sizes, strides, start)
 
     def tensor(self, row: TensorRow) -> FakeTensor:
         """The fake tensor that `tensor_row` described."""
@@ -172,14 +176,15 @@ class World:
                     storage.resize_(nbytes)
                 meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
             fake = FakeTensor(self.mode, meta, torch.device(device))
-            made: Any = torch.nn.Parameter(fake, requires_grad) if is_parameter else fake
-        if requires_grad and not is_parameter:
-            made.requires_grad_()
-        return made
+        if is_parameter:
+            # As `torch.nn.Parameter(fake)` is, without the detached copy that it makes in the fake mode.
+            vars(fake)["_is_param"] = True
+        if requires_grad:
+            fake.requires_grad_()
+        return fake
 
 
 def _evaluate(expr: Any, env: ShapeEnv) -> Any:
     hints = {s: _hint(env, s) for s in expr.free_symbols}
-    if any(h is None for h in hints.values()):
-        return None
-    return expr.xreplace({s: sympy.Integer(h) for s, h in hints.items()})
+    known = {symbol: hint for symbol, hint in hints.items() if hint is not None}
+    return evaluate_expression(expr, known) if len(known) == len(hints) else None

@@ -37,7 +37,7 @@ _INPUTS: dict[str, Any] = {
 # A model's arguments that are neither tensors nor symbols are compared with these when a graph is called.
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _FORMS: dict[str, tuple[Any, ...]] = {
-    "tensor": (str, torch.dtype, torch.device, tuple, bool, bool),
+    "tensor": (str, torch.dtype, torch.device, tuple, bool, bool, tuple),
     "symbol": (str, str),
     "constant": (str, _CONSTANTS),
     "object": (str,),
@@ -151,13 +151,22 @@ def _read_input(row: Any, decoder: Decoder) -> Any:
     kind, *values = rows(row)
     made = _INPUTS[take(str, kind)]
     known, forms = [decoder.value(value) for value in values], _FORMS[kind]
-    if kind == "tensor" and len(known) == len(forms) - 1:
-        known.append(TensorInput.ungraded)  # files of earlier versions do not state it
+    if kind == "tensor":
+        known += (TensorInput.ungraded, TensorInput.strides)[
+            len(known) - 5 :
+        ]  # not in files of earlier versions
     if len(known) != len(forms) or not all(map(isinstance, known, forms)):
         raise Unreadable(f"an input that is a {kind} with other facts")
     if kind == "tensor" and not all(isinstance(n, str) or (type(n) is int and n >= 0) for n in known[3]):
         raise Unreadable("an input with a size that is neither a number nor an expression")
+    if kind == "tensor" and not _are_strides(known[6], len(known[3])):
+        raise Unreadable("an input with strides that are no numbers, or not one for each dimension")
     return made(*known)
+
+
+def _are_strides(strides: tuple[Any, ...], dimensions: int) -> bool:
+    numbers = all(n is None or (type(n) is int and n >= 0) for n in strides)
+    return numbers and len(strides) in (0, dimensions)
 
 
 def _bound(value: Any) -> int | None:

@@ -23,6 +23,9 @@ _DEEPEST = 64
 _MOST_DIMENSIONS = 64
 # Entries of all metas together, which nodes share by number, and long texts: some ten for each of a million nodes.
 _MOST_WORK = 2**23
+# What reading distinct expressions over sizes may cost (`parse_expression`): some three thousand usual ones, in about a second;
+# more where a file has more values than it has of those.
+_MOST_READING = 2**19
 
 
 class Unreadable(Exception):
@@ -39,9 +42,10 @@ class Decoder:
         self._targets: dict[tuple[str, str], Any] = {}
         self.texts: list[str] = [take(str, text) for text in rows(tables["texts"])]
         self.symbols: Mapping[str, Any] = table(tables["symbols"])
-        self.world = World()
         self.metas: list[Any] = rows(tables["metas"])
-        self.values = [self._made(row) for row in rows(tables["values"])]
+        values = rows(tables["values"])
+        self.world = World(budget=max(_MOST_READING, len(values) << 4))
+        self.values = [self._made(row) for row in values]
 
     def spend(self, amount: int) -> None:
         """Count work that what a file refers to by number, and may refer to again and again, makes."""

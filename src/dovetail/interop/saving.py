@@ -79,7 +79,7 @@ def _marks(call: Call, name: str, above: list[dict[str, Any]]) -> Iterator[tuple
         inner = call_of(member.meta)
         if inner is not None:
             yield from _marks(inner, f"{name}/{member.name}", inside)
-        elif not member.clone:
+        elif member.is_original:
             yield member.name, {MARK: inside}
 
 

@@ -15,7 +15,7 @@ from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
 from dovetail.graph.index import Index
 from dovetail.graph.module import Body, Program, attribute, install, rebuild, without_collector
 from dovetail.outlining.bodies import Bodies, results
-from dovetail.outlining.order import ascending, list_by_rank, priority, read_ranks
+from dovetail.outlining.order import SPACING, ascending, list_by_rank, priority, ranks_from, read_ranks
 from dovetail.outlining.record import (
     Call,
     Member,
@@ -137,11 +137,11 @@ def _nested(call: Call) -> list[tuple[str, Call]]:
 
 @dataclass
 class _Sheet:
-    """A graph being written, with what each of its nodes is: its rank, and its facts if the sheet is a body."""
+    """A graph being written, with the facts of each of its nodes, and its nodes by original name and operands."""
 
     graph: Graph
     facts: dict[Node, Member] = field(default_factory=dict[Node, Member])
-    by_name: dict[str, Node] = field(default_factory=dict[str, Node])
+    known: dict[tuple[Any, ...], Node] = field(default_factory=dict[tuple[Any, ...], Node])
 
 
 @dataclass
@@ -155,13 +155,6 @@ class _Frame:
     path: str
     opened: int
     epoch: int
-    parent: _Frame | None = None
-    names: dict[str, int] | None = None
-
-    def find(self, name: str) -> int | None:
-        if self.names is None:
-            self.names = {m.name: i for i, m in enumerate(self.members)}
-        return self.names.get(name)
 
 
 class _Opener:
@@ -175,14 +168,16 @@ class _Opener:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
         sheet = _Sheet(graph)
         facts = [
-            Member(clone_of(node) or node.name, node.meta, rank, None, clone_of(node) is not None, node.type)
+            Member(node.name, node.meta, rank, None, False, node.type)
             for node, rank in zip(self.index.nodes, self.ranks, strict=True)
         ]
         self._read(_Frame(self.gm, self.index.nodes, facts, {}, "", 0, self.epoch), sheet)
         graph.set_codegen(self.gm.graph._codegen)
         left = [call for node in graph.nodes if (call := call_of(node.meta)) is not None]
         used = {node.target for node in graph.nodes if node.op == "call_module"}
-        used.update(member.target for call in left for member in walk(call))
+        hidden = [member for call in left for member in walk(call)]
+        used.update(member.target for member in hidden)
+        _settle_names(sheet, hidden)
         known = {**self.gm._modules, **self.bodies.added}
         unused = frozenset(n for n, m in known.items() if isinstance(m, Body) and n not in used)
         new = rebuild(self.gm, graph, add=self.bodies.added, drop=unused)
@@ -194,9 +189,6 @@ class _Opener:
                 install(new, target, value)
         _restore_order(new, sheet)
         ranks = {node.name: sheet.facts[node].rank for node in graph.nodes} if left else None
-        for node, fact in sheet.facts.items():
-            if fact.clone or clone_of(node):
-                mark_clone(node, fact.name if fact.clone and left else None)
         new.meta = with_state(self.gm.meta, State(state.counters, ranks, self.epoch))
         return new
 
@@ -251,7 +243,7 @@ class _Opener:
         if len(inputs) != len(arguments) or len(inside) != len(call.members):
             raise InvalidGraph("the body does not fit its call: one of them was edited since", node.name)
         env: dict[Node, Any] = dict(zip(inputs, arguments, strict=True))
-        return _Frame(body, inside, call.members, env, path, opened, call.epoch, frame)
+        return _Frame(body, inside, call.members, env, path, opened, call.epoch)
 
     def _rewrite(self, frame: _Frame, node: Node, call: Call, path: str) -> tuple[str, Call]:
         """A call that stays closed, with regions nested in it opened: another body, and the record to go with it."""
@@ -263,7 +255,6 @@ class _Opener:
             new.meta = dict(old.meta)
             inputs.append(new)
         inner = self._inside(frame, node, call, inputs, f"{path}/", frame.opened)
-        inner.parent = None  # what stands outside the body cannot be written into it
         self._read(inner, sheet)
         outputs = [inner.env[n] for n in results(body)]
         sheet.graph.output(tuple(outputs))
@@ -277,43 +268,72 @@ class _Opener:
         args = map_arg(node.args, frame.env.__getitem__)
         kwargs = map_arg(node.kwargs, frame.env.__getitem__)
         target = member.target or node.target
-        if member.clone:
-            self._fetch_original(frame, member.name, sheet)
-        known = sheet.by_name.get(member.name)
+        reads = (frame.env[n] for n in node.all_input_nodes)
+        key = (member.original, *[n for n in reads if isinstance(n, Node)])
+        known = sheet.known.get(key)
         if known is not None and _same(known, node.op, target, args, kwargs):
             fact = sheet.facts[known]
-            if member.clone or fact.clone:
-                sheet.facts[known] = fact._replace(clone=fact.clone and member.clone)
+            if not (fact.is_original and member.is_original):
+                if member.standing < fact.standing:
+                    known.meta = dict(member.meta)
+                    sheet.facts[known] = member._replace(meta=known.meta)
                 frame.env[node] = known
                 return
-        new = sheet.graph.create_node(node.op, target, args, kwargs, member.name, member.type)
+        new = sheet.graph.create_node(node.op, target, args, kwargs, member.original, member.type)
         new.meta = dict(member.meta)
         if member.target is not None:
             self.held.setdefault(member.target, attribute(frame.owner, cast("str", node.target)))
         frame.env[node] = new
         sheet.facts[new] = member._replace(meta=new.meta)
-        sheet.by_name[member.name] = new
+        sheet.known.setdefault(key, new)
 
-    def _fetch_original(self, frame: _Frame, name: str, sheet: _Sheet) -> None:
-        """Write the node that a clone was made of now, if it stands later in the listing than the region."""
-        at = frame.parent
-        while at is not None and name not in sheet.by_name:
-            i = at.find(name)
-            if i is not None and at.nodes[i] not in at.env:
-                if all(n in at.env for n in at.nodes[i].all_input_nodes):
-                    self._step(at, i, sheet)
-                return
-            at = at.parent
+
+def _settle_names(sheet: _Sheet, hidden: Sequence[Member]) -> None:
+    """Give each node of a graph its own name, and each clone whose original stays elsewhere one that is free.
+
+    A name means one operation, in the graph and in every region it calls: whatever is inlined next finds its own
+    name free.
+    """
+    facts = sheet.facts
+    taken = {member.name for member in (*facts.values(), *hidden)}
+    owned = {member.name for member in (*facts.values(), *hidden) if not member.clone}
+    given: set[str] = set()
+    numbers: dict[str, int] = {}
+
+    def free(stem: str) -> str:
+        number = numbers.get(stem, 0) + 1
+        while (name := f"{stem}_{number}") in taken:
+            number += 1
+        numbers[stem] = number
+        return name
+
+    for node, fact in facts.items():
+        name, original = fact.name, fact.original
+        if fact.clone and name in owned:
+            name = free(original)
+            beside = fact.rank - fact.rank % SPACING if clone_of(node) else fact.rank
+            fact = fact._replace(rank=beside + numbers[original])
+            mark_clone(node, original if hidden else None)
+        elif original not in taken:  # another tool may have dropped the region that had it
+            mark_clone(node, None)
+            name = original
+        elif not hidden:
+            mark_clone(node, None)
+        if name in given:  # another tool may have given a new node the name of one inside a region
+            name = free(name)
+        given.add(name)
+        owned.add(name)
+        taken.add(name)
+        facts[node] = fact._replace(name=name, clone=False)
+        if node.name != name:
+            sheet.graph._graph_namespace.create_name(name, None)
+            node.name = name
 
 
 def _in_a_row(members: Sequence[Member], rank: int) -> list[Member]:
     """Facts with ranks counted on from the call's own: the graph was ranked anew since the region was made."""
-    counted: list[Member] = []
-    for member in members:
-        counted.append(member._replace(rank=rank))
-        inner = call_of(member.meta)
-        rank += inner.size + 1 if inner is not None else 1
-    return counted
+    counted = ranks_from(rank, (member.meta for member in members))
+    return [member._replace(rank=rank) for member, rank in zip(members, counted, strict=True)]
 
 
 def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch.fx import Node
 
 from dovetail.graph.index import Index
 from dovetail.outlining.record import State, call_of
+
+# How far apart two operations are ranked: clones of the first that stand beside it come in between.
+SPACING = 1 << 20
 
 
 def ascending(ranks: Sequence[float]) -> bool:
@@ -36,12 +40,17 @@ def priority(node: Node, rank: float) -> float:
 
 def _fresh(nodes: list[Node]) -> list[int]:
     """Ranks by the listing, with room after each region's call for the operations it holds."""
+    return ranks_from(0, (node.meta for node in nodes))
+
+
+def ranks_from(first: int, metas: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Ranks for operations in a row, given by their meta."""
     ranks: list[int] = []
-    at = 0
-    for node in nodes:
+    at = first
+    for meta in metas:
         ranks.append(at)
-        call = call_of(node.meta)
-        at += call.size + 1 if call is not None else 1
+        call = call_of(meta)
+        at += SPACING * (call.size + 1 if call is not None else 1)
     return ranks
 
 

@@ -21,7 +21,7 @@ from dovetail.outlining.record import (
     Member,
     State,
     call_of,
-    clone_of,
+    mark_clone,
     state_of,
     walk,
     with_state,
@@ -157,6 +157,7 @@ class _Builder:
         for k, node in enumerate(outputs):
             result = self.graph.create_node("call_function", operator.getitem, (call, k), name=node.name)
             result.meta = dict(node.meta)
+            mark_clone(result, None)
             if call_of(result.meta) is not None:
                 raise InvalidGraph(
                     "its results are used as one; take them apart with getitem first", node.name
@@ -168,11 +169,8 @@ class _Builder:
     def _member(self, position: int, draft: Draft) -> Member:
         node = self.index.nodes[position]
         target = cast("str", node.target) if node.op in ("get_attr", "call_module") else None
-        # A region that was inlined may have left a clone whose original is inside another region.
-        original = clone_of(node)
-        is_clone = position in draft.clones or original is not None
-        name = original or node.name
-        return Member(name, dict(node.meta), self.ranks[position], target, is_clone, node.type)
+        is_clone = position in draft.clones
+        return Member(node.name, dict(node.meta), self.ranks[position], target, is_clone, node.type)
 
     @staticmethod
     def _describe(call: Node, record: Call, inside: list[Node], outputs: list[Node]) -> None:

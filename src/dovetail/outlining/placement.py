@@ -119,32 +119,31 @@ def _way_back(
     Passing through another region, the chain may leave it from any member: its call comes as one.
     """
     members = made[region].members
-    came: dict[int, int] = {}
+    # By what, and from which end of the search so far: a clone has its position in several regions at once.
+    came: dict[int, tuple[int, int | None]] = {}
     queue: deque[int] = deque()
     for end in sorted(members | made[region].clones):
         for j in edges(end):
             if j not in members and j not in made[region].clones and j not in came:
-                came[j] = end
+                came[j] = end, None
                 queue.append(j)
     while queue:
         at = queue.popleft()
         other = owner.get(at)
         for hop in made[other].inside if other is not None else (at,):
             for j in edges(hop):
-                if j in members:
-                    return _chain_from(came, j, hop, at)
                 if j not in came:
-                    came[j] = hop
-                    if hop != at and hop not in came:
-                        came[hop] = at
+                    came[j] = hop, at
+                    if j in members:
+                        return _chain_from(came, j)
                     queue.append(j)
     return []
 
 
-def _chain_from(came: dict[int, int], start: int, hop: int, at: int) -> list[int]:
-    chain = [start, hop]
-    if hop != at:
-        chain.append(at)
-    while chain[-1] in came:
-        chain.append(came[chain[-1]])
+def _chain_from(came: dict[int, tuple[int, int | None]], start: int) -> list[int]:
+    chain = [start]
+    at: int | None = start
+    while at is not None:
+        hop, at = came[at]
+        chain.extend([hop] if at is None or at == hop else [hop, at])
     return chain

@@ -25,7 +25,7 @@ class Escape(NamedTuple):
 
 
 class Member(NamedTuple):
-    """An operation as it was before it moved into a region."""
+    """An operation as it was before it moved into a region; a clone has the name of what it was cloned from."""
 
     name: str
     meta: dict[str, Any]
@@ -33,6 +33,20 @@ class Member(NamedTuple):
     target: str | None  # where the graph around has what a get_attr or call_module names
     clone: bool
     type: Any = None
+
+    @property
+    def original(self) -> str:
+        """The name of the operation that this is a clone of, over any number of clones, or else its own."""
+        return self.meta.get(CLONE, self.name)
+
+    @property
+    def standing(self) -> tuple[bool, bool]:
+        """Lowest for an original, then for a clone that has a name of its own."""
+        return self.clone, CLONE in self.meta
+
+    @property
+    def is_original(self) -> bool:
+        return not any(self.standing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +139,7 @@ def write_call(node: Node, call: Call) -> None:
 
 
 def clone_of(node: Node) -> str | None:
-    """The name of the original, if a node was given back by a region while another one still holds the original."""
+    """The name of the original, if a node was given back by a region while the original could not be merged with it."""
     return node.meta.get(CLONE)
 
 

@@ -136,7 +136,7 @@ def _originals(call: Call) -> tuple[str, ...]:
         member = stack.pop()
         inner = call_of(member.meta)
         if inner is None:
-            names.append(member.name)
+            names.append(member.original)
         else:
             stack.extend(reversed(inner.members))
     # A result of a nested region has the name of the operation it stands for.

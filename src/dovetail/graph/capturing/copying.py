@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -22,6 +23,7 @@ from dovetail.graph.capturing.autograd_aliases import (
     state_requires_grad,
     written_operands,
 )
+from dovetail.graph.weight_guard import is_dense
 
 _COPY = torch.ops.aten.copy.default
 _VIEW = torch.ops.aten.view.default
@@ -69,11 +71,66 @@ def make_differentiable(graph: Graph) -> None:
         graph.erase_node(node)
 
 
+def make_bases_dense(graph: Graph) -> None:
+    """Let views that custom operators write be of memory without gaps or offset; edits a decomposed graph.
+
+    Functionalisation describes such a view by the strides and the storage offset that its base had while it traced. The
+    base may lie otherwise in a call: a copy of an input with gaps, an input of other strides, a result whose fake kernel
+    had other strides than the real one.
+    """
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.auto_functionalized_v2, sort=True
+    ):
+        kwargs = dict(node.kwargs)
+        bases = list(cast("list[Node]", kwargs["_all_bases"]))
+        copies: dict[int, Node] = {}
+        for key in [k for k in kwargs if k.endswith("_base_index") and kwargs[k] is not None]:
+            view, index = key.removesuffix("_base_index"), cast(int, kwargs[key])
+            value = cast(Tensor, bases[index].meta["val"])
+            offset = cast(int, value.storage_offset())
+            if f"{view}_slice_dim" in kwargs and offset:
+                start = offset // value.stride(cast(int, kwargs[f"{view}_slice_dim"]))
+                for bound in (f"{view}_slice_start", f"{view}_slice_end"):
+                    kwargs[bound] = cast(int, kwargs[bound]) - start
+            if f"{view}_stride" not in kwargs:
+                continue
+            order = _memory_order(value)
+            if order is None:
+                raise refused(
+                    f"forward lets {node.args[0]} write a view of a tensor whose memory has gaps",
+                    node,
+                    "Let it write a clone of the view, and copy_ that into the view.",
+                )
+            kwargs[f"{view}_storage_offset"] = cast(int, kwargs[f"{view}_storage_offset"]) - offset
+            if index not in copies:
+                with graph.inserting_before(node):
+                    copies[index] = _laid_out(graph, node, bases[index], order)
+        kwargs["_all_bases"] = [copies.get(i, base) for i, base in enumerate(bases)]
+        node.kwargs = kwargs
+
+
+def _memory_order(value: Tensor) -> list[int] | None:
+    """The dimensions from the outermost in memory to the innermost; None where elements do not lie side by side."""
+    if any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
+        return list(range(value.dim())) if value.is_contiguous() else None
+    return sorted(range(value.dim()), key=lambda d: -value.stride(d)) if is_dense(value) else None
+
+
+def _laid_out(graph: Graph, node: Node, base: Node, order: list[int]) -> Node:
+    """A copy of `base` with its dimensions in this order in memory."""
+    form = {"memory_format": torch.contiguous_format}
+    if order == sorted(order):
+        return _call(graph, node, _aten.clone.default, (base,), form)
+    permuted = _call(graph, node, _aten.permute.default, (base, order), {})
+    copy = _call(graph, node, _aten.clone.default, (permuted,), form)
+    return _call(graph, node, _aten.permute.default, (copy, [order.index(d) for d in range(len(order))]), {})
+
+
 def _call(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
     new = graph.call_function(target, args, kwargs)
     new.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
     values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-    with node.meta["val"].fake_mode:
+    with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
         new.meta["val"] = target(*values, **kwargs)
     return new
 

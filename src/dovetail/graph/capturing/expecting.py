@@ -22,7 +22,10 @@ _AGAIN = "Capture the model again with such inputs"
 
 @dataclass(frozen=True)
 class TensorInput:
-    """A tensor with these properties; a size that is text is an expression over symbols."""
+    """A tensor with these properties; a size that is text is an expression over symbols.
+
+    `strides` is empty where any will do; one that is None was symbolic.
+    """
 
     path: str
     dtype: torch.dtype
@@ -30,6 +33,7 @@ class TensorInput:
     sizes: tuple[int | str, ...]
     mutated: bool
     ungraded: bool = False
+    strides: tuple[int | None, ...] = ()
 
     @cached_property
     def static(self) -> torch.Size | None:
@@ -247,6 +251,8 @@ def _check_tensor(expected: TensorInput, value: Any) -> bool:
     static = expected.static
     if static is not None:
         if value.shape == static:
+            if expected.strides:
+                _check_strides(expected, value)
             return False
         raise CallMismatch(
             f"'{expected.path}' was captured with shape {tuple(static)} and has {tuple(value.shape)} here. "
@@ -262,7 +268,21 @@ def _check_tensor(expected: TensorInput, value: Any) -> bool:
                 f"'{expected.path}' was captured with size {size} in dimension {dim} and has {value.shape[dim]} "
                 f"here. {_AGAIN}, or make that dimension dynamic."
             )
+    _check_strides(expected, value)
     return True
+
+
+def _check_strides(expected: TensorInput, value: Tensor) -> None:
+    if not expected.strides or value.layout is not torch.strided:
+        return
+    for size, stride, captured in zip(value.shape, value.stride(), expected.strides, strict=True):
+        if size != 1 and captured is not None and stride != captured:
+            shown = tuple("?" if n is None else n for n in expected.strides)
+            raise CallMismatch(
+                f"'{expected.path}' was captured with strides ({', '.join(map(str, shown))}) and has {value.stride()} "
+                f"here, and the model reads strides or draws random numbers in the order of memory. {_AGAIN}, or pass "
+                f"it with those strides."
+            )
 
 
 def _check_written(expected: TensorInput, value: Tensor) -> None:
@@ -320,10 +340,14 @@ def expect(
     unused: frozenset[int] = frozenset(),
     owned: Owned = NOTHING,
     ungraded: frozenset[int] = frozenset(),
+    strided: bool = False,
 ) -> Expectations:
-    """The expectations that follow from the fake inputs of a graph and what its exporter assumed."""
+    """The expectations that follow from the fake inputs of a graph and what its exporter assumed.
+
+    With `strided` floating inputs must have the strides that they were captured with.
+    """
     inputs = tuple(
-        _input(v, path, i in mutated, i in ungraded)
+        _input(v, path, i in mutated, i in ungraded, strided)
         for i, (v, path) in enumerate(zip(values, paths, strict=True))
     )
     expressions = [e for value in values for e in _expressions(value)]
@@ -357,15 +381,25 @@ def _twins(values: Sequence[Any], unused: frozenset[int]) -> tuple[tuple[int, in
     return tuple(found)
 
 
-def _input(value: Any, path: str, mutated: bool, ungraded: bool) -> Input:
+def _input(value: Any, path: str, mutated: bool, ungraded: bool, strided: bool) -> Input:
     if isinstance(value, Tensor):
         sizes = tuple(_size(s) for s in value.shape)
-        return TensorInput(path, value.dtype, value.device, sizes, mutated, ungraded)
+        strides: tuple[int | None, ...] = ()
+        # Slices of token ids are called with as they are, and every embedding of them is contiguous.
+        if strided and value.layout is torch.strided and not _is_index(value):
+            strides = tuple(
+                None if isinstance(n, SymInt) else n for n in cast("tuple[Any, ...]", value.stride())
+            )
+        return TensorInput(path, value.dtype, value.device, sizes, mutated, ungraded, strides)
     if isinstance(value, (SymInt, SymFloat, SymBool)):
         return SymbolInput(path, _source(value.node.expr))
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device)):
         return ConstantInput(path, value)
     return ObjectInput(path)
+
+
+def _is_index(value: Tensor) -> bool:
+    return not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
 def _size(size: Any) -> int | str:

@@ -61,15 +61,13 @@ class Exported:
     in_spec: TreeSpec
     out_spec: TreeSpec
     detached: DetachedInputs
+    draws_in_place: bool
 
 
 def export_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
-) -> tuple[ExportedProgram, int | str | None]:
-    """Export `model` in training form; every failure becomes a CaptureError with the user's line.
-
-    Beside the program stands the argument, if any, that is a cache which the model updates and returns.
-    """
+) -> tuple[ExportedProgram, watching.Seen]:
+    """Export `model` in training form; every failure becomes a CaptureError with the user's line."""
     with rng_kept(), torch.enable_grad():
         if not strict:
             with watching.watched(model) as seen:
@@ -77,9 +75,9 @@ def export_model(
             seen.refuse()
             if program is None:
                 raise _at_data(seen, failure) from failure
-            return program, seen.cache
-        cache = _rehearse(model, args, kwargs, dynamic_shapes)
-        return _export(model, args, kwargs, dynamic_shapes, strict=True), cache
+            return program, seen
+        seen = _rehearse(model, args, kwargs, dynamic_shapes)
+        return _export(model, args, kwargs, dynamic_shapes, strict=True), seen
 
 
 def _export(
@@ -112,7 +110,7 @@ def _at_data(seen: watching.Seen, failure: CaptureError | None) -> CaptureError:
 
 def _rehearse(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-) -> int | str | None:
+) -> watching.Seen:
     """Refuse side effects, which the strict exporter drops without a word, by looking at a plain run first."""
     with watching.watched(model) as seen:
         try:
@@ -120,7 +118,7 @@ def _rehearse(
         except CaptureError as error:
             _log.debug("the rehearsal for strict mode stopped early: %s", error)
     seen.refuse()
-    return seen.cache
+    return seen
 
 
 def decompose(program: ExportedProgram) -> Exported:
@@ -136,7 +134,7 @@ def decompose(program: ExportedProgram) -> Exported:
         if gradmode.flatten_no_grad(program.graph_module):
             aliasing.rename_results(program)
         out_variants.keep_strides(program)
-        random_draws.draw_into_fresh_memory(program)
+        draws_in_place = random_draws.draw_into_fresh_memory(program)
         copying.keep_histories(program)
         detached = autograd_aliases.separate(program)
         aliasing.rename_results(program)
@@ -153,8 +151,9 @@ def decompose(program: ExportedProgram) -> Exported:
                 decomposed = retraced(program, signature)
         batchnorm.choose_kernel_as_eager(decomposed.graph)
         copying.make_differentiable(decomposed.graph)
+        copying.make_bases_dense(decomposed.graph)
         random_draws.draw_in_place(decomposed.graph)
-        return Exported(decomposed, aliases, names, in_spec, out_spec, detached)
+        return Exported(decomposed, aliases, names, in_spec, out_spec, detached, draws_in_place)
 
 
 def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:

@@ -9,7 +9,6 @@ strides and then copied.
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from torch.fx import Graph, Node
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
 from dovetail.graph.capturing.autograd_aliases import differentiable_draws
+from dovetail.graph.weight_guard import is_dense
 
 _aten = torch.ops.aten
 _FILLS = frozenset(
@@ -41,31 +41,22 @@ _IN_PLACE: dict[Any, Any] = {
     _aten.random.default: _aten.random_.default,
     _aten.random.to: _aten.random_.to,
 }
-# Their kernels give other strides to permuted operands than their fake kernels say.
-_UNPREDICTED_STRIDES = frozenset(
-    [
-        "batch_norm",
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "log_sigmoid",
-        "log_sigmoid_forward",
-        "rrelu",
-        "roll",
-    ]
-)
 _KEPT = ("stack_trace", "nn_module_stack", "custom")
+_IS_IN_PLACE = "dovetail.draws_in_place"
+"""The key in `node.meta["custom"]` of draws that `draw_in_place` restores; decomposition hands it on."""
 
 
-def draw_into_fresh_memory(program: ExportedProgram) -> None:
-    """Rewrite in-place draws that functionalisation would change; edits the program's graph."""
+def draw_into_fresh_memory(program: ExportedProgram) -> bool:
+    """Rewrite in-place draws that functionalisation would change; edits the program's graph. Whether there were any."""
     graph = program.graph
     draws = [n for n in graph.nodes if _is_draw(n)]
     if not draws:
-        return
-    differentiable, unpredicted = differentiable_draws(graph), _unpredicted(graph)
+        return False
+    differentiable = differentiable_draws(graph)
     for node in draws:
-        _rewrite(graph, node, node in differentiable, unpredicted)
+        _rewrite(graph, node, node in differentiable)
     program.graph_module.recompile()
+    return True
 
 
 def _is_draw(node: Node) -> bool:
@@ -81,27 +72,7 @@ def _name(target: OpOverload) -> str:
     return target._schema.name.removeprefix("aten::")
 
 
-def _unpredicted(graph: Graph) -> set[Node]:
-    """Nodes whose strides in a call may not be those of their fake values."""
-    nodes: set[Node] = set()
-    for node in graph.nodes:
-        name = _name(node.target) if isinstance(node.target, OpOverload) else ""
-        operands = node.all_input_nodes
-        is_source = name in _UNPREDICTED_STRIDES and not _is_plain(operands[0].meta.get("val"), name)
-        # What is made by new_empty and its like is contiguous, whatever it is made like.
-        if is_source or (not name.startswith("new_") and any(operand in nodes for operand in operands)):
-            nodes.add(node)
-    return nodes
-
-
-def _is_plain(value: Any, name: str) -> bool:
-    if not isinstance(value, Tensor) or value.is_contiguous():
-        return True
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
-    return "batch_norm" in name and form is not None and value.is_contiguous(memory_format=form)
-
-
-def _rewrite(graph: Graph, node: Node, differentiable: bool, unpredicted: set[Node]) -> None:
+def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
     target = cast(OpOverload, node.target)
     name = _name(target)
     operand = cast(Node, node.kwargs["out"] if "out" in node.kwargs else node.args[0])
@@ -117,12 +88,6 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool, unpredicted: set[No
             _call(graph, node, _aten.rrelu.default, (operand, *node.args[1:]), node.kwargs),
         )
         return
-    if operand in unpredicted and not name.startswith("feature"):
-        if name not in _DROPOUTS or value.device.type != "cpu":
-            what = "forward draws random numbers into memory whose strides only a call can tell"
-            raise _refused(node, f"{what}, after batch_norm, logsigmoid, rrelu or roll of a permuted value")
-        _drop(graph, node, operand, name, predicted=False)
-        return
     is_contiguous = value.is_contiguous()
     if is_contiguous and (name in _DROPOUTS or not differentiable or "out" in node.kwargs):
         return
@@ -135,19 +100,14 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool, unpredicted: set[No
         sizes = cast(Any, node.args[0])
         if target not in _OUT or list(sizes) != list(value.shape):
             raise _refused(node, f"forward draws random numbers by {target} into a view")
-        fresh = _empty(graph, node, value)
-        drawn = _call(graph, node, _OUT[target], (fresh,), _generator(node))
+        drawn = _draw(graph, node, _OUT[target], _empty(graph, node, operand), (), _generator(node))
     else:
-        fresh = _empty(graph, node, value)
-        drawn = _call(graph, node, target, (fresh, *node.args[1:]), node.kwargs)
+        drawn = _draw(graph, node, target, _empty(graph, node, operand), node.args[1:], node.kwargs)
     _copied(graph, node, operand, drawn)
 
 
-def _drop(graph: Graph, node: Node, operand: Node, name: str, *, predicted: bool = True) -> None:
-    """Write out in-place dropout as ATen defines it, so that its mask is drawn in the order of the mask's memory.
-
-    Where the strides of that are not `predicted`, the mask is the one of native_dropout, which has those of the operand.
-    """
+def _drop(graph: Graph, node: Node, operand: Node, name: str) -> None:
+    """Write out in-place dropout as ATen defines it, so that its mask is drawn in the order of the mask's memory."""
     p, train = cast("tuple[float, bool]", node.args[1:3])
     value = cast(Tensor, operand.meta["val"])
     if p == 0 or not train or value.numel() == 0:
@@ -156,7 +116,12 @@ def _drop(graph: Graph, node: Node, operand: Node, name: str, *, predicted: bool
         return
     if p == 1:
         return
-    noise = _mask(graph, node, operand, name, 1 - p) if predicted else _native_mask(graph, node, operand, p)
+    if name.startswith("feature"):
+        sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
+        mask = _call(graph, node, _aten.new_empty.default, (operand, sizes), {})
+    else:
+        mask = _call(graph, node, _aten.empty_like.default, (operand,), {})
+    noise = _draw(graph, node, _aten.bernoulli_.float, mask, (1 - p,), {})
     if "alpha" in name:
         alpha = 1.7580993408473766
         a = 1.0 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
@@ -174,39 +139,29 @@ def _drop(graph: Graph, node: Node, operand: Node, name: str, *, predicted: bool
     graph.erase_node(node)
 
 
-def _mask(graph: Graph, node: Node, operand: Node, name: str, keep: float) -> Node:
-    value = cast(Tensor, operand.meta["val"])
-    if name.startswith("feature"):
-        sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
-        mask = _call(graph, node, _aten.new_empty.default, (operand, sizes), {})
-    else:
-        mask = _call(graph, node, _aten.empty_like.default, (operand,), {})
-    mask_value = cast(Tensor, mask.meta["val"])
-    fresh = mask if mask_value.is_contiguous() else _empty(graph, node, mask_value)
-    noise = _call(graph, node, _aten.bernoulli_.float, (fresh, keep), {})
-    if fresh is not mask:
-        return _call(graph, node, _aten.copy_.default, (mask, noise), {})
-    return noise
-
-
-def _native_mask(graph: Graph, node: Node, operand: Node, p: float) -> Node:
-    pair = _call(graph, node, _aten.native_dropout.default, (operand, p, True), {})
-    with graph.inserting_before(node):
-        mask = graph.call_function(operator.getitem, (pair, 1))
-    mask.meta = {**pair.meta, "val": pair.meta["val"][1]}
-    return _call(graph, node, _aten.to.dtype, (mask, operand.meta["val"].dtype), {})
-
-
 def _generator(node: Node) -> dict[str, Any]:
     return {k: v for k, v in node.kwargs.items() if k == "generator"}
 
 
-def _empty(graph: Graph, node: Node, value: Tensor) -> Node:
+def _empty(graph: Graph, node: Node, operand: Node) -> Node:
+    """Memory to draw into, of the strides of `operand`."""
+    value = cast(Tensor, operand.meta["val"])
+    if is_dense(value):
+        # The strides of the call, which fake kernels are not always right about: batch norm's of a transpose.
+        return _call(graph, node, _aten.empty_like.default, (operand,), {})
     form = {"dtype": value.dtype, "device": value.device}
     args = ([int(n) for n in value.shape], [int(n) for n in value.stride()])
     with cast(Any, value).fake_mode:
         fake = torch.empty_strided(*args, dtype=value.dtype, device=value.device)
     return _call(graph, node, _aten.empty_strided.default, args, form, fake)
+
+
+def _draw(
+    graph: Graph, node: Node, target: OpOverload, fresh: Node, args: tuple[Any, ...], kwargs: Any
+) -> Node:
+    drawn = _call(graph, node, target, (fresh, *args), kwargs)
+    drawn.meta["custom"] = {**drawn.meta.get("custom", {}), _IS_IN_PLACE: True}
+    return drawn
 
 
 def _copied(graph: Graph, node: Node, operand: Node, drawn: Node) -> None:
@@ -239,16 +194,15 @@ def draw_in_place(graph: Graph) -> None:
 
     The functional operator would draw into a contiguous copy.
     """
-    for node in list(graph.nodes):
-        target = _IN_PLACE.get(node.target)
-        fresh = node.args[0] if node.args else None
-        if target is None or not isinstance(fresh, Node) or fresh.target is not _aten.empty_strided.default:
+    for node in graph.nodes:
+        if not node.meta.get("custom", {}).get(_IS_IN_PLACE):
             continue
-        value = fresh.meta.get("val")
-        if isinstance(value, Tensor) and not value.is_contiguous() and len(fresh.users) == 1:
-            node.target = target
+        node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != _IS_IN_PLACE}
+        fresh = node.args[0]
+        value = fresh.meta.get("val") if isinstance(fresh, Node) and len(fresh.users) == 1 else None
+        if node.target in _IN_PLACE and isinstance(value, Tensor) and not value.is_contiguous():
+            node.target = node.meta["original_aten"] = _IN_PLACE[node.target]
             node.meta["val"] = value
-            node.meta["original_aten"] = target
 
 
 def _refused(node: Node, what: str) -> CaptureError:

@@ -34,6 +34,7 @@ _METADATA_METHODS = frozenset(
         "detach_",
     ]
 )
+_STRIDE_READS = frozenset(["stride", "is_contiguous", "contiguous"])
 _METADATA_SETTERS = frozenset({"data", "grad"})
 # The first of the seeds that no model gives: a generator that has another one was seeded, or set to an older state.
 _SENTINEL_SEED = 0x5DEECE66D_1CE4E5B9 & (2**63 - 1)
@@ -54,6 +55,7 @@ class TensorEffects(TorchFunctionMode):
         super().__init__()
         self.note = note
         self.data_line: blame.Line | None = None
+        self.stride_reads: set[str] = set()
         self._visible: dict[int, str] = {}
         self._leaves: dict[int, tuple[Tensor, blame.Line | None]] = {}
         self._generators: list[tuple[torch.Generator, Tensor]] = []
@@ -191,6 +193,8 @@ class TensorEffects(TorchFunctionMode):
                 self._check_metadata(first, f"{attribute} =", any_tensor=attribute == "data")
         elif name == "__get__" and getattr(func.__self__, "__name__", "") == "data":
             self.data_line = blame.of_caller()
+        elif name in _STRIDE_READS:
+            self.stride_reads.add(name)
         elif name in _METADATA_METHODS:
             self._check_metadata(first, f"{name}()")
         elif name == "requires_grad_":

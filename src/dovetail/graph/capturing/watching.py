@@ -43,12 +43,14 @@ class Seen:
     """What was noticed while tracing, in order: a description of each, with what to do.
 
     `cache` is the argument, by name or position, that is a cache which forward updated and returned; `data_line` is
-    where forward last read `.data`, which the exporter follows in few cases and blames on no line.
+    where forward last read `.data`, which the exporter follows in few cases and blames on no line; `stride_reads` are
+    the methods it called whose results depend on strides.
     """
 
     findings: list[str] = field(default_factory=list[str])
     cache: str | int | None = None
     data_line: blame.Line | None = None
+    stride_reads: frozenset[str] = frozenset()
 
     def note(self, what: str, line: blame.Line | None, advice: str) -> None:
         self.findings.append(describe(what, line, advice))
@@ -107,7 +109,7 @@ def watched(model: nn.Module) -> Generator[Seen]:
             for mode in entered:
                 mode.__exit__(None, None, None)
             effects.restore()
-            seen.data_line = effects.data_line
+            seen.data_line, seen.stride_reads = effects.data_line, frozenset(effects.stride_reads)
             for hook in hooks:
                 hook.remove()
             restore(before)
