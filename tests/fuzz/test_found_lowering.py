@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx import Graph, GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import dovetail
 
@@ -176,3 +178,17 @@ def test_a_number_of_which_nothing_is_known() -> None:
         given = torch.full((3,), value), torch.ones(3)
         assert torch.equal(made(*given), model(*given))
     assert [e.outcome for e in dovetail.explain(made).lowered] == ["compiled"]
+
+
+def test_dropout_that_is_off_returns_its_operand_in_trials_too() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    chunks = graph.create_node("call_function", torch.chunk, (x, 2), name="chunks")
+    off = graph.create_node("call_function", F.dropout, (x, 0.5, False), name="off")
+    graph.output((chunks, off))
+    gm = GraphModule(nn.Module(), graph)
+    value = torch.linspace(-1, 1, 6).reshape(2, 3)
+    FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(value)
+    piece = dovetail.outline(gm, ["chunks", "off"], kind="piece")
+    made = dovetail.lower(piece, "eager", smallest=1, cache=False, on_error="raise")
+    assert made(value)[1].data_ptr() == value.data_ptr()

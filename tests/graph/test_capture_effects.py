@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -318,6 +319,30 @@ def _fills_expanded(m: Any, x: Tensor) -> Any:
     return x * 2
 
 
+def _seeds_default(m: Any, x: Tensor) -> Any:
+    torch.default_generator.manual_seed(0)
+    return x + torch.rand(6, 8)
+
+
+def _sets_default_state(m: Any, x: Tensor) -> Any:
+    torch.default_generator.set_state(m.generator.get_state())
+    return x + torch.rand(6, 8)
+
+
+def _goes_back(m: Any, x: Tensor) -> Any:
+    state = torch.default_generator.get_state()
+    y = x + torch.rand(6, 8)
+    torch.default_generator.set_state(state)
+    return y + torch.rand(6, 8)
+
+
+def _goes_back_at_the_end(m: Any, x: Tensor) -> Any:
+    state = m.generator.get_state()
+    y = F.dropout(x, 0.4, True) + torch.rand(6, 8)
+    m.generator.set_state(state)
+    return y
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
@@ -335,6 +360,10 @@ def _fills_expanded(m: Any, x: Tensor) -> Any:
         (_own_generator, "not an attribute of the model"),
         (_seeds_generator, "seeds a random generator"),
         (_seeds, "seeds a random generator"),
+        (_seeds_default, "seeds a random generator"),
+        (_sets_default_state, "seeds a random generator"),
+        (_goes_back, "seeds a random generator"),
+        (_goes_back_at_the_end, "seeds a random generator"),
         (_forks, "seeds a random generator"),
         (_python_random, "Python's or NumPy's random"),
         (_random_range, r"random_\(from, to\)"),
@@ -352,6 +381,61 @@ def test_what_no_graph_can_hold_is_refused_with_the_line(forward: Forward, reaso
     assert torch.equal(model.generator.get_state(), state)
 
 
+@pytest.fixture
+def drawing() -> Iterator[list[Tensor]]:
+    """Another thread that is alive; it draws what a test asks for."""
+    wake, drawn = threading.Event(), list[Tensor]()
+    thread = threading.Thread(target=lambda: wake.wait() and drawn.append(torch.rand(5)))
+    thread.start()
+    _DRAWING.append((wake, thread))
+    yield drawn
+    wake.set()
+    thread.join()
+    _DRAWING.clear()
+
+
+_DRAWING: list[tuple[threading.Event, threading.Thread]] = []
+
+
+@pytest.mark.usefixtures("drawing")
+@pytest.mark.parametrize("forward", [_seeds, _seeds_default, _forks])
+def test_seeding_is_refused_while_other_threads_run(forward: Forward) -> None:
+    model = model_of(forward)
+    stream = torch.manual_seed(3).get_state()
+    with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
+        dovetail.capture(model, (plain(),))
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+@pytest.mark.parametrize("forward", [_seeds_default, _goes_back])
+def test_a_progress_monitor_draws_nothing(forward: Forward) -> None:
+    monitors = pytest.importorskip("tqdm._monitor")
+    monitor = monitors.TMonitor(pytest.importorskip("tqdm").tqdm, 60)
+    try:
+        model = model_of(forward)
+        torch.manual_seed(0)
+        with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
+            dovetail.capture(model, (plain(),))
+    finally:
+        monitor.exit()
+
+
+def test_another_thread_draws_its_own_numbers_during_capture(drawing: list[Tensor]) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        wake, thread = _DRAWING[0]
+        wake.set()
+        thread.join()
+        return x + torch.rand(6, 8)
+
+    torch.manual_seed(7)
+    want = torch.rand(5)
+    model = model_of(forward)
+    torch.manual_seed(7)
+    assert dovetail.capture(model, (plain(),)) is not None
+    assert torch.equal(drawing[0], want)
+    assert torch.initial_seed() == 7
+
+
 def test_an_expanded_input_that_is_written_is_refused() -> None:
     with pytest.raises(dovetail.CaptureError, match="overlap in memory"):
         dovetail.capture(model_of(lambda m, x: x[0].add_(1) * 2), (expanded(),))
@@ -360,16 +444,36 @@ def test_an_expanded_input_that_is_written_is_refused() -> None:
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda m, x: x + torch.rand(6, 8, generator=m.generator),
         lambda m, x: x + torch.rand(6, 8, generator=torch.default_generator),
         lambda m, x: m.linear(x).requires_grad_() * 2,
         lambda m, x: torch.autograd.grad((y := x.detach().requires_grad_()).square().sum(), y)[0],
         lambda m, x: (x * 2).t_() + 1,
     ],
-    ids=["attribute", "default", "flag set already", "gradient inside", "own tensor"],
+    ids=["default", "flag set already", "gradient inside", "own tensor"],
 )
 def test_what_a_graph_can_hold_is_not_refused(forward: Forward) -> None:
     assert_alike(forward, plain())
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: x + torch.rand(6, 8, generator=m.generator),
+        lambda m, x: x + torch.empty(6, 8).normal_(generator=m.generator),
+        lambda m, x: torch.bernoulli(x.sigmoid(), generator=m.generator),
+    ],
+    ids=["rand", "normal_", "bernoulli"],
+)
+def test_a_generator_of_the_model_is_drawn_from_or_refused(forward: Forward) -> None:
+    if hasattr(torch._C, "_set_generator_metaclass"):
+        assert_alike(forward, plain())
+        return
+    model = model_of(forward)
+    state = model.generator.get_state()
+    with pytest.raises(dovetail.CaptureError, match="cannot lift into a graph") as raised:
+        dovetail.capture(model, (plain(),))
+    assert f"\n  at {__file__}" in str(raised.value)
+    assert torch.equal(model.generator.get_state(), state)
 
 
 def test_python_numbers_in_eval_mode_are_left_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -129,8 +130,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def expected_of(body: Any, effects: BodySummary, examples: Sequence[Any], *, grad: bool) -> Expected:
     """A run of the body on fake operands: its results, with the gradients they carry."""
     mode = next((e.fake_mode for e in examples if isinstance(e, FakeTensor)), None) or FakeTensorMode()
-    # Some of torch's composite operators ask for sizes as numbers unless Python writes them out.
-    with mode, enable_python_dispatcher(), torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
+    # Some of torch's composite operators ask for symbolic sizes as numbers unless Python writes them out; but then
+    # dropout that is off returns a copy.
+    dispatcher = contextlib.nullcontext() if mode.shape_env is None else enable_python_dispatcher()
+    with mode, dispatcher, torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
         made = body(*(passed(_like(e), i in effects.writes) for i, e in enumerate(examples)))
     return Expected(tuple(made), effects)
 

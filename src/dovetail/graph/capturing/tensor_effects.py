@@ -36,16 +36,19 @@ _METADATA_METHODS = frozenset(
 )
 _STRIDE_READS = frozenset(["stride", "is_contiguous", "contiguous"])
 _METADATA_SETTERS = frozenset({"data", "grad"})
-# A state that no seed in a model gives: a generator that leaves it while forward runs was seeded there.
+# The first of the seeds that no model gives: a generator that has another one was seeded, or set to an older state.
 _SENTINEL_SEED = 0x5DEECE66D_1CE4E5B9 & (2**63 - 1)
+# Where torch registers generators as opaque objects, its tracer can lift them into a graph; 2.11 does not.
+_GENERATORS_ARE_OPAQUE = hasattr(torch._C, "_set_generator_metaclass")
 
 
 class TensorEffects(TorchFunctionMode):
     """Notices uses of tensors and generators that a graph of the model cannot repeat.
 
-    `begin` and `end` are called when forward starts and returns. Generators are given a state of their own in between,
-    so that seeding one is seen whatever the seed; `restore` puts every stream back. Where there are other threads, which
-    may draw from the default generator meanwhile, that one is left alone and only another seed is seen.
+    `begin` and `end` are called when forward starts and returns. In between every generator gets another seed at each
+    call, so that seeding one and going back to an earlier state are seen; `restore` puts every stream back. Where there
+    are other threads, which may draw from the default generator meanwhile, that one is left alone and only another seed
+    is seen.
     """
 
     def __init__(self, note: Note) -> None:
@@ -55,9 +58,10 @@ class TensorEffects(TorchFunctionMode):
         self.stride_reads: set[str] = set()
         self._visible: dict[int, str] = {}
         self._leaves: dict[int, tuple[Tensor, blame.Line | None]] = {}
-        self._generators: list[tuple[torch.Generator, Tensor, Tensor]] = []
-        self._is_running = False
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._default_seed = 0
+        self._last_seed = _SENTINEL_SEED
+        self._is_running = False
         self._host_state: Any = None
         self._forward_line: blame.Line | None = None
 
@@ -65,22 +69,20 @@ class TensorEffects(TorchFunctionMode):
         self._visible = {id(x): "an input" for x in inputs if isinstance(x, Tensor)}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
+        self._is_running = True
         default = torch.default_generator
         self._default_seed = default.initial_seed()
-        is_alone = threading.active_count() == 1
-        self._is_running = True
-        for generator in [*([default] if is_alone else []), *generators_of(model)]:
-            state = generator.get_state()
-            generator.manual_seed(_SENTINEL_SEED)
-            self._generators.append((generator, state, generator.get_state()))
+        for generator in [*([default] if _is_alone() else []), *generators_of(model)]:
+            self._generators.append((generator, generator.get_state()))
+        self._advance()
         self._host_state = _host_random_state() if model.training else None
         code = getattr(type(model).forward, "__code__", None)
         self._forward_line = code and blame.Line(code.co_filename, code.co_firstlineno, "forward")
 
     def end(self, results: Any) -> None:
-        is_alone = any(generator is torch.default_generator for generator, _, _ in self._generators)
-        reseeded = not is_alone and torch.default_generator.initial_seed() != self._default_seed
-        if reseeded or any(not torch.equal(g.get_state(), started) for g, _, started in self._generators):
+        is_left_alone = not self._is_watched(torch.default_generator)
+        reseeded = is_left_alone and torch.default_generator.initial_seed() != self._default_seed
+        if reseeded or self._is_reseeded():
             self._note_seeding(self._forward_line)
         if self._host_state is not None and self._host_state != _host_random_state():
             self.note(
@@ -106,10 +108,23 @@ class TensorEffects(TorchFunctionMode):
 
     def restore(self) -> None:
         """Put back the state of every generator."""
-        for generator, state, _ in self._generators:
+        for generator, state in self._generators:
             generator.set_state(state)
         self._generators.clear()
         self._is_running = False
+
+    def _advance(self) -> None:
+        """Give every generator another seed, so that a state from before is not taken for the present one."""
+        self._last_seed -= len(self._generators)
+        for number, (generator, _) in enumerate(self._generators):
+            generator.manual_seed(self._last_seed + number)
+
+    def _is_watched(self, generator: torch.Generator) -> bool:
+        return any(generator is known for known, _ in self._generators)
+
+    def _is_reseeded(self) -> bool:
+        seeds = [generator.initial_seed() for generator, _ in self._generators]
+        return seeds != list(range(self._last_seed, self._last_seed + len(seeds)))
 
     def note_reseeding(self) -> None:
         self._note_seeding(blame.of_caller())
@@ -123,6 +138,9 @@ class TensorEffects(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_reseeded():
+            self._note_seeding(blame.of_caller())
+        self._advance()
         for argument in (*args, *kwargs.values()):
             parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)
             for part in parts:
@@ -131,6 +149,8 @@ class TensorEffects(TorchFunctionMode):
                         self._note_stranger()
                 elif isinstance(part, torch.Generator):
                     self._check_generator(part)
+        if not _GENERATORS_ARE_OPAQUE and kwargs.get("generator") is torch.default_generator:
+            kwargs = {**kwargs, "generator": None}
         self._check_call(func, args, kwargs)
         result = func(*args, **kwargs)
         if kwargs.get("requires_grad") is True and isinstance(result, Tensor):
@@ -146,20 +166,21 @@ class TensorEffects(TorchFunctionMode):
         )
 
     def _check_generator(self, generator: torch.Generator) -> None:
-        known = next((g for g in self._generators if g[0] is generator), None)
-        if generator in torch.cuda.default_generators or (
-            known is None and generator is torch.default_generator
-        ):
+        if generator in torch.cuda.default_generators:
             return
-        if known is None:
+        if not self._is_watched(generator) and generator is not torch.default_generator:
             self.note(
                 "forward draws from a torch.Generator that is not an attribute of the model, which a graph would go on "
                 "drawing from instead of making it anew",
                 blame.of_caller(),
                 "Make the generator in __init__ and keep it on the module, or draw the numbers outside and pass them in.",
             )
-        elif not torch.equal(generator.get_state(), known[2]):
-            self._note_seeding(blame.of_caller())
+        elif not _GENERATORS_ARE_OPAQUE and generator is not torch.default_generator:
+            self.note(
+                f"forward draws from a torch.Generator, which torch {torch.__version__} cannot lift into a graph",
+                blame.of_caller(),
+                "Draw from the default generator, draw the numbers outside and pass them in, or use torch 2.13.",
+            )
 
     def _check_call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         name = getattr(func, "__name__", "")
@@ -214,6 +235,12 @@ class TensorEffects(TorchFunctionMode):
             )
         elif value:
             self._leaves[id(tensor)] = (tensor, blame.of_caller())
+
+
+def _is_alone() -> bool:
+    """Whether no other thread may draw random numbers; the monitor of tqdm, which many imports start, does not."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return all(type(thread).__module__.startswith("tqdm.") for thread in others)
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
