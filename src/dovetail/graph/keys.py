@@ -24,5 +24,9 @@ LOWERING = "dovetail.lowering"
 ORIGIN = "dovetail.origin"
 """The key in `node.meta["custom"]` of the operation that a traced node came from. Written by `rules.shadow` alone."""
 
+DRAWS_IN_PLACE = "dovetail.draws_in_place"
+"""The key in `node.meta["custom"]` of draws to be restored after decomposition, which hands it on. Written by
+`graph.capturing.random_draws` alone, and gone from captured graphs."""
+
 DERIVED = "dovetail.derived"
 """The `gm.meta` key of buffers that were computed from weights, and how. Written by `passes.constants` alone."""

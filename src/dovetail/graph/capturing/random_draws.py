@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
 from dovetail.graph.capturing.autograd_aliases import differentiable_draws
+from dovetail.graph.keys import DRAWS_IN_PLACE
 from dovetail.graph.weight_guard import is_dense
 
 _aten = torch.ops.aten
@@ -42,8 +43,6 @@ _IN_PLACE: dict[Any, Any] = {
     _aten.random.to: _aten.random_.to,
 }
 _KEPT = ("stack_trace", "nn_module_stack", "custom")
-_IS_IN_PLACE = "dovetail.draws_in_place"
-"""The key in `node.meta["custom"]` of draws that `draw_in_place` restores; decomposition hands it on."""
 
 
 def draw_into_fresh_memory(program: ExportedProgram) -> bool:
@@ -160,7 +159,7 @@ def _draw(
     graph: Graph, node: Node, target: OpOverload, fresh: Node, args: tuple[Any, ...], kwargs: Any
 ) -> Node:
     drawn = _call(graph, node, target, (fresh, *args), kwargs)
-    drawn.meta["custom"] = {**drawn.meta.get("custom", {}), _IS_IN_PLACE: True}
+    drawn.meta["custom"] = {**drawn.meta.get("custom", {}), DRAWS_IN_PLACE: True}
     return drawn
 
 
@@ -195,9 +194,9 @@ def draw_in_place(graph: Graph) -> None:
     The functional operator would draw into a contiguous copy.
     """
     for node in graph.nodes:
-        if not node.meta.get("custom", {}).get(_IS_IN_PLACE):
+        if not node.meta.get("custom", {}).get(DRAWS_IN_PLACE):
             continue
-        node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != _IS_IN_PLACE}
+        node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != DRAWS_IN_PLACE}
         fresh = node.args[0]
         value = fresh.meta.get("val") if isinstance(fresh, Node) and len(fresh.users) == 1 else None
         if node.target in _IN_PLACE and isinstance(value, Tensor) and not value.is_contiguous():
