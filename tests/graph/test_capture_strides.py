@@ -18,6 +18,7 @@ LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "batch_norm": lambda m, x: m.norm(x),
     "batch_norm and more": lambda m, x: F.relu(m.norm(x)) * 2,
     "logsigmoid": lambda m, x: F.logsigmoid(x),
+    "logsigmoid and back": lambda m, x: F.logsigmoid(x).t(),
 }
 
 

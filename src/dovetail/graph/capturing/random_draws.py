@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
+from dovetail.graph.capturing.aliasing import storage_of
 from dovetail.graph.capturing.autograd_aliases import differentiable_draws
 from dovetail.graph.keys import DRAWS_IN_PLACE
 from dovetail.graph.weight_guard import is_dense
@@ -87,10 +88,10 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
             _call(graph, node, _aten.rrelu.default, (operand, *node.args[1:]), node.kwargs),
         )
         return
-    is_contiguous = value.is_contiguous()
+    is_contiguous = _is_contiguous(operand)
     if is_contiguous and (name in _DROPOUTS or not differentiable or "out" in node.kwargs):
         return
-    if not is_contiguous and any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
+    if not value.is_contiguous() and any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
         raise _refused(node, "forward draws random numbers into a view whose strides vary with dynamic sizes")
     if name in _DROPOUTS:
         _drop(graph, node, operand, name)
@@ -99,9 +100,13 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
         sizes = cast(Any, node.args[0])
         if target not in _OUT or list(sizes) != list(value.shape):
             raise _refused(node, f"forward draws random numbers by {target} into a view")
-        drawn = _draw(graph, node, _OUT[target], _empty(graph, node, operand), (), _generator(node))
+        drawn = _draw(
+            graph, node, _OUT[target], _empty(graph, node, operand), (), _generator(node), is_contiguous
+        )
     else:
-        drawn = _draw(graph, node, target, _empty(graph, node, operand), node.args[1:], node.kwargs)
+        drawn = _draw(
+            graph, node, target, _empty(graph, node, operand), node.args[1:], node.kwargs, is_contiguous
+        )
     _copied(graph, node, operand, drawn)
 
 
@@ -115,12 +120,13 @@ def _drop(graph: Graph, node: Node, operand: Node, name: str) -> None:
         return
     if p == 1:
         return
-    if name.startswith("feature"):
+    is_contiguous = name.startswith("feature")
+    if is_contiguous:
         sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
         mask = _call(graph, node, _aten.new_empty.default, (operand, sizes), {})
     else:
         mask = _call(graph, node, _aten.empty_like.default, (operand,), {})
-    noise = _draw(graph, node, _aten.bernoulli_.float, mask, (1 - p,), {})
+    noise = _draw(graph, node, _aten.bernoulli_.float, mask, (1 - p,), {}, is_contiguous)
     if "alpha" in name:
         alpha = 1.7580993408473766
         a = 1.0 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
@@ -155,11 +161,30 @@ def _empty(graph: Graph, node: Node, operand: Node) -> Node:
     return _call(graph, node, _aten.empty_strided.default, args, form, fake)
 
 
+def _is_contiguous(operand: Node) -> bool:
+    """Whether a value, and what it is a view of, are contiguous; the strides of a fake result may be wrong otherwise."""
+    place, node = storage_of(operand.meta["val"]), operand
+    while node.meta["val"].is_contiguous():
+        base = node.args[0] if node.args else None
+        value = base.meta.get("val") if isinstance(base, Node) else None
+        if not isinstance(value, Tensor) or storage_of(value) != place:
+            return True
+        node = cast(Node, base)
+    return False
+
+
 def _draw(
-    graph: Graph, node: Node, target: OpOverload, fresh: Node, args: tuple[Any, ...], kwargs: Any
+    graph: Graph,
+    node: Node,
+    target: OpOverload,
+    fresh: Node,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    is_contiguous: bool,
 ) -> Node:
     drawn = _call(graph, node, target, (fresh, *args), kwargs)
-    drawn.meta["custom"] = {**drawn.meta.get("custom", {}), DRAWS_IN_PLACE: True}
+    if not is_contiguous:
+        drawn.meta["custom"] = {**drawn.meta.get("custom", {}), DRAWS_IN_PLACE: True}
     return drawn
 
 
@@ -199,7 +224,7 @@ def draw_in_place(graph: Graph) -> None:
         node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != DRAWS_IN_PLACE}
         fresh = node.args[0]
         value = fresh.meta.get("val") if isinstance(fresh, Node) and len(fresh.users) == 1 else None
-        if node.target in _IN_PLACE and isinstance(value, Tensor) and not value.is_contiguous():
+        if node.target in _IN_PLACE and isinstance(value, Tensor):
             node.target = node.meta["original_aten"] = _IN_PLACE[node.target]
             node.meta["val"] = value
 
