@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -418,6 +419,16 @@ def test_a_progress_monitor_draws_nothing(forward: Forward) -> None:
             dovetail.capture(model, (plain(),))
     finally:
         monitor.exit()
+
+
+@pytest.mark.parametrize("forward", [_seeds_default, _goes_back])
+def test_an_executor_without_tasks_draws_nothing(forward: Forward) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(int).result()
+        model = model_of(forward)
+        torch.manual_seed(0)
+        with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
+            dovetail.capture(model, (plain(),))
 
 
 def test_another_thread_draws_its_own_numbers_during_capture(drawing: list[Tensor]) -> None:

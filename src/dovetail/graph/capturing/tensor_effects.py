@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -238,9 +240,20 @@ class TensorEffects(TorchFunctionMode):
 
 
 def _is_alone() -> bool:
-    """Whether no other thread may draw random numbers; the monitor of tqdm, which many imports start, does not."""
+    """Whether no other thread may draw random numbers.
+
+    Imports start some that do not: the monitor of tqdm, and workers of executors, like Inductor's, that have no task.
+    """
+    running = sys._current_frames()
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    return all(type(thread).__module__.startswith("tqdm.") for thread in others)
+    return all(
+        type(thread).__module__.startswith("tqdm.") or _is_idle_worker(running.get(thread.ident or 0))
+        for thread in others
+    )
+
+
+def _is_idle_worker(frame: types.FrameType | None) -> bool:
+    return frame is not None and frame.f_code is concurrent.futures.thread._worker.__code__
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
