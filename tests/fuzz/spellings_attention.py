@@ -128,6 +128,7 @@ def draw_scaled(d: Drawing, q: Tensor, columns: Step, multiply: Product = torch.
     return d.mostly(
         {
             "scale": lambda q, k: multiply(q, columns(k)) * c,
+            "scale_large": lambda q, k: multiply(q, columns(k)) * 300.0,
             "scale_left": lambda q, k: c * multiply(q, columns(k)),
             "divisor": lambda q, k: multiply(q, columns(k)) / root,
             "scale_query": lambda q, k: multiply(q * c, columns(k)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,9 @@ def test_a_parameter_of_its_own_is_no_matter_where_every_attribute_is_taken() ->
     x = torch.randn(3, 16)
     new = lowered(fused(normed, x), layer_norm=kernel)
     assert [r.backend for r in dovetail.regions(new)] == ["library"]
+    # So is one that is bound, which nobody does by mistake.
+    bound = functools.partial(lambda x, weight, *, eps, block: x, block=8)
+    assert misfit(bound, dovetail.regions(fused(normed, x))[0]) is None
     # What is left over goes into keywords that a kernel has for that.
     assert misfit(lambda x, weight, block=8, **rest: x, dovetail.regions(fused(normed, x))[0]) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -106,6 +107,7 @@ def misfit(kernel: Callable[..., Any], region: Region) -> str | None:
         signature = inspect.signature(kernel)
     except (TypeError, ValueError):
         return None  # built in, and without a signature; the trial will tell
+    foreign = _foreign(kernel, region)
     given, keywords = () if named else tuple(operands), _keywords(kernel, region)
     try:
         signature.bind(*given, **dict.fromkeys(named), **keywords)
@@ -113,15 +115,14 @@ def misfit(kernel: Callable[..., Any], region: Region) -> str | None:
         has = ", ".join(named or operands) or "nothing"
         attrs = f" and the attributes {', '.join(region.attrs)}" if region.attrs else ""
         required = {*named, *keywords} - signature.parameters.keys()
-        hint = _near_names(_foreign(signature, region), required)
+        hint = _near_names(foreign, required)
         return f"the kernel cannot be called with {has}{attrs}: {error}{hint}"
     overlooked = region.attrs.keys() - keywords.keys()
-    foreign = _foreign(signature, region)
     if overlooked and foreign:
         return (
             f"the kernel's parameter '{foreign[0]}' is none of the kind '{region.kind}' and may stand for an attribute "
             f"that it does not take ({', '.join(sorted(overlooked))}){_near_names(foreign, overlooked)}: use the kind's "
-            f"names, or take **attributes"
+            f"names, take **attributes, or bind it by functools.partial"
         )
     return None
 
@@ -148,11 +149,12 @@ def _folded(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _foreign(signature: inspect.Signature, region: Region) -> list[str]:
-    """The parameters of a kernel that are neither arguments nor attributes of the region or its kind."""
+def _foreign(kernel: Callable[..., Any], region: Region) -> list[str]:
+    """The parameters of a kernel, unless bound by `partial`, that are no arguments or attributes of region and kind."""
     contract = KINDS.get(region.kind)
     names = {*region.arguments, *region.attrs, *(contract.arguments if contract is not None else ())}
-    parameters = signature.parameters.values()
+    names.update(kernel.keywords if isinstance(kernel, functools.partial) else ())
+    parameters = inspect.signature(kernel).parameters.values()
     return [p.name for p in parameters if p.name not in names and p.kind not in _VARIADIC]
 
 

@@ -188,6 +188,17 @@ def test_steps_that_round(rule: str, function: Function) -> None:
     assert candidates(ALL[rule], graph_of(function, (Q.bfloat16(),)))
 
 
+def test_a_weight_that_is_rounded() -> None:
+    def gemma(x: Tensor, weight: Tensor) -> Tensor:
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (1.0 + weight.to(scaled.dtype)) * scaled
+
+    assert "'weight' is rounded to torch.float32" in declined(
+        "rms_norm", gemma, r(2, 16), r(16, dtype=torch.float64), whole=False
+    )
+    assert found("rms_norm", gemma, r(2, 16), r(16, dtype=torch.bfloat16))["offset"] == 1.0
+
+
 def slices(x: Tensor) -> Tensor:
     return (x[:, :, ::2, ::2] + x[:, :, ::2, 1::2] + x[:, :, 1::2, ::2] + x[:, :, 1::2, 1::2]) / 4
 

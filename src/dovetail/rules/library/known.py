@@ -167,14 +167,24 @@ class Known(PatternRule):
 
 
 def keeps_precision(match: Match) -> Decline | None:
-    """Refuse steps in a narrower dtype than the first floating operand has: a reference computes in that."""
+    """Refuse steps in a narrower dtype than the first floating operand has, and casts from float64 of any operand.
+
+    A reference computes in the dtypes of the operands.
+    """
     values = [v for v in match.operands.values() if v is not None and _float_bits(v.value)]
-    if not values:
-        return None
+    doubles = {v.aten: v for v in values if _float_bits(v.value) == _DOUBLE}
     for aten, node in match.aten.items():
-        if 0 < _float_bits(aten.meta.get("val")) < _float_bits(values[0].value):
-            return Decline(f"'{values[0].name}' is rounded to {aten.meta['val'].dtype} on the way", at=node)
+        bits = _float_bits(aten.meta.get("val"))
+        cast = [
+            doubles[n] for n in aten.all_input_nodes if n in doubles and op_name(aten.target) == "_to_copy"
+        ]
+        for value in (*values[:1], *cast):
+            if 0 < bits < _float_bits(value.value):
+                return Decline(f"'{value.name}' is rounded to {aten.meta['val'].dtype} on the way", at=node)
     return None
+
+
+_DOUBLE = 64
 
 
 def _float_bits(value: Any) -> int:
