@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dovetail.graph.module import attribute
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
-from dovetail.rules.library.known import has, kind, taking
+from dovetail.rules.library.known import broadcasts, has, kind, taking
 from dovetail.rules.matching.choices import either, optional
 from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.rule import Decline
@@ -319,18 +319,13 @@ def _sizes_agree(match: Match) -> Decline | None:
     for value, letters in zip((q, k, v), operands, strict=True):
         if value.ndim != len(letters):
             return Decline(f"'{value.name}' has {value.ndim} dimensions, not {len(letters)}", at=value)
-        if any(_broadcast(n, sizes.setdefault(c, n)) for c, n in zip(letters, value.shape, strict=True)):
+        if broadcasts(
+            value.shape, [sizes.setdefault(c, n) for c, n in zip(letters, value.shape, strict=True)]
+        ):
             return Decline(f"the sizes of '{value.name}' are not those of the others", at=value)
-    shape = match.outputs[0].meta["val"].shape
-    if len(shape) != len(result) or any(_broadcast(n, sizes[c]) for c, n in zip(result, shape, strict=True)):
+    if broadcasts(match.outputs[0].meta["val"].shape, [sizes[letter] for letter in result]):
         return Decline("its result is not of the sizes of queries and values: a mask enlarges the scores")
     return None
-
-
-def _broadcast(first: Any, second: Any) -> bool:
-    """Whether sizes are known to differ. Symbols that do are equal in every call that works, unless one of them is 1."""
-    numbers = as_number(first), as_number(second)
-    return numbers[0] != numbers[1] if None not in numbers else 1 in numbers
 
 
 def _letters(match: Match, k: Value) -> tuple[Sequence[str], ...]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.graph.normalform import by_name, op_name
-from dovetail.rules.library.known import Known, has, kind, known, results_by_position, same_sizes
+from dovetail.rules.library.known import Known, broadcasts, has, kind, known, results_by_position
 from dovetail.rules.library.steps import SIMPLE, activate, approximation
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
@@ -249,7 +249,7 @@ def _convolution_rules(rank: int, *, word: bool) -> list[Known]:
             n for n in match.aten if op_name(n.target) == "add" and residual.aten in n.all_input_nodes
         )
         shapes = [n.meta["val"].shape for n in (added, *added.all_input_nodes)]
-        if residual.ndim == rank + 2 and all(same_sizes(shape, shapes[0]) for shape in shapes):
+        if residual.ndim == rank + 2 and not any(broadcasts(shape, shapes[0]) for shape in shapes):
             return None
         return Decline(f"'{residual.name}' is not of the shape of what it is added to", at=residual)
 
@@ -317,7 +317,7 @@ def conv_grad(
 @conv_grad.guard
 def activated_has_the_shape_of_grad(match: Match) -> Decline | None:
     activated = match["activated"]
-    if activated is None or same_sizes(activated.shape, match["grad"].shape):
+    if activated is None or not broadcasts(activated.shape, match["grad"].shape):
         return None
     return Decline(f"'{activated.name}' is not of the shape of '{match['grad'].name}'", at=activated)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import InvalidArgument, RuleError
-from dovetail.graph.normalform import op_name
+from dovetail.graph.normalform import as_number, op_name
 from dovetail.outlining.record import make_identity
 from dovetail.outlining.requests import is_projection
 from dovetail.rules.matching.choices import Const
@@ -197,6 +197,17 @@ def _float_bits(value: Any) -> int:
 def same_sizes(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether sizes are written alike: asking whether symbols are equal would add a guard."""
     return [str(n) for n in first] == [str(n) for n in second]
+
+
+def broadcasts(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether shapes that an elementwise operation or a product relates are known to differ.
+
+    Symbols that differ are equal in every call that works, unless one size is 1.
+    """
+    if len(first) != len(second):
+        return True
+    pairs = ((as_number(a), as_number(b)) for a, b in zip(first, second, strict=True))
+    return any(a != b if a is not None and b is not None else 1 in (a, b) for a, b in pairs)
 
 
 def known(

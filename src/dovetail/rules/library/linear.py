@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name
 from dovetail.outlining.requests import is_projection
-from dovetail.rules.library.known import Known, kind, known, same_sizes
+from dovetail.rules.library.known import Known, broadcasts, kind, known
 from dovetail.rules.library.steps import (
     GELU_NAMES,
     SIMPLE,
@@ -273,7 +273,7 @@ def residual_is_a_stream(match: Match) -> Decline | None:
 def _like_the_result(match: Match) -> list[bool]:
     """For each value that the last operation reads, whether it has the shape of the result."""
     last = list(match.aten)[-1]
-    return [same_sizes(n.meta["val"].shape, last.meta["val"].shape) for n in last.all_input_nodes]
+    return [not broadcasts(n.meta["val"].shape, last.meta["val"].shape) for n in last.all_input_nodes]
 
 
 def _projections(match: Match) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name, value_of
-from dovetail.rules.library.known import kind, known, same_sizes
+from dovetail.rules.library.known import broadcasts, kind, known, same_sizes
 from dovetail.rules.library.steps import real_numbers, square
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
@@ -285,11 +285,11 @@ def dropout_add_layer_norm(
     return layer_norm_operator(dropped + residual, weight, shift, eps)
 
 
-def _normalized_sizes(match: Match) -> list[str]:
-    """The sizes of what is normalized, as they are written: asking whether symbols are equal would add a guard."""
+def _normalized_sizes(match: Match) -> list[Any]:
+    """The sizes of what is normalized."""
     node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_OPERATORS})
     given = by_name(node)
-    return [str(n) for n in value_of(given.get("input", given.get("self"))).shape]
+    return list(value_of(given.get("input", given.get("self"))).shape)
 
 
 def affine_fits(match: Match) -> Decline | None:
@@ -301,7 +301,9 @@ def affine_fits(match: Match) -> Decline | None:
         expected = sizes[len(sizes) - width :]
         if bound is not None and not same_sizes(bound.shape, expected):
             shape = ", ".join(str(n) for n in bound.shape)
-            return Decline(f"'{bound.name}' has shape [{shape}], not [{', '.join(expected)}]", at=bound)
+            return Decline(
+                f"'{bound.name}' has shape [{shape}], not [{', '.join(map(str, expected))}]", at=bound
+            )
     return None
 
 
@@ -315,8 +317,9 @@ def streams_have_one_rank(match: Match) -> Decline | None:
             f"'{residual.name}' and '{x.name}' differ in rank: what is added is no residual", at=residual
         )
     total, dims = _normalized_sizes(match), normalized_dims(match)
-    streams = [v for v in (x, residual) if same_sizes(v.shape[v.ndim - dims :], total[x.ndim - dims :])]
-    if len(streams) == 2 and any(same_sizes(v.shape, total) for v in streams):
+    inner = [v.shape[v.ndim - dims :] for v in (x, residual)]
+    enlarged = [broadcasts(v.shape, total) for v in (x, residual)]
+    if not any(broadcasts(sizes, total[x.ndim - dims :]) for sizes in inner) and not all(enlarged):
         return None
     return Decline(f"'{residual.name}' and '{x.name}' are spread over each other", at=residual)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import as_number
-from dovetail.rules.library.known import ahead_of, has, kind, known, same_sizes
+from dovetail.rules.library.known import ahead_of, broadcasts, has, kind, known
 from dovetail.rules.library.steps import by_halves
 from dovetail.rules.matching.choices import either
 from dovetail.rules.matching.match import Match
@@ -218,7 +218,7 @@ def turns_every_pair(match: Match) -> Decline | None:
     if width is None or width % 2:
         # A chunk cuts an odd width above the middle, slices below it.
         return Decline(f"the last dimension of '{x.name}' is not known to be even", at=x)
-    if not same_sizes(match.outputs[0].meta["val"].shape, x.shape):
+    if broadcasts(match.outputs[0].meta["val"].shape, x.shape):
         return Decline(f"the angles enlarge '{x.name}'", at=x)
     return None
 
