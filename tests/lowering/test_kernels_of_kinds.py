@@ -115,8 +115,8 @@ def test_results_are_laid_out_as_the_body_has_them() -> None:
     x = torch.randn(2, 8, 32, requires_grad=True)
     new = lowered(fused(of_heads, x), attention=KINDS["attention"].reference)
     assert [r.backend for r in dovetail.regions(new)] == ["library"]
-    for made, expected in zip(_with_gradient(new, x), _with_gradient(of_heads, x), strict=True):
-        torch.testing.assert_close(made, expected)
+    for result, expected in zip(_with_gradient(new, x), _with_gradient(of_heads, x), strict=True):
+        torch.testing.assert_close(result, expected)
 
     def images(x: Tensor, weight: Tensor) -> Tensor:
         return torch.relu(F.conv2d(x, weight))

@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.rules.library import ALL, KINDS
 from dovetail.rules.rule import Candidate, Refusal
 from tests.rules.library.helpers import candidates, graph_of, proposals
-from tests.rules.library.helpers import found as found_with
+from tests.rules.library.helpers import found as whole_match
 
 Function = Callable[..., Any]
 
@@ -22,15 +22,15 @@ def r(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(sizes).to(dtype)
 
 
-def found(rule: str, function: Function, *inputs: Any, leaving: tuple[str, ...] = ()) -> dict[str, Any]:
-    return found_with(ALL[rule], function, *inputs, leaving=leaving)
+def matched(rule: str, function: Function, *inputs: Any, leaving: tuple[str, ...] = ()) -> dict[str, Any]:
+    return whole_match(ALL[rule], function, *inputs, leaving=leaving)
 
 
 def declined(rule: str, function: Function, *inputs: Any, whole: bool = True) -> str:
     """The reasons why a rule declines; where not the `whole` is, a part may still be found."""
-    told = proposals(ALL[rule], graph_of(function, inputs))
-    assert not whole or not any(isinstance(p, Candidate) for p in told)
-    return "; ".join(p.reason for p in told if isinstance(p, Refusal))
+    answers = proposals(ALL[rule], graph_of(function, inputs))
+    assert not whole or not any(isinstance(p, Candidate) for p in answers)
+    return "; ".join(p.reason for p in answers if isinstance(p, Refusal))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
@@ -43,9 +43,9 @@ Q = r(2, 4, 8, 16)
 
 
 def test_attention_of_one_shape_and_of_shared_heads() -> None:
-    assert found(ATTENTION, attend, Q, Q, Q, r(8, 8))["mask_type"] == "additive"
-    assert found(ATTENTION, attend, Q, r(2, 1, 8, 16), r(2, 1, 8, 16))["groups"] == 4
-    assert found(ATTENTION, attend, r(8, 16), r(5, 16), r(5, 3))["groups"] == 1
+    assert matched(ATTENTION, attend, Q, Q, Q, r(8, 8))["mask_type"] == "additive"
+    assert matched(ATTENTION, attend, Q, r(2, 1, 8, 16), r(2, 1, 8, 16))["groups"] == 4
+    assert matched(ATTENTION, attend, r(8, 16), r(5, 16), r(5, 3))["groups"] == 1
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_einsums_that_broadcast() -> None:
         weights = torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k), -1)
         return torch.einsum("bhij,bhjd->bhid", weights, v)
 
-    assert found("attention_einsum", by_einsum, Q, Q, Q)["groups"] == 1
+    assert matched("attention_einsum", by_einsum, Q, Q, Q)["groups"] == 1
     shared = r(2, 1, 8, 16)
     assert "are not those of the others" in declined("attention_einsum", by_einsum, Q, shared, shared)
 
@@ -94,10 +94,10 @@ def test_attention_with_a_mask_of_another_dtype(mask: Tensor) -> None:
         scores = (q @ q.transpose(-1, -2) + mask).masked_fill(mask > 0, -1e4)
         return torch.softmax(scores, -1).to(q.dtype) @ q
 
-    found(ATTENTION, by_hand, HALF, mask)
-    found(ATTENTION, bias_and_mask, HALF, mask, leaving=("gt",))
-    found("attention_of_columns", of_columns, HALF, mask, leaving=("reshape",))
-    found("attention", operator, HALF, mask)
+    matched(ATTENTION, by_hand, HALF, mask)
+    matched(ATTENTION, bias_and_mask, HALF, mask, leaving=("gt",))
+    matched("attention_of_columns", of_columns, HALF, mask, leaving=("reshape",))
+    matched("attention", operator, HALF, mask)
 
 
 def test_attention_under_autocast() -> None:
@@ -105,7 +105,7 @@ def test_attention_under_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return torch.softmax(q @ q.transpose(-1, -2) * 0.25 + mask, -1) @ q
 
-    assert found(
+    assert matched(
         "attention_of_columns", cast, Q, r(8, 8), leaving=("_to_copy", "_to_copy", "_to_copy", "transpose")
     )
 
@@ -122,9 +122,9 @@ def test_a_causal_mask_that_is_added_and_one_that_is_filled_in(value: float, mas
         later = torch.ones(8, 8, dtype=torch.bool).triu(1)
         return torch.softmax((q @ q.transpose(-1, -2)).masked_fill(later, value), -1) @ q
 
-    attrs = found("attention_causal", added, Q)
+    attrs = matched("attention_causal", added, Q)
     assert (attrs["causal"], attrs["mask_type"]) == (True, mask_type)
-    assert found("attention_causal", filled, Q)["mask_type"] == "none"
+    assert matched("attention_causal", filled, Q)["mask_type"] == "none"
     large = 50 * torch.randn(2, 4, 8, 16)
     reference = KINDS["attention"].reference
     torch.testing.assert_close(reference(large, large, large, **attrs), added(large))
@@ -196,7 +196,7 @@ def test_a_weight_that_is_rounded() -> None:
     assert "'weight' is rounded to torch.float32" in declined(
         "rms_norm", gemma, r(2, 16), r(16, dtype=torch.float64), whole=False
     )
-    assert found("rms_norm", gemma, r(2, 16), r(16, dtype=torch.bfloat16))["offset"] == 1.0
+    assert matched("rms_norm", gemma, r(2, 16), r(16, dtype=torch.bfloat16))["offset"] == 1.0
 
 
 def slices(x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ IMAGES = r(2, 3, 8, 8)
 )
 def test_pooling_of_what_are_no_images(rule: str, function: Function, images: Tensor, reason: str) -> None:
     assert reason in declined(rule, function, images)
-    assert found(rule, function, IMAGES)["kernel"] == [2, 2]
+    assert matched(rule, function, IMAGES)["kernel"] == [2, 2]
 
 
 def gathered(x: Tensor, target: Tensor) -> Tensor:
@@ -244,12 +244,12 @@ def test_targets_that_do_not_fit_the_rows() -> None:
     for function, count in ((gathered, 4), (indexed, 1)):
         target = torch.randint(0, 10, (count,))
         assert "does not name one class for each row" in declined(rule, function, x, target)
-        assert found(rule, function, x, torch.randint(0, 10, (6,)))["ignore_index"] is None
+        assert matched(rule, function, x, torch.randint(0, 10, (6,)))["ignore_index"] is None
 
 
 def test_targets_that_count_from_the_last_class_are_not_ignored() -> None:
     x, target = r(4, 120), torch.tensor([3, -1, -100, 0])
-    attrs = found("cross_entropy_by_hand", indexed, x, target)
+    attrs = matched("cross_entropy_by_hand", indexed, x, target)
     torch.testing.assert_close(KINDS["cross_entropy"].reference(x, target, **attrs), indexed(x, target))
 
 
@@ -274,7 +274,7 @@ def test_residuals_that_broadcast(rule: str) -> None:
         assert "are spread over each other" in declined(rule, ADDED[rule], r(*x), r(*residual))
     # Positions are the same for the whole batch.
     for residual in ((2, 8, 16), (1, 8, 16)):
-        assert found(rule, ADDED[rule], r(2, 8, 16), r(*residual))["dims"] == 1
+        assert matched(rule, ADDED[rule], r(2, 8, 16), r(*residual))["dims"] == 1
 
 
 def plus(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ def plus(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 def test_residuals_of_products_that_broadcast() -> None:
     rule, reason = "linear_residual", "is not of the shape of the product"
-    found(rule, plus, r(4, 3, 16), r(16, 16), r(4, 3, 16))
+    matched(rule, plus, r(4, 3, 16), r(16, 16), r(4, 3, 16))
     assert reason in declined(rule, plus, r(1, 3, 16), r(16, 16), r(4, 3, 16))
     assert reason in declined(rule, plus, r(4, 3, 16), r(1, 16), r(4, 3, 16))
     assert reason in declined(rule, plus, r(4, 3, 16), r(16, 16), r(1, 3, 16))
@@ -294,7 +294,7 @@ def test_residuals_of_convolutions_that_broadcast() -> None:
         return torch.relu(F.batch_norm(F.conv2d(x, weight), statistic, statistic) + residual)
 
     given = r(2, 4, 8, 8), r(6, 4, 3, 3), r(6).abs()
-    assert found("conv2d_bn_act", block, *given, r(2, 6, 6, 6))["activation"] == "relu"
+    assert matched("conv2d_bn_act", block, *given, r(2, 6, 6, 6))["activation"] == "relu"
     reason = declined("conv2d_bn_act", block, *given, r(2, 6, 1, 1), whole=False)
     assert "is not of the shape of what it is added to" in reason
 
@@ -312,12 +312,12 @@ def test_gates_that_broadcast() -> None:
 
     reason = "its gate and what it multiplies differ in shape"
     assert reason in declined("swiglu_gate", gated, r(2, 1), r(8))
-    found("swiglu_gate", gated, r(2, 8), r(8))
+    matched("swiglu_gate", gated, r(2, 8), r(8))
     assert reason in declined("swiglu", of_two, r(2, 8), r(1, 8), r(8, 8))
-    found("swiglu", of_two, r(2, 8), r(8, 8), r(8, 8))
+    matched("swiglu", of_two, r(2, 8), r(8, 8), r(8, 8))
     # Slices cut an odd width otherwise than a chunk does.
     assert reason in declined("swiglu_packed", packed, r(2, 8), r(3, 8))
-    found("swiglu_packed", packed, r(2, 8), r(2, 8))
+    matched("swiglu_packed", packed, r(2, 8), r(2, 8))
 
 
 def test_angles_of_an_odd_width_or_for_more_than_there_is() -> None:
@@ -328,7 +328,7 @@ def test_angles_of_an_odd_width_or_for_more_than_there_is() -> None:
     rule = "rotary_split"
     assert "is not known to be even" in declined(rule, split, r(2, 8, 3), r(8, 1), r(8, 1))
     assert "the angles enlarge 'x'" in declined(rule, split, r(2, 8, 2), r(3, 1, 8, 1), r(3, 1, 8, 1))
-    assert found(rule, split, r(2, 8, 2), r(8, 1), r(8, 1))["half_angles"]
+    assert matched(rule, split, r(2, 8, 2), r(8, 1), r(8, 1))["half_angles"]
 
 
 def test_what_stands_between_two_products_is_named_without_the_parts_of_results() -> None:
