@@ -16,8 +16,11 @@ HEAD = """# The kinds of the library
 
 A kind is a contract. Every region of it computes what its **reference** computes of the region's arguments and
 attributes, and of nothing else; a kernel that does the same may take its place. Arguments have the names under which a
-kernel gets them; optional ones may be absent. A region has every attribute. A kernel that has no parameter for an
-attribute is still called where the attribute has its default.
+kernel gets them; optional ones may be absent, and are then None. A region has every attribute. A kernel that has no
+parameter for an attribute is still called where the attribute has its default, unless it has a parameter that the kind
+does not have: that may be the attribute under another name. With `**attributes` it gets them all; a parameter of its own
+it may have bound by `functools.partial`. Results may have any memory layout: they are copied into that of the body's
+where the order of dimensions in memory differs.
 
 Tests compare the reference with the body of every match, and `lower(..., verify=True)` does so at run time: in float64
 where every operator has it, on made-up operands, from one seed for kinds that draw random numbers. `version` goes up

@@ -12,8 +12,9 @@ import torch
 from torch.fx import GraphModule
 
 import dovetail
+from dovetail.lowering.kernels import contract_of
 from dovetail.lowering.unit import unit_of
-from dovetail.lowering.verify import contract_of, reference_mismatch
+from dovetail.lowering.verify import reference_mismatch
 from dovetail.rules.library import ALL
 from dovetail.rules.rule import Candidate
 from dovetail.rules.scene import Scene

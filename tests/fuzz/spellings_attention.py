@@ -109,7 +109,8 @@ def _operator(rng: Random) -> Spelling:
         sizes = d.broadcast(*s.scores)
         mask = [d.flags(*sizes) if how == "boolean" else d.tensor(*sizes)]
         if how == "wide":
-            mask = [d.tensor(*s.scores[-2:], dtype=dtype)]
+            # One that is kept in float32, whatever the rest is in.
+            mask = [d.tensor(*s.scores[-2:], dtype=torch.promote_types(dtype, torch.float32))]
     same = s.k == s.v and d.chance(0.1, "shared_operand")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
@@ -127,6 +128,7 @@ def draw_scaled(d: Drawing, q: Tensor, columns: Step, multiply: Product = torch.
     return d.mostly(
         {
             "scale": lambda q, k: multiply(q, columns(k)) * c,
+            "scale_large": lambda q, k: multiply(q, columns(k)) * 300.0,
             "scale_left": lambda q, k: c * multiply(q, columns(k)),
             "divisor": lambda q, k: multiply(q, columns(k)) / root,
             "scale_query": lambda q, k: multiply(q * c, columns(k)),
@@ -233,7 +235,11 @@ def draw_masking(d: Drawing, dtype: torch.dtype) -> tuple[Masking, bool]:
 
 def draw_mask(d: Drawing, boolean: bool, scores: tuple[int, ...]) -> Tensor:
     sizes = d.broadcast(*scores)
-    return d.flags(*sizes) if boolean else d.tensor(*sizes)
+    if boolean:
+        return d.flags(*sizes)
+    if d.dtype != torch.float32 and d.chance(0.5, "mask_float32"):
+        return d.tensor(*sizes, dtype=torch.float32)
+    return d.tensor(*sizes)
 
 
 def _by_hand(rng: Random) -> Spelling:
@@ -376,7 +382,16 @@ FAMILIES = (
         "attention",
         _operator,
         frozenset({"scale", "dropout", "enable_gqa", "expanded", "interleaved", "mask_none", "mask_causal"})
-        | {"mask_boolean", "mask_additive", "broadcast", "symbolic", "bf16", "f64", "shared_operand"}
+        | {
+            "mask_boolean",
+            "mask_additive",
+            "mask_wide",
+            "broadcast",
+            "symbolic",
+            "bf16",
+            "f64",
+            "shared_operand",
+        }
         | {"rank3", "rank4"},
     ),
     Family(
@@ -395,12 +410,14 @@ FAMILIES = (
             "expanded",
         }
         | {"interleaved", "symbolic", "make_fx", "decomposed", "broadcast", "lower_rank", "shared_operand"}
-        | {"mask_inf", "mask_finite", "mask_boolean_added", "mask_full", "mask_constant"},
+        | {"mask_inf", "mask_finite", "mask_boolean_added", "mask_full", "mask_constant", "mask_float32"},
     ),
     Family(
         "attention_of_columns",
         _of_columns,
-        COMMON | MASKS | {"columns", "cut", "permuted", "masked", "broadcast", "rank2", "rank3", "symbolic"},
+        COMMON
+        | MASKS
+        | {"mask_float32", "columns", "cut", "permuted", "masked", "broadcast", "rank2", "rank3", "symbolic"},
     ),
     Family(
         "attention_of_batches",

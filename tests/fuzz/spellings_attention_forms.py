@@ -29,7 +29,7 @@ def _causal(rng: Random) -> Spelling:
     s = draw_sizes(d)
     q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
     n, m = s.queries, s.keys
-    low = d.any([-math.inf, -1e9, torch.finfo(dtype).min])
+    low = d.any([-math.inf, -1e9, -1e3, torch.finfo(dtype).min])
     d.tags.add("mask_inf" if math.isinf(low) else "mask_finite")
     ones = torch.ones
     later = d.mostly(

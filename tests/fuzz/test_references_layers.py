@@ -14,7 +14,7 @@ from .references import Coverage, Family, check
 from .spellings_layers import FAMILIES, WITHOUT_SPELLINGS
 
 RULES = ATTENTION + ROTARY + CONVOLUTION + POOLING + LOSSES + GRADIENTS
-SPELLINGS = 3
+SPELLINGS, MOST = 3, 12
 # Patterns are traced once more for these, which takes longer than all the rest.
 SLOW = frozenset({"make_fx", "decomposed", "bf16", "f64"})
 
@@ -33,6 +33,8 @@ def seeds(family: Family) -> Iterator[str]:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.rule)
 def test_references(family: Family) -> None:
     total = Coverage()
-    for seed in islice(seeds(family), SPELLINGS):
+    for seed in islice(seeds(family), MOST):
         total.add(check(family, seed))
-    assert total.spellings == SPELLINGS
+        if total.matches and total.spellings >= SPELLINGS:
+            break
+    assert total.matches

@@ -17,6 +17,7 @@ from dovetail.lowering.situation import expected_situation
 from dovetail.lowering.unit import Unit, unit_of
 from dovetail.lowering.verify import reference_mismatch, uncovered, verify_unit
 from dovetail.outlining.requests import Request
+from dovetail.rules.library import KINDS
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
 
@@ -348,3 +349,17 @@ def test_a_reference_has_the_dtype_of_the_body() -> None:
     reason = pooled(torch.float64)
     assert reason is not None
     assert "is torch.float64, the reference torch.float32" in reason
+
+
+def test_a_reference_that_does_not_take_the_dtypes_of_the_body_is_a_reason() -> None:
+    # In float64 all operands have one dtype.
+    q, kind = torch.randn(2, 4, 8), KINDS["attention"]
+    gm = dovetail.capture(lambda q, k: torch.softmax(q @ k.float().mT, -1) @ q, (q, q.half()))
+    first, second, *calls, _ = gm.graph.nodes
+    named = {"q": first, "k": second, "v": first}
+    attrs = kind.complete({"scale": 1.0})
+    request = Request(calls, kind.name, kind.version, attrs, arguments=named, results=(calls[-1],))
+    whole = unit_of(dovetail.regions(dovetail.outline(gm, [request]))[0])
+    reason = reference_mismatch(whole, whole.values)
+    assert reason is not None
+    assert "in its own dtypes the reference raised RuntimeError" in reason

@@ -39,8 +39,9 @@ class Backend:
 
     `kernels` maps kinds to functions: a backend that has only those need not write either method. A function gets
     the pattern's arguments by name where the region has them, else the operands in order, and all the region's
-    attributes as keywords, save those it does not take that have the default of a library kind. `trains` says that
-    autograd can go through what `compile` returns; without it, calls that need gradients run the body.
+    attributes as keywords, save those it does not take that have the default of a library kind. Its results are copied
+    into the memory layout of the body's where they have another. `trains` says that autograd can go through what
+    `compile` returns; without it, calls that need gradients run the body.
     `double_backward` says that autograd can also differentiate the backward of that; without it, a backward that is
     differentiated is computed through the body. `version` is part of cache keys: change it when the generated code
     changes.
@@ -85,7 +86,7 @@ class Backend:
         """
         from dovetail.lowering.kernels import kernel_call
 
-        return kernel_call(self.kernels[region.kind], region)
+        return kernel_call(self.kernels[region.kind], region, examples)
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"

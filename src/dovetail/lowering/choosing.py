@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend import resolve, setting
 from dovetail.lowering.faults import Failure, Fault, fault_of
+from dovetail.lowering.kernels import near_kind
 from dovetail.lowering.unit import unit_of
 from dovetail.outlining.region import Region, regions
 from dovetail.rules.rule import Decline
@@ -123,7 +124,8 @@ class Assigner:
         least = self.smallest if setting(backend, "smallest") is None else setting(backend, "smallest")
         if region.kind in setting(backend, "kernels") or len(region.nodes) >= least:
             return None
-        return f"{len(region.nodes)} operation(s); a call costs more than it saves below {least}"
+        hint = near_kind(setting(backend, "kernels"), region.kind)
+        return f"{len(region.nodes)} operation(s); a call costs more than it saves below {least}{hint}"
 
 
 def _answer(backend: Any, region: Region) -> str | Fault | None:

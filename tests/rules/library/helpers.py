@@ -10,8 +10,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 import dovetail
+from dovetail.lowering.kernels import contract_of
 from dovetail.lowering.unit import unit_of
-from dovetail.lowering.verify import contract_of, reference_mismatch
+from dovetail.lowering.verify import reference_mismatch
 from dovetail.outlining.requests import Request
 from dovetail.rules.library import KINDS
 from dovetail.rules.rule import Candidate, Refusal, Rule

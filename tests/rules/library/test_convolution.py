@@ -213,6 +213,19 @@ def test_gradients_of_a_convolution_and_a_relu() -> None:
     assert_outlines(graph, match, X, WEIGHT, BIAS)
 
 
+def test_gradients_pass_where_a_relu_returned_nan() -> None:
+    graph = gradients_of(lambda x, w, b: F.conv2d(x, w, b).relu(), X, WEIGHT, BIAS)
+    match = candidates(conv_grad, graph)[0]
+    grad, activated = torch.ones(1, 4, 4, 4), torch.randn(1, 4, 4, 4).relu()
+    activated[0, 0, 0, 0] = torch.nan
+    passed = torch.ops.aten.threshold_backward.default(grad, activated, 0)
+    x, weight = torch.randn(1, 6, 6, 6), torch.randn(4, 6, 3, 3)
+    attrs = {**(match.attrs or {}), "activation": None}
+    expected = conv_grad.reference(passed, x, weight, **attrs)
+    gradients = conv_grad.reference(grad, x, weight, activated, **(match.attrs or {}))
+    torch.testing.assert_close(gradients, expected)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gradients_of_a_transposed_convolution(groups: int) -> None:
     weight = torch.randn(6, 4, 3, 3)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.rules.library import KINDS
 from dovetail.rules.library.embedding import embedding_layer_norm, embedding_rms_norm
-from tests.rules.library.helpers import candidates, found, graph_of, member_names, refused_each, why
+from tests.rules.library.helpers import (
+    assert_references,
+    candidates,
+    found,
+    graph_of,
+    refused_each,
+    request_for,
+    why,
+)
 
 V, W, S = 32, 16, 6
 IDS = torch.randint(0, V, (2, S))
@@ -74,10 +85,49 @@ def test_the_rows_come_out_too() -> None:
     model = Model(1)
     graph = graph_of(model, (IDS,))
     match = candidates(embedding_layer_norm, graph)[0]
-    fused = dovetail.outline(graph, member_names(graph, match), kind=match.kind, escapes=match.escapes)
+    fused = dovetail.outline(graph, [request_for(graph, match)])
     (region,) = dovetail.regions(fused)
-    assert len(region.outputs) == 2
+    assert sorted(region.results) == [0, 1]  # type: ignore[type-var]
+    assert assert_references(fused) == 1
     assert all(torch.equal(a, b) for a, b in zip(fused(IDS), model(IDS), strict=True))
+
+
+class Library(dovetail.Backend):
+    name = "library"
+    kernels: ClassVar = {"embedding_norm": KINDS["embedding_norm"].reference}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("tables", [1, 2, 3])
+def test_a_kernel_takes_it_where_the_sum_goes_on(tables: int, dropout: float) -> None:
+    class Model(Embeddings):
+        def forward(self, ids: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x = self.words(ids)
+            for table, other in zip(self.more, others, strict=True):
+                x = x + table(other)
+            x = self.drop(x)
+            return self.norm(x), x * 2
+
+    model = Model(tables, dropout=dropout).requires_grad_(False)
+    inputs = (IDS, *(torch.randint(0, V, (S,)) for _ in range(tables - 1)))
+    graph = graph_of(model, inputs)
+    fused = dovetail.outline(graph, [request_for(graph, candidates(embedding_layer_norm, graph)[0])])
+    lowered = dovetail.lower(fused, [Library()], cache=False, verify=True)
+    assert [r.backend for r in dovetail.regions(lowered)] == ["library"]
+    if not dropout:
+        torch.testing.assert_close(lowered(*inputs), model(*inputs))
+
+
+def test_rows_that_the_sum_is_made_of_are_no_result_of_the_kind() -> None:
+    class Model(Embeddings):
+        def forward(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            rows = self.words(ids)
+            return self.norm(rows + positions), rows * 2
+
+    graph = graph_of(Model(1), (IDS, torch.randn(S, W)))
+    fused = dovetail.outline(graph, [request_for(graph, candidates(embedding_layer_norm, graph)[0])])
+    assert sorted(map(str, dovetail.regions(fused)[0].results)) == ["0", "None"]
+    assert assert_references(fused) == 1
 
 
 def test_the_residual_of_a_layer_is_not_part_of_it() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name
+from dovetail.outlining.requests import is_projection
 from dovetail.rules.library.attention_steps import attention_kind
 from dovetail.rules.library.known import Known
 from dovetail.rules.matching.shadow import shadow_of
@@ -15,7 +16,7 @@ from dovetail.rules.rule import Proposal, Refusal, Rule
 from dovetail.rules.scene import Scene
 
 _PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum"})
-_VIEWS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "expand", "clone", "getitem"})
+_VIEWS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "expand", "clone"})
 _BEFORE = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
 _AFTER = frozenset({"_to_copy", "native_dropout", "dropout"})
 _SCALES = frozenset({"mul", "div"})
@@ -38,7 +39,7 @@ class AttentionUnusual(Rule):
         covered = {i for p in told for i in p.members}
         for softmax in found:
             before, after = _way(softmax, back=True), _way(softmax, back=False)
-            steps = [*before[::-1], softmax, *after]
+            steps = [n for n in (*before[::-1], softmax, *after) if not is_projection(n)]
             members = sorted({i for n in steps for i in shadow.origins.get(n, ())})
             if not before or not after or covered.intersection(shadow.origins.get(softmax, ())):
                 continue
@@ -82,6 +83,8 @@ def _odd(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> tuple[
         return softmax, "its softmax is not over the keys"
     for nodes, usual in ((before, _BEFORE), (after, _AFTER)):
         for node in nodes[:-1]:
+            if is_projection(node):
+                continue
             name = op_name(node.target)
             if name not in usual | _VIEWS:
                 return node, f"attention has no '{name}' there"

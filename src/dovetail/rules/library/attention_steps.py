@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dovetail.graph.module import attribute
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
-from dovetail.rules.library.known import has, kind, taking
+from dovetail.rules.library.known import broadcasts, has, kind, taking
 from dovetail.rules.matching.choices import either, optional
 from dovetail.rules.matching.match import Match, Value
 from dovetail.rules.rule import Decline
@@ -33,7 +33,7 @@ MASK = example(2, 1, 8, 8, dtype=torch.bool)
 Scores = Annotated[Tensor | None, "broadcast to the scores [..., queries, keys]"]
 
 
-@kind("attention", version=2, draws="one dropout mask of the shape of the scores, as one random operation")
+@kind("attention", version=3, draws="one dropout mask of the shape of the scores, as one random operation")
 def attention_kind(
     q: Annotated[Tensor, "[..., heads, queries, width]"],
     k: Annotated[Tensor | None, "[..., heads / groups, keys, width]"] = None,
@@ -60,10 +60,12 @@ def attention_kind(
     """dropout(softmax(scale * QKᵀ + mask)) V; `scale` None is one over the root of the width.
 
     A mask is "additive", or boolean: scores where a "keep" mask is False, or a "hide" mask True, become
-    `mask_value`, None for -inf. `causal` hides keys after the query's own position, counted from the first. `softcap`
-    c replaces scores s by c * tanh(s / c) before bias and mask. `equations` are the einsums of the two products where
-    q, k, v and the result are laid out otherwise: i, j, d, e stand for queries, keys, width and value width. With
-    `safe_softmax` a row of scores that are all -inf gives zeros, otherwise NaN.
+    `mask_value`, None for -inf. `causal` hides keys after the query's own position, counted from the first: their
+    scores become `mask_value`, or have it added if the mask is "additive". `softcap` c replaces scores s by
+    c * tanh(s / c) before bias and mask. `equations` are the einsums of the two products where q, k, v and the result
+    are laid out otherwise: i, j, d, e stand for queries, keys, width and value width. With `safe_softmax` a row of
+    scores that are all -inf gives zeros, otherwise NaN; without any mask, which only infinite scores bring about, it is
+    not specified which. Weights are rounded to the dtype of the values.
     """
     keys = cast("Tensor", k) if columns is None else columns.transpose(-1, -2)
     values = cast("Tensor", v)
@@ -85,14 +87,15 @@ def attention_kind(
             scores + mask if kept is None else torch.where(kept, scores, hidden if filler is None else filler)
         )
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), hidden)
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = torch.where(later, scores + hidden if mask_type == "additive" else hidden, scores)
     scores = scores.reshape(shape) if mask_4d is not None else scores
     if bias is not None and bias_after_mask:
         scores = scores + bias
     weights = torch.softmax(scores, -1)
     if safe_softmax:
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-    weights = F.dropout(weights, dropout)
+    weights = F.dropout(weights.to(values.dtype), dropout)
     return torch.einsum(equations[1], weights, values) if equations else weights @ values
 
 
@@ -175,6 +178,9 @@ with_steps = taking("steps", {"scale": 0.2503, "divisor": 4.2, "hidden": -1e9, "
 """Hands a pattern the `Steps`, whose literals `attention_attrs` and `can_be_said` read."""
 
 
+_SWALLOWS_SCORES = torch.finfo(torch.bfloat16).min
+
+
 def _operand(match: Match, *names: str) -> Value | None:
     return next((found for name in names if (found := match.operands.get(name)) is not None), None)
 
@@ -208,7 +214,9 @@ def heads_are_grouped(match: Match) -> Decline | None:
 def _mask_type(match: Match) -> str:
     mask = _operand(match, "mask", "mask_4d")
     if mask is None:
-        return "none"
+        # What scores of ordinary size are lost in is as good as filled in, in rows that keep one score at least.
+        added = match.rule == "attention_causal" and has(match, "add")
+        return "additive" if added and match.literals["hidden"] > _SWALLOWS_SCORES else "none"
     if match.rule == "attention":
         return "keep" if mask.dtype == torch.bool else "additive"
     if has(match, "masked_fill"):
@@ -297,9 +305,41 @@ def can_be_said(match: Match) -> Decline | None:
     if filler is not None and (filler.ndim or not filler.is_constant):
         return Decline("what masked scores become is not known", at=filler)
     hidden = _hidden(match)
-    if hidden is not None and hidden > -1e3:
+    if hidden is not None and not hidden <= -1e3:
         return Decline(f"masked scores become {hidden!r}: they still count")
-    return heads_are_grouped(match) or _draws_in_order(match)
+    return heads_are_grouped(match) or _sizes_agree(match) or _draws_in_order(match)
+
+
+def _sizes_agree(match: Match) -> Decline | None:
+    """Refuse queries, keys and values that broadcast over each other, save for heads, and masks that enlarge the scores."""
+    q, k, v = match["q"], _operand(match, "k", "columns"), match["v"]
+    assert k is not None
+    *operands, result = _letters(match, k)
+    sizes: dict[str, Any] = {}
+    for value, letters in zip((q, k, v), operands, strict=True):
+        if value.ndim != len(letters):
+            return Decline(f"'{value.name}' has {value.ndim} dimensions, not {len(letters)}", at=value)
+        if broadcasts(
+            value.shape, [sizes.setdefault(c, n) for c, n in zip(letters, value.shape, strict=True)]
+        ):
+            return Decline(f"the sizes of '{value.name}' are not those of the others", at=value)
+    if broadcasts(match.outputs[0].meta["val"].shape, [sizes[letter] for letter in result]):
+        return Decline("its result is not of the sizes of queries and values: a mask enlarges the scores")
+    return None
+
+
+def _letters(match: Match, k: Value) -> tuple[Sequence[str], ...]:
+    """A letter for each dimension of queries, keys, values and result, the same one where sizes must agree."""
+    if "inward" in match:
+        (q, keys, scores), (weights, v, result) = (
+            einsum_terms(match[name]) for name in ("inward", "outward")
+        )
+        second = dict(zip(weights, scores, strict=True))
+        return q, keys, *([second.get(c, f"value {c}") for c in term] for term in (v, result))
+    batch = [f"batch {i}" for i in range(max(match["q"].ndim - 2, 0))]
+    shared = [*batch[:-1], "shared"] if _heads(match) else batch
+    keys = ["d", "j"] if "columns" in match and k is match["columns"] else ["j", "d"]
+    return [*batch, "i", "d"], [*shared, *keys], [*shared, "j", "e"], [*batch, "i", "e"]
 
 
 def _draws_in_order(match: Match) -> Decline | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.graph.normalform import by_name, op_name
-from dovetail.rules.library.known import Known, has, kind, known, results_by_position
+from dovetail.rules.library.known import Known, broadcasts, has, kind, known, results_by_position
 from dovetail.rules.library.steps import SIMPLE, activate, approximation
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
@@ -62,7 +62,7 @@ def conv_bn_act_kind(
     return activate(y if residual is None else y + residual, activation, slope)
 
 
-@kind("conv_grad", version=2)
+@kind("conv_grad", version=3)
 def conv_grad_kind(
     grad: Annotated[Tensor, "[batch, out, *spatial]"],
     x: Annotated[Tensor, "[batch, in, *spatial]"],
@@ -81,10 +81,11 @@ def conv_grad_kind(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias of a convolution; None where `output_mask` is False.
 
-    With activation "relu", `activated` is what a ReLU after the convolution returned.
+    With activation "relu", `activated` is what a ReLU after the convolution returned; where that is NaN the gradient
+    passes.
     """
     if activation == "relu":
-        grad = torch.where(cast("Tensor", activated) > 0, grad, 0.0)
+        grad = torch.where(cast("Tensor", activated) <= 0, 0.0, grad)
     return torch.ops.aten.convolution_backward.default(
         grad,
         x,
@@ -242,9 +243,15 @@ def _convolution_rules(rank: int, *, word: bool) -> list[Known]:
     @conv_bn_act.guard
     def residual_has_its_shape(match: Match) -> Decline | None:
         residual = match["residual"]
-        if residual is None or residual.ndim == rank + 2:
+        if residual is None:
             return None
-        return Decline(f"'{residual.name}' is no stream of images", at=residual)
+        added = next(
+            n for n in match.aten if op_name(n.target) == "add" and residual.aten in n.all_input_nodes
+        )
+        shapes = [n.meta["val"].shape for n in (added, *added.all_input_nodes)]
+        if residual.ndim == rank + 2 and not any(broadcasts(shape, shapes[0]) for shape in shapes):
+            return None
+        return Decline(f"'{residual.name}' is not of the shape of what it is added to", at=residual)
 
     return [conv_bn_act, conv_act]
 
@@ -305,6 +312,14 @@ def conv_grad(
         return made
 
     return either(lambda: one(1), lambda: one(0))
+
+
+@conv_grad.guard
+def activated_has_the_shape_of_grad(match: Match) -> Decline | None:
+    activated = match["activated"]
+    if activated is None or not broadcasts(activated.shape, match["grad"].shape):
+        return None
+    return Decline(f"'{activated.name}' is not of the shape of '{match['grad'].name}'", at=activated)
 
 
 CONVOLUTION = RuleSet(

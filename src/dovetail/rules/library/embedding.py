@@ -7,7 +7,10 @@ from typing import Annotated, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
+from dovetail.graph.normalform import by_name, op_name
+from dovetail.outlining.requests import is_projection
 from dovetail.rules.library.known import kind, known
 from dovetail.rules.library.norms import (
     affine_fits,
@@ -17,6 +20,7 @@ from dovetail.rules.library.norms import (
     rms_norm_kind,
     rms_normalised,
 )
+from dovetail.rules.library.steps import real_numbers
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -26,11 +30,11 @@ _TABLE, _WEIGHT = torch.empty(32, 16, device="meta"), torch.empty(16, device="me
 _ADDED = torch.empty(2, 8, 16, device="meta")
 
 
-Ids = Annotated[Tensor | None, "any shape, of integers"]
+Ids = Annotated[Tensor | None, "of integers; rows are broadcast with those of the others"]
 Table = Annotated[Tensor | None, "[rows, width]"]
 
 
-@kind("embedding_norm", version=2, draws="one dropout mask of the shape of the sum")
+@kind("embedding_norm", version=3, draws="one dropout mask of the shape of the sum")
 def embedding_norm_kind(
     ids: Annotated[Tensor, "any shape, of integers"],
     table: Annotated[Tensor, "[rows, width]"],
@@ -38,7 +42,7 @@ def embedding_norm_kind(
     second: Table = None,
     third_ids: Ids = None,
     third: Table = None,
-    added: Annotated[Tensor | None, "[..., width]"] = None,
+    added: Annotated[Tensor | None, "[..., width], broadcast with the rows"] = None,
     weight: Annotated[Tensor | None, "[width]"] = None,
     bias: Annotated[Tensor | None, "[width]"] = None,
     *,
@@ -50,18 +54,20 @@ def embedding_norm_kind(
     padding_idx: int = -1,
     dims: int = 1,
     out_dtype: str = "promoted",
-) -> Tensor:
-    """The norm, "layer_norm" or "rms_norm", of the sum of rows of `tables` tables and of `added`, after dropout.
+) -> tuple[Tensor, Tensor]:
+    """The norm, "layer_norm" or "rms_norm", of the sum of rows of `tables` tables and of `added`, and that sum.
 
-    The row `padding_idx` of `table` gets no gradient; -1 for none.
+    Both are after dropout. What is summed is broadcast. The row `padding_idx` of `table` gets no gradient; -1 for none.
     """
     total = torch.embedding(table, ids, padding_idx)
     for other, positions in ((second, second_ids), (third, third_ids)):
         total = total if other is None else total + torch.embedding(other, cast("Tensor", positions))
     total = F.dropout(total if added is None else total + added, dropout)
     if norm == "rms_norm":
-        return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims, out_dtype=out_dtype)
-    return layer_norm_kind(total, weight, bias, eps=cast("float", eps), dims=dims, out_dtype=out_dtype)
+        result = rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims, out_dtype=out_dtype)
+    else:
+        result = layer_norm_kind(total, weight, bias, eps=cast("float", eps), dims=dims, out_dtype=out_dtype)
+    return result, total
 
 
 def _attrs_of(norm: str) -> Any:
@@ -72,10 +78,28 @@ def _attrs_of(norm: str) -> Any:
     return attrs_of
 
 
+def _with_stream(match: Match) -> list[Node | None]:
+    """The norm and what it is of: rows, with what is added to them, after dropout."""
+    added = match["added"]
+    summed = {n for n in match.aten if op_name(n.target) == "embedding"}
+    stream = next(n for n in summed if by_name(n)["weight"] is match["table"].aten)
+    if added is not None:
+        summed.add(cast("Node", added.aten))
+    while True:
+        users = [n for n in stream.users if n in match.aten]
+        sums = [n for n in users if op_name(n.target) == "add" and summed.issuperset(n.all_input_nodes)]
+        drops = [n for n in users if "dropout" in op_name(n.target) or is_projection(n)]
+        if not (sums or drops):
+            return [match.outputs[0], match.aten[stream]]
+        stream = (sums or drops)[0]
+        summed.add(stream)
+
+
 @known(
     embedding_norm_kind,
     needs="embedding layer_norm|native_layer_norm",
     attrs_of=_attrs_of("layer_norm"),
+    results_of=_with_stream,
     escapes="output",
     examples=[(_IDS, _TABLE, _IDS, _TABLE, _IDS, _TABLE, _ADDED, _WEIGHT, _WEIGHT)],
 )
@@ -112,6 +136,7 @@ def embedding_layer_norm(
     embedding_norm_kind,
     needs="embedding rms_norm|_fused_rms_norm|rsqrt|sqrt|pow",
     attrs_of=_attrs_of("rms_norm"),
+    results_of=_with_stream,
     escapes="output",
     examples=[(_IDS, _TABLE, _ADDED, _WEIGHT)],
 )
@@ -149,7 +174,8 @@ def added_is_no_residual(match: Match) -> Decline | None:
     return None
 
 
-embedding_layer_norm.guard(affine_fits)
-embedding_rms_norm.guard(affine_fits)
+for _rule in (embedding_layer_norm, embedding_rms_norm):
+    _rule.guard(affine_fits)
+    _rule.guard(real_numbers)
 
 EMBEDDINGS = RuleSet(embedding_layer_norm, embedding_rms_norm)

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
-from dovetail.errors import RuleError
-from dovetail.graph.normalform import op_name
+from dovetail.errors import InvalidArgument, RuleError
+from dovetail.graph.normalform import as_number, op_name
+from dovetail.outlining.record import make_identity
 from dovetail.outlining.requests import is_projection
 from dovetail.rules.matching.choices import Const
 from dovetail.rules.matching.match import Match
@@ -122,6 +125,7 @@ class Known(PatternRule):
         self.reference = kind
         self.needs = tuple(frozenset(word.split("|")) for word in needs.split())
         self.attrs_of, self.results_of, self.when = attrs_of, results_of, when
+        self.guard(keeps_precision)
         unknown = [name for name in self.parameters.operands if name not in kind.arguments]
         if unknown:
             raise RuleError(self.name, f"'{unknown[0]}' is not an argument of the kind '{kind.name}'")
@@ -149,10 +153,61 @@ class Known(PatternRule):
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline:
         attrs = self.attrs_of(match) if self.attrs_of is not None else super().attributes(match)
-        return attrs if isinstance(attrs, Decline) else self.reference.complete(attrs)
+        if isinstance(attrs, Decline):
+            return attrs
+        for name, value in attrs.items():
+            try:
+                make_identity(self.kind, self.version, {name: value})
+            except InvalidArgument:
+                return Decline(f"its '{name}' would be {value!r}, and attributes cannot hold that")
+        return self.reference.complete(attrs)
 
     def results(self, match: Match) -> Sequence[Node | None]:
         return self.results_of(match) if self.results_of is not None else super().results(match)
+
+
+def keeps_precision(match: Match) -> Decline | None:
+    """Refuse steps in a narrower dtype than the first floating operand has, and casts from float64 of any operand.
+
+    A reference computes in the dtypes of the operands.
+    """
+    values = [v for v in match.operands.values() if v is not None and _float_bits(v.value)]
+    doubles = {v.aten: v for v in values if _float_bits(v.value) == _DOUBLE}
+    for aten, node in match.aten.items():
+        bits = _float_bits(aten.meta.get("val"))
+        cast = [
+            doubles[n] for n in aten.all_input_nodes if n in doubles and op_name(aten.target) == "_to_copy"
+        ]
+        for value in (*values[:1], *cast):
+            if 0 < bits < _float_bits(value.value):
+                return Decline(f"'{value.name}' is rounded to {aten.meta['val'].dtype} on the way", at=node)
+    return None
+
+
+_DOUBLE = 64
+
+
+def _float_bits(value: Any) -> int:
+    """The width of the floating-point numbers of a tensor, or of the parts of complex ones; 0 for anything else."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return 0
+    return torch.finfo(value.dtype).bits
+
+
+def same_sizes(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether sizes are written alike: asking whether symbols are equal would add a guard."""
+    return [str(n) for n in first] == [str(n) for n in second]
+
+
+def broadcasts(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether shapes that an elementwise operation or a product relates are known to differ.
+
+    Symbols that differ are equal in every call that works, unless one size is 1.
+    """
+    if len(first) != len(second):
+        return True
+    pairs = ((as_number(a), as_number(b)) for a, b in zip(first, second, strict=True))
+    return any(a != b if a is not None and b is not None else 1 in (a, b) for a, b in pairs)
 
 
 def known(

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name
 from dovetail.outlining.requests import is_projection
-from dovetail.rules.library.known import Known, kind, known
+from dovetail.rules.library.known import Known, broadcasts, kind, known
 from dovetail.rules.library.steps import (
     GELU_NAMES,
     SIMPLE,
@@ -128,7 +128,7 @@ def _gated(
 GateWeight = Annotated[Tensor | None, "[out, in], or [in, out] with weight_layout 'in_out'"]
 PackedWeight = Annotated[Tensor | None, "[2 * out, in], or [in, 2 * out] with weight_layout 'in_out'"]
 PackedBias = Annotated[Tensor | None, "[2 * out]"]
-Stream = Annotated[Tensor | None, "[..., out]"]
+Stream = Annotated[Tensor | None, "[..., out]; one of gate and up has the sizes of the result"]
 
 
 @kind("swiglu", version=2)
@@ -260,10 +260,20 @@ def linear_residual(
 
 @linear_residual.guard
 def residual_is_a_stream(match: Match) -> Decline | None:
-    residual, made = match["residual"], match.outputs[0].meta.get("val")
-    if isinstance(made, Tensor) and residual.ndim == made.dim() and residual.ndim > 1:
-        return None
-    return Decline(f"'{residual.name}' is spread over the rows: it is a bias, not a residual", at=residual)
+    residual, alike = match["residual"], _like_the_result(match)
+    if residual.ndim != match.outputs[0].meta["val"].dim() or residual.ndim < 2:
+        return Decline(
+            f"'{residual.name}' is spread over the rows: it is a bias, not a residual", at=residual
+        )
+    return (
+        None if all(alike) else Decline(f"'{residual.name}' is not of the shape of the product", at=residual)
+    )
+
+
+def _like_the_result(match: Match) -> list[bool]:
+    """For each value that the last operation reads, whether it has the shape of the result."""
+    last = list(match.aten)[-1]
+    return [not broadcasts(n.meta["val"].shape, last.meta["val"].shape) for n in last.all_input_nodes]
 
 
 def _projections(match: Match) -> dict[str, Any]:
@@ -286,6 +296,14 @@ def _gate_half(match: Match) -> str:
     up = next(n for n in read if is_projection(n) or op_name(n.target) == "slice")
     is_first = up.args[1] == 0 if is_projection(up) else by_name(up).get("start") in (0, None)
     return "second" if is_first else "first"
+
+
+def factors_have_one_shape(match: Match) -> Decline | None:
+    """Refuse projections of different widths, and a gate and a value that broadcast over each other."""
+    alike = _like_the_result(match)
+    if all(alike) or ("gate" in match and any(alike)):
+        return None
+    return Decline("its gate and what it multiplies differ in shape", at=match.outputs[0])
 
 
 def one_weight_layout(match: Match) -> Decline | None:
@@ -434,6 +452,8 @@ GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_g
 
 for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
     _rule.guard(gelu_constants)
+for _rule in GATES:
+    cast("Known", _rule).guard(factors_have_one_shape)
 for _rule in (*LINEAR, *GATES):
     cast("Known", _rule).guard(real_numbers)
     cast("Known", _rule).guard(operands_are_weights)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.graph.normalform import by_name
-from dovetail.rules.library.known import has, kind, known
+from dovetail.rules.library.known import has, kind, known, same_sizes
 from dovetail.rules.matching.choices import Const, either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -19,7 +19,7 @@ _LOGITS, _TARGET = torch.empty(8, 16, device="meta"), torch.empty(8, dtype=torch
 _WEIGHT = torch.empty(16, device="meta")
 
 
-@kind("cross_entropy", version=2)
+@kind("cross_entropy", version=3)
 def cross_entropy_kind(
     logits: Annotated[Tensor, "[..., classes, ...], classes at class_dim; [classes] alone"],
     target: Annotated[
@@ -34,11 +34,17 @@ def cross_entropy_kind(
     target_kind: str = "indices",
     upcast: bool = False,
 ) -> Tensor:
-    """The cross entropy of class scores, in at least float32 with `upcast`; without `ignore_index` none is ignored."""
+    """The cross entropy of class scores, in at least float32 with `upcast`.
+
+    Without `ignore_index` no target is ignored, and negative ones count from the last class.
+    """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) if upcast else logits
     scores = scores.movedim(class_dim, 1) if scores.dim() > 1 else scores
-    ignored = -100 if ignore_index is None else ignore_index
     target = target.long() if target_kind == "indices" else target
+    ignored = -100 if ignore_index is None else ignore_index
+    if ignore_index is None and target_kind == "indices":
+        target = torch.where(target < 0, target + logits.shape[class_dim], target)
+        ignored = torch.iinfo(torch.int64).min
     return F.cross_entropy(
         scores, target, weight, reduction=reduction, ignore_index=ignored, label_smoothing=label_smoothing
     )
@@ -95,13 +101,6 @@ def cross_entropy(
     return either(lambda: weighed(weight), lambda: weighed(None))
 
 
-@cross_entropy.guard
-def scores_are_not_rounded(match: Match) -> Decline | None:
-    if match["logits"].dtype == torch.float64 and has(match, "_to_copy"):
-        return Decline(f"'{match['logits'].name}' is rounded to float32", at=match["logits"])
-    return None
-
-
 @known(
     cross_entropy_kind,
     needs="gather|index log_softmax|_log_softmax|logsumexp|log",
@@ -153,7 +152,9 @@ def target_is_of_classes(match: Match) -> Decline | None:
     target, logits = match["target"], match["logits"]
     if has(match, "index") and logits.ndim != 2:
         return Decline(f"'{target.name}' indexes '{logits.name}' along its first two dimensions", at=target)
-    if target.ndim == logits.ndim - 1 and not target.dtype.is_floating_point:
+    if target.dtype not in (torch.int32, torch.int64):
+        return Decline(f"'{target.name}' is {target.dtype}, and no index of a class", at=target)
+    if same_sizes(target.shape, logits.shape[:-1]):
         return None
     return Decline(f"'{target.name}' does not name one class for each row of scores", at=target)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name, value_of
-from dovetail.rules.library.known import kind, known
+from dovetail.rules.library.known import broadcasts, kind, known, same_sizes
 from dovetail.rules.library.steps import real_numbers, square
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
@@ -23,6 +23,9 @@ _X, _WEIGHT = torch.empty(2, 8, 16, device="meta"), torch.empty(16, device="meta
 
 
 Stream = Annotated[Tensor, "[..., *normalized]"]
+Added = Annotated[
+    Tensor, "[..., *normalized]; the leading sizes of one of x and residual are those of the sum"
+]
 Affine = Annotated[Tensor | None, "[*normalized]: the sizes of the last `dims` dimensions"]
 
 
@@ -47,8 +50,8 @@ def rms_norm_kind(
 
 @kind("add_rms_norm", version=2)
 def add_rms_norm_kind(
-    x: Stream,
-    residual: Stream,
+    x: Added,
+    residual: Added,
     weight: Affine = None,
     *,
     eps: float | None = None,
@@ -80,8 +83,8 @@ def layer_norm_kind(
 
 @kind("add_layer_norm", version=2)
 def add_layer_norm_kind(
-    x: Stream,
-    residual: Stream,
+    x: Added,
+    residual: Added,
     weight: Affine = None,
     bias: Affine = None,
     *,
@@ -96,8 +99,8 @@ def add_layer_norm_kind(
 
 @kind("dropout_add_layer_norm", version=2, draws="one dropout mask of the shape of x")
 def dropout_add_layer_norm_kind(
-    x: Stream,
-    residual: Stream,
+    x: Added,
+    residual: Added,
     bias: Annotated[Tensor | None, "[width], width the last size of x"] = None,
     weight: Affine = None,
     shift: Affine = None,
@@ -282,11 +285,11 @@ def dropout_add_layer_norm(
     return layer_norm_operator(dropped + residual, weight, shift, eps)
 
 
-def _normalized_sizes(match: Match) -> list[str]:
-    """The sizes of what is normalized, as they are written: asking whether symbols are equal would add a guard."""
+def _normalized_sizes(match: Match) -> list[Any]:
+    """The sizes of what is normalized."""
     node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_OPERATORS})
     given = by_name(node)
-    return [str(n) for n in value_of(given.get("input", given.get("self"))).shape]
+    return list(value_of(given.get("input", given.get("self"))).shape)
 
 
 def affine_fits(match: Match) -> Decline | None:
@@ -296,9 +299,11 @@ def affine_fits(match: Match) -> Decline | None:
         bound = match.operands.get(name)
         width = 1 if name == "bias" and "shift" in match else dims
         expected = sizes[len(sizes) - width :]
-        if bound is not None and [str(n) for n in bound.shape] != expected:
+        if bound is not None and not same_sizes(bound.shape, expected):
             shape = ", ".join(str(n) for n in bound.shape)
-            return Decline(f"'{bound.name}' has shape [{shape}], not [{', '.join(expected)}]", at=bound)
+            return Decline(
+                f"'{bound.name}' has shape [{shape}], not [{', '.join(map(str, expected))}]", at=bound
+            )
     return None
 
 
@@ -307,11 +312,16 @@ def affine_fits(match: Match) -> Decline | None:
 @add_layer_norm.guard
 def streams_have_one_rank(match: Match) -> Decline | None:
     x, residual = match["x"], match["residual"]
-    if x.ndim == residual.ndim:
+    if x.ndim != residual.ndim:
+        return Decline(
+            f"'{residual.name}' and '{x.name}' differ in rank: what is added is no residual", at=residual
+        )
+    total, dims = _normalized_sizes(match), normalized_dims(match)
+    inner = [v.shape[v.ndim - dims :] for v in (x, residual)]
+    enlarged = [broadcasts(v.shape, total) for v in (x, residual)]
+    if not any(broadcasts(sizes, total[x.ndim - dims :]) for sizes in inner) and not all(enlarged):
         return None
-    return Decline(
-        f"'{residual.name}' and '{x.name}' differ in rank: what is added is no residual", at=residual
-    )
+    return Decline(f"'{residual.name}' and '{x.name}' are spread over each other", at=residual)
 
 
 NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm)

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
 from dovetail.rules.library.known import Known, kind, known
+from dovetail.rules.library.steps import real_numbers
 from dovetail.rules.matching.choices import Const, either
 from dovetail.rules.matching.match import Match
 from dovetail.rules.matching.shadow import shadow_of
@@ -75,11 +76,11 @@ def avg_pool_global(x: Tensor) -> Tensor:
 
 def pools_images(match: Match) -> Decline | None:
     x = match["x"]
-    return (
-        None
-        if x.ndim == 4
-        else Decline(f"'{x.name}' has {x.ndim} dimensions: it is no batch of images", at=x)
-    )
+    if x.ndim != 4:
+        return Decline(f"'{x.name}' has {x.ndim} dimensions: it is no batch of images", at=x)
+    if any(as_number(n) == 0 for n in x.shape[1:]):
+        return Decline(f"'{x.name}' has no elements to take the mean of", at=x)
+    return real_numbers(match)
 
 
 avg_pool_global.guard(pools_images)
@@ -112,11 +113,12 @@ def avg_pool_slices(x: Tensor) -> Tensor:
     return either(lambda: total / 4, lambda: total * 0.25)
 
 
+avg_pool_slices.guard(pools_images)
+
+
 @avg_pool_slices.guard
 def sizes_are_even(match: Match) -> Decline | None:
     x = match["x"]
-    if x.ndim != 4:
-        return pools_images(match)
     sizes = [as_number(n) for n in x.shape[2:]]
     if all(n is not None and n % 2 == 0 for n in sizes):
         return None
@@ -167,6 +169,7 @@ def _blocks_of(height: int, width: int) -> Known:
             lambda: cut.sum((3, 5)) * (1 / (height * width)),
         )
 
+    blocks.guard(pools_images)
     return blocks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.normalform import as_number
-from dovetail.rules.library.known import ahead_of, has, kind, known
+from dovetail.rules.library.known import ahead_of, broadcasts, has, kind, known
 from dovetail.rules.library.steps import by_halves
 from dovetail.rules.matching.choices import either
 from dovetail.rules.matching.match import Match
@@ -122,15 +122,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated(x, cos, sin)
 
 
-@rotary.guard
-def width_is_even(match: Match) -> Decline | None:
-    width = as_number(match["x"].shape[-1])
-    if width is not None and width % 2 == 0:
-        return None
-    # A chunk cuts an odd width above the middle, slices below it.
-    return Decline(f"the last dimension of '{match['x'].name}' is not known to be even", at=match["x"])
-
-
 class RotaryPair(Rule):
     """Proposes the rotary embeddings of the queries and the keys that one attention reads, by the same angles."""
 
@@ -220,5 +211,19 @@ def turns_are_complex(match: Match) -> Decline | None:
     turns = match["turns"]
     return None if turns.dtype.is_complex else Decline(f"'{turns.name}' only scales: it is real", at=turns)
 
+
+def turns_every_pair(match: Match) -> Decline | None:
+    """Refuse a width that is odd, or not known, and angles for more than there is to be turned."""
+    x, width = match["x"], as_number(match["x"].shape[-1])
+    if width is None or width % 2:
+        # A chunk cuts an odd width above the middle, slices below it.
+        return Decline(f"the last dimension of '{x.name}' is not known to be even", at=x)
+    if broadcasts(match.outputs[0].meta["val"].shape, x.shape):
+        return Decline(f"the angles enlarge '{x.name}'", at=x)
+    return None
+
+
+for _rule in (rotary, rotary_split, rotary_cached, rotary_complex):
+    _rule.guard(turns_every_pair)
 
 ROTARY = RuleSet(rotary, rotary_pair, rotary_split, rotary_cached, rotary_complex)

@@ -61,7 +61,7 @@ def close_to(match: Match, name: str, meant: float) -> Decline | None:
 
 def real_numbers(match: Match) -> Decline | None:
     """Refuse integers and complex numbers, which operators do not take where their steps by hand do."""
-    for name in ("x", "gate", "empty"):
+    for name in ("x", "gate", "empty", "table"):
         value = match.operands.get(name)
         if value is not None and not value.dtype.is_floating_point:
             return Decline(f"'{value.name}' is {value.dtype}, not a real floating-point value", at=value)
