@@ -87,6 +87,8 @@ class Forms:
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.check_capture = check_capture
         self.made: list[Form] = []
+        # Whether it could be captured once: calls for which it cannot be then run the model.
+        self.had_forms = False
         self._last: Form | None = None
         self._refused: list[Any] = []
         self._warned = False
@@ -166,6 +168,7 @@ class Forms:
                 if found is None:
                     if self._makeup.has_stand_ins():
                         return None
+                    self.had_forms |= bool(self.made)
                     self.made.clear()
                     self._refused.clear()
                     self._last = None
@@ -203,7 +206,7 @@ class Forms:
                     if way not in self._refused:
                         form = self.specialise(args, kwargs)
                 except CaptureError as error:
-                    if not tried or self.recipe.strict:
+                    if not (tried or self.had_forms) or self.recipe.strict:
                         raise
                     refused = error
             break

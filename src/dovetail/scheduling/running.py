@@ -195,6 +195,8 @@ class Running(Installed):
         """Made when first asked for: a module that is being unpickled has nothing in it yet."""
         if self._forms is None:
             self._forms = PartForms(plain(self.module), self.steps, cuda_graphs=False)
+            # The steps were done once, also where this is of a copy that has no graphs yet.
+            self._forms.had_forms = not self.steps.replaces
         return self._forms
 
     def adopt(self, programs: list[tuple[Modes | None, GraphModule]]) -> None:
