@@ -53,8 +53,9 @@ def test_its_own_forward_runs_with_a_warning(calls: int, copied: bool) -> None:
         assert torch.equal(model(X), twin(X))
     model.train()
     twin.train()
-    with pytest.warns(UserWarning, match="steps of the schedule cannot be done for this call"):
-        assert torch.equal(model(X), twin(X))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="steps of the schedule cannot be done for this call"):
+            assert torch.equal(model(X), twin(X))
 
 
 @pytest.mark.filterwarnings("ignore:a call runs the model as it is")
@@ -83,3 +84,30 @@ def test_compile_runs_a_model_that_was_captured_before() -> None:
     twin.train()
     with pytest.warns(UserWarning, match="a call runs the model as it is, for it cannot be captured"):
         assert torch.equal(compiled(X), twin(X))
+
+
+def tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_hooks_on_all_modules_are_run_or_refused(replaced: bool) -> None:
+    s = dovetail.schedule(Model().eval(), (X,))
+    match = s["part"].find(torch.ops.aten.relu.default)[0]
+    if replaced:
+        s.replace(tanh, match, check=False)
+    else:
+        s["part"].fuse(match)
+    model, classes = s.build(), list[str]()
+    model(X)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: classes.append(type(m).__name__))
+    try:
+        if replaced:
+            with pytest.raises(dovetail.ScheduleError, match="hooks are registered for all modules"):
+                model(X)
+        else:
+            model(X)
+            assert classes == ["Part", "Model"]
+    finally:
+        handle.remove()
+    model(X)

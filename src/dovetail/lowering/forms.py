@@ -19,7 +19,7 @@ from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, Invalid
 from dovetail.graph.capture import CAPTURING, capture
 from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.lowering import lowering_of
-from dovetail.lowering.makeup import Makeup
+from dovetail.lowering.makeup import Makeup, has_hooks_on_all_modules
 from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
 from dovetail.lowering.site import is_watched
 from dovetail.lowering.situation import autocast_off, autocasting, nothing_noted
@@ -226,8 +226,11 @@ class Forms:
         return made
 
     def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
-        """Capture and lower for calls like this one; None once there are as many as there may be."""
-        if self._inherited:
+        """Capture and lower for calls like this one; None once there are as many as there may be.
+
+        None, too, while hooks are registered for all modules, which a graph has none of.
+        """
+        if self._inherited or has_hooks_on_all_modules():
             return None
         with self._lock:
             if len(self.made) + len(self._refused) >= self.most:
