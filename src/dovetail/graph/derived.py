@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dovetail.errors import CallMismatch
+from dovetail.graph.forking import released_by_fork
 from dovetail.graph.holding import Holder
 from dovetail.graph.weight_guard import Checksums, ContentGuard, Piece, write_state
 
@@ -43,7 +44,7 @@ class Derivation:
         self.sentinels = tuple(sentinels)
         self.checksums = Checksums(())
         self._state: Any = None
-        self._lock = threading.RLock()
+        self._lock = released_by_fork(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Derivation, (self.results, self.sources, self.compute, self.sentinels)
@@ -65,6 +66,12 @@ class Derivation:
     def is_current(self, held: Mapping[str, Tensor]) -> bool:
         """Whether no weight was written since the buffers were computed, as far as version counters go."""
         return self._state == write_state([held[target] for target in self.watched])
+
+    def update_stale(self, owner: nn.Module, held: Mapping[str, Tensor]) -> None:
+        """Compute the buffers again if a weight was written. A thread that comes meanwhile waits for them."""
+        with self._lock:
+            if not self.is_current(held):
+                self.update(owner, held)
 
     def update(self, owner: nn.Module, held: Mapping[str, Tensor]) -> bool:
         """Compute the buffers again; whether they are others now."""
@@ -156,8 +163,7 @@ class RuntimeWeights:
         held = self._held(owner)
         # In order: some are computed from others.
         for derivation in self._derivations:
-            if not derivation.is_current(held):
-                derivation.update(owner, held)
+            derivation.update_stale(owner, held)
         self._watch(owner)
         self._last = write_state(list(held.values()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import threading
 from collections.abc import Generator, Mapping
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from torch.fx.node import map_arg
 
 from dovetail.graph import pickling
 from dovetail.graph.derived import RuntimeWeights
+from dovetail.graph.forking import released_by_fork
 from dovetail.graph.holding import Holder, hold_together
 from dovetail.graph.keys import DERIVED, LOWERING
 from dovetail.graph.weight_guard import ContentGuard
@@ -23,7 +25,11 @@ from dovetail.graph.weight_guard import ContentGuard
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
 _HOLDER = "_holder"
 _WEIGHTS = "_runtime_weights"
-_DERIVED = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", _HOLDER, _WEIGHTS})
+_CODE = ("_code", "_lineno_map", "_prologue_start")
+_DERIVED = frozenset({"_graph", *_CODE, _HOLDER, _WEIGHTS})
+
+# Taken only while `forward` is missing: calls that find it take no lock.
+_GENERATING = released_by_fork(threading.RLock())
 
 
 class _GeneratedForward:
@@ -60,9 +66,12 @@ class Program(GraphModule):
     def generate(self) -> None:
         """Generate the code now, and that of the bodies it calls, where it is stale."""
         if "forward" not in vars(type(self)):
-            self._write_code()
-            bodies = [m for m in self._modules.values() if isinstance(m, Body)]
-            self.__dict__["_lends"] = not isinstance(self, Body) and any(b.borrows for b in bodies)
+            with _GENERATING:
+                if "forward" not in vars(type(self)):
+                    bodies = [m for m in self._modules.values() if isinstance(m, Body)]
+                    self.__dict__["_lends"] = not isinstance(self, Body) and any(b.borrows for b in bodies)
+                    # Last: other threads run the code as soon as the class has it.
+                    self._write_code()
         for child in self._modules.values():
             if isinstance(child, Program):
                 child.generate()
@@ -74,16 +83,15 @@ class Program(GraphModule):
             super().recompile()
             return
         # What runs is not what is edited: regions stay in the graph, and the code calls what they were compiled to.
-        graph = self.__dict__["_graph"]
-        run = copy_graph(graph) if lowering is None else lowering.execution_graph(self)
+        run = copy_graph(self.graph) if lowering is None else lowering.execution_graph(self)
         self.__dict__[_HOLDER] = hold_together(run, lambda name: isinstance(attribute(self, name), Tensor))
         contents = ContentGuard() if lowering is None else lowering.contents
         self.__dict__[_WEIGHTS] = RuntimeWeights(derivations, contents)
-        self.__dict__["_graph"] = run
-        try:
-            super().recompile()
-        finally:
-            self.__dict__["_graph"] = graph
+        # Another instance of the same class: no other thread may see the graph that runs in the place of the edited one.
+        writer = object.__new__(type(self))
+        writer.__dict__.update(self.__dict__, _graph=run)
+        GraphModule.recompile(writer)
+        self.__dict__.update((name, writer.__dict__[name]) for name in _CODE)
 
     def _held_tensors(self) -> tuple[Any, ...]:
         """The tensors that the code of a lowered graph needs; fetched one by one they would cost more than small
@@ -105,12 +113,14 @@ class Program(GraphModule):
 
     @property
     def code(self) -> str:
-        self.generate()
-        return super().code
+        with _GENERATING:  # the class has `forward` before the module has its source
+            self.generate()
+            return super().code
 
     def __str__(self) -> str:
-        self.generate()
-        return super().__str__()
+        with _GENERATING:
+            self.generate()
+            return super().__str__()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

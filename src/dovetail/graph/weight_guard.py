@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from dovetail.graph.forking import released_by_fork
+
 CHECK_INTERVAL = 256
 """In how many calls the contents of every watched tensor are compared once, unless something else is asked for."""
 
@@ -156,7 +158,7 @@ class ContentGuard:
         self._load = [0] * (interval or 0)
         self._calls = itertools.count()
         self._watched: dict[Any, tuple[Checksums, Callable[[], None], tuple[int, ...]]] = {}
-        self._lock = threading.RLock()
+        self._lock = released_by_fork(threading.RLock())
         # How often something was written unseen.
         self.generation = 0
 

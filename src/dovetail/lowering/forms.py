@@ -19,7 +19,7 @@ from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, Invalid
 from dovetail.graph.capture import CAPTURING, capture
 from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.lowering import lowering_of
-from dovetail.lowering.makeup import Makeup
+from dovetail.lowering.makeup import Makeup, has_hooks_on_all_modules
 from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
 from dovetail.lowering.site import is_watched
 from dovetail.lowering.situation import autocast_off, autocasting, nothing_noted
@@ -87,6 +87,8 @@ class Forms:
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.check_capture = check_capture
         self.made: list[Form] = []
+        # Whether it could be captured once: calls for which it cannot be then run the model.
+        self.had_forms = False
         self._last: Form | None = None
         self._refused: list[Any] = []
         self._warned = False
@@ -166,6 +168,7 @@ class Forms:
                 if found is None:
                     if self._makeup.has_stand_ins():
                         return None
+                    self.had_forms |= bool(self.made)
                     self.made.clear()
                     self._refused.clear()
                     self._last = None
@@ -203,7 +206,7 @@ class Forms:
                     if way not in self._refused:
                         form = self.specialise(args, kwargs)
                 except CaptureError as error:
-                    if not tried or self.recipe.strict:
+                    if not (tried or self.had_forms) or self.recipe.strict:
                         raise
                     refused = error
             break
@@ -223,8 +226,11 @@ class Forms:
         return made
 
     def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
-        """Capture and lower for calls like this one; None once there are as many as there may be."""
-        if self._inherited:
+        """Capture and lower for calls like this one; None once there are as many as there may be.
+
+        None, too, while hooks are registered for all modules, which a graph has none of.
+        """
+        if self._inherited or has_hooks_on_all_modules():
             return None
         with self._lock:
             if len(self.made) + len(self._refused) >= self.most:

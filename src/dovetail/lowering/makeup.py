@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from dovetail.graph.holding import dict_version
 
@@ -20,6 +21,7 @@ _OWN = frozenset(nn.Module().__dict__) - {"training"}
 _BAKED = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_ALL = [getattr(torch_modules, f"_global{kind}") for kind in _HOOKS]
 
 _METHODS = (
     types.FunctionType,
@@ -74,7 +76,7 @@ class Makeup:
         self._methods: dict[type, tuple[list[int] | None, Any]] = {}
         self._dicts = [*(m.__dict__ for m in modules), *self._tables]
         # Those of the model itself run around each call.
-        self._hooks = [m.__dict__[kind] for m in modules[1:] for kind in _HOOKS]
+        self._hooks = [*(m.__dict__[kind] for m in modules[1:] for kind in _HOOKS), *_HOOKS_OF_ALL]
         # One value, for threads: the classes, the dicts, how often they had been written, and the settings.
         self._last: tuple[list[type], list[Any], list[int], Settings] = ([], [], [], ())
         self._variants.append(self._code(list(map(type, modules)), self._added()))
@@ -168,6 +170,11 @@ class Makeup:
         """Whether parameters are replaced by tensors for a while, as `torch.func.functional_call` does."""
         found = _values(self._parameters)
         return any(v is not None and not isinstance(v, nn.Parameter) for v in found)
+
+
+def has_hooks_on_all_modules() -> bool:
+    """Whether hooks are registered for every module there is: those that trace a model among them."""
+    return any(_HOOKS_OF_ALL)
 
 
 class _Identity:

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, CaptureError, DovetailError, ScheduleError
 from dovetail.graph.module import Program
-from dovetail.lowering.forms import Forms, Modes
+from dovetail.lowering.forms import Form, Forms, Modes
+from dovetail.lowering.makeup import has_hooks_on_all_modules
 from dovetail.lowering.site import is_watched
 from dovetail.scheduling.hooks import refuse_hooks
 
@@ -139,6 +140,14 @@ class PartForms(Forms):
         with _own_forwards_within(self.model):
             return super().captured(args, kwargs)
 
+    def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
+        if has_hooks_on_all_modules() and getattr(self.recipe, "replaces", False):
+            raise ScheduleError(
+                f"hooks are registered for all modules, and a {type(self.model).__name__} in which something was replaced "
+                f"has no modules inside to run them. Remove them, or register them on single modules"
+            )
+        return super().specialise(args, kwargs)
+
     def with_stand_ins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call while other tensors than its own stand for parameters of the part, or another tracer looks on."""
         for form in self.made:
@@ -195,6 +204,8 @@ class Running(Installed):
         """Made when first asked for: a module that is being unpickled has nothing in it yet."""
         if self._forms is None:
             self._forms = PartForms(plain(self.module), self.steps, cuda_graphs=False)
+            # The steps were done once, also where this is of a copy that has no graphs yet.
+            self._forms.had_forms = not self.steps.replaces
         return self._forms
 
     def adopt(self, programs: list[tuple[Modes | None, GraphModule]]) -> None:

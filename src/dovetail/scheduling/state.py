@@ -14,7 +14,7 @@ from dovetail.errors import ScheduleError
 from dovetail.lowering.forms import Forms, Modes
 from dovetail.scheduling.edits import Edit, Look, PartGraph, Replace
 from dovetail.scheduling.hooks import refuse_hooks
-from dovetail.scheduling.paths import around, joined
+from dovetail.scheduling.paths import around, below
 from dovetail.scheduling.recording import Call
 from dovetail.scheduling.running import Steps, plain
 from dovetail.scheduling.scenes import Scenes
@@ -53,7 +53,7 @@ class State:
         part, names = edit.apply(self.graphs[place], root, look)
         return replace(self, graphs={**self.graphs, place: part}, edits=(*self.edits, edit)), names
 
-    def traced(self, traces: Iterable[Trace], look: Look) -> State:
+    def traced(self, traces: Iterable[Trace], look: Look, model: nn.Module) -> State:
         """The state with more parts traced, none within another; steps on parts within them are done again there."""
         new = {trace.path: trace for trace in traces}
         inner = {path: outer for path in self.traces if (outer := _among(path, new)) is not None}
@@ -63,7 +63,7 @@ class State:
                     f"'{path}' within '{outer or 'the model'}' was traced on its own and is called in several ways; "
                     f"undo its steps to trace what is around it"
                 )
-        self._refuse_shared(new, inner)
+        self._refuse_shared(new, inner, model)
         state = replace(
             self,
             traces={**{p: t for p, t in self.traces.items() if p not in inner}, **new},
@@ -85,16 +85,26 @@ class State:
                     ) from error
         return state
 
-    def _refuse_shared(self, new: Mapping[str, Trace], inner: Mapping[str, str]) -> None:
-        """Raise where a part holds a module that was traced under another name: its steps would be lost there."""
-        known = {trace.module: path for path, trace in self.traces.items() if path not in inner}
-        for outer, trace in new.items() if known else ():
-            for name, module in trace.module.named_modules():
-                if module in known:
-                    raise ScheduleError(
-                        f"'{joined(outer, name)}' is the module that was traced as '{known[module]}'; with "
-                        f"'{outer or 'the model'}' traced as a whole its steps would be lost there. Undo them first"
-                    )
+    def _refuse_shared(self, new: Mapping[str, Trace], inner: Mapping[str, str], model: nn.Module) -> None:
+        """Raise where a module that was traced has a name at which its steps would be lost.
+
+        Those of a part within one that is traced now are done again in that one, under that name only.
+        """
+        known = {trace.module: path for path, trace in self.traces.items()}
+        places = dict(model.named_modules(remove_duplicate=False)) if known else {}
+        for place, module in places.items():
+            path = known.get(module, place)
+            outer = inner[path] if path in inner else _among(place, new)
+            if path == place or outer is None:
+                continue
+            # A part that has several names itself runs what was traced under all of them.
+            tail = below(path, outer) if path in inner else None
+            if any(places[at] is new[outer].module and below(place, at) == tail for at in around(place)):
+                continue
+            raise ScheduleError(
+                f"'{place}' is the module that was traced as '{path}'; with '{outer or 'the model'}' traced as a whole "
+                f"its steps would be lost there. Undo them first"
+            )
 
     def steps(self, root: str) -> Steps:
         """What does the steps of a traced part on another capture of it."""

@@ -189,7 +189,8 @@ class _Checker:
         if not new or dict(after.swaps) != dict(before.swaps):
             return None
         try:
-            state = before.traced(new, self.work.look)
+            with self.work.installation.instead(before, forwards=False) as model:
+                state = before.traced(new, self.work.look, model)
         except ScheduleError:
             return None
         if not isinstance(self._difference(judge, state), Difference):

@@ -150,7 +150,8 @@ class Workspace:
             return made
         if stale:
             self._capture(stale)
-        state = self.state.traced([self._traces[path][1] for path in missing], self.look)
+        with self.exchanged() as model:
+            state = self.state.traced([self._traces[path][1] for path in missing], self.look, model)
         self._prospect = (self.state, missing, state)
         return state
 

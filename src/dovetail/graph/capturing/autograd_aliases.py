@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -36,39 +36,12 @@ _INPLACE_DRAWS = frozenset(
 )
 # Results that have no gradient though they are made from tensors that do.
 _CONSTANT = frozenset(
-    [
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "new_empty_strided",
-        "new_tensor",
-        "bernoulli",
-        "multinomial",
-    ]
+    [f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")]
+    + [f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided", "tensor")]
+    + ["bernoulli", "multinomial"]
 )
-COMPARISONS = frozenset(
-    [
-        "eq_",
-        "ne_",
-        "lt_",
-        "le_",
-        "gt_",
-        "ge_",
-        "not_equal_",
-        "less_",
-        "less_equal_",
-        "greater_",
-        "greater_equal_",
-    ]
-)
+_RELATIONS = ("not_equal", "less", "less_equal", "greater", "greater_equal")
+COMPARISONS = frozenset(f"{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge", *_RELATIONS))
 _LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xor_"])
 Group = tuple[int, Node | None]
 
@@ -86,10 +59,14 @@ class Write:
 
 @dataclass(frozen=True)
 class DetachedInputs:
-    """Inputs written through `detach` only; `read_after` are those whose new values forward reads itself."""
+    """Inputs written through `detach` only; `read_after` are those whose new values forward reads itself.
+
+    `ungraded` are the inputs that must not require gradients, for the functional form would be another one.
+    """
 
     written: frozenset[str] = frozenset()
     read_after: frozenset[str] = frozenset()
+    ungraded: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -146,10 +123,10 @@ class Groups:
         ]
 
 
-def differentiable_draws(graph: Graph) -> set[Node]:
-    """In-place operations whose written operand may have a gradient history."""
-    groups = grouped(graph)
-    return {write.node for write in groups.writes if groups.had_gradient(write.group, write)}
+def grouped_with_gradients(program: ExportedProgram) -> Groups:
+    """The groups of a program as if all inputs and parameters required gradients: those of a later call may."""
+    buffers = dict.fromkeys(program.graph_signature.inputs_to_buffers, False)
+    return grouped(program.graph, {**_all_required(program), **buffers})
 
 
 def separate(program: ExportedProgram) -> DetachedInputs:
@@ -157,10 +134,23 @@ def separate(program: ExportedProgram) -> DetachedInputs:
     graph = program.graph
     state = state_requires_grad(program)
     changed = _replace_detach_in_place(graph)
-    if not any(node.target in _DETACHES for node in graph.nodes):
-        _refuse_unsupported(grouped(graph, state))
-        return _recompiled(program, changed, DetachedInputs())
     groups = grouped(graph, state)
+    separated = _planned(groups, state)
+    inputs = _detached_inputs(program, groups)
+    if groups.writes and _differs_with_gradients(program, state, separated):
+        nodes = graph.find_nodes(op="placeholder")
+        ungraded = frozenset(n.name for n in nodes if not getattr(n.meta.get("val"), "requires_grad", False))
+        inputs = replace(inputs, ungraded=ungraded)
+    # Copies come right after the write, so that those of inner aliases, inserted last, come before those of outer ones.
+    for root in sorted(separated, key=groups.position.__getitem__):
+        _separate(graph, groups, root)
+    if changed or separated:
+        program.graph_module.recompile()
+    return inputs
+
+
+def _planned(groups: Groups, state: Mapping[str, bool]) -> dict[Node, int]:
+    """The `detach` of each group that needs memory of its own, with where it is first written with gradients."""
     _refuse_unsupported(groups)
     separated: dict[Node, int] = {}
     owned = {group for node, group in groups.of.items() if state.get(node.name)}
@@ -169,21 +159,26 @@ def separate(program: ExportedProgram) -> DetachedInputs:
         root = write.group[1]
         if root is not None and write.has_gradient:
             separated.setdefault(root, write.position)
-    inputs = _detached_inputs(program, groups)
     for root, first in separated.items():
         _refuse_earlier_writes(groups, root, first)
     for write in groups.writes:
         _refuse_stale_reads(groups, write, set(separated))
-    # Copies come right after the write, so that those of inner aliases, inserted last, come before those of outer ones.
-    for root in sorted(separated, key=groups.position.__getitem__):
-        _separate(graph, groups, root)
-    return _recompiled(program, changed or bool(separated), inputs)
+    return separated
 
 
-def _recompiled(program: ExportedProgram, changed: bool, inputs: DetachedInputs) -> DetachedInputs:
-    if changed:
-        program.graph_module.recompile()
-    return inputs
+def _all_required(program: ExportedProgram) -> dict[str, bool]:
+    """All placeholders as if they required gradients."""
+    return dict.fromkeys((n.name for n in program.graph.find_nodes(op="placeholder")), True)
+
+
+def _differs_with_gradients(
+    program: ExportedProgram, state: Mapping[str, bool], separated: dict[Node, int]
+) -> bool:
+    """Whether the functional form would be another one, or none, if all inputs required gradients."""
+    try:
+        return _planned(grouped(program.graph, {**_all_required(program), **state}), state) != separated
+    except CaptureError:
+        return True
 
 
 def grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> Groups:

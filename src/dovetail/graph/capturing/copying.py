@@ -16,6 +16,7 @@ from dovetail.graph.capturing.autograd_aliases import (
     COMPARISONS,
     Groups,
     grouped,
+    grouped_with_gradients,
     operator_name,
     refused,
     same_memory,
@@ -192,14 +193,13 @@ def _copy_comparisons(program: ExportedProgram) -> bool:
     graph = program.graph
     if not any(operator_name(n) in COMPARISONS for n in graph.nodes):
         return False
-    groups = _groups(program)
-    calls = [
-        w
+    calls = {
+        w.node: w.operand
+        for groups in (_groups(program), grouped_with_gradients(program))
         for w in groups.writes
         if operator_name(w.node) in COMPARISONS and groups.had_gradient(w.group, w) and not w.has_gradient
-    ]
-    for write in calls:
-        node, operand = write.node, write.operand
+    }
+    for node, operand in calls.items():
         compare = getattr(
             getattr(_aten, operator_name(node)[:-1]), cast(OpOverload, node.target)._overloadname
         )

@@ -101,6 +101,8 @@ class Expectations:
             self._check_sizes(values)
         if self._mutated:
             self._check_distinct(values)
+        if self._ungraded and torch.is_grad_enabled():
+            self._check_ungraded(values)
         if self.owned:
             self._check_owned(module, values)
         for i, j in self.twins:
@@ -113,6 +115,10 @@ class Expectations:
     @cached_property
     def _mutated(self) -> tuple[int, ...]:
         return tuple(i for i, e in enumerate(self.inputs) if isinstance(e, TensorInput) and e.mutated)
+
+    @cached_property
+    def _ungraded(self) -> tuple[int, ...]:
+        return tuple(i for i, e in enumerate(self.inputs) if isinstance(e, TensorInput) and e.ungraded)
 
     @cached_property
     def _compiled(self) -> Mapping[str, Any]:
@@ -216,6 +222,15 @@ class Expectations:
                         f"Pass a clone of one of them."
                     )
 
+    def _check_ungraded(self, values: Sequence[Any]) -> None:
+        for i in self._ungraded:
+            if values[i].requires_grad:
+                raise CallMismatch(
+                    f"'{self.inputs[i].path}' requires gradients, and did not when the graph was captured. The model writes "
+                    f"in place (through detach(), in torch.no_grad(), or by an operator whose functional form has no "
+                    f"derivative), and the gradients would be others. {_AGAIN}, or detach it."
+                )
+
     def _check_owned(self, module: nn.Module, values: Sequence[Any]) -> None:
         shared = self.owned.shared(module, values, self._mutated)
         if shared is not None:
@@ -289,11 +304,6 @@ def _check_written(expected: TensorInput, value: Tensor) -> None:
     if overlaps_itself(value):
         raise CallMismatch(
             f"elements of '{expected.path}' overlap in memory, and the model writes to it. Pass a clone of it."
-        )
-    if expected.ungraded and value.requires_grad and torch.is_grad_enabled():
-        raise CallMismatch(
-            f"'{expected.path}' requires gradients, and the model writes to it through detach() or in torch.no_grad() and "
-            f"reads it afterwards; it did not when the graph was captured. Pass a clone, or detach it."
         )
 
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
 from dovetail.graph.capturing.aliasing import storage_of
-from dovetail.graph.capturing.autograd_aliases import differentiable_draws
+from dovetail.graph.capturing.autograd_aliases import grouped_with_gradients
 from dovetail.graph.keys import DRAWS_IN_PLACE
 from dovetail.graph.weight_guard import is_dense
 
@@ -52,7 +52,8 @@ def draw_into_fresh_memory(program: ExportedProgram) -> bool:
     draws = [n for n in graph.nodes if _is_draw(n)]
     if not draws:
         return False
-    differentiable = differentiable_draws(graph)
+    groups = grouped_with_gradients(program)
+    differentiable = {write.node for write in groups.writes if groups.had_gradient(write.group, write)}
     for node in draws:
         _rewrite(graph, node, node in differentiable)
     program.graph_module.recompile()

@@ -41,7 +41,7 @@ _FORGETS_OPERANDS = frozenset(_NAMES.split())
 class Unlifted:
     """The program, its inputs in order, and the positions of those inputs that it writes to.
 
-    `ungraded` are inputs that it writes without their gradient history and reads afterwards.
+    `ungraded` are inputs that must not require gradients: it would write or read values without their history.
     """
 
     program: Program
@@ -113,7 +113,9 @@ class _Unlifting:
         written = {self.made[target] for target, _ in writes}
         mutated = frozenset(i for i, node in enumerate(inputs) if node in written)
         ungraded = frozenset(
-            i for i, node in enumerate(given) if self._name(node) in self.detached.read_after and i in mutated
+            i
+            for i, name in enumerate(map(self._name, given))
+            if name in self.detached.ungraded or (name in self.detached.read_after and i in mutated)
         )
         return Unlifted(program, tuple(inputs), mutated, ungraded)
 
