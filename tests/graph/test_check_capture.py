@@ -57,6 +57,35 @@ class Model(nn.Module):
         return self.last(self.inner(self.norm(self.first(x))))
 
 
+class Rebinds(nn.Module):
+    """Gives a buffer another tensor, in one of several ways."""
+
+    ema: Tensor
+    cache: Tensor | None
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("ema", torch.zeros(4))
+        self.register_buffer("cache", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = 0.9 * self.ema + 0.1 * x.mean(0)
+        if self.how == "eager_only":
+            if not torch.compiler.is_compiling():
+                self.ema = self.ema + 1
+        elif self.how == "drops_eagerly":
+            self.cache = self.cache if torch.compiler.is_compiling() else None
+        elif self.how == "register":
+            self.register_buffer("ema", new.detach())
+        elif self.how == "adds_eagerly":
+            if not torch.compiler.is_compiling():
+                self.register_buffer("other", torch.ones(2))
+        else:
+            self.ema = new if self.how == "with_history" else new.detach()
+        return x - new.detach()
+
+
 def example() -> Tensor:
     return torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -76,10 +105,14 @@ def test_the_first_module_that_differs_is_named() -> None:
         (Model(Counts()), "buffer 'inner.1.count' afterwards differs"),
         (Draws(), "the random stream differs"),
         (Writes(), "input 0 afterwards is off by"),
+        (Model(Rebinds("eager_only")), "buffer 'inner.1.ema' afterwards is off by"),
+        (Model(Rebinds("drops_eagerly")), "buffer 'inner.1.cache' afterwards is a Tensor"),
+        (Rebinds("adds_eagerly"), "buffer 'other' afterwards is a NoneType"),
+        (Rebinds("eager_only").forward, "buffer 'ema' afterwards is off by"),
     ],
-    ids=["buffer", "stream", "input"],
+    ids=["buffer", "stream", "input", "rebound", "dropped", "added", "method"],
 )
-def test_buffers_streams_and_inputs_are_compared(model: nn.Module, what: str) -> None:
+def test_buffers_streams_and_inputs_are_compared(model: Any, what: str) -> None:
     with pytest.raises(dovetail.CaptureMismatch, match="differs from the model") as raised:
         dovetail.capture(model, (example(),), check_capture=True)
     assert raised.value.what.startswith(what)
@@ -146,6 +179,23 @@ def test_compile_runs_the_model_where_its_capture_differs() -> None:
         assert torch.equal(fast(x), model(x))
     with pytest.raises(dovetail.CaptureMismatch):
         dovetail.compile(model, (x,), backends="torchscript", on_error="raise")
+
+
+@pytest.mark.parametrize("how", ["detached", "register", "with_history"])
+@pytest.mark.parametrize("is_inner", [False, True], ids=["own", "inner"])
+def test_a_buffer_that_forward_rebinds_is_no_difference(how: str, is_inner: bool) -> None:
+    model, x = Model(Rebinds(how)) if is_inner else Rebinds(how), example()
+    buffers = list(model.buffers())
+    with torch.no_grad():
+        fast = dovetail.compile(model, (x,), backends="torchscript")
+        fast(x)
+    assert len(fast.graphs) == 1
+    values = [buffer.clone() for buffer in buffers]
+    if not is_inner:
+        assert dovetail.capture(model.forward, (x,), check_capture=True) is not None
+    dovetail.capture(model, (x,), check_capture=True)
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert all(torch.equal(buffer, value) for buffer, value in zip(buffers, values, strict=True))
 
 
 def test_compile_does_not_check_if_told_so_or_if_nothing_is_compiled() -> None:
