@@ -336,12 +336,29 @@ def _refuse_unsupported(groups: Groups) -> None:
         if groups.is_differentiable(write) and any(
             operator_name(view) == "as_strided" for view in _view_chain(groups, write.operand)
         ):
-            raise refused(
-                "forward writes into an as_strided view of a value with gradients, and the functional form of that has "
-                "wrong gradients in torch (aten.as_strided_scatter)",
-                write.node,
-                "Take the view with indexing, narrow, unfold or diagonal.",
-            )
+            raise _refused_scatter(write.node)
+
+
+def refuse_strided_scatters(graph: Graph, state: Mapping[str, bool]) -> None:
+    """Raise for `as_strided_scatter` over values with gradients that decomposition introduced.
+
+    A call in forward itself has the same gradients in eager mode.
+    """
+    nodes = graph.find_nodes(op="call_function", target=_aten.as_strided_scatter.default)
+    groups = grouped(graph, state) if nodes else Groups()
+    for node in nodes:
+        is_own = "as_strided_scatter" in str(node.meta.get("torch_fn"))
+        if groups.of.get(node) in groups.gradient and not is_own:
+            raise _refused_scatter(node)
+
+
+def _refused_scatter(node: Node) -> CaptureError:
+    return refused(
+        "forward writes into an as_strided view of a value with gradients, and the functional form of that has wrong "
+        "gradients in torch (aten.as_strided_scatter)",
+        node,
+        "Take the view with indexing, narrow, unfold or diagonal.",
+    )
 
 
 def same_memory(groups: Groups, a: Node, b: Node) -> bool:

@@ -9,9 +9,9 @@ from torch import SymInt, Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from dovetail.graph.capturing.aliasing import storage_of
+from dovetail.graph.capturing.aliasing import know_readers, storage_of
 from dovetail.graph.capturing.autograd_aliases import (
     COMPARISONS,
     Groups,
@@ -37,7 +37,8 @@ _KEPT = ("stack_trace", "nn_module_stack", "custom")
 
 def keep_histories(program: ExportedProgram) -> None:
     """Rewrite in-place operators whose functional form has another gradient; edits the program's graph."""
-    if any([_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]):
+    edited = [_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]
+    if any([*edited, _fill_diagonals(program)]):
         program.graph_module.recompile()
 
 
@@ -69,6 +70,64 @@ def make_differentiable(graph: Graph) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def _fill_diagonals(program: ExportedProgram) -> bool:
+    """Fill diagonals through `diagonal` views; edits the graphs of blocks too.
+
+    `fill_diagonal_` itself decomposes into `as_strided_scatter`, which has wrong gradients in torch and writes to other
+    elements where the tensor's strides are not those of the export.
+    """
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    calls = [
+        n
+        for m in modules
+        for n in m.graph.find_nodes(op="call_function", target=_aten.fill_diagonal_.default)
+    ]
+    for graph in dict.fromkeys(n.graph for n in calls):
+        know_readers(graph)
+    for node in calls:
+        names = [a.name for a in node.target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        tensor = cast(Node, given["self"])
+        with node.graph.inserting_before(node):
+            for view in _diagonal_views(node, tensor, wrap=bool(given.get("wrap"))):
+                fill = node.graph.call_function(_aten.fill_.Scalar, (view, given["fill_value"]))
+                fill.meta = {
+                    **{key: node.meta[key] for key in _KEPT if key in node.meta},
+                    "val": view.meta["val"],
+                }
+        node.replace_all_uses_with(tensor)
+        node.graph.erase_node(node)
+    for module in modules[1:]:
+        module.recompile()
+    return bool(calls)
+
+
+def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
+    """Views of what `fill_diagonal_` fills; with `wrap` the diagonal goes on in row width + 1 of a tall matrix."""
+    graph = node.graph
+    value = cast(Tensor, tensor.meta["val"])
+    height, width = value.shape[:2]
+    if wrap and value.dim() == 2:
+        if type(width) is int and value.is_contiguous():
+            flat = _call(graph, node, _VIEW, (tensor, [-1]), {})
+            return [_call(graph, node, _aten.slice.Tensor, (flat, 0, 0, None, width + 1), {})]
+        if isinstance(height, SymInt) or isinstance(width, SymInt) or height > 2 * (width + 1):
+            raise refused(
+                "forward wraps a diagonal around a tensor that is not contiguous or whose width is dynamic, "
+                "which a functional graph cannot do",
+                node,
+                "Call it on a contiguous tensor, or with wrap=False on slices of rows.",
+            )
+        parts = [tensor]
+        if height > width + 1:
+            parts.append(_call(graph, node, _aten.slice.Tensor, (tensor, 0, width + 1), {}))
+        return [_call(graph, node, _aten.diagonal.default, (part,), {}) for part in parts]
+    view = _call(graph, node, _aten.diagonal.default, (tensor,), {})
+    for _ in range(value.dim() - 2):
+        view = _call(graph, node, _aten.diagonal.default, (view, 0, 0, -1), {})
+    return [view]
 
 
 def make_bases_dense(graph: Graph) -> None:

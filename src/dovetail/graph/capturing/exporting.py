@@ -149,6 +149,9 @@ def decompose(program: ExportedProgram) -> Exported:
             except Unsure as reason:
                 _log.debug("the program is traced anew to decompose it: %s", reason)
                 decomposed = retraced(program, signature)
+        autograd_aliases.refuse_strided_scatters(
+            decomposed.graph, autograd_aliases.state_requires_grad(program)
+        )
         batchnorm.choose_kernel_as_eager(decomposed.graph)
         copying.make_differentiable(decomposed.graph)
         copying.make_bases_dense(decomposed.graph)
