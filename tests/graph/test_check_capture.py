@@ -209,3 +209,13 @@ def test_compile_does_not_check_if_told_so_or_if_nothing_is_compiled() -> None:
 def test_check_capture_is_true_or_false() -> None:
     with pytest.raises(dovetail.errors.InvalidArgument, match="check_capture 3; give True or False"):
         dovetail.capture(nn.ReLU(), (torch.ones(2),), check_capture=3)  # type: ignore[arg-type]
+
+
+class Undefined(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float("nan") if torch.compiler.is_compiling() else x * 1
+
+
+def test_numbers_that_are_not_defined_are_a_difference() -> None:
+    with pytest.raises(dovetail.CaptureMismatch, match=r"is NaN where the model's is not.*12 of 12 numbers"):
+        dovetail.capture(Undefined(), (example(),), check_capture=True)

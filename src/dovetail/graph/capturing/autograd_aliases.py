@@ -1,19 +1,16 @@
 """Writes through `detach`, in a form that functionalisation keeps the gradients of.
 
 In eager mode `d = y.detach()` shares memory with `y` and has a gradient history of its own: a write through one changes
-the values of both and the history of one. Functionalisation keeps one value per storage, history included. So tensors of
-a storage are put into groups by the `detach` they come from. A group that is written with gradients gets memory of its
+the values of both and the history of one. Functionalisation keeps one value per storage, history included. So a group that is written with gradients gets memory of its
 own, which groups detached from it share, and what is written there is copied to the tensor it was detached from; where a
 group with gradients would have to see a write through another, no functional graph computes it, and the program is
-refused. One pass over the nodes, linear but for the groups of one storage.
+refused.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,37 +20,26 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from dovetail.errors import CaptureError
-from dovetail.graph.capturing import blame
-from dovetail.graph.capturing.aliasing import storage_of
-from dovetail.graph.capturing.sharing import overlap, overlaps_itself
+from dovetail.graph.capturing.alias_groups import (
+    DETACHES,
+    Group,
+    Groups,
+    Write,
+    grouped,
+    is_float,
+    operator_name,
+    refused,
+    same_memory,
+    share,
+    state_requires_grad,
+    view_chain,
+    written_operands,
+)
+from dovetail.graph.capturing.sharing import overlaps_itself
 
 _aten = torch.ops.aten
-_DETACHES = (_aten.detach.default,)
 _LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
 _STORAGE_WRITES = ("set_", "resize_", "resize_as_")
-_INPLACE_DRAWS = frozenset(
-    ["normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"]
-)
-# Results that have no gradient though they are made from tensors that do.
-_CONSTANT = frozenset(
-    [
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "new_empty_strided",
-        "new_tensor",
-        "bernoulli",
-        "multinomial",
-    ]
-)
 COMPARISONS = frozenset(
     [
         "eq_",
@@ -70,18 +56,6 @@ COMPARISONS = frozenset(
     ]
 )
 _LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xor_"])
-Group = tuple[int, Node | None]
-
-
-@dataclass(frozen=True)
-class Write:
-    """An in-place operation: where it stands, what it writes, and whether what it writes has gradients."""
-
-    position: int
-    node: Node
-    operand: Node
-    group: Group
-    has_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -92,72 +66,12 @@ class DetachedInputs:
     read_after: frozenset[str] = frozenset()
 
 
-@dataclass
-class Groups:
-    of: dict[Node, Group] = field(default_factory=dict[Node, Group])
-    members: dict[Group, list[Node]] = field(default_factory=lambda: defaultdict(list))
-    by_storage: dict[int, dict[Group, None]] = field(default_factory=lambda: defaultdict(dict))
-    # The group of the tensor that each detached group was detached from.
-    parent: dict[Group, Group] = field(default_factory=dict[Group, Group])
-    # Where each group that has gradients came to have them.
-    gradient: dict[Group, int] = field(default_factory=dict[Group, int])
-    position: dict[Node, int] = field(default_factory=dict[Node, int])
-    writes: list[Write] = field(default_factory=list[Write])
-
-    def add(self, node: Node, group: Group) -> None:
-        self.of[node] = group
-        self.members[group].append(node)
-        self.by_storage[group[0]].setdefault(group)
-
-    def others(self, group: Group) -> list[Group]:
-        """The other groups of the same memory."""
-        return [other for other in self.by_storage[group[0]] if other != group]
-
-    def detaches(self, group: Group) -> Iterator[tuple[Group, Node]]:
-        """The detached groups that lead to a group, that itself first, each with the `detach` that began it."""
-        at: Group | None = group
-        while at is not None and at[1] is not None:
-            yield at, at[1]
-            at = self.parent.get(at)
-
-    def had_gradient(self, group: Group, write: Write) -> bool:
-        """Whether a group had gradients when a write began."""
-        return self.gradient.get(group, write.position) < write.position
-
-    def is_differentiable(self, write: Write) -> bool:
-        return write.has_gradient or self.had_gradient(write.group, write)
-
-    def writes_before(self, group: Group, position: int) -> list[Write]:
-        return [write for write in self.writes if write.group == group and write.position < position]
-
-    def visible(self, group: Group) -> list[Node]:
-        """Members of a group that the caller has too: inputs, parameters and buffers."""
-        return [member for member in self.members[group] if member.op == "placeholder"]
-
-    def uses_after(self, group: Group, position: int, *, values: bool = False) -> list[Node]:
-        """Members of a group that something reads after a position; `detach` reads values only."""
-        return [
-            member
-            for member in self.members[group]
-            if any(
-                self.position.get(user, -1) > position and (values or user.target not in _DETACHES)
-                for user in member.users
-            )
-        ]
-
-
-def differentiable_draws(graph: Graph) -> set[Node]:
-    """In-place operations whose written operand may have a gradient history."""
-    groups = grouped(graph)
-    return {write.node for write in groups.writes if groups.had_gradient(write.group, write)}
-
-
 def separate(program: ExportedProgram) -> DetachedInputs:
     """Give groups that are written with gradients memory of their own; edits the program's graph."""
     graph = program.graph
     state = state_requires_grad(program)
     changed = _replace_detach_in_place(graph)
-    if not any(node.target in _DETACHES for node in graph.nodes):
+    if not any(node.target in DETACHES for node in graph.nodes):
         _refuse_unsupported(grouped(graph, state))
         return _recompiled(program, changed, DetachedInputs())
     groups = grouped(graph, state)
@@ -184,89 +98,6 @@ def _recompiled(program: ExportedProgram, changed: bool, inputs: DetachedInputs)
     if changed:
         program.graph_module.recompile()
     return inputs
-
-
-def grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> Groups:
-    """The groups of a graph; `state` maps placeholders to whether they require gradients before anything is written.
-
-    Their fake values, which the exporter writes to as forward does, may require gradients only since then.
-    """
-    groups = Groups()
-    for position, node in enumerate(graph.nodes):
-        groups.position[node] = position
-        if node.op == "placeholder":
-            requires = getattr(node.meta.get("val"), "requires_grad", False)
-            _enter(groups, node, None, state.get(node.name, requires), -1)
-        elif node.op == "call_function":
-            _visit(groups, node, position)
-    return groups
-
-
-def _visit(groups: Groups, node: Node, position: int) -> None:
-    sources = [groups.of[n] for n in node.all_input_nodes if n in groups.of and _is_float(n.meta.get("val"))]
-    flows = any(group in groups.gradient for group in sources) and operator_name(node) not in _CONSTANT
-    written = written_operands(node)
-    for operand in written:
-        group = groups.of.get(operand)
-        if group is None:
-            continue
-        others = [groups.of[n] for n in node.all_input_nodes if n is not operand and n in groups.of]
-        has_gradient = operator_name(node) not in _INPLACE_DRAWS and any(g in groups.gradient for g in others)
-        groups.writes.append(Write(position, node, operand, group, has_gradient))
-        if has_gradient and _is_float(operand.meta.get("val")):
-            groups.gradient.setdefault(group, position)
-    _enter(groups, node, written[0] if written else None, flows and not written, position)
-
-
-def _enter(groups: Groups, node: Node, written: Node | None, flows: bool, position: int) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, (list, tuple)):
-        value = next((v for v in cast("list[Any]", value) if isinstance(v, Tensor)), None)
-    if not isinstance(value, Tensor):
-        return
-    storage = storage_of(value)
-    base = next(
-        (
-            n
-            for n in (written, *node.all_input_nodes)
-            if n is not None and groups.of.get(n, (None,))[0] == storage
-        ),
-        None,
-    )
-    group: Group = (storage, None) if base is None else groups.of[base]
-    if node.target in _DETACHES:
-        if base is not None:
-            groups.parent[storage, node] = group
-        group = (storage, node)
-    elif flows and _is_float(value):
-        groups.gradient.setdefault(group, position)
-    groups.add(node, group)
-
-
-def written_operands(node: Node) -> list[Node]:
-    target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
-        return []
-    names = [a.name for a in target._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    operands: list[Node] = []
-    for argument in target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            parts: Any = value if isinstance(value, (list, tuple)) else (value,)
-            operands += [part for part in parts if isinstance(part, Node)]
-    return operands
-
-
-def operator_name(node: Node) -> str:
-    target = node.target
-    return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else ""
-
-
-def _is_float(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_is_float(part) for part in cast("list[Any]", value))
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _replace_detach_in_place(graph: Graph) -> bool:
@@ -319,6 +150,8 @@ def _refuse_unsupported(groups: Groups) -> None:
                 "Make a new tensor (torch.empty, clone, narrow) instead.",
             )
         _refuse_lost_history(groups, write)
+        if groups.had_gradient(write.group, write) and not is_float(write.operand.meta.get("val")):
+            raise _hidden(write)
         written = written_operands(write.node)
         if any(share(a, b) for i, a in enumerate(written) for b in written[:i] if same_memory(groups, a, b)):
             raise refused(
@@ -326,17 +159,37 @@ def _refuse_unsupported(groups: Groups) -> None:
                 write.node,
                 "Write to one after the other.",
             )
-        value = write.operand.meta.get("val")
-        if isinstance(value, Tensor) and overlaps_itself(value):
+        views = list(view_chain(groups, write.operand))
+        if any(_repeats_elements(view) for view in (write.operand, *views)):
             raise refused(
                 "forward writes to a tensor whose elements overlap in memory (an expanded one)",
                 write.node,
                 "Write to the tensor that was expanded, or to a clone.",
             )
-        if groups.is_differentiable(write) and any(
-            operator_name(view) == "as_strided" for view in _view_chain(groups, write.operand)
-        ):
+        if groups.is_differentiable(write) and any(operator_name(view) == "as_strided" for view in views):
             raise _refused_scatter(write.node)
+        if any(_skips_elements(view) for view in views):
+            raise refused(
+                "forward writes into windows of a tensor (unfold) that do not cover it, which functionalisation clears "
+                "outside of them",
+                write.node,
+                "Take the view with indexing, narrow or unflatten.",
+            )
+
+
+def _repeats_elements(view: Node) -> bool:
+    value = view.meta.get("val")
+    return isinstance(value, Tensor) and overlaps_itself(value)
+
+
+def _skips_elements(view: Node) -> bool:
+    """Whether a view is one of windows that leave elements of their dimension out."""
+    if operator_name(view) != "unfold":
+        return False
+    names = [a.name for a in cast(OpOverload, view.target)._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, view.args, strict=False)), **view.kwargs}
+    length = given["self"].meta["val"].shape[given["dimension"]]
+    return type(length) is not int or given["size"] != given["step"] or length % given["size"] != 0
 
 
 def refuse_strided_scatters(graph: Graph, state: Mapping[str, bool]) -> None:
@@ -359,26 +212,6 @@ def _refused_scatter(node: Node) -> CaptureError:
         node,
         "Take the view with indexing, narrow, unfold or diagonal.",
     )
-
-
-def same_memory(groups: Groups, a: Node, b: Node) -> bool:
-    return groups.of.get(a, (None,))[0] == groups.of.get(b, (None,))[0]
-
-
-def _view_chain(groups: Groups, node: Node) -> Iterator[Node]:
-    at: Node | None = node
-    while at is not None and at.op == "call_function":
-        yield at
-        here = groups.of.get(at, (None,))[0]
-        at = next((n for n in at.all_input_nodes if groups.of.get(n, (None,))[0] == here), None)
-
-
-def state_requires_grad(program: ExportedProgram) -> dict[str, bool]:
-    """Whether each parameter and buffer requires gradients, by placeholder."""
-    specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
-    tensors = {**program.constants, **program.state_dict}
-    held = {node.name: tensors.get(spec.target) for node, spec in specs if spec.target is not None}
-    return {name: value.requires_grad for name, value in held.items() if isinstance(value, Tensor)}
 
 
 def _refuse_hidden_history(groups: Groups, write: Write, owned: set[Group]) -> None:
@@ -413,7 +246,7 @@ def _refuse_stale_reads(groups: Groups, write: Write, separated: set[Node]) -> N
 
 def _hidden(write: Write) -> CaptureError:
     return refused(
-        "forward writes to a tensor through detach() or in torch.no_grad(), and then uses the tensor, whose "
+        "forward writes to a tensor through detach(), in torch.no_grad() or as integers, and then uses the tensor, whose "
         "gradient history does not know of the write; a functional graph cannot compute that",
         write.node,
         "Write to a clone, or use torch.where, index_put or another operator that returns a new tensor.",
@@ -476,19 +309,3 @@ def _separate(graph: Graph, groups: Groups, root: Node) -> None:
                     k: v for k, v in write.node.meta.items() if k in ("stack_trace", "nn_module_stack")
                 }
                 new.meta["val"] = source.meta["val"]
-
-
-def share(a: Node, b: Node) -> bool:
-    values = a.meta.get("val"), b.meta.get("val")
-    if not all(isinstance(v, Tensor) for v in values):
-        return True
-    first, second = cast("tuple[Tensor, Tensor]", values)
-    if any(getattr(v, "_has_symbolic_sizes_strides", True) for v in values):
-        return True
-    return overlap(first, second)
-
-
-def refused(what: str, node: Node, advice: str) -> CaptureError:
-    line = blame.of_node(node)
-    where = f"\n  at {line}" if line is not None else ""
-    return CaptureError(f"{what}{where}\n  {advice}")

@@ -248,8 +248,12 @@ def _difference(actual: Any, expected: Tensor) -> str | None:
         wrong = ~same & ~(off <= allowed)
         if not bool(wrong.any()):
             return None
+        count = f"({int(wrong.sum())} of {wrong.numel()} numbers)"
+        undefined = int((wrong & (a.isnan() != b.isnan())).sum())
+        if undefined == int(wrong.sum()):
+            return f"is NaN where the model's is not, or the reverse {count}"
         most = float(off.masked_fill(~wrong | off.isnan(), 0.0).max())
-        return f"is off by up to {most:.3g} ({int(wrong.sum())} of {wrong.numel()} numbers)"
+        return f"is off by up to {most:.3g} {count}"
     return f"differs in {int((~same).sum())} of {same.numel()} numbers"
 
 

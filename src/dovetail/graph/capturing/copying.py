@@ -11,9 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.graph.capturing.aliasing import know_readers, storage_of
-from dovetail.graph.capturing.autograd_aliases import (
-    COMPARISONS,
+from dovetail.graph.capturing.alias_groups import (
     Groups,
     grouped,
     operator_name,
@@ -23,6 +21,8 @@ from dovetail.graph.capturing.autograd_aliases import (
     state_requires_grad,
     written_operands,
 )
+from dovetail.graph.capturing.aliasing import know_readers, storage_of
+from dovetail.graph.capturing.autograd_aliases import COMPARISONS
 from dovetail.graph.weight_guard import is_dense
 
 _COPY = torch.ops.aten.copy.default

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
-from dovetail.graph.capturing.autograd_aliases import differentiable_draws
+from dovetail.graph.capturing.alias_groups import differentiable_draws
 from dovetail.graph.weight_guard import is_dense
 
 _aten = torch.ops.aten

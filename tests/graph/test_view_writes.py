@@ -1,0 +1,158 @@
+"""Writes through views of every kind: values, gradients and strides as in the model, or refused with the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dovetail
+from tests.graph.test_capture_effects import Forward, assert_alike, model_of, plain
+
+INFINITE = float("inf")
+
+
+def extreme(x: Tensor) -> Tensor:
+    y = x * 2
+    y[0, 0], y[2, 3] = -INFINITE, INFINITE
+    return y
+
+
+EXPANSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expand": lambda y: y.expand(6, 8),
+    "expand, kept sizes": lambda y: y.expand(-1, 8),
+    "expand_as": lambda y: y.expand_as(torch.ones(6, 8)),
+    "broadcast_to": lambda y: torch.broadcast_to(y, (6, 8)),
+    "broadcast_tensors": lambda y: torch.broadcast_tensors(y, torch.ones(1, 8))[0],
+    "added dimension": lambda y: y.expand(1, 6, 8),
+    "added dimensions": lambda y: torch.broadcast_to(y, (1, 1, 6, 8)),
+    "of a view": lambda y: y[:, :1].expand(6, 1),
+    "twice": lambda y: y.t().expand(8, 6)[1:].expand(1, 7, 6),
+}
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "zero_": lambda v: v.zero_(),
+    "mul_": lambda v: v.mul_(3),
+    "setitem": lambda v: v.__setitem__((..., slice(0, 1)), 0.3),
+    "normal_": lambda v: v.normal_(),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("expansion", EXPANSIONS)
+def test_an_expansion_that_repeats_nothing_is_written_exactly(expansion: str, write: str, grad: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = extreme(x)
+        view = EXPANSIONS[expansion](y)
+        WRITES[write](view)
+        return y, view * 2
+
+    assert_alike(forward, plain().requires_grad_(grad))
+
+
+def test_a_mask_is_expanded_to_a_batch_of_one_and_written() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        mask = torch.full((1, 4, 4), -INFINITE).triu(1)
+        mask = mask.expand(x.shape[0], 4, 4)
+        mask[:, :, 0] = 0.0
+        with torch.no_grad():
+            again = mask.expand(1, 1, 4, 4)
+            again[..., 1:].sub_(1)
+        return (x + mask).softmax(-1), mask
+
+    assert_alike(forward, torch.linspace(-1, 1, 16).reshape(1, 4, 4))
+
+
+def test_an_expansion_to_dynamic_sizes_is_written_exactly() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = x * 1
+        y.expand(x.shape[0], 8)[:, 0] = 3.0
+        return y
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    graph = dovetail.capture(model_of(forward), (plain(),), dynamic_shapes=({0: batch},))
+    x = extreme(torch.ones(9, 8))
+    assert torch.equal(graph(x), forward(None, x))
+
+
+def test_an_expansion_that_nobody_writes_is_kept() -> None:
+    graph = assert_alike(lambda m, x: (x * 2).expand(3, 6, 8) + (x * 3).expand(1, 6, 8), plain())
+    assert [n.args[1] for n in graph.graph.nodes if str(n.target) == "aten.expand.default"] == [
+        [3, 6, 8],
+        [1, 6, 8],
+    ]
+
+
+def _part_of_an_expanded(m: Any, x: Tensor) -> Any:
+    y = x * 2
+    y[:1].expand(4, 8)[0].mul_(3)
+    return y
+
+
+def _part_of_a_broadcast(m: Any, x: Tensor) -> Any:
+    y = x * 2
+    torch.broadcast_tensors(y, torch.ones(3, 6, 8))[0][1, 2:].mul_(3)
+    return y
+
+
+def _windows_with_gaps(m: Any, x: Tensor) -> Any:
+    y = x * 2
+    y.unfold(1, 2, 3).mul_(3)
+    return y
+
+
+def _windows_without_the_end(m: Any, x: Tensor) -> Any:
+    y = x * 2
+    y.unfold(1, 3, 3).mul_(3)
+    return y
+
+
+def _one_of_windows_that_overlap(m: Any, x: Tensor) -> Any:
+    y = x * 2
+    y.unfold(1, 3, 1)[:, 0].mul_(3)
+    return y
+
+
+def _integers_of_floats(m: Any, x: Tensor) -> Any:
+    y = m.linear(x)
+    y.view(torch.int32)[0].zero_()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (_part_of_an_expanded, "overlap in memory"),
+        (_part_of_a_broadcast, "overlap in memory"),
+        (_windows_with_gaps, "do not cover it"),
+        (_windows_without_the_end, "do not cover it"),
+        (_one_of_windows_that_overlap, "overlap in memory"),
+        (_integers_of_floats, "gradient history does not know"),
+    ],
+)
+def test_views_that_functionalisation_does_not_write_exactly_are_refused(
+    forward: Forward, reason: str
+) -> None:
+    with pytest.raises(dovetail.CaptureError, match=reason) as raised:
+        dovetail.capture(model_of(forward), (plain(),))
+    assert "\n  at " in str(raised.value)
+
+
+def _windows(m: Any, x: Tensor) -> Any:
+    y = extreme(x)
+    y.unfold(1, 2, 2)[:, 1].mul_(3)
+    return y
+
+
+def _integers_without_gradients(m: Any, x: Tensor) -> Any:
+    y = extreme(x)
+    y.view(torch.int32)[1].zero_()
+    return y
+
+
+@pytest.mark.parametrize("forward", [_windows, _integers_without_gradients])
+def test_views_that_functionalisation_writes_exactly_are_not_refused(forward: Forward) -> None:
+    assert_alike(forward, plain())
