@@ -156,3 +156,64 @@ def _integers_without_gradients(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("forward", [_windows, _integers_without_gradients])
 def test_views_that_functionalisation_writes_exactly_are_not_refused(forward: Forward) -> None:
     assert_alike(forward, plain())
+
+
+_ROWS = torch.tensor([[1, 2, 3], [0, 0, 0]])
+REORDERING: dict[str, Callable[[Tensor], Any]] = {
+    "scatter_": lambda v: v.scatter_(0, _ROWS, 1.0),
+    "scatter_add_": lambda v: v.scatter_add_(0, _ROWS, torch.ones(2, 3)),
+    "cumsum_": lambda v: v.cumsum_(0),
+    "index_add_": lambda v: v.index_add_(0, torch.tensor([1]), torch.ones(1, v.shape[1])),
+    "index_copy_": lambda v: v.index_copy_(0, torch.tensor([1]), torch.ones(1, v.shape[1])),
+    "masked_fill_": lambda v: v.masked_fill_(v > 0, 1.0),
+    "masked_scatter_": lambda v: v.masked_scatter_(v > 0, torch.ones(48)),
+    "tril_": lambda v: v.tril_(),
+    "pow_": lambda v: v.pow_(2),
+}
+PERMUTED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "transpose": lambda y: (y, y.t()),
+    "transpose of an alias": lambda y: (y, y.detach().t()),
+    "itself": lambda y: (z := y.t().contiguous().t(), z),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("permuted", PERMUTED)
+@pytest.mark.parametrize("write", REORDERING)
+def test_what_is_written_keeps_its_strides(write: str, permuted: str, grad: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        base, view = PERMUTED[permuted](x * 2)
+        REORDERING[write](view)
+        return view if permuted == "transpose of an alias" else (base, base.as_strided((5,), (3,)) * 2)
+
+    x = plain().requires_grad_(grad)
+    graph = assert_alike(forward, x)
+    results, expected = (
+        f(x) if isinstance(f(x), tuple) else (f(x),) for f in (graph, lambda x: forward(None, x))
+    )
+    assert [r.stride() for r in results] == [e.stride() for e in expected]
+
+
+def test_a_base_that_is_written_through_a_transpose_is_viewed_afterwards() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = x * 2
+        y.t().masked_fill_(y.t() > 0, 1.0)
+        return y.view(4, 12)
+
+    assert_alike(forward, plain())
+    batch = torch.export.Dim("batch", min=2, max=64)
+    graph = dovetail.capture(
+        model_of(lambda m, x: (x * 2).t().cumsum_(0).t().view(-1)), (plain(),), dynamic_shapes=({0: batch},)
+    )
+    x = torch.linspace(-1, 1, 72).reshape(9, 8)
+    assert torch.equal(graph(x), (x * 2).t().cumsum_(0).t().view(-1))
+
+
+@pytest.mark.parametrize("written", ["input", "buffer"])
+def test_an_assignment_to_all_of_a_tensor_is_returned(written: str) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = x if written == "input" else m.mean
+        y[:] = torch.ones(8, 6).t() * 3
+        return y, y * 2
+
+    assert_alike(forward, plain())

@@ -171,7 +171,11 @@ def written_by(node: Node) -> set[int]:
 
 def _is_rebinding(node: Node) -> bool:
     """Whether the exporter added this write because forward assigned a new tensor to a buffer."""
-    if node.target is not torch.ops.aten.copy_.default or "copy_" in str(node.meta.get("torch_fn")):
+    if node.target is not torch.ops.aten.copy_.default or node.users:
+        return False
+    # The exporter lets such a write inherit the function that computed what is written.
+    function, inherited = (n.meta.get("torch_fn") for n in (node, cast(Node, node.args[1])))
+    if function != inherited and any(name in str(function) for name in ("copy_", "__setitem__")):
         return False
     target, source = (cast(Node, a).meta.get("val") for a in node.args[:2])
     if not isinstance(target, Tensor) or not isinstance(source, Tensor):

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from dovetail.graph.capturing.alias_groups import (
     Groups,
@@ -38,7 +39,7 @@ _KEPT = ("stack_trace", "nn_module_stack", "custom")
 def keep_histories(program: ExportedProgram) -> None:
     """Rewrite in-place operators whose functional form has another gradient; edits the program's graph."""
     edited = [_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]
-    if any([*edited, _fill_diagonals(program)]):
+    if any([*edited, _fill_diagonals(program), _keep_strides(program.graph)]):
         program.graph_module.recompile()
 
 
@@ -128,6 +129,61 @@ def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
     for _ in range(value.dim() - 2):
         view = _call(graph, node, _aten.diagonal.default, (view, 0, 0, -1), {})
     return [view]
+
+
+def _keep_strides(graph: Graph) -> bool:
+    """Write out in-place operators whose functional form returns other strides than those of what they write.
+
+    Functionalisation puts that result in place of what was written, and so changes the strides of its base.
+    """
+    is_changed = False
+    for node in graph.nodes:
+        operator = _functional_form(node)
+        operand = node.args[0] if operator is not None and node.args else None
+        value = operand.meta.get("val") if isinstance(operand, Node) else None
+        if operator is None or not isinstance(value, FakeTensor) or not _is_permuted(value):
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with value.fake_mode, torch.no_grad():
+            result = operator(*args, **kwargs)
+        if not isinstance(result, Tensor) or _effective_strides(result) == _effective_strides(value):
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(operator, node.args, node.kwargs)
+        new.meta = {**node.meta, "val": result}
+        node.target, node.args, node.kwargs = _aten.copy_.default, (operand, new), {}
+        is_changed = True
+    return is_changed
+
+
+def _functional_form(node: Node) -> OpOverload | None:
+    """The operator that returns what an in-place one writes; none for random draws, which depend on strides."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or "out" in node.kwargs:
+        return None
+    name = operator_name(node)
+    if written_operands(node) != list(node.args[:1]) or not name.endswith("_"):
+        return None
+    if name == "copy_" or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    operator = getattr(getattr(_aten, name[:-1], None), target._overloadname, None)
+    return operator if operator is not None and _parameters(operator) == _parameters(target) else None
+
+
+def _parameters(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in operator._schema.arguments]
+
+
+def _is_permuted(value: Tensor) -> bool:
+    if value.layout is not torch.strided or value.is_contiguous():
+        return False
+    return any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())) or is_dense(value)
+
+
+def _effective_strides(value: Tensor) -> list[str]:
+    """The strides of dimensions that have more than one element, as text: comparing symbols would add guards."""
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return [str(stride) for size, stride in sizes if type(size) is not int or size != 1]
 
 
 def make_bases_dense(graph: Graph) -> None:
