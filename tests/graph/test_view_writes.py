@@ -217,3 +217,70 @@ def test_an_assignment_to_all_of_a_tensor_is_returned(written: str) -> None:
         return y, y * 2
 
     assert_alike(forward, plain())
+
+
+def _detached_and_written(m: Any, x: Tensor) -> Any:
+    y = m.linear(x)
+    y.detach_()
+    y.add_(m.linear(x))
+    return y[0] * 2, y
+
+
+def _detached_and_viewed(m: Any, x: Tensor) -> Any:
+    y = m.linear(x)
+    y.add_(1)
+    y.detach_()
+    rows = y[1:]
+    rows.mul_(2)
+    return rows, y.t().mul_(m.linear(x).t())
+
+
+def _resized(m: Any, x: Tensor) -> Any:
+    y = x.detach().clone()
+    first = y[0]
+    y.resize_(4, 4).add_(1)
+    y[1] = 3.0
+    y.resize_as_(torch.ones(2, 5))
+    return y, first, y * 2
+
+
+def _turned_in_place(m: Any, x: Tensor) -> Any:
+    y = (x * 2).t().contiguous().t()
+    base = y[:]
+    y.t_().mul_(3)
+    y.transpose_(0, 1).unsqueeze_(0).cumsum_(1)
+    return y, base
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("forward", [_detached_and_written, _detached_and_viewed, _resized, _turned_in_place])
+def test_tensors_that_are_detached_or_resized_in_place_are_written(forward: Forward, grad: bool) -> None:
+    assert_alike(forward, plain().requires_grad_(grad))
+
+
+def _detached_under_a_view(m: Any, x: Tensor) -> Any:
+    y = m.linear(x) * 1
+    part = y[1:]
+    y.detach_()
+    return part * 2
+
+
+def _resized_to_more(m: Any, x: Tensor) -> Any:
+    return x.detach().clone().resize_(7, 8)[:6] * 1
+
+
+def _resized_transpose(m: Any, x: Tensor) -> Any:
+    return x.detach().clone().t().resize_(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (_detached_under_a_view, "others are views of"),
+        (_resized_to_more, "changes the storage of a tensor by resize_"),
+        (_resized_transpose, "changes the storage of a tensor by resize_"),
+    ],
+)
+def test_other_changes_of_tensors_in_place_are_refused(forward: Forward, reason: str) -> None:
+    with pytest.raises(dovetail.CaptureError, match=reason):
+        dovetail.capture(model_of(forward), (plain(),))

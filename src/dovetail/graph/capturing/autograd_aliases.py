@@ -39,7 +39,7 @@ from dovetail.graph.capturing.sharing import overlaps_itself
 
 _aten = torch.ops.aten
 _LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
-_STORAGE_WRITES = ("set_", "resize_", "resize_as_")
+STORAGE_WRITES = ("set_", "resize_", "resize_as_")
 COMPARISONS = frozenset(
     [
         "eq_",
@@ -70,7 +70,7 @@ def separate(program: ExportedProgram) -> DetachedInputs:
     """Give groups that are written with gradients memory of their own; edits the program's graph."""
     graph = program.graph
     state = state_requires_grad(program)
-    changed = _replace_detach_in_place(graph)
+    changed = any([_replace_resizing(graph), _replace_detach_in_place(graph)])
     if not any(node.target in DETACHES for node in graph.nodes):
         _refuse_unsupported(grouped(graph, state))
         return _recompiled(program, changed, DetachedInputs())
@@ -108,7 +108,8 @@ def _replace_detach_in_place(graph: Graph) -> bool:
         groups = grouped(graph)
         tensor = cast(Node, node.args[0])
         at, group = groups.position[node], groups.of[tensor]
-        if group in groups.gradient and any(n not in (tensor, node) for n in groups.uses_after(group, at)):
+        views = [n for n in groups.uses_after(group, at) if n is not tensor and groups.position[n] < at]
+        if group in groups.gradient and views:
             raise refused(
                 "forward detaches a tensor in place that others are views of, which a functional graph cannot do",
                 node,
@@ -123,6 +124,35 @@ def _replace_detach_in_place(graph: Graph) -> bool:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return bool(calls)
+
+
+def _replace_resizing(graph: Graph) -> bool:
+    """Let what follows `y.resize_()` to no more elements read a view of the first ones, which it is."""
+    is_changed = False
+    for node in [n for n in graph.nodes if operator_name(n) in ("resize_", "resize_as_")]:
+        tensor = cast(Node, node.args[0])
+        given, value = tensor.meta.get("val"), node.meta.get("val")
+        if not isinstance(given, Tensor) or not isinstance(value, Tensor):
+            continue
+        if any(type(n) is not int for v in (given, value) for n in (*v.shape, *v.stride())):
+            continue
+        if not (given.is_contiguous() and value.is_contiguous() and value.numel() <= given.numel()):
+            continue
+        new = tensor
+        for target, args in (
+            (_aten.view.default, ([-1],)),
+            (_aten.slice.Tensor, (0, 0, value.numel())),
+            (_aten.view.default, (list(value.shape),)),
+        ):
+            with graph.inserting_before(node):
+                view = graph.call_function(target, cast(Any, (new, *args)))
+            with cast(Any, given).fake_mode, torch.no_grad():
+                view.meta = {**node.meta, "val": target(new.meta["val"], *args)}
+            new = view
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        is_changed = True
+    return is_changed
 
 
 def _refuse_lost_history(groups: Groups, write: Write) -> None:
@@ -143,7 +173,7 @@ def _refuse_lost_history(groups: Groups, write: Write) -> None:
 
 def _refuse_unsupported(groups: Groups) -> None:
     for write in groups.writes:
-        if operator_name(write.node) in _STORAGE_WRITES:
+        if operator_name(write.node) in STORAGE_WRITES:
             raise refused(
                 f"forward changes the storage of a tensor by {operator_name(write.node)}, which a functional graph cannot do",
                 write.node,

@@ -23,7 +23,7 @@ from dovetail.graph.capturing.alias_groups import (
     written_operands,
 )
 from dovetail.graph.capturing.aliasing import know_readers, storage_of
-from dovetail.graph.capturing.autograd_aliases import COMPARISONS
+from dovetail.graph.capturing.autograd_aliases import COMPARISONS, STORAGE_WRITES
 from dovetail.graph.weight_guard import is_dense
 
 _COPY = torch.ops.aten.copy.default
@@ -164,10 +164,13 @@ def _functional_form(node: Node) -> OpOverload | None:
     name = operator_name(node)
     if written_operands(node) != list(node.args[:1]) or not name.endswith("_"):
         return None
-    if name == "copy_" or torch.Tag.nondeterministic_seeded in target.tags:
+    if name in ("copy_", *STORAGE_WRITES) or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     operator = getattr(getattr(_aten, name[:-1], None), target._overloadname, None)
-    return operator if operator is not None and _parameters(operator) == _parameters(target) else None
+    if not isinstance(operator, OpOverload) or _parameters(operator) != _parameters(target):
+        return None
+    is_view = any(result.alias_info is not None for result in operator._schema.returns)
+    return None if is_view else operator
 
 
 def _parameters(operator: OpOverload) -> list[tuple[str, str]]:
