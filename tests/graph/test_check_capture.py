@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -219,3 +221,21 @@ class Undefined(nn.Module):
 def test_numbers_that_are_not_defined_are_a_difference() -> None:
     with pytest.raises(dovetail.CaptureMismatch, match=r"is NaN where the model's is not.*12 of 12 numbers"):
         dovetail.capture(Undefined(), (example(),), check_capture=True)
+
+
+class DrawsOnTheHost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1 if random.random() + np.random.rand() < 3 else x * 2
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["captured", "refused"])
+def test_the_streams_of_python_and_numpy_are_restored(training: bool) -> None:
+    model = DrawsOnTheHost().train(training)
+    before, numpy_before = random.getstate(), np.random.get_state()
+    if training:
+        with pytest.raises(dovetail.CaptureError, match="random module"):
+            dovetail.capture(model, (example(),))
+    else:
+        dovetail.capture(model, (example(),), check_capture=True)
+    assert random.getstate() == before
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy_before, strict=True))
