@@ -198,7 +198,8 @@ def draw_in_place(graph: Graph) -> None:
         if not node.meta.get("custom", {}).get(_IS_IN_PLACE):
             continue
         node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != _IS_IN_PLACE}
-        fresh = node.args[0]
+        # The tracer hands the mark on to a generator that the draw reads, too.
+        fresh = node.args[0] if node.args else None
         value = fresh.meta.get("val") if isinstance(fresh, Node) and len(fresh.users) == 1 else None
         if node.target in _IN_PLACE and isinstance(value, Tensor) and not value.is_contiguous():
             node.target = node.meta["original_aten"] = _IN_PLACE[node.target]
