@@ -187,24 +187,34 @@ def difference(
 
 
 def loose_difference(
-    want: Sequence[Seen], got: Sequence[Seen], *, gradients: bool = False, aliasing: bool = False
+    want: Sequence[Seen],
+    got: Sequence[Seen],
+    *,
+    gradients: bool = False,
+    aliasing: bool = False,
+    rtol: float = 1e-3,
+    atol: float = 1e-4,
 ) -> tuple[str, str]:
     """The same where numbers may be rounded otherwise: floating ones need only be close."""
+
+    def taken(a: Any, b: Any) -> Any:
+        return _taken(a, b, rtol, atol)
+
     for a, b in zip(want, got, strict=True):
         for name in ("outputs", "inputs"):
-            setattr(b, name, [_taken(x, y) for x, y in zip(getattr(a, name), getattr(b, name), strict=False)])
-        b.state = {k: _taken(a.state[k], v) if k in a.state else v for k, v in b.state.items()}
+            setattr(b, name, [taken(x, y) for x, y in zip(getattr(a, name), getattr(b, name), strict=False)])
+        b.state = {k: taken(a.state[k], v) if k in a.state else v for k, v in b.state.items()}
     return difference(want, got, gradients=gradients, aliasing=aliasing)
 
 
-def _taken(want: Any, got: Any) -> Any:
+def _taken(want: Any, got: Any, rtol: float, atol: float) -> Any:
     """What is wanted, if what was got is close to it."""
     if not isinstance(want, tuple) or not isinstance(got, tuple) or want[:-1] != got[:-1]:
         return got
     if not want[0].is_floating_point or not want[-1]:
         return got
     a, b = (torch.frombuffer(bytearray(note[-1]), dtype=want[0]) for note in (want, got))
-    return want if torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) else got
+    return want if torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True) else got
 
 
 def _first(one: Any, other: Any) -> str:

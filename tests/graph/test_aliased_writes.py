@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dovetail
+from dovetail.graph.capturing import copying
 from tests.graph.test_capture_effects import Forward, assert_alike, model_of, plain
 
 
@@ -267,3 +269,94 @@ def test_an_empty_input_is_not_resized() -> None:
 
     with pytest.raises(dovetail.CaptureError):
         dovetail.capture(model_of(forward), (torch.empty(0),))
+
+
+DIAGONALS: dict[str, Callable[[Tensor], Any]] = {
+    "square": lambda y: (y @ y.t()).fill_diagonal_(-3.0),
+    "wide": lambda y: y.fill_diagonal_(2),
+    "tall": lambda y: y.t().contiguous().fill_diagonal_(-3.0),
+    "transposed": lambda y: y.t().fill_diagonal_(-3.0),
+    "integers": lambda y: (y * 9).long().fill_diagonal_(7),
+    "cube": lambda y: (y.view(-1)[:27] * 2).view(3, 3, 3).fill_diagonal_(1.5),
+    "permuted": lambda y: (y.view(-1)[:16] * 2).view(2, 2, 2, 2).permute(3, 1, 0, 2).fill_diagonal_(1.5),
+    "wrapped": lambda y: (y * 2).view(16, 3).fill_diagonal_(1.5, wrap=True),
+    "wrapped, wide": lambda y: y.fill_diagonal_(1.5, wrap=True),
+    "wrapped, next to square": lambda y: (y.view(-1)[:42] * 2).view(7, 6).fill_diagonal_(1.5, wrap=True),
+    "wrapped, permuted": lambda y: (y.view(-1)[:44] * 2).view(4, 11).t()[:10].fill_diagonal_(1.5, wrap=True),
+    "part": lambda y: y[1:5, 2:].fill_diagonal_(0.5),
+    "through detach": lambda y: y.detach().fill_diagonal_(0.5),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_diagonals_are_filled_with_the_gradients_of_eager_mode(name: str, grad: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = x * 2
+        z = DIAGONALS[name](y)
+        return (z.float() * 3).logsumexp(0), z, x * 2 if name == "through detach" else y * 3
+
+    graph = assert_alike(forward, plain().requires_grad_(grad))
+    assert "as_strided" not in graph.code
+
+
+def test_diagonals_of_inputs_and_in_blocks_are_filled() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        x.t().fill_diagonal_(2)
+        with torch.no_grad():
+            m.mean.fill_diagonal_(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m.linear(x).fill_diagonal_(4)
+        return y.float(), m.mean * 2
+
+    assert_alike(forward, plain())
+
+
+@pytest.mark.parametrize(("least", "most", "rows"), [(2, 8, 6), (10, 64, 12)], ids=["wide", "tall"])
+def test_a_diagonal_is_filled_whatever_the_sizes_of_the_call(least: int, most: int, rows: int) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        # torch.export cannot trace a diagonal that wraps around a dynamic size.
+        return (x * 2).fill_diagonal_(1, wrap=most <= 8), (x * 3).fill_diagonal_(1)
+
+    def inputs(rows: int) -> Tensor:
+        return torch.linspace(-1, 1, rows * 8).reshape(rows, 8)
+
+    batch = torch.export.Dim("batch", min=least, max=most)
+    graph = dovetail.capture(model_of(forward), (inputs(rows),), dynamic_shapes=({0: batch},))
+    for size in (least, least + 1, most - 1, most):
+        pairs = zip(graph(inputs(size)), forward(None, inputs(size)), strict=True)
+        assert all(torch.equal(actual, expected) for actual, expected in pairs)
+
+
+def test_a_diagonal_is_filled_whatever_the_strides_of_the_call() -> None:
+    graph = dovetail.capture(model_of(lambda m, x: (x * 2).fill_diagonal_(1)), (plain(),))
+    x = torch.linspace(-1, 1, 48).reshape(8, 6).t()
+    assert torch.equal(graph(x), (x * 2).fill_diagonal_(1))
+
+
+def test_a_diagonal_that_wraps_around_memory_with_gaps_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        return x.view(12, 4)[:, :2].fill_diagonal_(1, wrap=True)
+
+    with pytest.raises(dovetail.CaptureError, match=r"wraps a diagonal(.|\n)*at .*test_aliased_writes.py"):
+        dovetail.capture(model_of(forward), (plain(),))
+
+
+def test_strided_scatters_that_decomposition_introduces_are_refused_over_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying, "_fill_diagonals", lambda program: False)
+
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.linear(x)
+        y.fill_diagonal_(2)
+        return y
+
+    with pytest.raises(dovetail.CaptureError, match=r"as_strided_scatter(.|\n)*at .*test_aliased_writes.py"):
+        dovetail.capture(model_of(forward), (plain(),))
+    frozen = model_of(forward).requires_grad_(False)
+    assert torch.equal(dovetail.capture(frozen, (plain(),))(plain()), frozen(plain()))
+
+
+def test_a_strided_scatter_of_forward_itself_is_kept() -> None:
+    assert_alike(lambda m, x: torch.as_strided_scatter(m.linear(x), torch.ones(6), (6,), (9,)) * 2, plain())

@@ -113,6 +113,14 @@ def test_every_draw_goes_over_values_with_gradients(draw: str) -> None:
     assert_alike(forward, plain())
 
 
+def test_a_generator_of_the_model_draws_into_a_view_of_an_input() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        x[:5, 1:7].normal_(generator=m.generator)
+        return x * 2
+
+    assert_alike(forward, plain())
+
+
 def test_a_draw_stays_functional_where_memory_is_contiguous() -> None:
     graph = assert_alike(lambda m, x: x + torch.empty(6, 8).normal_(), plain())
     assert not [n for n in graph.graph.nodes if str(n.target).startswith("aten.normal_.")]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,6 +59,35 @@ class Model(nn.Module):
         return self.last(self.inner(self.norm(self.first(x))))
 
 
+class Rebinds(nn.Module):
+    """Gives a buffer another tensor, in one of several ways."""
+
+    ema: Tensor
+    cache: Tensor | None
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("ema", torch.zeros(4))
+        self.register_buffer("cache", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = 0.9 * self.ema + 0.1 * x.mean(0)
+        if self.how == "eager_only":
+            if not torch.compiler.is_compiling():
+                self.ema = self.ema + 1
+        elif self.how == "drops_eagerly":
+            self.cache = self.cache if torch.compiler.is_compiling() else None
+        elif self.how == "register":
+            self.register_buffer("ema", new.detach())
+        elif self.how == "adds_eagerly":
+            if not torch.compiler.is_compiling():
+                self.register_buffer("other", torch.ones(2))
+        else:
+            self.ema = new if self.how == "with_history" else new.detach()
+        return x - new.detach()
+
+
 def example() -> Tensor:
     return torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -76,10 +107,14 @@ def test_the_first_module_that_differs_is_named() -> None:
         (Model(Counts()), "buffer 'inner.1.count' afterwards differs"),
         (Draws(), "the random stream differs"),
         (Writes(), "input 0 afterwards is off by"),
+        (Model(Rebinds("eager_only")), "buffer 'inner.1.ema' afterwards is off by"),
+        (Model(Rebinds("drops_eagerly")), "buffer 'inner.1.cache' afterwards is a Tensor"),
+        (Rebinds("adds_eagerly"), "buffer 'other' afterwards is a NoneType"),
+        (Rebinds("eager_only").forward, "buffer 'ema' afterwards is off by"),
     ],
-    ids=["buffer", "stream", "input"],
+    ids=["buffer", "stream", "input", "rebound", "dropped", "added", "method"],
 )
-def test_buffers_streams_and_inputs_are_compared(model: nn.Module, what: str) -> None:
+def test_buffers_streams_and_inputs_are_compared(model: Any, what: str) -> None:
     with pytest.raises(dovetail.CaptureMismatch, match="differs from the model") as raised:
         dovetail.capture(model, (example(),), check_capture=True)
     assert raised.value.what.startswith(what)
@@ -148,6 +183,23 @@ def test_compile_runs_the_model_where_its_capture_differs() -> None:
         dovetail.compile(model, (x,), backends="torchscript", on_error="raise")
 
 
+@pytest.mark.parametrize("how", ["detached", "register", "with_history"])
+@pytest.mark.parametrize("is_inner", [False, True], ids=["own", "inner"])
+def test_a_buffer_that_forward_rebinds_is_no_difference(how: str, is_inner: bool) -> None:
+    model, x = Model(Rebinds(how)) if is_inner else Rebinds(how), example()
+    buffers = list(model.buffers())
+    with torch.no_grad():
+        fast = dovetail.compile(model, (x,), backends="torchscript")
+        fast(x)
+    assert len(fast.graphs) == 1
+    values = [buffer.clone() for buffer in buffers]
+    if not is_inner:
+        assert dovetail.capture(model.forward, (x,), check_capture=True) is not None
+    dovetail.capture(model, (x,), check_capture=True)
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert all(torch.equal(buffer, value) for buffer, value in zip(buffers, values, strict=True))
+
+
 def test_compile_does_not_check_if_told_so_or_if_nothing_is_compiled() -> None:
     model, x = Model(Deceives()).eval(), example()
     assert dovetail.compile(model, (x,), backends="eager").graphs
@@ -159,3 +211,31 @@ def test_compile_does_not_check_if_told_so_or_if_nothing_is_compiled() -> None:
 def test_check_capture_is_true_or_false() -> None:
     with pytest.raises(dovetail.errors.InvalidArgument, match="check_capture 3; give True or False"):
         dovetail.capture(nn.ReLU(), (torch.ones(2),), check_capture=3)  # type: ignore[arg-type]
+
+
+class Undefined(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float("nan") if torch.compiler.is_compiling() else x * 1
+
+
+def test_numbers_that_are_not_defined_are_a_difference() -> None:
+    with pytest.raises(dovetail.CaptureMismatch, match=r"is NaN where the model's is not.*12 of 12 numbers"):
+        dovetail.capture(Undefined(), (example(),), check_capture=True)
+
+
+class DrawsOnTheHost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1 if random.random() + np.random.rand() < 3 else x * 2
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["captured", "refused"])
+def test_the_streams_of_python_and_numpy_are_restored(training: bool) -> None:
+    model = DrawsOnTheHost().train(training)
+    before, numpy_before = random.getstate(), np.random.get_state()
+    if training:
+        with pytest.raises(dovetail.CaptureError, match="random module"):
+            dovetail.capture(model, (example(),))
+    else:
+        dovetail.capture(model, (example(),), check_capture=True)
+    assert random.getstate() == before
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy_before, strict=True))

@@ -44,29 +44,65 @@ _DROPOUTS = tuple(
     getattr(torch.ops.aten, name).default
     for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 )
+_EXPANDS = tuple(getattr(torch.ops.aten, name).default for name in ("expand", "expand_as", "broadcast_to"))
 
 
-def see_through_dropout(program: ExportedProgram) -> None:
-    """Take out dropout that drops nothing: it returns its input itself, and decomposing would make a copy of that,
-    which what is written into the result, here or by who called, would not reach."""
+def see_through_identities(program: ExportedProgram) -> None:
+    """Take out dropout that drops nothing and `expand` that repeats nothing.
+
+    Such dropout returns its input itself, and decomposing would make a copy of that, which what is written into the
+    result, here or by the caller, would not reach. What is written through `expand` would be added to its base as a
+    difference, which rounds, and is NaN where the base is infinite.
+    """
     module = program.graph_module
-    idle: list[Node] = []
+    is_changed = False
     gone: set[int] = set()
-    for graph in [m.graph for m in module.modules() if isinstance(m, GraphModule)]:
-        calls = [n for n in graph.nodes if n.target in _DROPOUTS and len(n.args) == 3]
-        calls = [n for n in calls if n.args[2] is False or n.args[1] == 0]
+    graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]
+    written = {place for graph in graphs for node in graph.nodes for place in written_by(node)}
+    for graph in graphs:
+        calls = [n for n in graph.nodes if _is_idle_dropout(n) or _added_dimensions(n, written) is not None]
         if calls:
             know_readers(graph)
+            is_changed = True
         for node in calls:
             source = cast(Node, node.args[0])
             if storage_of(source.meta["val"]) != storage_of(node.meta["val"]):
                 gone.add(storage_of(node.meta["val"]))
+            for _ in range(_added_dimensions(node, written) or 0):
+                with graph.inserting_before(node):
+                    added = graph.call_function(torch.ops.aten.unsqueeze.default, (source, 0))
+                added.meta = dict(node.meta)
+                with node.meta["val"].fake_mode:
+                    added.meta["val"] = source.meta["val"].unsqueeze(0)
+                source = added
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-        idle += calls
-    if idle:
+    if is_changed:
         _see_anew(module, gone, torch.is_grad_enabled())
         rename_results(program)
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    if node.target not in _DROPOUTS or len(node.args) != 3:
+        return False
+    return node.args[2] is False or bool(node.args[1] == 0)
+
+
+def _added_dimensions(node: Node, written: set[int]) -> int | None:
+    """How many dimensions of size 1 an `expand` adds, if that is all it does; None for any other node.
+
+    One that adds some is a view like any other where nobody writes its memory.
+    """
+    source = node.args[0] if node.target in _EXPANDS else None
+    given, value = (n.meta.get("val") if isinstance(n, Node) else None for n in (source, node))
+    if not isinstance(given, Tensor) or not isinstance(value, Tensor):
+        return None
+    added = value.dim() - given.dim()
+    # As text, since comparing symbols would add guards.
+    sizes, expected = ([str(size) for size in v.shape] for v in (value, given))
+    if sizes != ["1"] * added + expected:
+        return None
+    return added if not added or storage_of(value) in written else None
 
 
 def know_readers(graph: Graph) -> None:
@@ -135,7 +171,11 @@ def written_by(node: Node) -> set[int]:
 
 def _is_rebinding(node: Node) -> bool:
     """Whether the exporter added this write because forward assigned a new tensor to a buffer."""
-    if node.target is not torch.ops.aten.copy_.default or "copy_" in str(node.meta.get("torch_fn")):
+    if node.target is not torch.ops.aten.copy_.default or node.users:
+        return False
+    # The exporter lets such a write inherit the function that computed what is written.
+    function, inherited = (n.meta.get("torch_fn") for n in (node, cast(Node, node.args[1])))
+    if function != inherited and any(name in str(function) for name in ("copy_", "__setitem__")):
         return False
     target, source = (cast(Node, a).meta.get("val") for a in node.args[:2])
     if not isinstance(target, Tensor) or not isinstance(source, Tensor):

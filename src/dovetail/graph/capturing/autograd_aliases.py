@@ -1,19 +1,16 @@
 """Writes through `detach`, in a form that functionalisation keeps the gradients of.
 
 In eager mode `d = y.detach()` shares memory with `y` and has a gradient history of its own: a write through one changes
-the values of both and the history of one. Functionalisation keeps one value per storage, history included. So tensors of
-a storage are put into groups by the `detach` they come from. A group that is written with gradients gets memory of its
-own, which groups detached from it share, and what is written there is copied to the tensor it was detached from; where a
-group with gradients would have to see a write through another, no functional graph computes it, and the program is
-refused. One pass over the nodes, linear but for the groups of one storage.
+the values of both and the history of one. Functionalisation keeps one value per storage, history included. So a group
+that is written with gradients gets memory of its own, which groups detached from it share, and what is written there is
+copied to the tensor it was detached from; where a group with gradients would have to see a write through another, no
+functional graph computes it, and the program is refused.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -23,38 +20,29 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from dovetail.errors import CaptureError
-from dovetail.graph.capturing import blame
-from dovetail.graph.capturing.aliasing import storage_of
-from dovetail.graph.capturing.sharing import overlap, overlaps_itself
+from dovetail.graph.capturing.alias_groups import (
+    Group,
+    Groups,
+    Write,
+    all_required,
+    grouped,
+    is_float,
+    operator_name,
+    refused,
+    same_memory,
+    share,
+    state_requires_grad,
+    view_chain,
+    written_operands,
+)
+from dovetail.graph.capturing.sharing import overlaps_itself
 
 _aten = torch.ops.aten
-_DETACHES = (_aten.detach.default,)
 _LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
-_STORAGE_WRITES = ("set_", "resize_", "resize_as_")
-_INPLACE_DRAWS = frozenset(
-    ["normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"]
-)
-# Results that have no gradient though they are made from tensors that do.
-_CONSTANT = frozenset(
-    [f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")]
-    + [f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided", "tensor")]
-    + ["bernoulli", "multinomial"]
-)
+STORAGE_WRITES = ("set_", "resize_", "resize_as_")
 _RELATIONS = ("not_equal", "less", "less_equal", "greater", "greater_equal")
 COMPARISONS = frozenset(f"{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge", *_RELATIONS))
 _LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xor_"])
-Group = tuple[int, Node | None]
-
-
-@dataclass(frozen=True)
-class Write:
-    """An in-place operation: where it stands, what it writes, and whether what it writes has gradients."""
-
-    position: int
-    node: Node
-    operand: Node
-    group: Group
-    has_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -69,71 +57,11 @@ class DetachedInputs:
     ungraded: frozenset[str] = frozenset()
 
 
-@dataclass
-class Groups:
-    of: dict[Node, Group] = field(default_factory=dict[Node, Group])
-    members: dict[Group, list[Node]] = field(default_factory=lambda: defaultdict(list))
-    by_storage: dict[int, dict[Group, None]] = field(default_factory=lambda: defaultdict(dict))
-    # The group of the tensor that each detached group was detached from.
-    parent: dict[Group, Group] = field(default_factory=dict[Group, Group])
-    # Where each group that has gradients came to have them.
-    gradient: dict[Group, int] = field(default_factory=dict[Group, int])
-    position: dict[Node, int] = field(default_factory=dict[Node, int])
-    writes: list[Write] = field(default_factory=list[Write])
-
-    def add(self, node: Node, group: Group) -> None:
-        self.of[node] = group
-        self.members[group].append(node)
-        self.by_storage[group[0]].setdefault(group)
-
-    def others(self, group: Group) -> list[Group]:
-        """The other groups of the same memory."""
-        return [other for other in self.by_storage[group[0]] if other != group]
-
-    def detaches(self, group: Group) -> Iterator[tuple[Group, Node]]:
-        """The detached groups that lead to a group, that itself first, each with the `detach` that began it."""
-        at: Group | None = group
-        while at is not None and at[1] is not None:
-            yield at, at[1]
-            at = self.parent.get(at)
-
-    def had_gradient(self, group: Group, write: Write) -> bool:
-        """Whether a group had gradients when a write began."""
-        return self.gradient.get(group, write.position) < write.position
-
-    def is_differentiable(self, write: Write) -> bool:
-        return write.has_gradient or self.had_gradient(write.group, write)
-
-    def writes_before(self, group: Group, position: int) -> list[Write]:
-        return [write for write in self.writes if write.group == group and write.position < position]
-
-    def visible(self, group: Group) -> list[Node]:
-        """Members of a group that the caller has too: inputs, parameters and buffers."""
-        return [member for member in self.members[group] if member.op == "placeholder"]
-
-    def uses_after(self, group: Group, position: int, *, values: bool = False) -> list[Node]:
-        """Members of a group that something reads after a position; `detach` reads values only."""
-        return [
-            member
-            for member in self.members[group]
-            if any(
-                self.position.get(user, -1) > position and (values or user.target not in _DETACHES)
-                for user in member.users
-            )
-        ]
-
-
-def grouped_with_gradients(program: ExportedProgram) -> Groups:
-    """The groups of a program as if all inputs and parameters required gradients: those of a later call may."""
-    buffers = dict.fromkeys(program.graph_signature.inputs_to_buffers, False)
-    return grouped(program.graph, {**_all_required(program), **buffers})
-
-
 def separate(program: ExportedProgram) -> DetachedInputs:
     """Give groups that are written with gradients memory of their own; edits the program's graph."""
     graph = program.graph
     state = state_requires_grad(program)
-    changed = _replace_detach_in_place(graph)
+    changed = any([_replace_resizing(graph), _replace_detach_in_place(graph)])
     groups = grouped(graph, state)
     separated = _planned(groups, state)
     inputs = _detached_inputs(program, groups)
@@ -166,102 +94,14 @@ def _planned(groups: Groups, state: Mapping[str, bool]) -> dict[Node, int]:
     return separated
 
 
-def _all_required(program: ExportedProgram) -> dict[str, bool]:
-    """All placeholders as if they required gradients."""
-    return dict.fromkeys((n.name for n in program.graph.find_nodes(op="placeholder")), True)
-
-
 def _differs_with_gradients(
     program: ExportedProgram, state: Mapping[str, bool], separated: dict[Node, int]
 ) -> bool:
     """Whether the functional form would be another one, or none, if all inputs required gradients."""
     try:
-        return _planned(grouped(program.graph, {**_all_required(program), **state}), state) != separated
+        return _planned(grouped(program.graph, {**all_required(program), **state}), state) != separated
     except CaptureError:
         return True
-
-
-def grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> Groups:
-    """The groups of a graph; `state` maps placeholders to whether they require gradients before anything is written.
-
-    Their fake values, which the exporter writes to as forward does, may require gradients only since then.
-    """
-    groups = Groups()
-    for position, node in enumerate(graph.nodes):
-        groups.position[node] = position
-        if node.op == "placeholder":
-            requires = getattr(node.meta.get("val"), "requires_grad", False)
-            _enter(groups, node, None, state.get(node.name, requires), -1)
-        elif node.op == "call_function":
-            _visit(groups, node, position)
-    return groups
-
-
-def _visit(groups: Groups, node: Node, position: int) -> None:
-    sources = [groups.of[n] for n in node.all_input_nodes if n in groups.of and _is_float(n.meta.get("val"))]
-    flows = any(group in groups.gradient for group in sources) and operator_name(node) not in _CONSTANT
-    written = written_operands(node)
-    for operand in written:
-        group = groups.of.get(operand)
-        if group is None:
-            continue
-        others = [groups.of[n] for n in node.all_input_nodes if n is not operand and n in groups.of]
-        has_gradient = operator_name(node) not in _INPLACE_DRAWS and any(g in groups.gradient for g in others)
-        groups.writes.append(Write(position, node, operand, group, has_gradient))
-        if has_gradient and _is_float(operand.meta.get("val")):
-            groups.gradient.setdefault(group, position)
-    _enter(groups, node, written[0] if written else None, flows and not written, position)
-
-
-def _enter(groups: Groups, node: Node, written: Node | None, flows: bool, position: int) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, (list, tuple)):
-        value = next((v for v in cast("list[Any]", value) if isinstance(v, Tensor)), None)
-    if not isinstance(value, Tensor):
-        return
-    storage = storage_of(value)
-    base = next(
-        (
-            n
-            for n in (written, *node.all_input_nodes)
-            if n is not None and groups.of.get(n, (None,))[0] == storage
-        ),
-        None,
-    )
-    group: Group = (storage, None) if base is None else groups.of[base]
-    if node.target in _DETACHES:
-        if base is not None:
-            groups.parent[storage, node] = group
-        group = (storage, node)
-    elif flows and _is_float(value):
-        groups.gradient.setdefault(group, position)
-    groups.add(node, group)
-
-
-def written_operands(node: Node) -> list[Node]:
-    target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
-        return []
-    names = [a.name for a in target._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    operands: list[Node] = []
-    for argument in target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            parts: Any = value if isinstance(value, (list, tuple)) else (value,)
-            operands += [part for part in parts if isinstance(part, Node)]
-    return operands
-
-
-def operator_name(node: Node) -> str:
-    target = node.target
-    return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else ""
-
-
-def _is_float(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_is_float(part) for part in cast("list[Any]", value))
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _replace_detach_in_place(graph: Graph) -> bool:
@@ -272,7 +112,8 @@ def _replace_detach_in_place(graph: Graph) -> bool:
         groups = grouped(graph)
         tensor = cast(Node, node.args[0])
         at, group = groups.position[node], groups.of[tensor]
-        if group in groups.gradient and any(n not in (tensor, node) for n in groups.uses_after(group, at)):
+        views = [n for n in groups.uses_after(group, at) if n is not tensor and groups.position[n] < at]
+        if group in groups.gradient and views:
             raise refused(
                 "forward detaches a tensor in place that others are views of, which a functional graph cannot do",
                 node,
@@ -287,6 +128,35 @@ def _replace_detach_in_place(graph: Graph) -> bool:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return bool(calls)
+
+
+def _replace_resizing(graph: Graph) -> bool:
+    """Let what follows `y.resize_()` to no more elements read a view of the first ones, which it is."""
+    is_changed = False
+    for node in [n for n in graph.nodes if operator_name(n) in ("resize_", "resize_as_")]:
+        tensor = cast(Node, node.args[0])
+        given, value = tensor.meta.get("val"), node.meta.get("val")
+        if not isinstance(given, Tensor) or not isinstance(value, Tensor):
+            continue
+        if any(type(n) is not int for v in (given, value) for n in (*v.shape, *v.stride())):
+            continue
+        if not (given.is_contiguous() and value.is_contiguous() and value.numel() <= given.numel()):
+            continue
+        new = tensor
+        for target, args in (
+            (_aten.view.default, ([-1],)),
+            (_aten.slice.Tensor, (0, 0, value.numel())),
+            (_aten.view.default, (list(value.shape),)),
+        ):
+            with graph.inserting_before(node):
+                view = graph.call_function(target, cast(Any, (new, *args)))
+            with cast(Any, given).fake_mode, torch.no_grad():
+                view.meta = {**node.meta, "val": target(new.meta["val"], *args)}
+            new = view
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        is_changed = True
+    return is_changed
 
 
 def _refuse_lost_history(groups: Groups, write: Write) -> None:
@@ -307,13 +177,15 @@ def _refuse_lost_history(groups: Groups, write: Write) -> None:
 
 def _refuse_unsupported(groups: Groups) -> None:
     for write in groups.writes:
-        if operator_name(write.node) in _STORAGE_WRITES:
+        if operator_name(write.node) in STORAGE_WRITES:
             raise refused(
                 f"forward changes the storage of a tensor by {operator_name(write.node)}, which a functional graph cannot do",
                 write.node,
                 "Make a new tensor (torch.empty, clone, narrow) instead.",
             )
         _refuse_lost_history(groups, write)
+        if groups.had_gradient(write.group, write) and not is_float(write.operand.meta.get("val")):
+            raise _hidden(write)
         written = written_operands(write.node)
         if any(share(a, b) for i, a in enumerate(written) for b in written[:i] if same_memory(groups, a, b)):
             raise refused(
@@ -321,42 +193,59 @@ def _refuse_unsupported(groups: Groups) -> None:
                 write.node,
                 "Write to one after the other.",
             )
-        value = write.operand.meta.get("val")
-        if isinstance(value, Tensor) and overlaps_itself(value):
+        views = list(view_chain(groups, write.operand))
+        if any(_repeats_elements(view) for view in (write.operand, *views)):
             raise refused(
                 "forward writes to a tensor whose elements overlap in memory (an expanded one)",
                 write.node,
                 "Write to the tensor that was expanded, or to a clone.",
             )
-        if groups.is_differentiable(write) and any(
-            operator_name(view) == "as_strided" for view in _view_chain(groups, write.operand)
-        ):
+        if groups.is_differentiable(write) and any(operator_name(view) == "as_strided" for view in views):
+            raise _refused_scatter(write.node)
+        if any(_skips_elements(view) for view in views):
             raise refused(
-                "forward writes into an as_strided view of a value with gradients, and the functional form of that has "
-                "wrong gradients in torch (aten.as_strided_scatter)",
+                "forward writes into windows of a tensor (unfold) that do not cover it, which functionalisation clears "
+                "outside of them",
                 write.node,
-                "Take the view with indexing, narrow, unfold or diagonal.",
+                "Take the view with indexing, narrow or unflatten.",
             )
 
 
-def same_memory(groups: Groups, a: Node, b: Node) -> bool:
-    return groups.of.get(a, (None,))[0] == groups.of.get(b, (None,))[0]
+def _repeats_elements(view: Node) -> bool:
+    value = view.meta.get("val")
+    return isinstance(value, Tensor) and overlaps_itself(value)
 
 
-def _view_chain(groups: Groups, node: Node) -> Iterator[Node]:
-    at: Node | None = node
-    while at is not None and at.op == "call_function":
-        yield at
-        here = groups.of.get(at, (None,))[0]
-        at = next((n for n in at.all_input_nodes if groups.of.get(n, (None,))[0] == here), None)
+def _skips_elements(view: Node) -> bool:
+    """Whether a view is one of windows that leave elements of their dimension out."""
+    if operator_name(view) != "unfold":
+        return False
+    names = [a.name for a in cast(OpOverload, view.target)._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, view.args, strict=False)), **view.kwargs}
+    length = given["self"].meta["val"].shape[given["dimension"]]
+    return type(length) is not int or given["size"] != given["step"] or length % given["size"] != 0
 
 
-def state_requires_grad(program: ExportedProgram) -> dict[str, bool]:
-    """Whether each parameter and buffer requires gradients, by placeholder."""
-    specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
-    tensors = {**program.constants, **program.state_dict}
-    held = {node.name: tensors.get(spec.target) for node, spec in specs if spec.target is not None}
-    return {name: value.requires_grad for name, value in held.items() if isinstance(value, Tensor)}
+def refuse_strided_scatters(graph: Graph, state: Mapping[str, bool]) -> None:
+    """Raise for `as_strided_scatter` over values with gradients that decomposition introduced.
+
+    A call in forward itself has the same gradients in eager mode.
+    """
+    nodes = graph.find_nodes(op="call_function", target=_aten.as_strided_scatter.default)
+    groups = grouped(graph, state) if nodes else Groups()
+    for node in nodes:
+        is_own = "as_strided_scatter" in str(node.meta.get("torch_fn"))
+        if groups.of.get(node) in groups.gradient and not is_own:
+            raise _refused_scatter(node)
+
+
+def _refused_scatter(node: Node) -> CaptureError:
+    return refused(
+        "forward writes into an as_strided view of a value with gradients, and the functional form of that has wrong "
+        "gradients in torch (aten.as_strided_scatter)",
+        node,
+        "Take the view with indexing, narrow, unfold or diagonal.",
+    )
 
 
 def _refuse_hidden_history(groups: Groups, write: Write, owned: set[Group]) -> None:
@@ -391,7 +280,7 @@ def _refuse_stale_reads(groups: Groups, write: Write, separated: set[Node]) -> N
 
 def _hidden(write: Write) -> CaptureError:
     return refused(
-        "forward writes to a tensor through detach() or in torch.no_grad(), and then uses the tensor, whose "
+        "forward writes to a tensor through detach(), in torch.no_grad() or as integers, and then uses the tensor, whose "
         "gradient history does not know of the write; a functional graph cannot compute that",
         write.node,
         "Write to a clone, or use torch.where, index_put or another operator that returns a new tensor.",
@@ -454,19 +343,3 @@ def _separate(graph: Graph, groups: Groups, root: Node) -> None:
                     k: v for k, v in write.node.meta.items() if k in ("stack_trace", "nn_module_stack")
                 }
                 new.meta["val"] = source.meta["val"]
-
-
-def share(a: Node, b: Node) -> bool:
-    values = a.meta.get("val"), b.meta.get("val")
-    if not all(isinstance(v, Tensor) for v in values):
-        return True
-    first, second = cast("tuple[Tensor, Tensor]", values)
-    if any(getattr(v, "_has_symbolic_sizes_strides", True) for v in values):
-        return True
-    return overlap(first, second)
-
-
-def refused(what: str, node: Node, advice: str) -> CaptureError:
-    line = blame.of_node(node)
-    where = f"\n  at {line}" if line is not None else ""
-    return CaptureError(f"{what}{where}\n  {advice}")

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from dovetail.errors import CaptureMismatch
-from dovetail.graph.capturing import watching
+from dovetail.graph.capturing import callables, watching
 from dovetail.graph.capturing.calling import convention_of
 from dovetail.graph.capturing.quieting import rng_kept
 from dovetail.graph.capturing.tensor_effects import generators_of
@@ -70,6 +70,8 @@ class _Trial:
     ) -> None:
         self.model, self.graph = model, graph
         self.args, self.kwargs = args, kwargs
+        self.state = _state_of(model, args, kwargs)
+        self.buffers = [name for name, _ in self.state.named_buffers(remove_duplicate=False)]
 
     def run(self, target: Callable[..., Any], *, is_graph: bool = False) -> _Run:
         args, kwargs = self._inputs()
@@ -81,7 +83,10 @@ class _Trial:
             values |= {
                 f"input {i} afterwards": _kept(x) for i, x in enumerate(given) if isinstance(x, Tensor)
             }
-            values |= {f"buffer '{n}' afterwards": _kept(b) for n, b in self.graph.named_buffers()}
+            # Forward may give a buffer another tensor; a graph writes into the one that it shares with the model.
+            held = dict((self.graph if is_graph else self.state).named_buffers(remove_duplicate=False))
+            names = dict.fromkeys([*self.buffers, *(() if is_graph else held)])
+            values |= {f"buffer '{name}' afterwards": _kept(held.get(name)) for name in names}
             values["the random stream"] = torch.get_rng_state()
             if torch.cuda.is_initialized():
                 for i, state in enumerate(torch.cuda.get_rng_state_all()):
@@ -92,9 +97,7 @@ class _Trial:
 
     def first_module(self) -> tuple[str, str]:
         """The first module whose result no value of the graph equals, and how near the nearest comes."""
-        if not isinstance(self.model, nn.Module):
-            return "", ""
-        outputs = self._module_outputs(self.model)
+        outputs = self._module_outputs()
         values = self._node_values()
         for path, expected in outputs:
             inside = [v for node, v in values if path in _module_paths(node) and _is_like(v, expected)]
@@ -104,7 +107,7 @@ class _Trial:
                 return path, f"its result {reasons[-1]}"
         return "", ""
 
-    def _module_outputs(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+    def _module_outputs(self) -> list[tuple[str, Tensor]]:
         outputs: list[tuple[str, Tensor]] = []
 
         def recorder(path: str) -> Callable[..., None]:
@@ -115,11 +118,11 @@ class _Trial:
 
             return record
 
-        hooks = [m.register_forward_hook(recorder(path)) for path, m in model.named_modules() if path]
+        hooks = [m.register_forward_hook(recorder(path)) for path, m in self.state.named_modules() if path]
         args, kwargs = self._inputs()
         try:
             with self._restored():
-                model(*args, **kwargs)
+                self.model(*args, **kwargs)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -156,13 +159,13 @@ class _Trial:
         return pytree.tree_map(copied, (self.args, self.kwargs))
 
     def _generators(self) -> list[torch.Generator]:
-        return generators_of(self.model) if isinstance(self.model, nn.Module) else []
+        return generators_of(self.state)
 
     @contextlib.contextmanager
     def _restored(self) -> Generator[None]:
         """Put back parameters, buffers, gradients, attributes and random streams."""
-        roots = [root for root in (self.model, self.graph) if isinstance(root, nn.Module)]
-        attributes = watching.snapshot(roots[0]) if roots[0] is self.model else []
+        roots = (self.state, self.graph)
+        attributes = watching.snapshot(self.state)
         holders: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (holder, dict(holder))
             for root in roots
@@ -198,6 +201,14 @@ class _Trial:
                     tensor.grad = gradient
                     if gradient is not None and copy is not None and not torch.equal(gradient, copy):
                         gradient.copy_(copy)
+
+
+def _state_of(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    """The module that has the state of a callable, under the names that the graph has it by."""
+    owner = getattr(model, "__self__", model)
+    if isinstance(owner, nn.Module):
+        return owner
+    return callables.as_module(model, callables.signature_of(model, len(args), list(kwargs)))
 
 
 def _first_difference(expected: _Run, actual: _Run) -> str | None:
@@ -237,8 +248,12 @@ def _difference(actual: Any, expected: Tensor) -> str | None:
         wrong = ~same & ~(off <= allowed)
         if not bool(wrong.any()):
             return None
+        count = f"({int(wrong.sum())} of {wrong.numel()} numbers)"
+        undefined = int((wrong & (a.isnan() != b.isnan())).sum())
+        if undefined == int(wrong.sum()):
+            return f"is NaN where the model's is not, or the reverse {count}"
         most = float(off.masked_fill(~wrong | off.isnan(), 0.0).max())
-        return f"is off by up to {most:.3g} ({int(wrong.sum())} of {wrong.numel()} numbers)"
+        return f"is off by up to {most:.3g} {count}"
     return f"differs in {int((~same).sum())} of {same.numel()} numbers"
 
 

@@ -9,11 +9,10 @@ from torch import SymInt, Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
-from dovetail.graph.capturing.aliasing import storage_of
-from dovetail.graph.capturing.autograd_aliases import (
-    COMPARISONS,
+from dovetail.graph.capturing.alias_groups import (
     Groups,
     grouped,
     grouped_with_gradients,
@@ -24,6 +23,8 @@ from dovetail.graph.capturing.autograd_aliases import (
     state_requires_grad,
     written_operands,
 )
+from dovetail.graph.capturing.aliasing import know_readers, storage_of
+from dovetail.graph.capturing.autograd_aliases import COMPARISONS, STORAGE_WRITES
 from dovetail.graph.weight_guard import is_dense
 
 _COPY = torch.ops.aten.copy.default
@@ -38,7 +39,8 @@ _KEPT = ("stack_trace", "nn_module_stack", "custom")
 
 def keep_histories(program: ExportedProgram) -> None:
     """Rewrite in-place operators whose functional form has another gradient; edits the program's graph."""
-    if any([_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]):
+    edited = [_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]
+    if any([*edited, _fill_diagonals(program), _keep_strides(program.graph)]):
         program.graph_module.recompile()
 
 
@@ -70,6 +72,122 @@ def make_differentiable(graph: Graph) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def _fill_diagonals(program: ExportedProgram) -> bool:
+    """Fill diagonals through `diagonal` views; edits the graphs of blocks too.
+
+    `fill_diagonal_` itself decomposes into `as_strided_scatter`, which has wrong gradients in torch and writes to other
+    elements where the tensor's strides are not those of the export.
+    """
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    calls = [
+        n
+        for m in modules
+        for n in m.graph.find_nodes(op="call_function", target=_aten.fill_diagonal_.default)
+    ]
+    for graph in dict.fromkeys(n.graph for n in calls):
+        know_readers(graph)
+    for node in calls:
+        names = [a.name for a in node.target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        tensor = cast(Node, given["self"])
+        with node.graph.inserting_before(node):
+            for view in _diagonal_views(node, tensor, wrap=bool(given.get("wrap"))):
+                fill = node.graph.call_function(_aten.fill_.Scalar, (view, given["fill_value"]))
+                fill.meta = {
+                    **{key: node.meta[key] for key in _KEPT if key in node.meta},
+                    "val": view.meta["val"],
+                }
+        node.replace_all_uses_with(tensor)
+        node.graph.erase_node(node)
+    for module in modules[1:]:
+        module.recompile()
+    return bool(calls)
+
+
+def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
+    """Views of what `fill_diagonal_` fills; with `wrap` the diagonal goes on in row width + 1 of a tall matrix."""
+    graph = node.graph
+    value = cast(Tensor, tensor.meta["val"])
+    height, width = value.shape[:2]
+    if wrap and value.dim() == 2:
+        if type(width) is int and value.is_contiguous():
+            flat = _call(graph, node, _VIEW, (tensor, [-1]), {})
+            return [_call(graph, node, _aten.slice.Tensor, (flat, 0, 0, None, width + 1), {})]
+        if isinstance(height, SymInt) or isinstance(width, SymInt) or height > 2 * (width + 1):
+            raise refused(
+                "forward wraps a diagonal around a tensor that is not contiguous or whose width is dynamic, "
+                "which a functional graph cannot do",
+                node,
+                "Call it on a contiguous tensor, or with wrap=False on slices of rows.",
+            )
+        parts = [tensor]
+        if height > width + 1:
+            parts.append(_call(graph, node, _aten.slice.Tensor, (tensor, 0, width + 1), {}))
+        return [_call(graph, node, _aten.diagonal.default, (part,), {}) for part in parts]
+    view = _call(graph, node, _aten.diagonal.default, (tensor,), {})
+    for _ in range(value.dim() - 2):
+        view = _call(graph, node, _aten.diagonal.default, (view, 0, 0, -1), {})
+    return [view]
+
+
+def _keep_strides(graph: Graph) -> bool:
+    """Write out in-place operators whose functional form returns other strides than those of what they write.
+
+    Functionalisation puts that result in place of what was written, and so changes the strides of its base.
+    """
+    is_changed = False
+    for node in graph.nodes:
+        operator = _functional_form(node)
+        operand = node.args[0] if operator is not None and node.args else None
+        value = operand.meta.get("val") if isinstance(operand, Node) else None
+        if operator is None or not isinstance(value, FakeTensor) or not _is_permuted(value):
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with value.fake_mode, torch.no_grad():
+            result = operator(*args, **kwargs)
+        if not isinstance(result, Tensor) or _effective_strides(result) == _effective_strides(value):
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(operator, node.args, node.kwargs)
+        new.meta = {**node.meta, "val": result}
+        node.target, node.args, node.kwargs = _aten.copy_.default, (operand, new), {}
+        is_changed = True
+    return is_changed
+
+
+def _functional_form(node: Node) -> OpOverload | None:
+    """The operator that returns what an in-place one writes; none for random draws, which depend on strides."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or "out" in node.kwargs:
+        return None
+    name = operator_name(node)
+    if written_operands(node) != list(node.args[:1]) or not name.endswith("_"):
+        return None
+    if name in ("copy_", *STORAGE_WRITES) or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    operator = getattr(getattr(_aten, name[:-1], None), target._overloadname, None)
+    if not isinstance(operator, OpOverload) or _parameters(operator) != _parameters(target):
+        return None
+    is_view = any(result.alias_info is not None for result in operator._schema.returns)
+    return None if is_view else operator
+
+
+def _parameters(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in operator._schema.arguments]
+
+
+def _is_permuted(value: Tensor) -> bool:
+    if value.layout is not torch.strided or value.is_contiguous():
+        return False
+    return any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())) or is_dense(value)
+
+
+def _effective_strides(value: Tensor) -> list[str]:
+    """The strides of dimensions that have more than one element, as text: comparing symbols would add guards."""
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return [str(stride) for size, stride in sizes if type(size) is not int or size != 1]
 
 
 def make_bases_dense(graph: Graph) -> None:

@@ -37,6 +37,7 @@ from dovetail.graph.capturing import (
     random_draws,
     watching,
 )
+from dovetail.graph.capturing.alias_groups import state_requires_grad
 from dovetail.graph.capturing.autograd_aliases import DetachedInputs
 from dovetail.graph.capturing.direct import Decomposed
 from dovetail.graph.capturing.parting import Unsure
@@ -128,7 +129,7 @@ def decompose(program: ExportedProgram) -> Exported:
     """
     with quiet(), rng_kept(), torch.enable_grad():
         out_variants.refuse_resizing(program)
-        aliasing.see_through_dropout(program)
+        aliasing.see_through_identities(program)
         aliasing.keep_old_values(program)
         aliases = aliasing.aliased_results(program)
         if gradmode.flatten_no_grad(program.graph_module):
@@ -149,6 +150,7 @@ def decompose(program: ExportedProgram) -> Exported:
             except Unsure as reason:
                 _log.debug("the program is traced anew to decompose it: %s", reason)
                 decomposed = retraced(program, signature)
+        autograd_aliases.refuse_strided_scatters(decomposed.graph, state_requires_grad(program))
         batchnorm.choose_kernel_as_eager(decomposed.graph)
         copying.make_differentiable(decomposed.graph)
         copying.make_bases_dense(decomposed.graph)

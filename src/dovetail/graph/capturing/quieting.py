@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import random
 import sys
 import warnings
 from collections.abc import Generator
@@ -35,12 +36,17 @@ def quietly() -> Generator[None]:
 
 @contextlib.contextmanager
 def rng_kept() -> Generator[None]:
-    """Leave the global random state as it was."""
+    """Leave the global random state as it was, Python's and NumPy's too."""
+    numpy_random = sys.modules.get("numpy.random")
+    host, numpy_state = random.getstate(), None if numpy_random is None else numpy_random.get_state()
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
+        random.setstate(host)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)

@@ -19,8 +19,8 @@ from torch.fx import Graph, Node
 
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
+from dovetail.graph.capturing.alias_groups import grouped_with_gradients
 from dovetail.graph.capturing.aliasing import storage_of
-from dovetail.graph.capturing.autograd_aliases import grouped_with_gradients
 from dovetail.graph.keys import DRAWS_IN_PLACE
 from dovetail.graph.weight_guard import is_dense
 
@@ -223,7 +223,8 @@ def draw_in_place(graph: Graph) -> None:
         if not node.meta.get("custom", {}).get(DRAWS_IN_PLACE):
             continue
         node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != DRAWS_IN_PLACE}
-        fresh = node.args[0]
+        # The tracer hands the mark on to a generator that the draw reads, too.
+        fresh = node.args[0] if node.args else None
         value = fresh.meta.get("val") if isinstance(fresh, Node) and len(fresh.users) == 1 else None
         if node.target in _IN_PLACE and isinstance(value, Tensor):
             node.target = node.meta["original_aten"] = _IN_PLACE[node.target]
