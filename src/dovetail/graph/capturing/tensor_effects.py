@@ -140,9 +140,11 @@ class TensorEffects(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_reseeded():
-            self._note_seeding(blame.of_caller())
-        self._advance()
+        # Dynamo, which traces the branches of control flow, traces this as well.
+        if not torch.compiler.is_dynamo_compiling():
+            if self._is_reseeded():
+                self._note_seeding(blame.of_caller())
+            self._advance()
         for argument in (*args, *kwargs.values()):
             parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)
             for part in parts:
