@@ -88,20 +88,6 @@ def test_draws_into_views_are_the_models(draw: str, view: str, grad: bool) -> No
     assert_alike(forward, plain().requires_grad_(grad))
 
 
-@pytest.mark.parametrize("draw", ["normal_", "dropout"])
-def test_draws_follow_the_strides_of_the_kernel_and_not_of_its_fake(draw: str) -> None:
-    def forward(m: Any, x: Tensor) -> Any:
-        # The fake result has the strides of the transpose, the real one is contiguous.
-        y = F.batch_norm(x.t(), None, None, training=True)
-        return y.normal_() if draw == "normal_" else F.dropout(y, 0.4, True, inplace=True)
-
-    assert_alike(forward, plain())
-
-
-def test_a_draw_without_in_place_stays_so_in_memory_that_is_not_contiguous() -> None:
-    assert_alike(lambda m, x: torch.bernoulli(torch.empty_like(x.t()), 0.5), plain())
-
-
 @pytest.mark.parametrize("draw", DRAWS)
 def test_every_draw_goes_over_values_with_gradients(draw: str) -> None:
     def forward(m: Any, x: Tensor) -> Any:

@@ -63,3 +63,18 @@ def test_batch_norm_keeps_channels_last() -> None:
         return F.batch_norm(x, None, None, training=True).normal_() * 2, torch.rand(3)
 
     assert_alike(forward, torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+
+
+def test_draws_that_out_is_written_over_are_still_made() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = F.dropout(x, 0.5, True)
+        z = F.dropout(torch.tanh(x), 0.4, True, inplace=True)
+        torch.exp(x, out=y)
+        torch.add(x, x, out=z)
+        return torch.rand(3)
+
+    assert_alike(forward, plain())
+
+
+def test_a_draw_without_in_place_stays_so_in_memory_that_is_not_contiguous() -> None:
+    assert_alike(lambda m, x: torch.bernoulli(torch.empty_like(x.t()), 0.5), plain())

@@ -75,8 +75,9 @@ def _place(node: Node) -> int | None:
 
 def keep_strides(program: ExportedProgram) -> None:
     """Let calls write into contiguous memory that is copied to `out` if the result of the functional operator might have
-    other strides than that; edits the program's graph."""
-    calls = [n for n in program.graph.nodes if _may_differ_in_strides(n)]
+    other strides than that, or if random numbers were drawn there, which nothing would keep; edits the program's graph."""
+    drawn = {_place(n) for n in program.graph.nodes if _is_random(n)} - {None}
+    calls = [n for n in program.graph.nodes if _may_differ_in_strides(n) or _writes_any(n, drawn)]
     for node in calls:
         _write_into_fresh_memory(program.graph, node)
     if calls:
@@ -84,9 +85,18 @@ def keep_strides(program: ExportedProgram) -> None:
         rename_results(program)
 
 
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _writes_any(node: Node, places: set[int | None]) -> bool:
+    operands = [cast(Node, node.kwargs[name]) for name in _results(node)]
+    return not _is_random(node) and any(_place(operand) in places for operand in operands)
+
+
 def _may_differ_in_strides(node: Node) -> bool:
     results = _results(node)
-    if not results or torch.Tag.nondeterministic_seeded in cast(OpOverload, node.target).tags:
+    if not results or _is_random(node):
         return False
     values = [n.meta.get("val") for n in node.all_input_nodes]
     tensors = [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided]
@@ -105,11 +115,11 @@ def _write_into_fresh_memory(graph: Graph, node: Node) -> None:
     for position, name in enumerate(results):
         operand = cast(Node, node.kwargs[name])
         given = operand.meta["val"]
-        form = {"dtype": given.dtype, "device": given.device}
+        form: dict[str, Any] = {"memory_format": torch.contiguous_format}
         with graph.inserting_before(node):
-            fresh = graph.call_function(torch.ops.aten.empty.memory_format, (list(given.shape),), form)
+            fresh = graph.call_function(torch.ops.aten.empty_like.default, (operand,), form)
         with given.fake_mode:
-            value = torch.empty(given.shape, **form)
+            value = torch.empty_like(given, **form)
         fresh.meta = {**meta, "val": value}
         node.update_kwarg(name, fresh)
         items = [node]
