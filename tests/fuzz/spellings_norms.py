@@ -199,7 +199,7 @@ def _summand(sketch: Sketch, shape: tuple[int, ...]) -> tuple[int, ...]:
     shapes = {
         "same": shape,
         "one_row": (*(1 for _ in shape[:-1]), shape[-1]),
-        "one_column": (*shape[:-1], 1),
+        "!one_column": (*shape[:-1], 1),
         "wider": (*(3 if n == 1 else n for n in shape[:-1]), shape[-1] if shape[-1] > 1 else 4),
         "!vector": shape[-1:],
         "!scalar": (),
@@ -391,7 +391,7 @@ def _embedded(norms: Mapping[str, Any], rms: bool) -> Callable[[Random], Spellin
 _LAYER_OPERATOR = {n: f for n, f in LAYER.items() if n in ("layer_norm", "squares", "var")}
 _EPS = frozenset({"eps=1e-6", "eps=1e-5", "eps=0.1", "eps=1"})
 _ALL = COMMON | _EPS | {"dims=1", "dims=2", "weight", "no_weight", "escape"}
-_SUMS = frozenset({"same", "one_row", "one_column", "swapped"})
+_SUMS = frozenset({"same", "one_row", "swapped"})
 
 
 def _named(norms: Mapping[str, Any]) -> frozenset[str]:

@@ -225,8 +225,8 @@ def _residual(rng: Random) -> Spelling:
     rows = sketch.rows
     shapes = {
         "same": (*rows, out),
-        "one_row": (*(1 for _ in rows), out),
-        "one_column": (*rows, 1),
+        "!one_row": (*(1 for _ in rows), out),
+        "!one_column": (*rows, 1),
         "wider": (*(3 if n == 1 else n for n in rows), out),
         "!vector": (out,),
         "!scalar": (),
@@ -321,7 +321,7 @@ def _packed(steps: Mapping[str, Step]) -> Callable[[Random], Spelling]:
         if "!rows" in sketch.tags and sketch.rows[:1] != (2,):
             sketch.operands.clear()
             sketch.stream(2, *sketch.rows[1:], WIDTH)
-        count = weights_for(sketch, product, sketch.pick({"square": WIDTH, "wide": 6, "odd": 3}, (6, 3, 1)))
+        count = weights_for(sketch, product, sketch.pick({"square": WIDTH, "wide": 6, "!odd": 3}, (6, 3, 1)))
         second, swapped = sketch.chance(0.4, "gate_second"), sketch.chance(0.4, "swapped")
         if not second:
             sketch.tags.add("gate_first")
@@ -331,7 +331,7 @@ def _packed(steps: Mapping[str, Step]) -> Callable[[Random], Spelling]:
             gate, up = (up, gate) if second else (gate, up)
             return _times(swapped, keep(step(gate)), keep(up))
 
-        if "odd" in sketch.tags and not {"chunk", "chunk_front", "tensor_split"} & sketch.tags:
+        if "!odd" in sketch.tags and not {"chunk", "chunk_front", "tensor_split"} & sketch.tags:
             cut = CUTS["chunk"]
         return sketch.spelling(program if count == 2 else lambda keep, x, w: program(keep, x, w))
 
@@ -369,7 +369,7 @@ def _tags(steps: Mapping[str, Step]) -> frozenset[str]:
 
 
 _GATE_TAGS = (_PRODUCT_TAGS | {"swapped"}) - {"rank=1"}
-_PACKED_TAGS = _GATE_TAGS | {"gate_first", "gate_second", "chunk", "split", "split_sizes", "slices", "odd"}
+_PACKED_TAGS = _GATE_TAGS | {"gate_first", "gate_second", "chunk", "split", "split_sizes", "slices"}
 _ALONE_TAGS = COMMON | {"same", "vector", "column", "scalar", "higher", "swapped", "aliased"}
 FAMILIES: tuple[Family, ...] = (
     *(
@@ -381,7 +381,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "linear_residual",
         _residual,
-        (_PRODUCT_TAGS - {"rank=1"}) | {"same", "one_row", "one_column", "wider", "dropout", "no_dropout"},
+        (_PRODUCT_TAGS - {"rank=1"}) | {"same", "wider", "dropout", "no_dropout"},
     ),
     Family("swiglu", _two(SILUS), _GATE_TAGS | _tags(SILUS)),
     Family("swiglu_packed", _packed(SILUS), _PACKED_TAGS | _tags(SILUS)),
