@@ -25,6 +25,8 @@ from .units import given, known_classes, maker
 _EXPORT_WARNS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 # Where a part is called otherwise than when it was traced, and cannot be traced so, a warning reports it.
 _FALLBACK = "a call runs the model as it is, for it cannot be captured: "
+# Parts that have the same class are called in many ways.
+_LIMIT = "the model was called in more than"
 _NOT_STEPS = ("build", "release", "undo")
 
 
@@ -33,6 +35,7 @@ def verify_schedule(case: Case) -> Outcome:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _EXPORT_WARNS, FutureWarning)
         warnings.filterwarnings("ignore", _FALLBACK, UserWarning)
+        warnings.filterwarnings("ignore", _LIMIT, UserWarning)
         trial = Trial(case)
         for stage in case.stages:
             assert isinstance(stage, Do)

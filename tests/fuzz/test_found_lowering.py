@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -192,3 +193,34 @@ def test_dropout_that_is_off_returns_its_operand_in_trials_too() -> None:
     piece = dovetail.outline(gm, ["chunks", "off"], kind="piece")
     made = dovetail.lower(piece, "eager", smallest=1, cache=False, on_error="raise")
     assert made(value)[1].data_ptr() == value.data_ptr()
+
+
+def test_an_operand_of_one_element_with_a_stride() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    picked = graph.call_function(operator.getitem, (x, (slice(0, 1), 0)))
+    graph.output(graph.call_function(torch.neg, (picked,)))
+    gm = GraphModule(nn.Module(), graph)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        FakeTensorProp(gm, mode).propagate(torch.empty(2, 3))
+    made = dovetail.lower(
+        dovetail.outline(gm, ["neg"], kind="piece"), "eager", smallest=1, cache=False, on_error="raise"
+    )
+    given = torch.randn(2, 3)
+    assert torch.equal(made(given), gm(given))
+
+
+def test_the_tracer_is_not_given_what_it_takes_for_constants() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    data = graph.call_function(getattr, (x, "data"))
+    graph.output(graph.call_function(torch.add, (x, data)))
+    gm = GraphModule(nn.Module(), graph)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        FakeTensorProp(gm, mode).propagate(torch.empty(2, 3))
+    made = dovetail.lower(
+        dovetail.outline(gm, ["getattr_1", "add"], kind="piece"), "torchscript", smallest=1, cache=False
+    )
+    given = torch.randn(2, 3)
+    assert torch.equal(made(given), gm(given))
+    assert "takes for a constant" in dovetail.explain(made).lowered[0].reason

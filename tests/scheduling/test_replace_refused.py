@@ -95,3 +95,36 @@ def test_what_writes_to_its_operands_is_refused() -> None:
     found = s["blocks.0"].find(torch.ops.aten.gelu)[0]
     refused(s, "'<lambda>' writes to what it is given", lambda: s.replace(lambda x: x.relu_(), found))
     s.replace(lambda x: x.clone().relu_(), found)
+
+
+class _ReadsSecondFirst(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(torch.where(y != 0.25, y, x))
+
+
+class _ReadsFirstFirst(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(x - y)
+
+
+class _Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(y.sin(), x)
+
+
+@pytest.mark.parametrize("inner", [_ReadsSecondFirst, _ReadsFirstFirst])
+def test_arguments_in_another_order_than_they_are_read_in(inner: type[nn.Module]) -> None:
+    model, args = _Around(inner()), (torch.linspace(-1, 1, 6), torch.linspace(2, 3, 6))
+    expected = model(*args)
+    s = schedule(model, args)
+    s.fuse(s.find(where=lambda n: n.target is torch.ops.aten.relu.default))
+    if inner is _ReadsSecondFirst:
+        refused(s, "which operand is which argument", lambda: s["inner"].replace(inner(), check=False))
+        return
+    s["inner"].replace(inner(), check=False)
+    s.build()
+    assert torch.equal(model(*args), expected)

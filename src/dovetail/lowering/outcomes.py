@@ -123,7 +123,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bytes, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    # A single element is contiguous whatever its stride, which only a copy makes one.
     flat = [t.contiguous().reshape(-1) for t in (a, b)]
+    flat = [t.clone(memory_format=torch.contiguous_format) if t.stride() != (1,) else t for t in flat]
     return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
 
 

@@ -263,6 +263,27 @@ def check_fits(
     return told if not isinstance(adapter.new, nn.Module) else _in_either_mode(adapter, probe, told)
 
 
+def check_order(adapter: Adapter, probe: Probe) -> None:
+    """Raise where a module called with the operands in this order computes something else than its own operations.
+
+    A graph does not tell which operand was which argument; they are ordered by where they are first read.
+    """
+    if len(adapter.order) < 2:
+        return
+    operands, wanted, drawn = probe.calls[0]
+    try:
+        made, _ = _tried(adapter, operands, drawn)
+        compare([made[i] for i in adapter.results], wanted, "it", adapter.results, values=True)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"which operand is which argument of the module cannot be told from the graph: called with them in the order "
+            f"in which they are first read, it computes something else ({error}). Replace it before anything around it is "
+            f"traced"
+        ) from error
+    except Exception:  # it does not run on these operands; what the replacement does with them is tried next
+        return
+
+
 def _tried(adapter: Adapter, operands: Sequence[Any], drawn: Sequence[Tensor]) -> tuple[list[Any], Told]:
     """What a replacement returns, and what it does to what it is given, to its state and to the random numbers."""
     given = list(copied(operands))

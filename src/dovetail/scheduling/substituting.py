@@ -20,6 +20,7 @@ from dovetail.scheduling.recording import returned_by
 from dovetail.scheduling.replacing import (
     Probe,
     check_fits,
+    check_order,
     in_mode,
     leaves,
     own_state,
@@ -184,7 +185,10 @@ def _replace_modules(
             params = {name: _operand_name(root, path, source) for name, source in params.items()}
         for match in _calls_of(work, root, path):
             group = grouped(work, [match], "replace")[0]
-            _replace_group(work, news[path], group, params, fixed, check, label)
+            old = work.state.traces[root].module.get_submodule(below(path, root))
+            _replace_group(
+                work, news[path], group, params, fixed, check, label, None if check or params else old
+            )
 
 
 def _operand_name(root: str, path: str, source: Any) -> Any:
@@ -211,8 +215,12 @@ def _replace_group(
     fixed: dict[str, Any],
     check: bool,
     label: str,
+    old: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """Try a replacement where matches of one graph stand, and put it there; what history keeps of it."""
+    """Try a replacement where matches of one graph stand, and put it there; what history keeps of it.
+
+    With `old`, the module whose call this was, the order of the operands is checked on that.
+    """
     found = list(group.found)
     trace = work.state.traces[group.root]
     call = trace.calls[group.form]
@@ -221,6 +229,9 @@ def _replace_group(
     order = result_order(region)
     results, count = _results(work, group, probe, order)
     replacement = bound(new, _identifier(label), found, params, fixed, results)
+    if old is not None:
+        with in_mode(old, _is_training(work, group)):
+            check_order(replace(replacement, new=old).adapter(found, region), probe)
     with in_mode(new, _is_training(work, group)):
         tells = check_fits(
             replacement.adapter(found, region),

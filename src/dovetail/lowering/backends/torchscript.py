@@ -19,6 +19,7 @@ from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
 _WARM_UPS = 2
+_UNTRACED = ("data", "grad")
 
 
 class TorchScript(Backend):
@@ -64,9 +65,11 @@ class TorchScript(Backend):
 
 
 def _why_not_fresh(region: Region) -> str | None:
-    """Which result depends on no operand."""
+    """Which result depends on no operand, or for the tracer seems not to."""
     dependent: set[Node] = set()
     for node in flat(cast("Body", region.body)).graph.nodes:
+        if node.target is getattr and node.args[1] in _UNTRACED:
+            return f"'{node.name}' reads `.{node.args[1]}`, which the tracer takes for a constant"
         if node.op == "placeholder" or not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
         if node.op == "output":
