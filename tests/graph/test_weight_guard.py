@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dovetail.graph import weight_guard
-from dovetail.graph.weight_guard import Checksums, ContentGuard, Piece, sentinel_of, write_state
+from dovetail.graph.weight_guard import (
+    Checksums,
+    ContentGuard,
+    Piece,
+    packed_bytes,
+    sentinel_of,
+    write_state,
+)
 
 PIECE = 2**16
 
@@ -144,3 +152,9 @@ def test_one_look_per_tensor_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_guard, "fused_steps", lambda: 0)
     write_state([b for _ in range(100) for b in nn.BatchNorm2d(4).state_dict().values()])
     assert Counter(looks) == {"version": 500, "address": 500}
+
+
+@pytest.mark.parametrize("index", [(slice(0, 1), 0), (slice(None), 1), (0, 0), (slice(0, 0), 0), ...])
+def test_bytes_of_any_layout(index: Any) -> None:
+    value = torch.randn(2, 3)[index]
+    assert bytes(packed_bytes(value).tolist()) == value.numpy().tobytes()

@@ -120,6 +120,14 @@ def is_dense(value: Tensor) -> bool:
     return True
 
 
+def packed_bytes(value: Tensor) -> Tensor:
+    """The bytes of the elements in row-major order, as a vector."""
+    flat = value.contiguous().reshape(-1)
+    # A single element is contiguous whatever its stride, which only a copy makes one.
+    flat = flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 class Checksums:
     """Checksums of the contents of some tensors; those that are not in the memory of the CPU have none."""
 

@@ -13,6 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dovetail.graph.effects import BodySummary
+from dovetail.graph.weight_guard import packed_bytes
 from dovetail.lowering.examples import hint_of, passed
 
 
@@ -123,10 +124,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bytes, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    # A single element is contiguous whatever its stride, which only a copy makes one.
-    flat = [t.contiguous().reshape(-1) for t in (a, b)]
-    flat = [t.clone(memory_format=torch.contiguous_format) if t.stride() != (1,) else t for t in flat]
-    return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
+    return torch.equal(packed_bytes(a), packed_bytes(b))
 
 
 def expected_of(body: Any, effects: BodySummary, examples: Sequence[Any], *, grad: bool) -> Expected:

@@ -12,6 +12,7 @@ from torch import SymInt, Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from dovetail.graph.weight_guard import packed_bytes
 from dovetail.lowering.onnx.types import NoForm, element, is_number
 
 OPSET = 20
@@ -202,7 +203,7 @@ def packed(value: Tensor) -> Any:
     """A tensor with its data, as ONNX holds one."""
     from onnx import helper
 
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    raw = packed_bytes(value.detach().cpu()).numpy().tobytes()
     return helper.make_tensor("", element(value.dtype), list(value.shape), raw, raw=True)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.graph.spellings import target_name
+from dovetail.graph.weight_guard import packed_bytes
 from dovetail.rules.matching.template import Where
 
 SameNumber = Callable[[Any, Any], bool]
@@ -70,8 +71,8 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout is not torch.strided or a.is_quantized:
         return a is b
-    left, right = (t.detach().resolve_conj().resolve_neg().cpu().contiguous() for t in (a, b))
-    return bool(torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)))
+    left, right = (packed_bytes(t.detach().resolve_conj().resolve_neg().cpu()) for t in (a, b))
+    return bool(torch.equal(left, right))
 
 
 def same_shape(a: Tensor, b: Tensor, same_number: SameNumber) -> bool:
