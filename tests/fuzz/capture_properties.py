@@ -67,4 +67,5 @@ def _verified(case: Case) -> Outcome:
 def _writes_inputs_with_gaps(graph: GraphModule) -> bool:
     writes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     targets = [node.args[0] for node in writes]
+    targets = [n.args[0] if n.target is torch.ops.aten.detach.default else n for n in targets]
     return any(n.op == "placeholder" and not is_dense(n.meta["val"]) for n in targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures.thread
+import multiprocessing.queues
 import random
 import sys
 import threading
@@ -20,6 +21,9 @@ from dovetail.graph.capturing import blame
 Note = Callable[[str, "blame.Line | None", str], None]
 
 _REAL = (Tensor, nn.Parameter)
+# What threads of executors and of queues between processes run.
+_EXECUTOR = cast(Any, concurrent.futures.thread)._worker.__code__
+_FEEDER = cast(Any, multiprocessing.queues.Queue)._feed.__code__
 # In-place operators that change sizes, strides or storage of the tensor object itself.
 _METADATA_METHODS = frozenset(
     [
@@ -245,6 +249,7 @@ def _is_alone() -> bool:
     """Whether no other thread may draw random numbers.
 
     Imports start some that do not: the monitor of tqdm, and workers of executors, like Inductor's, that have no task.
+    Nor do those that feed the queues of processes.
     """
     running = sys._current_frames()
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
@@ -255,7 +260,11 @@ def _is_alone() -> bool:
 
 
 def _is_idle_worker(frame: types.FrameType | None) -> bool:
-    return frame is not None and frame.f_code is concurrent.futures.thread._worker.__code__
+    if frame is not None and frame.f_code is _EXECUTOR:
+        return True
+    while frame is not None and frame.f_code is not _FEEDER:
+        frame = frame.f_back
+    return frame is not None
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
