@@ -159,6 +159,17 @@ def test_a_part_of_something_that_is_no_node(path: Path) -> None:
     dovetail.inline(load(redescribed(path, change)))
 
 
+@pytest.mark.parametrize("returned", [None, {"n": 0}, {"t": [None]}, {"t": [{"t": [{"n": 0}]}]}, {"t": [1]}])
+def test_a_body_that_returns_something_else_than_values(path: Path, returned: Any) -> None:
+    def change(described: dict[str, Any]) -> None:
+        graphs = [row["graph"] for row in described["modules"] if "graph" in row]
+        body = next(graph for graph in graphs if graph["body"])
+        body["nodes"][-1][2] = {"t": [returned]}
+
+    with pytest.raises(InvalidFile, match="the body of a region returns"):
+        load(redescribed(path, change))
+
+
 def test_an_enumeration_in_another_spelling(path: Path) -> None:
     context = json.dumps({"\0": True, "fqn": "antigravity:A", "name": "B"}).replace(
         "\\u0000", "\\u005f_enum__"

@@ -133,6 +133,9 @@ class Restorer:
     def _graph(self, row: dict[str, Any], owner: nn.Module) -> Program:
         graph = self._nodes(rows(row["nodes"]))
         if take(bool, row["body"]):
+            returned: Any = graph.output_node().args[0]
+            if not isinstance(returned, tuple | list) or not all(isinstance(n, Node) for n in returned):
+                raise Unreadable("the body of a region returns something else than values of its graph")
             made = make_body(graph, type(owner).__name__)
             made.training = owner.training
             made._modules.update(owner._modules)
