@@ -15,8 +15,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.errors import CaptureError
-from dovetail.graph.capturing import blame
+from dovetail.graph.capturing.alias_groups import refused
 from dovetail.graph.capturing.aliasing import rename_results, storage_of
 
 _KEPT = ("stack_trace", "nn_module_stack", "custom")
@@ -29,12 +28,11 @@ def refuse_resizing(program: ExportedProgram) -> None:
         for name, result in _results(node).items():
             given: Any = cast(Node, node.kwargs[name]).meta.get("val")
             if _has_other_shape(given, result) and not _is_new_and_empty(given, graphs):
-                line = blame.of_node(node)
-                where = f"\n  at {line}" if line is not None else ""
-                raise CaptureError(
+                raise refused(
                     f"forward gives {node.target} an `{name}` of shape {tuple(given.shape)} for a result of shape "
-                    f"{tuple(result.shape)}, and a graph cannot resize a tensor{where}\n"
-                    f"  Give a tensor of the right shape, or leave `{name}` out."
+                    f"{tuple(result.shape)}, and a graph cannot resize a tensor",
+                    node,
+                    f"Give a tensor of the right shape, or leave `{name}` out.",
                 )
 
 

@@ -18,8 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from dovetail.errors import CaptureError
-from dovetail.graph.capturing import blame
-from dovetail.graph.capturing.alias_groups import grouped_with_gradients
+from dovetail.graph.capturing.alias_groups import grouped_with_gradients, refused
 from dovetail.graph.capturing.aliasing import storage_of
 from dovetail.graph.keys import DRAWS_IN_PLACE
 from dovetail.graph.weight_guard import is_dense
@@ -232,8 +231,6 @@ def draw_in_place(graph: Graph) -> None:
 
 
 def _refused(node: Node, what: str) -> CaptureError:
-    line = blame.of_node(node)
-    where = f"\n  at {line}" if line is not None else ""
-    return CaptureError(
-        f"{what}, and a functional graph would draw other numbers{where}\n  Draw a new tensor and copy_ it."
+    return refused(
+        f"{what}, and a functional graph would draw other numbers", node, "Draw a new tensor and copy_ it."
     )
