@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dovetail
-from dovetail.graph.capturing import copying
+from dovetail.graph.capturing import autograd_aliases, copying
 from tests.graph.test_capture_effects import Forward, assert_alike, model_of, plain
 
 
@@ -360,3 +360,20 @@ def test_strided_scatters_that_decomposition_introduces_are_refused_over_gradien
 
 def test_a_strided_scatter_of_forward_itself_is_kept() -> None:
     assert_alike(lambda m, x: torch.as_strided_scatter(m.linear(x), torch.ones(6), (6,), (9,)) * 2, plain())
+
+
+def test_tensors_detached_in_place_are_looked_at_once_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(x: Tensor) -> Tensor:
+        total = x * 1
+        for i in range(20):
+            y = x * float(i)
+            y.detach_()
+            total = total + y
+        return total
+
+    calls: list[Any] = []
+    grouped = autograd_aliases.grouped
+    monkeypatch.setattr(autograd_aliases, "grouped", lambda *args: calls.append(args) or grouped(*args))
+    x = torch.linspace(-1, 1, 6, requires_grad=True)
+    assert torch.equal(dovetail.capture(forward, (x,))(x), forward(x))
+    assert len(calls) < 5

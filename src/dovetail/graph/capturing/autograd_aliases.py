@@ -35,6 +35,7 @@ from dovetail.graph.capturing.alias_groups import (
     view_chain,
     written_operands,
 )
+from dovetail.graph.capturing.aliasing import storage_of
 from dovetail.graph.capturing.sharing import overlaps_itself
 
 _aten = torch.ops.aten
@@ -108,9 +109,13 @@ def _replace_detach_in_place(graph: Graph) -> bool:
     """Let what follows `y.detach_()` read `y.detach()`, which functionalisation keeps."""
     calls = [n for n in graph.nodes if n.target is _aten.detach_.default]
     calls = [n for n in calls if operator_name(cast(Node, n.args[0])) not in _LIFTS]
+    groups, edited = grouped(graph) if calls else Groups(), set[int]()
     for node in calls:
-        groups = grouped(graph)
         tensor = cast(Node, node.args[0])
+        place = storage_of(tensor.meta["val"])
+        if place in edited:
+            groups = grouped(graph)
+        edited.add(place)
         at, group = groups.position[node], groups.of[tensor]
         views = [n for n in groups.uses_after(group, at) if n is not tensor and groups.position[n] < at]
         if group in groups.gradient and views:
