@@ -261,7 +261,7 @@ def test_copies_and_pickles_do_not_confuse_code() -> None:
 
 def test_code_that_is_new_in_every_call_ends_in_the_models_own_forward() -> None:
     model = Model().eval()
-    fast = dovetail.compile(model, (X,), backends="eager", cache=False, specialisations=2)
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False, recompile_limit=2)
     fast(X)
     model.relu.forward = tripled
     fast(X)

@@ -114,7 +114,7 @@ def test_modes_switch_and_statistics_are_kept() -> None:
 
 def test_other_shapes_are_new_captures_up_to_a_bound() -> None:
     model = Blocks().eval()
-    fast = dovetail.compile(model, (torch.randn(3, 8),), backends="eager", specialisations=2)
+    fast = dovetail.compile(model, (torch.randn(3, 8),), backends="eager", recompile_limit=2)
     for n in (3, 4, 3, 4):
         x = torch.randn(n, 8)
         assert torch.equal(fast(x), model(x))
@@ -216,7 +216,7 @@ def test_rules_and_pipelines() -> None:
         ({"pipeline": 3}, "neither a pass nor"),
         ({"backends": "nope"}, "no backend 'nope'"),
         ({"cuda_graphs": "maybe"}, "cuda_graphs"),
-        ({"specialisations": 0}, "specialisations"),
+        ({"recompile_limit": 0}, "recompile_limit"),
         ({"on_error": "explode"}, "on_error"),
         ({"granularity": "middle"}, "granularity"),
         ({"verify": "yes"}, "verify"),

@@ -119,7 +119,7 @@ def test_a_written_operand_that_is_another_one_runs_the_body() -> None:
 
 def test_more_ways_than_allowed_run_the_body_and_are_told_once() -> None:
     mine = Counting()
-    run = body_call(dovetail.lower(outlined(X, W), [mine], specialisations=2))
+    run = body_call(dovetail.lower(outlined(X, W), [mine], recompile_limit=2))
     assert torch.equal(run(X, W), Work()(X, W))
     assert torch.equal(run(torch.ones(2, 8), W), Work()(torch.ones(2, 8), W))
     with pytest.warns(UserWarning, match="more than 2 ways"):

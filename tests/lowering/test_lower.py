@@ -185,7 +185,7 @@ def test_another_tracer_sees_the_operations() -> None:
         ("eager", {"on_error": "explode"}, "on_error"),
         ("eager", {"granularity": "middle"}, "granularity"),
         ("eager", {"smallest": 0}, "smallest"),
-        ("eager", {"specialisations": 0}, "specialisations"),
+        ("eager", {"recompile_limit": 0}, "recompile_limit"),
         ("eager", {"timeout": -1}, "timeout"),
         ("eager", {"cache": 3}, "cache"),
         ("eager", {"plan": "fast"}, "plan"),

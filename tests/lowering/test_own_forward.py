@@ -83,7 +83,7 @@ def test_hooks_run_once(call: Call, rows: int, ways: int) -> None:
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after)
-    fast = dovetail.compile(model, (torch.randn(3, 8),), backends="eager", specialisations=ways)
+    fast = dovetail.compile(model, (torch.randn(3, 8),), backends="eager", recompile_limit=ways)
     wanted = model(x)
     assert torch.equal(fast(torch.ones(3, 8)), model(torch.ones(3, 8)))
     seen.clear()

@@ -171,7 +171,8 @@ def _finished(
         exported.out_spec,
         expectations,
         training,
-        None if seen.cache is None else _carried(arrangement.slots, exported.out_spec, seen.cache),
+        _carried(arrangement.slots, exported.out_spec, seen.caches),
+        seen.appended,
     )
     captured.graph.set_codegen(ModelCodeGen(convention))
     canonical, report = canonicalise(captured)
@@ -191,16 +192,21 @@ def _depends_on_strides(exported: exporting.Exported, seen: watching.Seen) -> bo
     return draws and (exported.draws_in_place or bool(seen.stride_reads))
 
 
-def _carried(slots: tuple[specs.Slot, ...], out_spec: Any, cache: int | str) -> trees.Carried:
+def _carried(
+    slots: tuple[specs.Slot, ...], out_spec: Any, caches: tuple[tuple[str | int, int], ...]
+) -> tuple[trees.Carried, ...]:
     names = [slot.name for slot in slots]
-    slot = cache if isinstance(cache, int) else names.index(cache) if cache in names else None
-    found = trees.find_cache(out_spec)
-    if slot is None or found is None:
-        raise CaptureError(
-            "the model updates a cache that it was given in a way that cannot be followed. "
-            "Pass the cache as a parameter of its own, or capture with use_cache=False."
-        )
-    return trees.Carried(slot, *found)
+    found = trees.find_caches(out_spec)
+    carried: list[trees.Carried] = []
+    for cache, place in caches:
+        slot = cache if isinstance(cache, int) else names.index(cache) if cache in names else None
+        if slot is None or place >= len(found):
+            raise CaptureError(
+                "the model updates a cache that it was given in a way that cannot be followed. "
+                "Pass the cache as a parameter of its own, or capture with use_cache=False."
+            )
+        carried.append(trees.Carried(slot, *found[place]))
+    return tuple(carried)
 
 
 def _blame_shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], cause: CaptureError | None) -> None:

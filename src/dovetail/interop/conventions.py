@@ -23,7 +23,7 @@ from dovetail.graph.capturing.expecting import (
 )
 from dovetail.graph.capturing.sharing import Owned
 from dovetail.graph.capturing.specs import Slot, children
-from dovetail.graph.capturing.trees import Carried, find_cache
+from dovetail.graph.capturing.trees import Carried, find_caches
 from dovetail.graph.expressions import require_arithmetic, require_symbol
 from dovetail.interop.decoding import Absent, Decoder, Unreadable, index, rows, table, take
 from dovetail.interop.encoding import Encoder, Unwritable
@@ -49,7 +49,6 @@ _FACTORIES = frozenset({"list", "dict", "set", "tuple", "int", "float", "str", "
 def write(convention: Convention, encoder: Encoder) -> dict[str, Any]:
     """A convention as JSON. Raises Unwritable where a type or a default has no form in a file."""
     expectations = convention.expectations
-    carried = convention.carried
     written: dict[str, Any] = {
         "slots": [_slot(slot, encoder) for slot in convention.slots],
         "in": write_tree(convention.in_spec),
@@ -63,7 +62,8 @@ def write(convention: Convention, encoder: Encoder) -> dict[str, Any]:
         "written": list(expectations.owned.written),
         "read": list(expectations.owned.read),
         "training": convention.training,
-        "carried": None if carried is None else [carried.slot, carried.start, carried.count],
+        "carried": [[one.slot, one.start, one.count] for one in convention.carried],
+        "appended": convention.appended,
     }
     try:
         _require_arithmetic(written)
@@ -103,15 +103,29 @@ def read(written: dict[str, Any], decoder: Decoder) -> Convention:
         out_spec,
         expectations,
         None if training is None else take(bool, training),
-        None if carried is None else _read_carried(rows(carried), slots, out_spec),
+        _read_carried(carried, slots, out_spec),
+        _read_appended(written.get("appended", 0), out_spec),
     )
 
 
-def _read_carried(row: list[Any], slots: tuple[Slot, ...], out_spec: TreeSpec) -> Carried:
-    slot, start, count = (take(int, n) for n in row)
-    if not slots[index(slot, slots)].captured or find_cache(out_spec) != (start, count):
-        raise Unreadable("the results have no cache where one is updated")
-    return Carried(slot, start, count)
+def _read_carried(written: Any, slots: tuple[Slot, ...], out_spec: TreeSpec) -> tuple[Carried, ...]:
+    caches = find_caches(out_spec)
+    carried: list[Carried] = []
+    # Files of earlier versions have one or none.
+    one = isinstance(written, list) and bool(written) and isinstance(written[0], int)
+    for row in [written] if one else rows(written or []):
+        slot, start, count = (take(int, n) for n in rows(row))
+        if not slots[index(slot, slots)].captured or (start, count) not in caches:
+            raise Unreadable("the results have no cache where one is updated")
+        carried.append(Carried(slot, start, count))
+    return tuple(carried)
+
+
+def _read_appended(written: Any, out_spec: TreeSpec) -> int:
+    appended = take(int, written)
+    if appended and (out_spec.type is not tuple or len(children(out_spec)) != appended + 1):
+        raise Unreadable("the results lack caches that are updated")
+    return appended
 
 
 def _slot(slot: Slot, encoder: Encoder) -> list[Any]:

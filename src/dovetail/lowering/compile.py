@@ -30,12 +30,13 @@ def compile(
     rules: Any = None,
     pipeline: Any = None,
     plan: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
     dynamic_shapes: Any = None,
     on_error: Literal["fallback", "raise"] = "fallback",
     verify: bool = False,
     granularity: Granularity = "outer",
     smallest: int = 2,
-    specialisations: int = 8,
+    recompile_limit: int | None = None,
     timeout: float | None = None,
     cache: bool | str | Path = True,
     cuda_graphs: CudaGraphs = "auto",
@@ -44,9 +45,13 @@ def compile(
 ) -> CompiledModule:
     """The model, captured, fused and lowered: called as it is, with the very same parameters.
 
-    With example inputs the work is done now for calls like them, otherwise in the first call. Other shapes, and the
-    other one of train and eval mode, are met by a new capture when they come, `specialisations` times; give
-    `dynamic_shapes` (as `torch.export` takes them) for sizes that vary. `rules` are fused before blocks that repeat
+    With example inputs the work is done now for calls like them, otherwise in the first call. Sizes that are others in a
+    later call are symbolic in the next capture (`dynamic=True`: all, at once; False: none; sizes marked by
+    `torch._dynamo.mark_dynamic`, and those that `dynamic_shapes` names as `torch.export` takes them, at once). Whatever
+    else differs, the train or eval mode for one, is captured when it comes, in all `recompile_limit` times (None: that of
+    `dovetail.config`); then, and where a model cannot be captured, the model runs as it is, unless `on_error` is "raise".
+    Each such event is a warning of the logger `dovetail`, and listed by `explain`. Methods of the model that call it,
+    `generate` for one, run compiled code. `rules` are fused before blocks that repeat
     are made one body each; `pipeline` takes the place of all passes. With `cuda_graphs` "auto", calls without
     gradients on a GPU are recorded and replayed as one where nothing prevents it; what does is in the ledger. With
     `check_capture` the first graph is compared with the model on the inputs it was captured with, if any backend but
@@ -57,19 +62,20 @@ def compile(
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
     if isinstance(model, CompiledModule):
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
+    _checked_dynamic(dynamic, dynamic_shapes)
     options = Options(
         plan=plan,
         on_error=on_error,
         verify=verify,
         granularity=granularity,
         smallest=smallest,
-        specialisations=specialisations,
+        recompile_limit=recompile_limit,
         timeout=timeout,
         cache=cache,
         weight_check_interval=weight_check_interval,
     )
     # Captures are what is bounded; each may still be called with gradients and without.
-    each = replace(options, specialisations=Options.specialisations)
+    each = replace(options, recompile_limit=None)
     recipe, chain = make_recipe(each, backends=backends, rules=rules, pipeline=pipeline)
     if args is None and kwargs is not None:
         args = ()
@@ -81,7 +87,8 @@ def compile(
         model,
         recipe,
         dynamic_shapes=dynamic_shapes,
-        most=specialisations,
+        dynamic=dynamic,
+        recompile_limit=recompile_limit,
         cuda_graphs=cuda_graphs,
         check_capture=check_capture and any(getattr(b, "name", "") != "eager" for b in chain),
     )
@@ -89,6 +96,15 @@ def compile(
         _warm(chain)
         made.specialise(args, kwargs)
     return made
+
+
+def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
+    if dynamic not in (None, True, False):
+        raise InvalidArgument(
+            f"dynamic {dynamic!r}; give True, False, or None for sizes that change between calls."
+        )
+    if dynamic is not None and dynamic_shapes is not None:
+        raise InvalidArgument("give `dynamic` or `dynamic_shapes`: the latter says which sizes are dynamic.")
 
 
 def make_recipe(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Mapping
 from typing import Any, Self
 
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import CaptureError, InvalidArgument
 from dovetail.graph.module import Body, Program
+from dovetail.lowering.diagnostics import Diagnostic
 from dovetail.lowering.forms import HOOKS, CudaGraphs, Forms, Recipe
+from dovetail.lowering.forward_override import ForwardOverride, MethodOverride
 
 # What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
 _SHARED = (
@@ -29,14 +32,15 @@ _SHARED = (
 )
 
 
-class CompiledModule(nn.Module):
+class CompiledModule(nn.Module, ForwardOverride):
     """The model with its graph fused and lowered; what `dovetail.compile` returns.
 
     It shares parameters, buffers and submodules with the model, so that `state_dict`, optimizers and `.to` see one.
     Inputs that no capture so far was made for, another train or eval mode, autocast, another number or string as an
-    attribute of a module, and another class, `forward` or other function of a module or its class capture again, `most`
-    times; then the model's own forward runs. So it does while another tracer looks on, and for a call that cannot be
-    captured after others could. What attributes of other kinds hold (lists, configuration objects) is taken as it was.
+    attribute of a module, and another class, `forward` or other function of a module or its class capture again, up to
+    the recompile limit; then the model's own forward runs. So it does while another tracer looks on, and for a call that
+    cannot be captured. Methods of the model that call it run compiled code; so does the model once this module's
+    `forward` is assigned to it. What attributes of other kinds hold (lists, configuration objects) is taken as it was.
     """
 
     def __init__(
@@ -45,7 +49,8 @@ class CompiledModule(nn.Module):
         recipe: Recipe,
         *,
         dynamic_shapes: Any = None,
-        most: int = 8,
+        dynamic: bool | None = None,
+        recompile_limit: int | None = None,
         cuda_graphs: CudaGraphs = "auto",
         check_capture: bool = False,
     ) -> None:
@@ -56,11 +61,13 @@ class CompiledModule(nn.Module):
             model,
             recipe,
             dynamic_shapes=dynamic_shapes,
-            most=most,
+            dynamic=dynamic,
+            recompile_limit=recompile_limit,
             cuda_graphs=cuda_graphs,
             check_capture=check_capture,
+            fallback_at_first=True,
         )
-        self.__dict__.update(_model=model, _forms=forms)
+        self.__dict__.update(_model=model, _forms=forms, _override=MethodOverride(model, self._run))
 
     @property
     def training(self) -> bool:
@@ -81,6 +88,16 @@ class CompiledModule(nn.Module):
         return self.__dict__["_forms"]
 
     @property
+    def overridden(self) -> nn.Module:
+        """The model, whose `forward` this module's may take the place of."""
+        return self._original
+
+    @property
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """Recompilations, fallbacks and limits reached so far, each with its cause."""
+        return tuple(self._captures.diagnostics.events)
+
+    @property
     def _wrapper(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name == "forward"}
 
@@ -93,7 +110,11 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_model"], name)
+            model = self.__dict__["_model"]
+            value = getattr(model, name)
+            if isinstance(value, types.MethodType) and value.__self__ is model:
+                return self.__dict__["_override"].bound(value)
+            return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
@@ -122,21 +143,30 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._captures.call(args, kwargs)
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the model by one of its methods runs: a `forward` that this module was given counts."""
+        return self.forward(*args, **kwargs)
+
     def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Capture and lower for calls like this one, unless there are as many captures as there may be."""
-        self._captures.specialise(args, kwargs)
+        forms = self._captures
+        try:
+            forms.specialise(args, kwargs)
+        except CaptureError as error:
+            if forms.recipe.strict:
+                raise
+            forms.report_fallback(error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
-        made = _restored(model, *self._captures.options, [], self._captures.check_capture)
+        made = _restored(model, self._captures.options, [])
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self._wrapper, memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         forms = self._captures.portable()
-        arguments = (self._original, *self._captures.options, forms, self._captures.check_capture)
-        return _restored, arguments, self._wrapper or None
+        return _restored, (self._original, self._captures.options, forms), self._wrapper or None
 
     def __repr__(self) -> str:
         return f"CompiledModule({self._original!r})"
@@ -178,22 +208,7 @@ def refresh(compiled: nn.Module) -> int:
     return len(written)
 
 
-def _restored(
-    model: nn.Module,
-    recipe: Recipe,
-    dynamic: Any,
-    most: int,
-    cuda_graphs: CudaGraphs,
-    forms: Any,
-    check_capture: bool = False,
-) -> CompiledModule:
-    made = CompiledModule(
-        model,
-        recipe,
-        dynamic_shapes=dynamic,
-        most=most,
-        cuda_graphs=cuda_graphs,
-        check_capture=check_capture,
-    )
+def _restored(model: nn.Module, options: dict[str, Any], forms: Any) -> CompiledModule:
+    made = CompiledModule(model, **options)
     made.__dict__["_forms"].adopt(forms)
     return made

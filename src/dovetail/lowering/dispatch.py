@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,9 @@ from torch import Tensor
 from dovetail.graph.forking import on_fork, released_by_fork
 from dovetail.lowering.artefacts import Artefact, Workshop, obtain
 from dovetail.lowering.backend import setting
+from dovetail.lowering.diagnostics import report
 from dovetail.lowering.faults import Fault, fault_of
+from dovetail.lowering.options import compilation_limit
 from dovetail.lowering.situation import (
     Fit,
     Situation,
@@ -47,16 +48,23 @@ class Entry:
 class Dispatcher:
     """A body behind guards: compiled code where a call fits it, a new specialisation where it does not.
 
-    At most `most` specialisations are made; then the body runs. In a child process that was forked later, calls run the
+    Up to the recompile limit specialisations are made; then the body runs. In a child process that was forked later, calls run the
     body. Calls in which another tracer or a dispatch mode looks
     on, in which autocast is on, or in which a written operand shares memory with another one, run the body too.
     """
 
     def __init__(
-        self, unit: Unit, backends: Sequence[Any], workshop: Workshop, tell: Tell, *, most: int, strict: bool
+        self,
+        unit: Unit,
+        backends: Sequence[Any],
+        workshop: Workshop,
+        tell: Tell,
+        *,
+        limit: int | None,
+        strict: bool,
     ) -> None:
         self.unit, self.backends, self.workshop, self.tell = unit, tuple(backends), workshop, tell
-        self.most, self.strict = most, strict
+        self.limit, self.strict = limit, strict
         self.body = unit.region.body
         self.entries: dict[Situation, Entry] = {}
         self.compilations = 0
@@ -111,8 +119,9 @@ class Dispatcher:
         for entry in list(self.entries.values()):
             if not entry.situation.is_static and entry.fits(args):
                 return entry
-        if len(self.entries) >= self.most and situation not in self.entries:
-            self._warn()
+        limit = compilation_limit(self.limit)
+        if len(self.entries) >= limit and situation not in self.entries:
+            self._warn(limit)
             return None
         with nothing_noted():
             return self.entry_for(situation)
@@ -145,6 +154,13 @@ class Dispatcher:
         with self._lock:
             if self.entries.get(entry.situation) is entry:
                 self.tell(fault)
+                report(
+                    "failed",
+                    f"code of '{backend.name}' for region '{self.unit.region.name}' raised in a call and is not used any "
+                    f"more: {fault.reason}. The next backend takes its place, or the operations as they are; "
+                    f"dovetail.explain(...).lowering has the traceback.",
+                    stacklevel=4,
+                )
                 if not self.strict:
                     entry.dropped = True
                     self.entries[entry.situation] = self._made(entry.situation, after=backend)
@@ -152,11 +168,13 @@ class Dispatcher:
             raise fault.raised()
         return made
 
-    def _warn(self) -> None:
+    def _warn(self, limit: int) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"region '{self.unit.region.name}' was called in more than {self.most} ways; further ones run as they "
-                f"are. Capture with dynamic_shapes, or give `specialisations`.",
+            report(
+                "limit",
+                f"the recompile limit of {limit} is reached for region '{self.unit.region.name}': calls unlike those it was "
+                f"compiled for run it uncompiled. Capture with dynamic_shapes, or raise `recompile_limit`, here or as "
+                f"dovetail.config.recompile_limit.",
                 stacklevel=4,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -17,9 +16,14 @@ from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, InvalidArgument
 from dovetail.graph.capture import CAPTURING, capture
+from dovetail.graph.capturing import trees
 from dovetail.graph.forking import on_fork, released_by_fork
+from dovetail.lowering.automatic_dynamic import AutomaticDynamic, Dimensions
+from dovetail.lowering.diagnostics import Diagnostics
+from dovetail.lowering.forward_override import instance_forward, is_overridden, own_forward
 from dovetail.lowering.lowering import lowering_of
 from dovetail.lowering.makeup import Makeup, has_hooks_on_all_modules
+from dovetail.lowering.options import compilation_limit
 from dovetail.lowering.replay import NO_GPU, Replay, why_not_recorded
 from dovetail.lowering.site import is_watched
 from dovetail.lowering.situation import autocast_off, autocasting, nothing_noted
@@ -66,9 +70,11 @@ class Forms:
     """The captures of a model so far, and how further ones are made.
 
     Inputs that no capture was made for, another train or eval mode, autocast, another number or string as an attribute
-    of a module, and another class or function of one capture again, `most` times; then the model's own forward runs.
-    So it does while another tracer looks on, for a call that cannot be captured after others could, and in a child
-    process that was forked from this one. Hooks of the model itself are the caller's to run.
+    of a module, and another class or function of one capture again, up to the recompile limit; then the model's own
+    forward runs. So it does while another tracer looks on, for a call that cannot be captured after others could, with
+    `fallback_at_first` also for the first one, and in a child process that was forked from this one. Sizes that differ
+    from those of earlier calls are symbolic in the next capture, as `dynamic` says. Hooks of the model itself are the
+    caller's to run.
     """
 
     def __init__(
@@ -77,21 +83,24 @@ class Forms:
         recipe: Recipe,
         *,
         dynamic_shapes: Any = None,
-        most: int = 8,
+        dynamic: bool | None = None,
+        recompile_limit: int | None = None,
         cuda_graphs: CudaGraphs = "auto",
         check_capture: bool = False,
+        fallback_at_first: bool = False,
         lock: threading.RLock | None = None,
     ) -> None:
         self.model, self.recipe = model, recipe
-        self.dynamic_shapes, self.most = dynamic_shapes, most
+        self.dynamic_shapes, self.recompile_limit = dynamic_shapes, recompile_limit
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.check_capture = check_capture
         self.made: list[Form] = []
-        # Whether it could be captured once: calls for which it cannot be then run the model.
-        self.had_forms = False
+        # Whether a call that cannot be captured runs the model: for the first one it may be the model's fault.
+        self.had_forms = fallback_at_first
+        self.diagnostics = Diagnostics()
+        self.automatic = AutomaticDynamic(dynamic)
         self._last: Form | None = None
         self._refused: list[Any] = []
-        self._warned = False
         self._busy: int | None = None
         self._lock = lock or released_by_fork(threading.RLock())
         self._inherited = False
@@ -99,9 +108,16 @@ class Forms:
         self._makeup = Makeup(model)
 
     @property
-    def options(self) -> tuple[Any, Any, int, CudaGraphs]:
+    def options(self) -> dict[str, Any]:
         """What forms of another model are made with to be made alike."""
-        return self.recipe, self.dynamic_shapes, self.most, self.cuda_graphs
+        return {
+            "recipe": self.recipe,
+            "dynamic_shapes": self.dynamic_shapes,
+            "dynamic": self.automatic.dynamic,
+            "recompile_limit": self.recompile_limit,
+            "cuda_graphs": self.cuda_graphs,
+            "check_capture": self.check_capture,
+        }
 
     def portable(self) -> list[tuple[Modes, GraphModule]]:
         """Captures that hold in another process, where classes and functions are what they were at first."""
@@ -119,7 +135,7 @@ class Forms:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call by a capture that is for it, made now if need be."""
         if (torch.compiler.is_compiling() or is_watched()) and not self.captured_elsewhere():
-            return self.model.forward(*args, **kwargs)
+            return self.run_model(args, kwargs)
         last = self._last
         # A GPU can begin with the call while it is looked whether the model is what it was.
         end = last.begin(args, kwargs) if last is not None else None
@@ -143,7 +159,11 @@ class Forms:
 
     def with_stand_ins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call while other tensors stand for the parameters of the model, as `functional_call` has it."""
-        return self.model.forward(*args, **kwargs)
+        return self.run_model(args, kwargs)
+
+    def run_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model's own forward."""
+        return own_forward(self.model)(*args, **kwargs)
 
     def captured_elsewhere(self) -> bool:
         """Whether it is another thread's capture that is being noticed; it is over then.
@@ -183,8 +203,8 @@ class Forms:
 
     def _called(self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inherited:
-            return self.model.forward(*args, **kwargs)
-        tried = 0
+            return self.run_model(args, kwargs)
+        tried, mismatch = 0, ""
         while True:
             forms = list(self.made)
             for form in forms[tried:]:
@@ -192,7 +212,8 @@ class Forms:
                     continue
                 try:
                     made = form.run(*args, **kwargs)
-                except CallMismatch:
+                except CallMismatch as error:
+                    mismatch = str(error)
                     continue
                 self._last = form
                 return made
@@ -204,7 +225,7 @@ class Forms:
                 way = (modes, _seen((args, kwargs)))
                 try:
                     if way not in self._refused:
-                        form = self.specialise(args, kwargs)
+                        form = self.specialise(args, kwargs, mismatch or self._other_modes(modes))
                 except CaptureError as error:
                     if not (tried or self.had_forms) or self.recipe.strict:
                         raise
@@ -217,39 +238,61 @@ class Forms:
                 self._refused.append(way)
         self.captured_elsewhere()
         # Where the call cannot be made at all, the model's own error tells.
-        made = self.model.forward(*args, **kwargs)
+        made = self.run_model(args, kwargs)
         if refused is not None:
             self._refused.append(way)
-            warnings.warn(
-                f"a call runs the model as it is, for it cannot be captured: {refused}", stacklevel=5
-            )
+            self.report_fallback(refused)
         return made
 
-    def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
+    def report_fallback(self, error: CaptureError) -> None:
+        """Report that calls run the model as it is, for they cannot be captured."""
+        self.diagnostics.report(
+            "fallback",
+            f"the model runs as it is, for a call of it cannot be captured: {error}\n"
+            f'  torch.compile(model, backend="dovetail") takes the pieces between what cannot be captured; '
+            f'on_error="raise" raises this.',
+            stacklevel=6,
+        )
+
+    def _other_modes(self, modes: Modes) -> str:
+        """Why no capture so far is for the modes of a call, in words."""
+        if not self.made:
+            return ""
+        if any(form.modes[0] == modes[0] for form in self.made):
+            return "autocast is another one than in earlier calls"
+        return "the train or eval mode, an attribute or the code of a module is another one than in earlier calls"
+
+    def specialise(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
+    ) -> Form | None:
         """Capture and lower for calls like this one; None once there are as many as there may be.
 
-        None, too, while hooks are registered for all modules, which a graph has none of.
+        None, too, while hooks are registered for all modules, which a graph has none of. `cause` says why earlier
+        captures are not for such calls.
         """
         if self._inherited or has_hooks_on_all_modules():
             return None
         with self._lock:
-            if len(self.made) + len(self._refused) >= self.most:
-                if not self._warned:
-                    self._warned = True
-                    warnings.warn(
-                        f"the model was called in more than {self.most} ways; further ones run as they are. "
-                        f"Give dynamic_shapes, or more `specialisations`.",
-                        stacklevel=5,
-                    )
+            limit = compilation_limit(self.recompile_limit)
+            if len(self.made) + len(self._refused) >= limit:
+                self.diagnostics.report(
+                    "limit",
+                    f"the recompile limit of {limit} is reached: calls that none of the captures so far is for run the model "
+                    f"as it is. Mark what varies (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes), or raise "
+                    f"`recompile_limit`, here or as dovetail.config.recompile_limit.",
+                    stacklevel=5,
+                )
                 return None
             with nothing_noted():
                 try:
-                    modes, graph = self.captured(args, kwargs)
+                    modes, graph = self.captured(args, kwargs, cause)
                 except CaptureMismatch as error:
                     if self.recipe.strict:
                         raise
                     self._refused.append((self.modes(), _seen((args, dict(kwargs or {})))))
-                    warnings.warn(f"calls run the model as it is: {error}", stacklevel=5)
+                    self.diagnostics.report(
+                        "fallback", f"calls run the model as it is: {error}", stacklevel=5
+                    )
                     return None
                 with autocast_off():
                     program = self.recipe(graph)
@@ -259,9 +302,10 @@ class Forms:
             return form
 
     def captured(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
     ) -> tuple[Modes, GraphModule]:
         """A capture for calls like this one, with the modes it is for."""
+        named = dict(kwargs or {})
         with self._lock:
             self.modes()  # forgets captures of what the model was
             # A thread that traces another model must not wait for this one, which waits for it.
@@ -269,17 +313,54 @@ class Forms:
                 self._busy = threading.get_ident()
                 try:
                     with _fresh_casts():
-                        graph = capture(
-                            without_hooks(self.model),
-                            args,
-                            dict(kwargs or {}),
-                            dynamic_shapes=self.dynamic_shapes,
-                            check_capture=self.check_capture and not self.made,
-                        )
+                        graph = self._traced(args, named, cause)
                 finally:
                     self._busy = None
             # Afterwards: a model may note something on itself the first time it runs.
             return self.modes() or ((), ()), graph
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], cause: str) -> GraphModule:
+        """The captured graph, with the sizes open that differ between calls, if it can be captured so."""
+        model = without_hooks(self.model)
+        check = self.check_capture and not self.made
+        if self.dynamic_shapes is not None:
+            self._report_recompilation(cause)
+            return capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
+        trees.prepare()
+        dims = self.automatic.observe(args, kwargs)
+        self._report_recompilation(cause, dims)
+        if dims:
+            shapes = dims.as_dynamic_shapes(model.forward, args, kwargs)
+            try:
+                return capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+            except CaptureMismatch:
+                raise
+            except CaptureError as error:
+                dynamic_error = error
+        else:
+            return capture(model, args, kwargs, check_capture=check)
+        graph = capture(model, args, kwargs, check_capture=check)
+        self.automatic.keep_static(args, kwargs)
+        if self.made:
+            self.diagnostics.report(
+                "recompiled",
+                f"sizes that vary are captured one by one, for they cannot be left open: {dynamic_error}",
+            )
+        return graph
+
+    def _report_recompilation(self, cause: str, dims: Dimensions | None = None) -> None:
+        if not self.made:
+            return
+        if dims is not None and dims.changes:
+            became = "dynamic" if dims else "specialized for this call, as 0 and 1 always are"
+            message = (
+                f"the model is captured and compiled again: {', '.join(dims.changes)}. What changed is {became}. Mark it "
+                f"beforehand (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes) to compile once; dynamic=False "
+                f"compiles for each size."
+            )
+        else:
+            message = f"the model is captured and compiled again: {cause or 'a call unlike earlier ones'}"
+        self.diagnostics.report("recompiled", message)
 
     def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
         """What a call of a form runs: its graph, recorded on a GPU where nothing prevents it."""
@@ -338,4 +419,8 @@ def without_hooks(model: nn.Module) -> nn.Module:
     made = type(model).__new__(type(model))
     made.__dict__.update(model.__dict__)
     made.__dict__.update({name: OrderedDict() for name in HOOKS if name in model.__dict__})
+    if is_overridden(model):
+        del made.__dict__["forward"]
+        if (forward := instance_forward(model)) is not None:
+            made.__dict__["forward"] = forward
     return made

@@ -111,7 +111,7 @@ class Lowering:
                     backends,
                     workshop_of(self.options),
                     lambda what, unit=unit: self.tell(unit, what),
-                    most=self.options.specialisations,
+                    limit=self.options.recompile_limit,
                     strict=self.options.strict,
                 )
             self._by_name[_own(region.name)] = found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from dovetail.graph.holding import dict_version
+from dovetail.lowering.forward_override import instance_forward
 
 # What every module has is torch's own business; of that only the mode is baked into a capture.
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
@@ -137,8 +138,10 @@ class Makeup:
         """Attributes that modules were given since, or that stand in the place of a function of their class."""
         added: list[tuple[int, str, Any]] = []
         for i, (module, attributes, names) in enumerate(self._names):
-            if "forward" in attributes and not _is_own(module, attributes["forward"]):
-                added.append((i, "forward", attributes["forward"]))
+            if "forward" in attributes:
+                forward = instance_forward(module)
+                if forward is not None and not _is_own(module, forward):
+                    added.append((i, "forward", forward))
             if tuple(attributes) != names:
                 known = frozenset(names)
                 added += [

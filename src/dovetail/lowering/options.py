@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
+from dovetail import config
 from dovetail.errors import InvalidArgument
 from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.choosing import Granularity
@@ -21,7 +22,7 @@ class Options:
     verify: bool = False
     granularity: Granularity = "outer"
     smallest: int = 2
-    specialisations: int = 8
+    recompile_limit: int | None = None
     timeout: float | None = None
     cache: bool | str | Path = True
     grad: bool | None = None
@@ -43,6 +44,14 @@ class Options:
         return replace(self, plan=None)
 
 
+def compilation_limit(given: int | None) -> int:
+    """The recompile limit that was given, or that of the process."""
+    limit: object = config.recompile_limit if given is None else given
+    if not _is_count(limit):
+        raise InvalidArgument(f"dovetail.config.recompile_limit {limit!r}; set 1 or more.")
+    return cast("int", limit)
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -60,7 +69,10 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verify": (lambda v: isinstance(v, bool), "True or False"),
     "granularity": (lambda v: v in ("outer", "inner"), "'outer' or 'inner'"),
     "smallest": (_is_count, "1 or more"),
-    "specialisations": (_is_count, "1 or more"),
+    "recompile_limit": (
+        lambda v: v is None or _is_count(v),
+        "1 or more, or None for dovetail.config.recompile_limit",
+    ),
     "timeout": (_is_duration, "seconds, or None for the backend's own"),
     "cache": (lambda v: isinstance(v, (bool, str, Path)), "True, False or a folder"),
     "weight_check_interval": (

@@ -29,7 +29,7 @@ class Lower(Pass):
     verify: bool = False
     granularity: Granularity = "outer"
     smallest: int = 2
-    specialisations: int = 8
+    recompile_limit: int | None = None
     timeout: float | None = None
     cache: bool | str | Path = True
     weight_check_interval: int | None = CHECK_INTERVAL

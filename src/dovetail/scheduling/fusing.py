@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
-from torch.export import Dim
+from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, ScheduleError
@@ -33,39 +30,17 @@ class _Captures(Forms):
     def __init__(
         self, module: nn.Module, path: str, recipe: Steps, lock: threading.RLock, *, any_size: bool
     ) -> None:
-        super().__init__(module, recipe, cuda_graphs=False, lock=lock)
-        self._path, self._is_any_size = path, any_size
+        super().__init__(module, recipe, dynamic=any_size, cuda_graphs=False, lock=lock)
+        self._path = path
 
     def captured(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
     ) -> tuple[Modes, GraphModule]:
         try:
             refuse_hooks(self._path, self.model)
         except ScheduleError as error:
             raise CaptureError(str(error)) from error
-        self.dynamic_shapes = _any_size(self.model, args, kwargs or {}) if self._is_any_size else None
-        try:
-            return super().captured(args, kwargs)
-        except CaptureError:
-            if self.dynamic_shapes is None:
-                raise
-        self.dynamic_shapes = None
-        return super().captured(args, kwargs)
-
-
-def _any_size(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Every dimension of every input free; None for a signature whose inputs have no names."""
-    signature = inspect.signature(model.forward)
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return None
-    return {
-        name: pytree.tree_map(_free, value)
-        for name, value in signature.bind(*args, **kwargs).arguments.items()
-    }
-
-
-def _free(value: Any) -> Any:
-    return [Dim.AUTO] * value.dim() if isinstance(value, Tensor) else None
+        return super().captured(args, kwargs, cause)
 
 
 class Fusing(Installed):

@@ -131,22 +131,24 @@ class PartForms(Forms):
     """Captures of a part: no hook becomes part of one, and stand-ins for parameters reach them."""
 
     def captured(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
     ) -> tuple[Modes, GraphModule]:
         try:
             refuse_hooks(type(self.model).__name__, self.model)
         except ScheduleError as error:
             raise CaptureError(str(error)) from error
         with _own_forwards_within(self.model):
-            return super().captured(args, kwargs)
+            return super().captured(args, kwargs, cause)
 
-    def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Form | None:
+    def specialise(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
+    ) -> Form | None:
         if has_hooks_on_all_modules() and getattr(self.recipe, "replaces", False):
             raise ScheduleError(
                 f"hooks are registered for all modules, and a {type(self.model).__name__} in which something was replaced "
                 f"has no modules inside to run them. Remove them, or register them on single modules"
             )
-        return super().specialise(args, kwargs)
+        return super().specialise(args, kwargs, cause)
 
     def with_stand_ins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call while other tensors than its own stand for parameters of the part, or another tracer looks on."""

@@ -57,7 +57,8 @@ class Convention:
         out_spec: TreeSpec,
         expectations: Expectations,
         training: bool | None,
-        carried: Carried | None = None,
+        carried: tuple[Carried, ...] = (),
+        appended: int = 0,
     ) -> None:
         self.slots = slots
         self.in_spec = in_spec
@@ -66,11 +67,12 @@ class Convention:
         self.expectations = expectations
         self.training = training
         self.carried = carried
+        self.appended = appended
         self._captured = tuple(i for i, slot in enumerate(slots) if slot.captured)
         self._defaulted = tuple(i for i, slot in enumerate(slots) if not slot.captured)
         self._flat = all(child.type is None for child in children(in_spec))
         self._in_order = order == tuple(range(len(order)))
-        self._single = carried is None and out_spec.is_leaf()
+        self._single = not carried and out_spec.is_leaf()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Convention:
         return self
@@ -87,6 +89,7 @@ class Convention:
             self.expectations,
             self.training,
             self.carried,
+            self.appended,
         )
         return _restore, state
 
@@ -125,20 +128,29 @@ class Convention:
     def results(self, flat: Any, given: tuple[Any, ...] | None = None) -> Any:
         """What the model returns, from the graph's flat results.
 
-        With the values `given` to the call, a cache among them is updated in place and returned, as the model
+        With the values `given` to the call, caches among them are updated in place and returned, as the model
         does.
         """
         out = list(flat) if isinstance(flat, (list, tuple)) else [flat]
         if self._single and len(out) == 1:
             return out[0]
-        carried = self.carried
-        if carried is None or given is None:
-            return pytree.tree_unflatten(out, self.out_spec)
-        outer, inner = split_at(self.out_spec, carried.start)
-        end = carried.start + carried.count
-        updated = pytree.tree_unflatten(out[carried.start : end], inner)
-        out[carried.start : end] = [hand_back(given[carried.slot], updated)]
-        return pytree.tree_unflatten(out, outer)
+        if not self.carried or given is None:
+            made = pytree.tree_unflatten(out, self.out_spec)
+            return made[0] if self.appended else made
+        outer, inner = self._split
+        updated: dict[int, Any] = {}
+        for carried in sorted(self.carried, key=lambda c: c.start, reverse=True):
+            state = slice(carried.start, carried.start + carried.count)
+            if carried.slot not in updated:
+                new = pytree.tree_unflatten(out[state], inner[carried.start])
+                updated[carried.slot] = hand_back(given[carried.slot], new)
+            out[state] = [updated[carried.slot]]
+        made = pytree.tree_unflatten(out, outer)
+        return made[0] if self.appended else made
+
+    @functools.cached_property
+    def _split(self) -> tuple[TreeSpec, dict[int, TreeSpec]]:
+        return split_at(self.out_spec, frozenset(carried.start for carried in self.carried))
 
     def inputs(self, *args: Any) -> Sequence[Any]:
         """The graph's inputs from positional arguments, nested or already flat, as FX tools pass them."""
@@ -185,7 +197,7 @@ class Convention:
         lines = [f"@{NAME}.called", f"def {function}({self._parameters()}){annotation}:"]
         lines += [f"    {text}" for text in typed]
         values = self._values()
-        if self.carried is not None:
+        if self.carried:
             lines.append(f"    {GIVEN} = {values}")
             values = GIVEN
         call = f"{NAME}.bind(self, {values})"
@@ -288,7 +300,7 @@ class ModelCodeGen(CodeGen):
         descs: Sequence[str] | None = None,
         repr_fn: Callable[[object], str] | None = None,
     ) -> str:
-        given = f", {GIVEN}" if self.convention.carried is not None else ""
+        given = f", {GIVEN}" if self.convention.carried else ""
         return f"return {NAME}.results({(repr_fn or repr)(output_args)}{given})"
 
     def process_inputs(self, *args: Any) -> Any:

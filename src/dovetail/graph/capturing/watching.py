@@ -42,13 +42,14 @@ _HARMLESS = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo", "to
 class Seen:
     """What was noticed while tracing, in order: a description of each, with what to do.
 
-    `cache` is the argument, by name or position, that is a cache which forward updated and returned; `data_line` is
-    where forward last read `.data`, which the exporter follows in few cases and blames on no line; `stride_reads` are
+    `caches` are the arguments, by name or position, that are caches which forward updated or returned, each with the
+    place of its state among the caches in the results; `appended` of these are returned for this alone. `data_line` is where forward last read `.data`, which the exporter follows in few cases and blames on no line; `stride_reads` are
     the methods it called whose results depend on strides.
     """
 
     findings: list[str] = field(default_factory=list[str])
-    cache: str | int | None = None
+    caches: tuple[tuple[str | int, int], ...] = ()
+    appended: int = 0
     data_line: blame.Line | None = None
     stride_reads: frozenset[str] = frozenset()
 
@@ -76,15 +77,15 @@ def watched(model: nn.Module) -> Generator[Seen]:
     seen = Seen()
     before = snapshot(model)
 
-    given: list[tuple[list[Any], Any]] = []
+    given: list[_Given] = []
     effects = TensorEffects(seen.note)
     entered: list[TensorEffects] = []
     buffers: list[Rebinding] = []
 
     def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[:] = [pytree.tree_flatten((args, kwargs))]
+        given[:] = [_Given(args, kwargs)]
         buffers[:] = [Rebinding(module)]
-        effects.begin(module, given[0][0])
+        effects.begin(module, pytree.tree_leaves((args, kwargs)))
         entered.append(effects.__enter__())
 
     def at_end(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
@@ -93,7 +94,7 @@ def watched(model: nn.Module) -> Generator[Seen]:
         effects.restore()
         _compare(before, seen)
         if given:
-            _compare_arguments(given.pop(), args, kwargs, result, seen)
+            result = given.pop().compare(args, kwargs, result, seen)
         return buffers.pop().settle(result, lambda what, advice: seen.note(what, None, advice))
 
     # Compared as soon as forward is done, for the exporter restores attributes itself, without a word.
@@ -115,24 +116,60 @@ def watched(model: nn.Module) -> Generator[Seen]:
             restore(before)
 
 
-def _compare_arguments(
-    before: tuple[list[Any], Any], args: Any, kwargs: Any, result: Any, seen: Seen
-) -> None:
-    """Notice lists, dicts and caches among the arguments that forward itself changed."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    unchanged = len(leaves) == len(before[0]) and all(a is b for a, b in zip(leaves, before[0], strict=True))
-    if unchanged and spec == before[1]:
-        return
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    caches = [(where, value) for where, value in named if trees.is_cache(value)]
-    returned = [v for v in pytree.tree_leaves(result, is_leaf=trees.is_cache) if trees.is_cache(v)]
-    if len(caches) == 1 and len(returned) == 1 and returned[0] is caches[0][1]:
-        seen.cache = caches[0][0]
-        return
-    seen.note(
-        "forward changes a list, dict or other object that it was given, which a graph cannot do",
-        None,
-        "Return the new values instead.",
+class _Given:
+    """The arguments of forward as they were when it began."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs), is_leaf=trees.is_cache)
+        self._caches = [
+            (where, value, pytree.tree_flatten(value))
+            for where, value in _named(args, kwargs)
+            if trees.is_cache(value)
+        ]
+        self._nested = [
+            (leaf, pytree.tree_flatten(leaf))
+            for leaf in self._leaves
+            if trees.is_cache(leaf) and not any(leaf is cache for _, cache, _ in self._caches)
+        ]
+
+    def compare(self, args: Any, kwargs: Any, result: Any, seen: Seen) -> Any:
+        """Notice lists, dicts and other objects that forward changed; returns its result.
+
+        Caches that it updated are part of the result, those that it does not return appended in a tuple.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=trees.is_cache)
+        if not _are_same((leaves, spec), (self._leaves, self._spec)) or not all(
+            _are_same(pytree.tree_flatten(cache), before) for cache, before in self._nested
+        ):
+            seen.note(
+                "forward changes a list, dict or other object that it was given, which a graph cannot do",
+                None,
+                "Return the new values instead.",
+            )
+            return result
+        returned = [v for v in pytree.tree_leaves(result, is_leaf=trees.is_cache) if trees.is_cache(v)]
+        places: list[tuple[str | int, int]] = []
+        appended: list[Any] = []
+        for where, cache, before in self._caches:
+            at = [i for i, value in enumerate(returned) if value is cache]
+            places += [(where, i) for i in at]
+            if not at and not _are_same(pytree.tree_flatten(cache), before):
+                places.append((where, len(returned) + len(appended)))
+                appended.append(cache)
+        seen.caches, seen.appended = tuple(places), len(appended)
+        return (result, *appended) if appended else result
+
+
+def _named(args: Any, kwargs: Any) -> list[tuple[int | str, Any]]:
+    return [*enumerate(args), *kwargs.items()]
+
+
+def _are_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
+    leaves, others = one[0], other[0]
+    return (
+        len(leaves) == len(others)
+        and all(a is b or (type(a) is int and a == b) for a, b in zip(leaves, others, strict=True))
+        and one[1] == other[1]
     )
 
 
