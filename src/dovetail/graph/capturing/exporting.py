@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import inspect
 import logging
 import operator
 from collections.abc import Generator, Mapping
@@ -68,7 +70,12 @@ class Exported:
 def export_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
 ) -> tuple[ExportedProgram, watching.Seen]:
-    """Export `model` in training form; every failure becomes a CaptureError with the user's line."""
+    """Export `model` in training form; every failure becomes a CaptureError with the user's line.
+
+    The model may get another `forward`, of the same effect.
+    """
+    if dynamic_shapes is not None:
+        dynamic_shapes = _with_named_parameters(model, args, kwargs, dynamic_shapes)
     with rng_kept(), torch.enable_grad():
         if not strict:
             with watching.watched(model) as seen:
@@ -89,6 +96,36 @@ def _export(
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         except Exception as error:
             raise _translated(error, noise) from error
+
+
+def _with_named_parameters(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> Any:
+    """Give forward a parameter for each argument that it takes by `**kwargs`; returns dynamic_shapes for that.
+
+    torch.export has such arguments twice where it derives the ranges of sizes, under their own names and under that of
+    the parameter that collects them, and fails.
+    """
+    signature = inspect.signature(model.forward)
+    collecting = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    known = signature.bind(*args, **kwargs).arguments
+    extra = known.get(collecting[0].name, {}) if collecting else {}
+    if not extra:
+        return dynamic_shapes
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
+    others = [p for p in signature.parameters.values() if p is not collecting[0]]
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def with_named_parameters(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    cast("Any", with_named_parameters).__signature__ = inspect.Signature([*others, *named])
+    model.forward = with_named_parameters
+    if not isinstance(dynamic_shapes, Mapping):
+        return dynamic_shapes
+    shapes = dict(cast("Mapping[str, Any]", dynamic_shapes))
+    return shapes | dict(shapes.pop(collecting[0].name, None) or dict.fromkeys(extra))
 
 
 def _tried(
