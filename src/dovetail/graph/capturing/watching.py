@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import sys
 import threading
+import types
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.grad_mode import inference_mode
 
 from dovetail.errors import CaptureError
@@ -36,6 +38,11 @@ _BOOKS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _MISSING = object()
 # Formulas of torch itself that tracing keeps, or that only save memory.
 _HARMLESS = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo", "torch.utils.checkpoint")
+_DISPATCHES = (
+    OpOverload.__call__.__code__,
+    OpOverload.redispatch.__code__,
+    OpOverloadPacket.__call__.__code__,
+)
 
 
 @dataclass
@@ -272,18 +279,20 @@ def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[None]:
     seeding_names = ("manual_seed", "seed", "initial_seed", "set_rng_state")
     saved_seeding = {name: getattr(torch, name) for name in seeding_names}
     saved_apply = torch.autograd.Function.__dict__["apply"]
-    bound_apply = cast("Callable[..., Any]", saved_apply.__func__)
+
+    def from_forward() -> bool:
+        return threading.get_ident() == here and not _within_operator()
 
     def printing(*args: Any, **kwargs: Any) -> None:
         file = sys._getframe(1).f_code.co_filename
-        if threading.get_ident() != here or not blame.is_user_file(file):
+        if not blame.is_user_file(file) or not from_forward():
             saved_print(*args, **kwargs)
             return
         advice = "Print outside the model, or drop it."
         seen.note("forward prints, which a graph cannot do", blame.of_caller(), advice)
 
     def entering(self: inference_mode) -> None:
-        if threading.get_ident() == here and self.mode:
+        if self.mode and from_forward():
             seen.note(
                 "forward enters torch.inference_mode(), which tracing drops, so gradients would differ",
                 blame.of_caller(),
@@ -293,7 +302,7 @@ def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[None]:
 
     def hooking(name: str) -> Callable[..., Any]:
         def hook_on(self: Tensor, hook: Any) -> Any:
-            if threading.get_ident() == here:
+            if from_forward():
                 seen.note(
                     "forward registers a hook on a gradient, which a graph cannot hold",
                     blame.of_caller(),
@@ -305,22 +314,23 @@ def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[None]:
 
     def seeding(name: str) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here and effects.is_running:
+            if effects.is_running and from_forward():
                 effects.note_reseeding()
             return saved_seeding[name](*args, **kwargs)
 
         return seed
 
     def applying(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = threading.get_ident() == here and not cls.__module__.startswith(_HARMLESS)
-        if ours and _differentiable((*args, *kwargs.values())):
+        ours = not cls.__module__.startswith(_HARMLESS)
+        if ours and _differentiable((*args, *kwargs.values())) and from_forward():
             seen.note(
                 f"forward applies {cls.__name__}, whose own backward formula tracing drops",
                 blame.of_caller(),
                 "Make it a custom operator (torch.library.custom_op with register_autograd), or capture "
                 "with requires_grad_(False) if it is only run for inference.",
             )
-        return bound_apply(cls, *args, **kwargs)
+        # A classmethod of Python up to 2.13, one of C since: both bind as descriptors.
+        return saved_apply.__get__(None, cls)(*args, **kwargs)
 
     patches: list[tuple[Any, str, Any, Any]] = [
         (builtins, "print", printing, saved_print),
@@ -336,6 +346,21 @@ def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[None]:
     finally:
         for owner, name, _, old in patches:
             setattr(owner, name, old)
+
+
+def _within_operator() -> bool:
+    """Whether an operator of torch.library is being dispatched on this thread.
+
+    Tracing keeps those whole, so what their kernels do, derivatives above all, is done wherever the graph calls them.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _DISPATCHES and isinstance(
+            frame.f_locals.get("self"), (OpOverload, OpOverloadPacket)
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _differentiable(args: tuple[Any, ...]) -> bool:
