@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import os
 import re
 import textwrap
 import traceback
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-_OURS = str(Path(__file__).resolve().parents[2])
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+# Models and patterns that come with the package are like a user's.
+_MODELS = (os.path.join(_OURS, "zoo"), os.path.join(_OURS, "rules", "library"))
 # Frames have the path torch was imported by, which may lead through a link.
 _TORCH = (str(Path(torch.__file__).resolve().parent), str(Path(torch.__file__).parent))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -31,16 +34,27 @@ class Line:
     function: str
 
     def __str__(self) -> str:
-        code = linecache.getline(self.file, self.number).strip()
-        shown = f"{self.file}:{self.number} in {self.function}"
-        return f"{shown}\n    {code}" if code else shown
+        return f"{self.place}\n    {self.code}" if self.code else self.place
+
+    @property
+    def inline(self) -> str:
+        """The same within a sentence."""
+        return f"{self.place}: `{self.code}`" if self.code else self.place
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.number} in {self.function}"
+
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.file, self.number).strip()
 
 
 def is_user_file(file: str) -> bool:
     """Whether code in `file` is the user's: not torch, not dovetail, not generated."""
     if file.startswith("<"):
         return False
-    inside_library = file.startswith((*_TORCH, _OURS + "/graph/"))
+    inside_library = file.startswith(_TORCH) or (file.startswith(_OURS) and not file.startswith(_MODELS))
     return not inside_library and not file.endswith(("/contextlib.py", "/functools.py"))
 
 

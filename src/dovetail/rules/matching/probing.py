@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -11,8 +12,10 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from dovetail.errors import RuleError
+from dovetail.graph.capturing import blame
 from dovetail.graph.capturing.quieting import quietly
 from dovetail.rules.matching.choices import Chooser, Const, ConstMisuse, Site, choosing, opaque
 
@@ -20,8 +23,15 @@ _RANKS = (3, 2, 4, 1, 0, 5)
 _SIZES = (8, 1, 16, 4, 32)
 _DTYPES = (torch.float32, torch.int64, torch.bool)
 _LITERALS = (0.61803, 1, False, None)
-_MOST_RUNS = 20_000
+# Most searches that succeed take a few hundred calls of torch; this many take about a second.
+_MOST_CALLS = 12_000
+# What a call on fake tensors costs, in calls on tensors of the meta device.
+_FAKE_COST = 8
 _MOST_VARIANTS = 512
+# Python refuses such calls whatever the shapes are.
+_WRONG_CALL = re.compile(
+    r"unexpected keyword argument|multiple values for|positional arguments? but|required (positional|keyword-only)"
+)
 
 
 @dataclass(frozen=True)
@@ -101,18 +111,40 @@ def _unknown(label: str) -> _Unknown:
     return made
 
 
+class _Counting(TorchFunctionMode):
+    """Counts the torch functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Prober:
     """Runs a pattern on tensors without data until shapes are found that every operation takes."""
 
-    silent: ClassVar[tuple[type[Exception], ...]] = (RuntimeError, TypeError, ValueError, IndexError)
+    # What operators, and patterns themselves, raise about shapes and dtypes.
+    silent: ClassVar[tuple[type[Exception], ...]] = (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AssertionError,
+    )
 
     def __init__(self, function: Callable[..., Any], name: str, parameters: Parameters) -> None:
         self.function, self.name, self.parameters = function, name, parameters
         self.unknown = {n: _unknown(n) for n in parameters.operands}
-        self.runs = 0
+        self.calls, self.reached = 0, (-1, False, 0)
         self.quick, self.confirmed = True, True
         self.known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
         self.failure: Exception | None = None
+        self.incurable = False
 
     def examples(self) -> list[Example]:
         """An example for each combination of alternatives; RuleError if there is none that runs."""
@@ -135,7 +167,7 @@ class Prober:
             raise RuleError(
                 self.name,
                 "its pattern cannot be traced: no shapes were found on which it runs"
-                f" ({_said(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
+                f" ({_reason(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
             ) from self.failure
         return found
 
@@ -152,7 +184,7 @@ class Prober:
             picks = chooser.next()
         if not found:
             raise RuleError(
-                self.name, f"its pattern does not run on the example given ({_said(self.failure)})"
+                self.name, f"its pattern does not run on the example given ({_reason(self.failure)})"
             ) from self.failure
         return found
 
@@ -221,15 +253,16 @@ class Prober:
             if shapes is None:
                 stack.pop()
                 continue
-            self.runs += 1
-            if self.runs > _MOST_RUNS:
+            if self.calls > _MOST_CALLS:
                 raise RuleError(
                     self.name,
-                    f"no shapes were found in {_MOST_RUNS} tries on which its pattern runs"
-                    f" ({_said(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
+                    "its pattern cannot be traced: no shapes on which it runs were found in the bounded search for them"
+                    f" ({_reason(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
                 ) from self.failure
             chooser.restart()
             wanted = self._run(chooser, absent, shapes, literals)
+            if wanted is None and self.incurable:
+                return None
             if wanted is None:
                 continue
             if not wanted.names:
@@ -273,18 +306,26 @@ class Prober:
                 arguments[name] = torch.empty(shape, dtype=dtype, device=device)
             else:
                 arguments[name] = self.unknown[name]
+        counting = _Counting()
         try:
-            with quietly(), choosing(chooser), torch.no_grad():
+            with quietly(), choosing(chooser), torch.no_grad(), counting:
                 self.function(**arguments)
         except _NeedsShape as need:
             return need
         except ConstMisuse as error:
             raise RuleError(self.name, str(error)) from None
-        except self.silent as error:
-            self.failure = error
-            return None
         except Exception as error:
-            raise RuleError(self.name, f"its pattern cannot be traced: {_said(error)}") from error
+            # What is called may hang on which operands are there, and on nothing else that is tried.
+            self.incurable = isinstance(error, TypeError) and bool(_WRONG_CALL.search(str(error)))
+            if not isinstance(error, self.silent) or (self.incurable and not self.parameters.optional):
+                raise RuleError(self.name, f"its pattern cannot be traced: {_reason(error)}") from error
+            # The try that came furthest has the error to report.
+            reached = (_offset(error), device != "meta", counting.calls)
+            if reached > self.reached:
+                self.failure, self.reached = error, reached
+            return None
+        finally:
+            self.calls += (1 + counting.calls) * (1 if device == "meta" else _FAKE_COST)
         return _NeedsShape("", [])
 
 
@@ -336,8 +377,17 @@ def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
             yield frozenset(left_out)
 
 
-def _said(error: Exception | None) -> str:
+def _reason(error: Exception | None) -> str:
     if error is None:
         return "it was never run"
     first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
+    if "DataDependent" in type(error).__name__:
+        first = "it branches on, or takes a size from, values that are known only when it runs"
+    line = blame.of_exception(error)
+    return f"{type(error).__name__}: {first}{'' if line is None else f', at {line.inline}'}"
+
+
+def _offset(error: Exception) -> int:
+    """How far into the pattern an error was raised, as an offset in its bytecode; -1 before its first instruction."""
+    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return -1 if below is None else below.tb_lasti
