@@ -15,7 +15,7 @@ def misspelled_keyword(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
     return F.softmax(a @ b @ c @ d @ e @ f, dimension=-1)  # type: ignore[call-arg]
 
 
-def wrong_arity(x: Any, w: Any, k: Any = Const(), m: Any = Const()) -> Any:  # noqa: B008
+def wrong_arity(x: Any, w: Any, k: Any = Const(), m: Any = Const()) -> Any:
     return F.gelu(F.linear(x, w) * k + m, 1, 2, 3)  # type: ignore[arg-type]
 
 
