@@ -26,10 +26,10 @@ from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
 from dovetail.fusion.proposals import Failure, Proposals, collect
 from dovetail.fusion.wishes import Wish, Word, locate, pending, understand, unmet
 from dovetail.graph.index import Index
-from dovetail.graph.module import Program, as_program, without_collector
+from dovetail.graph.module import Program, as_program, require_graph, without_collector
 from dovetail.outlining.outline import outline_drafts
 from dovetail.outlining.record import call_of
-from dovetail.outlining.requests import is_projection, require_graph
+from dovetail.outlining.requests import is_projection
 from dovetail.rules.limits import Limits
 from dovetail.rules.rule import Rule, RuleSet
 from dovetail.rules.scene import Scene

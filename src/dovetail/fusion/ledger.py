@@ -14,7 +14,7 @@ from dovetail.fusion.explaining import Reasons, Recorded, why_not
 from dovetail.fusion.proposals import Failure
 from dovetail.fusion.tables import generic, table
 from dovetail.graph.keys import LEDGER, LOWERING
-from dovetail.graph.module import without_collector
+from dovetail.graph.module import GraphOwner, graphs_of, without_collector
 from dovetail.rules.limits import UNLIMITED, Limits
 from dovetail.rules.rule import RuleSet
 
@@ -77,6 +77,18 @@ class Saved:
     bytes_saved: int = 0
     launches_saved: int = 0
     bytes_recomputed: int = 0
+
+    def plus(self, other: Saved | None) -> Saved:
+        """The sums of both."""
+        if other is None:
+            return self
+        return replace(
+            self,
+            regions=self.regions + other.regions,
+            bytes_saved=self.bytes_saved + other.bytes_saved,
+            launches_saved=self.launches_saved + other.launches_saved,
+            bytes_recomputed=self.bytes_recomputed + other.bytes_recomputed,
+        )
 
 
 @dataclass(frozen=True)
@@ -246,11 +258,37 @@ def _read_never(rows: Any) -> dict[str, str]:
     return never
 
 
-def explain(gm: GraphModule) -> Ledger:
-    """What was fused in a graph, what was not, and why, and what backends made of it; empty if nothing was done."""
-    if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
-    return replace(ledger_of(gm), lowered=_lowered(gm), _graph=gm)
+def explain(gm: GraphModule | GraphOwner) -> Ledger:
+    """What was fused in a graph, what was not, and why, and what backends made of it; empty if nothing was done.
+
+    Of a compiled model, the entries of all its graphs; `why_not` is then about the last of them.
+    """
+    ledgers = [replace(ledger_of(graph), lowered=_lowered(graph), _graph=graph) for graph in graphs_of(gm)]
+    return ledgers[0] if len(ledgers) == 1 else _joined(ledgers)
+
+
+def _joined(ledgers: Sequence[Ledger]) -> Ledger:
+    saved: dict[tuple[str, str], Saved] = {}
+    refused: dict[tuple[str, str], int] = {}
+    for ledger in ledgers:
+        for s in ledger.saved:
+            saved[s.rule, s.kind] = s.plus(saved.get((s.rule, s.kind)))
+        for tally in ledger.refused:
+            key = (tally.rule, tally.reason)
+            refused[key] = refused.get(key, 0) + tally.count
+    last = ledgers[-1]
+    return replace(
+        last,
+        accepted=tuple(e for ledger in ledgers for e in ledger.accepted),
+        declined=tuple(e for ledger in ledgers for e in ledger.declined),
+        errors=tuple(e for ledger in ledgers for e in ledger.errors),
+        saved=tuple(saved.values()),
+        refused=tuple(Tally(*key, count) for key, count in refused.items()),
+        folded=sum(ledger.folded for ledger in ledgers),
+        rounds=sum(ledger.rounds for ledger in ledgers),
+        never={name: why for ledger in ledgers for name, why in ledger.never.items()},
+        lowered=tuple(e for ledger in ledgers for e in ledger.lowered),
+    )
 
 
 def _lowered(gm: GraphModule) -> tuple[Lowered, ...]:
@@ -303,14 +341,8 @@ class Writer:
             if len(self.accepted) < MOST:
                 self.accepted.append(entry)
             key = (entry.rule, entry.kind)
-            old = self._saved.get(key) or Saved(*key)
-            self._saved[key] = Saved(
-                *key,
-                old.regions + 1,
-                old.bytes_saved + entry.bytes_saved,
-                old.launches_saved + entry.launches_saved,
-                old.bytes_recomputed + entry.bytes_recomputed,
-            )
+            one = Saved(*key, 1, entry.bytes_saved, entry.launches_saved, entry.bytes_recomputed)
+            self._saved[key] = one.plus(self._saved.get(key))
 
     def decline(self, entry: Declined) -> None:
         """Note a refusal, once for the same operations and reason."""

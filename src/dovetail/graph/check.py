@@ -8,23 +8,26 @@ from typing import Any, cast
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, InvalidGraph
+from dovetail.errors import InvalidGraph
 from dovetail.graph.dependencies import Dependencies, dependencies
 from dovetail.graph.describe import same_kind, short
 from dovetail.graph.effects import PURE
 from dovetail.graph.keys import CANONICAL, OUTLINING, REGION
-from dovetail.graph.module import attribute
+from dovetail.graph.module import GraphOwner, attribute, graphs_of
 
 
-def check(gm: GraphModule) -> None:
+def check(gm: GraphModule | GraphOwner) -> None:
     """Raise InvalidGraph, naming the first node that breaks an invariant.
 
     Topological order, arguments that resolve, unique names, one output at the end, attributes that exist, bodies
     that fit their calls in count, dtype and shape, effects that dead-code elimination would keep, and, on captured
     graphs, `meta["val"]` on every node. Bodies are checked once each, nested ones included.
     """
-    if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
+    for graph in graphs_of(gm):
+        _check(graph)
+
+
+def _check(gm: GraphModule) -> None:
     # A graph that was never captured need not have values.
     captured = CANONICAL in gm.meta
     seen: set[int] = set()

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from dovetail.errors import InvalidArgument
 from dovetail.graph.effects import Reader, declared_in
 from dovetail.graph.keys import DECLARED
-from dovetail.graph.module import Body, copy_graph, rebuild
+from dovetail.graph.module import Body, copy_graph, rebuild, require_graph
 from dovetail.graph.spellings import qualified_name, target_name
 
 
@@ -22,8 +22,7 @@ def declare(gm: GraphModule, what: Mapping[Any, str]) -> GraphModule:
     is added to what is known; "pure" takes back what was assumed, never a write that a schema declares. Holds in
     regions too, and travels with the graph.
     """
-    if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
+    require_graph(gm)
     if not isinstance(what, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"declare takes a mapping from target to word, not a {type(what).__name__}.")
     known = dict(declared_in(gm))

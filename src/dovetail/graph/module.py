@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 from torch.fx.node import map_arg
 
+from dovetail.errors import InvalidArgument
 from dovetail.graph import pickling
 from dovetail.graph.derived import RuntimeWeights
 from dovetail.graph.forking import released_by_fork
@@ -309,6 +310,49 @@ def attribute(root: nn.Module, target: str) -> Any:
         if value is None:
             return None
     return value
+
+
+class GraphOwner:
+    """A module that is no graph itself: its calls run graphs, made as they come."""
+
+    @property
+    def graphs(self) -> tuple[GraphModule, ...]:
+        """The graphs made so far."""
+        raise NotImplementedError
+
+
+def require_graph(gm: object) -> GraphModule:
+    """The graph that was given; InvalidArgument for anything else."""
+    if isinstance(gm, GraphModule):
+        return gm
+    if isinstance(gm, GraphOwner):
+        advice = "give one of its `graphs`, or the model that it was compiled from."
+    elif isinstance(gm, nn.Module):
+        advice = "`dovetail.capture(model, example_inputs)` makes one."
+    else:
+        advice = "`dovetail.capture` makes one of a model."
+    raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}; {advice}")
+
+
+def graphs_of(gm: object) -> tuple[GraphModule, ...]:
+    """The graph that was given, or those of a compiled model, of which there must be at least one."""
+    if not isinstance(gm, GraphOwner):
+        return (require_graph(gm),)
+    if not gm.graphs:
+        raise InvalidArgument(
+            "the compiled model has no graphs yet: call it, or give example inputs to `dovetail.compile`."
+        )
+    return gm.graphs
+
+
+def only_graph(gm: object) -> GraphModule:
+    """The graph that was given, or that of a compiled model that has just one."""
+    graphs = graphs_of(gm)
+    if len(graphs) != 1:
+        raise InvalidArgument(
+            f"the compiled model has {len(graphs)} graphs, one for each way it was called; give one of its `graphs`."
+        )
+    return graphs[0]
 
 
 def install(program: Program, target: str, value: object) -> None:

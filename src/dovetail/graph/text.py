@@ -15,18 +15,18 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument
 from dovetail.graph.describe import short
 from dovetail.graph.keys import REGION
-from dovetail.graph.module import attribute
+from dovetail.graph.module import GraphOwner, attribute, graphs_of
 from dovetail.graph.spellings import target_name
 
 
-def text(gm: GraphModule) -> str:
+def text(gm: GraphModule | GraphOwner) -> str:
     """The graph, then the bodies it calls, then theirs, each distinct body once, with how often it is called.
 
-    Regions show their kind, version and attrs. Symbolic sizes are numbered by first appearance.
+    Regions show their kind, version and attrs. Symbolic sizes are numbered by first appearance. Of a compiled model,
+    its graphs one after the other.
     """
-    if not isinstance(gm, GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}.")
-    return "\n".join(_Writer().write(gm)) + "\n"
+    written = ["\n".join(_Writer().write(graph)) + "\n" for graph in graphs_of(gm)]
+    return "\n".join(written)
 
 
 class _Writer:
@@ -144,7 +144,7 @@ def _object(value: Any) -> str:
     return type(value).__name__ if " at 0x" in written else written
 
 
-def diff(a: GraphModule, b: GraphModule, *, context: int = 3) -> str:
+def diff(a: GraphModule | GraphOwner, b: GraphModule | GraphOwner, *, context: int = 3) -> str:
     """What changed between two graphs, line by line; empty if they compute the same in the same order.
 
     Lines are paired by what they compute, not by name: a renamed value is no difference by itself, and where names

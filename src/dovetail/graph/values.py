@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
 from dovetail.graph.capturing.quieting import noise_kept, rng_kept
-from dovetail.graph.module import Program, copy_graph, rebuild
+from dovetail.graph.module import Body, Program, copy_graph, rebuild
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.linear})
@@ -44,14 +44,16 @@ def fill_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _copied(module: GraphModule) -> Program:
-    inner = {name: _copied(m) for name, m in module._modules.items() if isinstance(m, GraphModule)}
-    if not inner:
-        return rebuild(module, copy_graph(module.graph))
     shared: dict[int, Program] = {}
+    inner: dict[str, Program] = {}
     for name, child in module._modules.items():
         if isinstance(child, GraphModule):
-            inner[name] = shared.setdefault(id(child), inner[name])
-    return rebuild(module, copy_graph(module.graph), add=inner)
+            if id(child) not in shared:
+                shared[id(child)] = _copied(child)
+            inner[name] = shared[id(child)]
+    new = module.copied() if isinstance(module, Body) else rebuild(module, copy_graph(module.graph))
+    new._modules.update(inner)
+    return new
 
 
 def _example_inputs(

@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 
 from dovetail.errors import InvalidArgument, SaveError
 from dovetail.graph.keys import REGION
-from dovetail.graph.module import Body, attribute
+from dovetail.graph.module import Body, GraphOwner, attribute, only_graph
 from dovetail.interop.placing import replaced, target_of
 from dovetail.lowering.onnx.program import IR_VERSION, described
 from dovetail.lowering.onnx.types import NoForm, element
 from dovetail.lowering.onnx.writer import OPSET, Writer, packed
 from dovetail.outlining.bodies import results
 from dovetail.outlining.record import Call, call_of
-from dovetail.outlining.requests import require_graph
 
 DOMAIN = "dovetail"
 """The domain of functions whose kind names no vendor."""
@@ -35,7 +34,7 @@ FORMAT = 1
 _LARGEST = 2**31 - 2**26
 
 
-def to_onnx(gm: GraphModule, path: str | Path) -> Path:
+def to_onnx(gm: GraphModule | GraphOwner, path: str | Path) -> Path:
     """Write a graph as an ONNX model whose regions are local functions.
 
     A region's kind is the domain and the name of its function ("npu.pool" is `pool` of domain `npu`; without a vendor the
@@ -44,7 +43,7 @@ def to_onnx(gm: GraphModule, path: str | Path) -> Path:
     beyond 2 GiB in a file of their own beside the model. Inputs and results are those of the graph, flat, in its order.
     Raises SaveError where ONNX has no form of something; then nothing is written.
     """
-    require_graph(gm)
+    gm = only_graph(gm)
     if not isinstance(path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a str nor a path.")
     try:

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, LoweringError, RegionError, UnknownRegion
+from dovetail.graph.module import require_graph
 from dovetail.lowering.backend import Backend, Compiled
 from dovetail.lowering.lower import lower_with, with_lowering
 from dovetail.lowering.lowering import Lowering, lowering_of
 from dovetail.lowering.options import Options
 from dovetail.outlining.region import Region, regions
-from dovetail.outlining.requests import require_graph
 
 
 def replace_region(

@@ -15,20 +15,19 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, SaveError
-from dovetail.graph.module import without_collector
+from dovetail.graph.module import GraphOwner, only_graph, without_collector
 from dovetail.interop import archive
 from dovetail.interop.describing import Describer
 from dovetail.interop.exported import exported
 from dovetail.interop.placing import target_of
 from dovetail.outlining.inline import inline
 from dovetail.outlining.record import Call, call_of
-from dovetail.outlining.requests import require_graph
 
 MARK = "dovetail"
 """The key in `node.meta["custom"]` of the regions that an operation is in, outermost first."""
 
 
-def save(gm: GraphModule, path: str | os.PathLike[str] | IO[bytes]) -> None:
+def save(gm: GraphModule | GraphOwner, path: str | os.PathLike[str] | IO[bytes]) -> None:
     """Write a graph to a file from which `dovetail.load` makes it again: regions, shared bodies, weights, ledger.
 
     The file is an archive of torch.export too: `torch.export.load(path)` opens it with the regions inlined and told in
@@ -36,7 +35,7 @@ def save(gm: GraphModule, path: str | os.PathLike[str] | IO[bytes]) -> None:
     A graph that holds Python code (modules that are called, hooks, functions of one's own) is refused with a
     SaveError. A file that was there is replaced in one step and keeps its rights; a link keeps leading to it.
     """
-    require_graph(gm)
+    gm = only_graph(gm)
     if not isinstance(path, str | os.PathLike) and not callable(getattr(path, "write", None)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a path nor a file to write to.")
     target = target_of(path) if isinstance(path, str | os.PathLike) else path

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from dovetail.errors import InvalidArgument, SaveError
-from dovetail.graph.module import Body, attribute
+from dovetail.graph.module import Body, GraphOwner, attribute, only_graph
 from dovetail.interop.stitching import Signature, Stitched, stitched
 from dovetail.lowering.backends.foreign import NoForm
 from dovetail.lowering.backends.retelling import Teller
@@ -24,7 +24,6 @@ from dovetail.lowering.backends.xla import Xla
 from dovetail.lowering.stablehlo.importing import missing, module_of, portable
 from dovetail.outlining.bodies import results
 from dovetail.outlining.record import Call, call_of, walk
-from dovetail.outlining.requests import require_graph
 
 MAIN = "main"
 
@@ -41,7 +40,7 @@ class StableHlo(str):
     updates: tuple[str, ...]
 
 
-def to_stablehlo(gm: GraphModule, *, path: str | Path | None = None) -> StableHlo:
+def to_stablehlo(gm: GraphModule | GraphOwner, *, path: str | Path | None = None) -> StableHlo:
     """A graph as a StableHLO module in which every region is a `stablehlo.composite`.
 
     A composite has the region's kind as its name ("dovetail." before one that names no vendor), its version, its attributes,
@@ -51,7 +50,7 @@ def to_stablehlo(gm: GraphModule, *, path: str | Path | None = None) -> StableHl
     there as well: as text, or where the name ends in ".mlirbc" as bytes that other versions of StableHLO read. Raises
     SaveError where StableHLO has no form of something.
     """
-    require_graph(gm)
+    gm = only_graph(gm)
     if path is not None and not isinstance(path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a str nor a path.")
     gone = missing()

@@ -9,10 +9,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.module import require_graph
 from dovetail.lowering.lower import with_lowering
 from dovetail.lowering.lowering import Lowering, lowering_of
 from dovetail.outlining.region import Region, regions
-from dovetail.outlining.requests import require_graph
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, InvalidArgument
-from dovetail.graph.module import Body, Program
+from dovetail.graph.module import Body, GraphOwner, Program
 from dovetail.lowering.diagnostics import Diagnostic
 from dovetail.lowering.forms import HOOKS, CudaGraphs, Forms, Recipe
 from dovetail.lowering.forward_override import ForwardOverride, MethodOverride
@@ -32,7 +32,7 @@ _SHARED = (
 )
 
 
-class CompiledModule(nn.Module, ForwardOverride):
+class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
     """The model with its graph fused and lowered; what `dovetail.compile` returns.
 
     It shares parameters, buffers and submodules with the model, so that `state_dict`, optimizers and `.to` see one.

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
 from dovetail.graph.keys import LOWERING
-from dovetail.graph.module import copy_graph, rebuild
+from dovetail.graph.module import copy_graph, rebuild, require_graph
 from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
@@ -27,7 +27,6 @@ from dovetail.lowering.situation import Situation, Unguardable, autocast_off, ex
 from dovetail.lowering.unit import unit_of
 from dovetail.outlining.record import call_of, write_call
 from dovetail.outlining.region import Region, regions
-from dovetail.outlining.requests import require_graph
 
 DEFAULT = ("inductor",)
 

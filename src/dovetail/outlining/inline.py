@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
 from dovetail.graph.index import Index
-from dovetail.graph.module import Body, Program, attribute, install, rebuild, without_collector
+from dovetail.graph.module import Body, Program, attribute, install, rebuild, require_graph, without_collector
 from dovetail.outlining.bodies import Bodies, results
 from dovetail.outlining.order import SPACING, ascending, list_by_rank, priority, ranks_from, read_ranks
 from dovetail.outlining.record import (
@@ -28,7 +28,6 @@ from dovetail.outlining.record import (
     with_state,
     write_call,
 )
-from dovetail.outlining.requests import require_graph
 
 
 def inline(

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import EmptyRegion, InvalidArgument, InvalidGraph, RegionError
 from dovetail.graph.index import Index
-from dovetail.graph.module import copy_node, install, rebuild, without_collector
+from dovetail.graph.module import copy_node, install, rebuild, require_graph, without_collector
 from dovetail.outlining.bodies import Bodies, common_module_stack
 from dovetail.outlining.escapes import settle
 from dovetail.outlining.order import read_ranks
@@ -27,7 +27,7 @@ from dovetail.outlining.record import (
     with_state,
     write_call,
 )
-from dovetail.outlining.requests import Draft, Request, drafts, require_graph, unread
+from dovetail.outlining.requests import Draft, Request, drafts, unread
 
 # Python calls a body from within the body around it: far deeper, its own stack would end first.
 DEEPEST = 64

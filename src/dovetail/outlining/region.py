@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument, InvalidGraph
 from dovetail.graph.effects import declared_in, summary
 from dovetail.graph.keys import LOWERING
-from dovetail.graph.module import attribute
+from dovetail.graph.module import GraphOwner, attribute, graphs_of
 from dovetail.outlining.key import key_of
 from dovetail.outlining.record import Call, Escape, call_of
-from dovetail.outlining.requests import is_projection, require_graph
+from dovetail.outlining.requests import is_projection
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +74,23 @@ class Region:
         return writer.write(self, Path(folder), seed=seed)
 
 
-def regions(gm: GraphModule, *, kind: str | None = None, nested: bool = False) -> list[Region]:
-    """The regions a graph calls, in execution order; with `nested`, those inside them right after each."""
-    require_graph(gm)
+def regions(gm: GraphModule | GraphOwner, *, kind: str | None = None, nested: bool = False) -> list[Region]:
+    """The regions a graph calls, in execution order; with `nested`, those inside them right after each.
+
+    Of a compiled model, those of all its graphs.
+    """
+    if kind is not None and not isinstance(kind, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"kind {kind!r} is not a name.")
+    return [r for graph in graphs_of(gm) for r in _regions(graph, nested) if kind is None or r.kind == kind]
+
+
+def _regions(gm: GraphModule, nested: bool) -> list[Region]:
     collector = _Collector(declared_in(gm), nested, gm.meta.get(LOWERING))
     for node in gm.graph.nodes:
         call = call_of(node.meta)
         if call is not None:
             collector.collect(gm, node, call, node.name)
-    return [r for r in collector.found if kind is None or r.kind == kind]
+    return collector.found
 
 
 class _Collector:

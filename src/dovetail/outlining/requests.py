@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from dovetail.errors import EmptyRegion, InvalidArgument, OverlappingRegions, UnknownNode
 from dovetail.graph.describe import makes_tuple
@@ -284,11 +284,3 @@ def _is_viewed(index: Index, position: int) -> bool:
         if told is not None and told.aliases and not rules_out(user, told):
             return True
     return False
-
-
-def require_graph(gm: object) -> GraphModule:
-    if not isinstance(gm, GraphModule):
-        raise InvalidArgument(
-            f"expected a torch.fx.GraphModule, got {type(gm).__name__}; `capture` makes one."
-        )
-    return gm

@@ -12,9 +12,8 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, PassError
-from dovetail.graph.module import without_collector
+from dovetail.graph.module import require_graph, without_collector
 from dovetail.graph.spellings import qualified_name
-from dovetail.outlining.requests import require_graph
 from dovetail.passes.changes import Snapshot
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
+from dovetail.graph.module import require_graph
 from dovetail.outlining.region import Region, regions
-from dovetail.outlining.requests import require_graph
 from dovetail.passes.base import Pass
 from dovetail.passes.changes import same_graph
 from dovetail.passes.pipeline import Composite, Pipeline, Place, Watcher, trace

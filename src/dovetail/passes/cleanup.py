@@ -14,11 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 from dovetail.graph.commuting import base_name
 from dovetail.graph.effects import PURE, is_subgraph
 from dovetail.graph.index import Index
-from dovetail.graph.module import Program, attribute, copy_node, rebuild, without_collector
+from dovetail.graph.module import Program, attribute, copy_node, rebuild, require_graph, without_collector
 from dovetail.graph.normalform import same_geometry
 from dovetail.graph.storages import storage_key, storages
 from dovetail.outlining.record import call_of, state_of, with_state
-from dovetail.outlining.requests import require_graph
 from dovetail.passes.base import Pass
 from dovetail.passes.inferring import fake_mode, inferring, moved, storage_keys
 

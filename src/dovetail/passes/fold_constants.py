@@ -14,11 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 from dovetail.errors import InvalidArgument
 from dovetail.graph.effects import PURE
 from dovetail.graph.index import Index
-from dovetail.graph.module import Program, copy_node, rebuild, without_collector
+from dovetail.graph.module import Program, copy_node, rebuild, require_graph, without_collector
 from dovetail.graph.normalform import op_name
 from dovetail.graph.storages import storages
 from dovetail.graph.weight_guard import is_dense
-from dovetail.outlining.requests import require_graph
 from dovetail.passes.base import Finding, Pass, require_fuel
 from dovetail.passes.constants import Constants, Names
 from dovetail.passes.inferring import run_on

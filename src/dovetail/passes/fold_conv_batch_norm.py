@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.graph.index import Index
-from dovetail.graph.module import Program, attribute, copy_node, rebuild, without_collector
+from dovetail.graph.module import Program, attribute, copy_node, rebuild, require_graph, without_collector
 from dovetail.graph.normalform import by_name, normalised, op_name, same_geometry, written
-from dovetail.outlining.requests import require_graph
 from dovetail.passes.base import Finding, Pass, require_fuel
 from dovetail.passes.constants import Constants, Names
 from dovetail.passes.inferring import fake_mode, inferring

@@ -8,8 +8,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
 from dovetail.graph.index import Index
-from dovetail.graph.module import without_collector
-from dovetail.outlining.requests import require_graph
+from dovetail.graph.module import require_graph, without_collector
 from dovetail.passes.base import Finding, Pass, require_fuel
 from dovetail.passes.parallel.guards import Guard, pays
 from dovetail.passes.parallel.planning import Plan, make_plan

@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, InvalidGraph, PassError
 from dovetail.graph.check import check as check_graph
+from dovetail.graph.module import require_graph
 from dovetail.graph.text import text
 from dovetail.outlining.record import call_of
-from dovetail.outlining.requests import require_graph
 from dovetail.passes.base import Pass, apply
 from dovetail.passes.changes import same_graph
 from dovetail.passes.record import Run, Step
