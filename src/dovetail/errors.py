@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_C = TypeVar("_C")
 
 
 class DovetailError(Exception):
@@ -134,9 +141,10 @@ class UnknownNode(RegionError):
 class UnknownRegion(RegionError):
     """A graph has no region of the name or kind that was asked for."""
 
-    def __init__(self, what: str, known: Sequence[str]) -> None:
+    def __init__(self, what: str, known: Sequence[str], name: str | None = None) -> None:
         has = f"It has {_listed(known)}." if known else "It has no regions."
-        super().__init__(f"{what}. {has}")
+        hint = "" if name is None else did_you_mean(name, known)
+        super().__init__(f"{what}. {has}{' ' + hint if hint else ''}")
 
 
 class EmptyRegion(RegionError):
@@ -197,3 +205,83 @@ class EffectOrder(RegionError):
 def _listed(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """The known names most like a name, best first; case and underscores do not count."""
+    folded: dict[str, str] = {}
+    for one in known:
+        folded.setdefault(_folded(one), one)
+    return [folded[near] for near in difflib.get_close_matches(_folded(name), folded, n=most, cutoff=cutoff)]
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """A question with the known names most like an unknown one, `otherwise` where none is like it."""
+    near = " or ".join(f"'{one}'" for one in nearest(name, known))
+    return f"Did you mean {near}?" if near else otherwise
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` of a warning given where this is called, that puts it at the caller's line outside of dovetail."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dovetail":
+        frame, level = frame.f_back, level + 1
+    return max(level, 1)
+
+
+def checked_call(**replaced: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a function refuse a call that does not fit its signature as InvalidArgument, with what fits.
+
+    `replaced` has keywords that other functions have, each with what this one has instead.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                what = _wrong_call(function.__qualname__, signature, kwargs, replaced, str(error))
+                raise InvalidArgument(what) from None
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def checked_init(**replaced: str) -> Callable[[type[_C]], type[_C]]:
+    """The same for a class, whose constructor is called."""
+
+    def decorate(cls: type[_C]) -> type[_C]:
+        made: Any = cls
+        made.__init__ = checked_call(**replaced)(made.__init__)
+        return cls
+
+    return decorate
+
+
+def _wrong_call(
+    name: str, signature: inspect.Signature, kwargs: dict[str, Any], replaced: dict[str, str], error: str
+) -> str:
+    name = name.removesuffix(".__init__")
+    names = [p.name for p in signature.parameters.values() if p.name != "self"]
+    unknown = next((k for k in kwargs if k not in names), None)
+    if unknown is None:
+        spelled = signature.replace(
+            parameters=[
+                p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"
+            ],
+            return_annotation=signature.empty,
+        )
+        return f"{name}: {error}. It is called as {name}{spelled}."
+    if unknown in replaced:
+        return f"{name} has no argument '{unknown}'; give {replaced[unknown]}."
+    listed = f"Its arguments are {', '.join(names)}."
+    return f"{name} has no argument '{unknown}'. {did_you_mean(unknown, names, otherwise=listed)}"

@@ -60,10 +60,10 @@ def test_a_rule_that_raises_does_not_take_the_others_down() -> None:
 
 
 def test_strict_raises_it_with_its_cause() -> None:
-    words = refused(trace(chain), RuleError, [PAIR, Breaks()], strict=True)
+    words = refused(trace(chain), RuleError, [PAIR, Breaks()], on_error="raise")
     assert words == "rule 'breaks': raised LookupError while proposing: no such table."
     with pytest.raises(RuleError) as caught:
-        fuse(trace(chain), [Breaks()], strict=True)
+        fuse(trace(chain), [Breaks()], on_error="raise")
     assert isinstance(caught.value.__cause__, LookupError)
 
 
@@ -87,7 +87,7 @@ def test_strict_raises_it_with_its_cause() -> None:
     ],
 )
 def test_what_no_rule_may_propose(proposal: Any, words: str) -> None:
-    assert words in refused(trace(chain), RuleError, [Says(proposal), PAIR], strict=True)
+    assert words in refused(trace(chain), RuleError, [Says(proposal), PAIR], on_error="raise")
     gm = fused(trace(chain), [Says(proposal), PAIR], X)
     assert held(gm) == {"pair_0": {"tanh", "sigmoid"}}
     assert words in explain(gm).errors[0].error
@@ -101,7 +101,7 @@ def test_a_rule_that_returns_nothing() -> None:
         def propose(self, scene: Scene) -> Any:
             return None
 
-    assert "propose returned a NoneType" in refused(trace(chain), RuleError, Silent(), strict=True)
+    assert "propose returned a NoneType" in refused(trace(chain), RuleError, Silent(), on_error="raise")
 
 
 def test_candidates_of_nothing_that_computes_are_refused_not_wrong() -> None:
@@ -167,7 +167,7 @@ def test_rules_that_never_come_to_an_end_are_stopped() -> None:
     assert "round after round without taking anything more in" in explain(gm).errors[0].error
     assert explain(gm).rounds < 8
     assert len(dovetail.regions(gm)) == 1
-    words = refused(trace(chain), RuleError, [PAIR, Wraps("around")], strict=True)
+    words = refused(trace(chain), RuleError, [PAIR, Wraps("around")], on_error="raise")
     assert words.startswith("rule 'wraps': makes new regions")
     # With a number of rounds that was asked for, that many are made.
     assert explain(fuse(trace(chain), [PAIR, Wraps("around")], rounds=9)).rounds == 9
@@ -231,7 +231,7 @@ def test_models_of_the_zoo(name: str) -> None:
     model, inputs = entry.build(), entry.example_inputs()
     gm = dovetail.capture(model, inputs.args, inputs.kwargs)
     before = dovetail.text(gm)
-    new = fuse(gm, Stretches(), rounds=2, strict=True)
+    new = fuse(gm, Stretches(), rounds=2, on_error="raise")
     dovetail.check(new)
     assert dovetail.text(gm) == before
     assert len(dovetail.regions(new)) > 2

@@ -65,7 +65,7 @@ def test_a_fused_graph_with_borrowed_modules_is_compiled() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Inner()).eval()
     traced = torch.fx.GraphModule(model, Leaves().trace(model))
     x = torch.randn(3, 4)
-    gm = dovetail.outline(dovetail.capture(traced, (x,)), [n for n in ("_0", "_1")], kind="both")
+    gm = dovetail.outline(dovetail.capture(traced, (x,)), ["_0", "_1"], kind="both")
     fast = dovetail.compile(gm, (x,), backends="eager")
     assert torch.equal(fast(x), model(x))
 
@@ -103,7 +103,7 @@ def test_several_captures_are_reported_together_and_not_saved_as_one(tmp_path: P
     assert both.launches_saved == sum(dovetail.explain(g).launches_saved for g in fast.graphs)
     assert len(dovetail.regions(fast)) == sum(len(dovetail.regions(g)) for g in fast.graphs)
     assert dovetail.text(fast) == "\n".join(dovetail.text(g) for g in fast.graphs)
-    with pytest.raises(dovetail.InvalidArgument, match="2 graphs.*give one of its `graphs`"):
+    with pytest.raises(dovetail.InvalidArgument, match=r"2 graphs.*give one of its `graphs`"):
         dovetail.save(fast, tmp_path / "fast.pt2")
 
 
@@ -125,6 +125,8 @@ def test_bodies_stay_shared_in_a_copy_with_values() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]).eval()
     gm = dovetail.fuse(dovetail.capture(model, (x,)))
     again = dovetail.capture(gm, (x,))
-    assert len({id(r.body) for r in dovetail.regions(again)}) == len({id(r.body) for r in dovetail.regions(gm)})
+    assert len({id(r.body) for r in dovetail.regions(again)}) == len(
+        {id(r.body) for r in dovetail.regions(gm)}
+    )
     assert dovetail.text(dovetail.inline(again)) == dovetail.text(dovetail.inline(gm))
     assert torch.equal(copy.deepcopy(again)(x), model(x))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from dovetail.errors import InvalidArgument, RuleError
+from dovetail.errors import InvalidArgument, RuleError, did_you_mean
 from dovetail.fusion.cost import CostModel, Traffic
 from dovetail.rules.limits import UNLIMITED, Limits
 from dovetail.rules.rule import RuleSet, as_rules
@@ -33,6 +32,12 @@ def require_count(name: str, value: Any, least: int) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidArgument(f"{name}={value!r} is neither None nor an int of {least} or more.")
     return value
+
+
+def require_on_error(on_error: Any) -> Literal["fallback", "raise"]:
+    if on_error not in ("fallback", "raise"):
+        raise InvalidArgument(f"on_error {on_error!r}; give 'fallback' or 'raise'.")
+    return on_error
 
 
 def require_limits(limits: Any) -> Limits:
@@ -63,8 +68,10 @@ def require_priorities(priorities: Any, rules: RuleSet) -> Mapping[str, int]:
     given = cast("Mapping[Any, Any]", priorities)
     for key, value in given.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=3) or list(known)[:8]
-            raise InvalidArgument(f"priorities: no rule or kind {key!r}. There are {', '.join(near)}.")
+            there = f"There are {', '.join(list(known)[:8])}."
+            raise InvalidArgument(
+                f"priorities: no rule or kind {key!r}. {did_you_mean(str(key), known, otherwise=there)}"
+            )
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidArgument(f"priorities: {value!r} for '{key}' is not an int.")
     return dict(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_init
 from dovetail.fusion.figures import Figures
 from dovetail.outlining.requests import Draft, is_projection
 
@@ -48,6 +48,7 @@ class CostModel(Protocol):
         ...
 
 
+@checked_init()
 @dataclass(frozen=True)
 class Traffic:
     """Counts memory traffic: values inside a region are neither stored nor loaded, operands are loaded once.

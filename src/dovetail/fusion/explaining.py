@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, UnknownNode
+from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
 from dovetail.fusion.cost import Traffic
 from dovetail.fusion.plan import Planner, Proposed, Refused
 from dovetail.fusion.wishes import locate
@@ -132,8 +131,7 @@ def _locate(scene: Scene, places: Mapping[str, _Place], item: str | Node) -> _Pl
         raise InvalidArgument(f"why_not takes nodes or names, not {type(name).__name__}.")
     place = places.get(name)
     if place is None:
-        near = difflib.get_close_matches(name, places, n=3)
-        advice = f"Did you mean {' or '.join(near)}?" if near else "`dovetail.text` lists the names."
+        advice = did_you_mean(name, places, otherwise="`dovetail.text` lists the names.")
         raise UnknownNode("why_not: no such operation", [name], advice)
     op = scene.nodes[place.position].op
     if not place.regions and op in ("placeholder", "output", "get_attr"):

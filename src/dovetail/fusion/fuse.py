@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.fx import GraphModule
 
-from dovetail.errors import RegionError, RuleError
+from dovetail.errors import RegionError, RuleError, checked_call, user_stacklevel
 from dovetail.fusion.arguments import (
     require_cost,
     require_count,
     require_limits,
+    require_on_error,
     require_priorities,
     require_rules,
 )
@@ -39,6 +42,7 @@ _OUT_OF_FUEL = "the fuel was used up"
 _MOST_WHYS = 8
 
 
+@checked_call(strict="on_error='raise'", backends="them to `lower` or `compile`")
 def fuse(
     gm: GraphModule,
     rules: Rule | RuleSet | Iterable[Any] | None = None,
@@ -50,15 +54,15 @@ def fuse(
     priorities: Mapping[str, int] | None = None,
     fuel: int | None = None,
     cost: CostModel | None = None,
-    strict: bool = False,
+    on_error: Literal["fallback", "raise"] = "fallback",
 ) -> GraphModule:
     """A graph in which what the rules ask for is regions, round after round until nothing changes.
 
     `rounds` stops earlier. `must` and `never` take a node, its name, a kind, a module path such as
     "layers.*.mlp" or a predicate on nodes, or a list of these: what must be is fused before anything else, or a
     RegionError says why it cannot be. `limits` hold for every region. `priorities` go before those of the rules, by
-    name or kind. `fuel` stops after so many regions. A rule that raises is noted in the ledger; with `strict` it
-    is raised. The input graph is untouched; `explain` tells what was decided and why.
+    name or kind. `fuel` stops after so many regions. A rule that raises is left out, which a warning and the ledger
+    report; with `on_error="raise"` it is an error. The input graph is untouched; `explain` tells what was decided and why.
     """
     require_graph(gm)
     chosen = require_rules(rules)
@@ -68,7 +72,7 @@ def fuse(
         priorities=require_priorities(priorities, chosen),
         fuel=require_count("fuel", fuel, 0),
         cost=require_cost(cost),
-        strict=bool(strict),
+        strict=require_on_error(on_error) == "raise",
     )
     word = understand(gm, must, never, [rule.kind for rule in chosen])
     with without_collector():
@@ -136,6 +140,8 @@ class _Fusing:
             strict=self.options.strict,
         )
         self.failed.update(failure.rule for failure in found.failures)
+        for failure in found.failures:
+            _warn(self.rules[failure.rule], failure)
         wanted, unwanted = self._sift(found.candidates)
         planner = Planner(scene, self.options.cost, pending(self.word, index.nodes))
         choice = choose(planner, wanted)
@@ -248,7 +254,31 @@ class _Fusing:
             what = "makes new regions round after round without taking anything more in; fusing was stopped"
             if self.options.strict:
                 raise RuleError(name, what)
-            self.writer.fail(Failure(name, what, "", self.writer.rounds))
+            failure = Failure(name, what, "", self.writer.rounds)
+            self.writer.fail(failure)
+            _warn(self.rules[name], failure)
+
+
+# The errors that a warning was given of, by rule.
+_WARNED: weakref.WeakKeyDictionary[Rule, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _warn(rule: Rule, failure: Failure) -> None:
+    """Warn of a rule that failed, once for the same rule and error."""
+    try:
+        known = _WARNED.setdefault(rule, set())
+    except TypeError:  # a rule that cannot be hashed
+        known = set[str]()
+    if failure.error in known:
+        return
+    known.add(failure.error)
+    trace = f"\n{failure.traceback.rstrip()}" if failure.traceback else ""
+    warnings.warn(
+        f"rule '{failure.rule}' failed and was left out: {failure.error}. Correct it, or give on_error='raise' to "
+        f"stop there.{trace}",
+        RuntimeWarning,
+        stacklevel=user_stacklevel(),
+    )
 
 
 def _size(gm: GraphModule) -> tuple[int, int]:

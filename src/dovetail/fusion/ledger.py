@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import DovetailError, InvalidArgument
+from dovetail.errors import DovetailError, InvalidArgument, checked_call
 from dovetail.fusion.explaining import Reasons, Recorded, why_not
 from dovetail.fusion.proposals import Failure
 from dovetail.fusion.tables import generic, table
@@ -258,6 +258,7 @@ def _read_never(rows: Any) -> dict[str, str]:
     return never
 
 
+@checked_call()
 def explain(gm: GraphModule | GraphOwner) -> Ledger:
     """What was fused in a graph, what was not, and why, and what backends made of it; empty if nothing was done.
 

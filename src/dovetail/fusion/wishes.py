@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, UnknownNode
+from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
 from dovetail.outlining.record import call_of, walk
 from dovetail.outlining.requests import is_projection
 from dovetail.rules.modules import matches_path
@@ -165,8 +164,7 @@ class _Place:
             groups = [frozenset(modules[path]) for path in sorted(outermost)]
             return Asked(f"{which}='{text}'", groups=tuple(groups))
         known = [*self.by_name, *self.inner, *self.kinds, *self.paths]
-        near = difflib.get_close_matches(text, dict.fromkeys(known), n=3)
-        advice = f"Did you mean {' or '.join(near)}?" if near else "`dovetail.text` lists the names."
+        advice = did_you_mean(text, known, otherwise="`dovetail.text` lists the names.")
         what = "no module path" if _GLOB & set(text) else "no node, kind or module path"
         raise UnknownNode(f"{which}: the graph has {what} of this name", [text], advice)
 

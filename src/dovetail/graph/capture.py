@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from dovetail.errors import CaptureError, InvalidArgument
+from dovetail.errors import CaptureError, InvalidArgument, checked_call
 from dovetail.graph.canonical import canonicalise
 from dovetail.graph.capturing import callables, exporting, specs, trees, watching
 from dovetail.graph.capturing import skeleton as skeletons
@@ -34,6 +34,7 @@ CAPTURING = released_by_fork(threading.RLock())
 """Held while a model is traced: torch traces one at a time."""
 
 
+@checked_call(dynamic="`dynamic_shapes`, as torch.export takes them", backends="them to `lower` or `compile`")
 def capture(
     model: Callable[..., Any] | ExportedProgram,
     args: tuple[Any, ...] = (),

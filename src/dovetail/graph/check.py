@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidGraph
+from dovetail.errors import InvalidGraph, checked_call
 from dovetail.graph.dependencies import Dependencies, dependencies
 from dovetail.graph.describe import same_kind, short
 from dovetail.graph.effects import PURE
@@ -16,6 +16,7 @@ from dovetail.graph.keys import CANONICAL, OUTLINING, REGION
 from dovetail.graph.module import GraphOwner, attribute, graphs_of
 
 
+@checked_call()
 def check(gm: GraphModule | GraphOwner) -> None:
     """Raise InvalidGraph, naming the first node that breaks an invariant.
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_call, did_you_mean
 from dovetail.graph.effects import Reader, declared_in
 from dovetail.graph.keys import DECLARED
 from dovetail.graph.module import Body, copy_graph, rebuild, require_graph
 from dovetail.graph.spellings import qualified_name, target_name
 
 
+@checked_call()
 def declare(gm: GraphModule, what: Mapping[Any, str]) -> GraphModule:
     """A graph in which calls of the given targets count as "ordered" (an effect) or "pure".
 
@@ -32,7 +33,8 @@ def declare(gm: GraphModule, what: Mapping[Any, str]) -> GraphModule:
             raise InvalidArgument(f"{word!r} for {target}: a call is declared 'ordered' or 'pure'.")
         names = _names(target)
         if not called.intersection(names):
-            raise InvalidArgument(f"no node of the graph calls {names[0]}; `dovetail.text` shows the names.")
+            hint = did_you_mean(names[0], called, otherwise="`dovetail.text` shows the names.")
+            raise InvalidArgument(f"no node of the graph calls {names[0]}. {hint}")
         known.update(dict.fromkeys(names, word))
     new = rebuild(gm, copy_graph(gm.graph), meta={**gm.meta, DECLARED: known})
     reader = Reader(new)

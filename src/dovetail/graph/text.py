@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_call
 from dovetail.graph.describe import short
 from dovetail.graph.keys import REGION
 from dovetail.graph.module import GraphOwner, attribute, graphs_of
 from dovetail.graph.spellings import target_name
 
 
+@checked_call()
 def text(gm: GraphModule | GraphOwner) -> str:
     """The graph, then the bodies it calls, then theirs, each distinct body once, with how often it is called.
 
@@ -144,6 +145,7 @@ def _object(value: Any) -> str:
     return type(value).__name__ if " at 0x" in written else written
 
 
+@checked_call()
 def diff(a: GraphModule | GraphOwner, b: GraphModule | GraphOwner, *, context: int = 3) -> str:
     """What changed between two graphs, line by line; empty if they compute the same in the same order.
 

@@ -9,7 +9,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from dovetail.errors import DovetailError, InvalidArgument, InvalidFile
+from dovetail.errors import DovetailError, InvalidArgument, InvalidFile, checked_call
 from dovetail.graph.capturing import trees
 from dovetail.graph.check import check
 from dovetail.graph.module import Program, without_collector
@@ -19,6 +19,7 @@ from dovetail.interop.functions import Trust
 from dovetail.interop.restoring import Restorer, tensor_from
 
 
+@checked_call()
 def load(path: str | os.PathLike[str] | IO[bytes], *, trust: bool | Collection[str] = False) -> Program:
     """The graph that `dovetail.save` wrote: the same text, regions, values and state, called and checked as before.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CaptureError, InvalidArgument, InvalidFile
+from dovetail.errors import CaptureError, InvalidArgument, InvalidFile, checked_call
 from dovetail.fusion.fuse import fuse
 from dovetail.graph.capture import capture
 from dovetail.interop.boundaries import OPERAND, RESULT, Boundaries, unmarked
@@ -31,6 +31,7 @@ _LARGEST_LIST = 64
 """Whole numbers in vectors up to this length are sizes and positions; longer ones are data."""
 
 
+@checked_call()
 def from_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> GraphModule:
     """The graph that an ONNX model is, its local functions as regions.
 

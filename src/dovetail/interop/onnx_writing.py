@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from dovetail.errors import InvalidArgument, SaveError
+from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.graph.keys import REGION
 from dovetail.graph.module import Body, GraphOwner, attribute, only_graph
 from dovetail.interop.placing import replaced, target_of
@@ -34,6 +34,7 @@ FORMAT = 1
 _LARGEST = 2**31 - 2**26
 
 
+@checked_call()
 def to_onnx(gm: GraphModule | GraphOwner, path: str | Path) -> Path:
     """Write a graph as an ONNX model whose regions are local functions.
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, LoweringError, RegionError, UnknownRegion
+from dovetail.errors import InvalidArgument, LoweringError, RegionError, UnknownRegion, checked_call
 from dovetail.graph.module import require_graph
 from dovetail.lowering.backend import Backend, Compiled
 from dovetail.lowering.lower import lower_with, with_lowering
@@ -17,6 +17,7 @@ from dovetail.lowering.options import Options
 from dovetail.outlining.region import Region, regions
 
 
+@checked_call()
 def replace_region(
     gm: GraphModule,
     name_or_key: str,
@@ -38,7 +39,9 @@ def replace_region(
     found = [r for r in listed if r.name == name_or_key] or [r for r in listed if r.key == name_or_key]
     if not found:
         raise UnknownRegion(
-            f"the graph has no region of the name or key '{name_or_key}'", [r.name for r in listed]
+            f"the graph has no region of the name or key '{name_or_key}'",
+            [r.name for r in listed],
+            name_or_key,
         )
     before = lowering_of(gm)
     _require_free(before, found, listed)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, SaveError
+from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.graph.module import GraphOwner, only_graph, without_collector
 from dovetail.interop import archive
 from dovetail.interop.describing import Describer
@@ -27,6 +27,7 @@ MARK = "dovetail"
 """The key in `node.meta["custom"]` of the regions that an operation is in, outermost first."""
 
 
+@checked_call()
 def save(gm: GraphModule | GraphOwner, path: str | os.PathLike[str] | IO[bytes]) -> None:
     """Write a graph to a file from which `dovetail.load` makes it again: regions, shared bodies, weights, ledger.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from dovetail.errors import InvalidArgument, SaveError
+from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.graph.module import Body, GraphOwner, attribute, only_graph
 from dovetail.interop.stitching import Signature, Stitched, stitched
 from dovetail.lowering.backends.foreign import NoForm
@@ -40,6 +40,7 @@ class StableHlo(str):
     updates: tuple[str, ...]
 
 
+@checked_call()
 def to_stablehlo(gm: GraphModule | GraphOwner, *, path: str | Path | None = None) -> StableHlo:
     """A graph as a StableHLO module in which every region is a `stablehlo.composite`.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, cast
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, did_you_mean
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
@@ -183,6 +182,5 @@ def by_name(name: str) -> Any:
             ) from error
         return made() if isinstance(made, type) or not is_backend(made) else made
     known = sorted({*_BUILT_IN, *brought})
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else f" There are {', '.join(known)}."
-    raise InvalidArgument(f"there is no backend '{name}'.{hint}")
+    hint = did_you_mean(name, known, otherwise=f"There are {', '.join(known)}.")
+    raise InvalidArgument(f"there is no backend '{name}'. {hint}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_call
 from dovetail.graph.module import require_graph
 from dovetail.lowering.lower import with_lowering
 from dovetail.lowering.lowering import Lowering, lowering_of
@@ -68,6 +68,7 @@ class LoweringVerdict:
         return "\n".join([*lines, f"({self.evaluations} evaluations)"])
 
 
+@checked_call()
 def bisect_lowering(
     gm: GraphModule, still_good: Callable[[GraphModule], bool], *, errors: str = "bad"
 ) -> LoweringVerdict:

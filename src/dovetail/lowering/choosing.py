@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, did_you_mean
 from dovetail.lowering.backend import resolve, setting
 from dovetail.lowering.faults import Failure, Fault, fault_of
 from dovetail.lowering.kernels import near_kind
@@ -31,9 +31,9 @@ def preferences(backends: Any, found: Iterable[Region]) -> Preferences:
     for key, value in cast("Mapping[Any, Any]", backends).items():
         if not isinstance(key, str) or key not in known:
             kinds = ", ".join(sorted({r.kind for r in found})) or "none"
-            raise InvalidArgument(
-                f"backends for {key!r}: no region has this name, kind or key. Kinds here: {kinds}; '*' is for all others."
-            )
+            there = f"Kinds here: {kinds}; '*' is for all others."
+            hint = did_you_mean(str(key), sorted(known), otherwise=there)
+            raise InvalidArgument(f"backends for {key!r}: no region has this name, kind or key. {hint}")
         chain = resolve(value)
         # One backend given by name in two places is one backend.
         made[key] = tuple(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_call
 from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.choosing import Granularity
@@ -21,6 +21,7 @@ from dovetail.lowering.options import Options
 from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline
 
 
+@checked_call(mode="`backends` with their options", fullgraph="on_error='raise'", strict="on_error='raise'")
 def compile(
     model: nn.Module,
     args: tuple[Any, ...] | None = None,

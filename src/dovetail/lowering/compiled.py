@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CaptureError, InvalidArgument
+from dovetail.errors import CaptureError, InvalidArgument, checked_call
 from dovetail.graph.module import Body, GraphOwner, Program
 from dovetail.lowering.diagnostics import Diagnostic
 from dovetail.lowering.forms import HOOKS, CudaGraphs, Forms, Recipe
@@ -175,6 +175,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         return sorted({*super().__dir__(), *dir(self._original)})
 
 
+@checked_call()
 def refresh(compiled: nn.Module) -> int:
     """Compare all weights that compiled code holds in another form with what they were, and return how many differ.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from dovetail.errors import nearest
 from dovetail.graph.effects import summary
 from dovetail.lowering.backend import Compiled
 from dovetail.lowering.examples import hint_of
@@ -139,14 +139,8 @@ def contract_of(region: Region) -> Kind | None:
 
 def near_kind(kernels: Collection[str], kind: str) -> str:
     """A hint for a kind without a kernel: the kinds of a table that are written like it and are no kinds themselves."""
-    unknown = {_folded(name): name for name in kernels if name not in KINDS}
-    near = difflib.get_close_matches(_folded(kind), unknown, n=1)
-    return f"; it has one for '{unknown[near[0]]}': did you mean '{kind}'?" if near else ""
-
-
-def _folded(name: str) -> str:
-    """A name without case and underscores."""
-    return name.replace("_", "").lower()
+    near = nearest(kind, [name for name in kernels if name not in KINDS], most=1)
+    return f"; it has one for '{near[0]}': did you mean '{kind}'?" if near else ""
 
 
 def _foreign(kernel: Callable[..., Any], region: Region) -> list[str]:
@@ -163,7 +157,7 @@ def _near_names(foreign: Iterable[str], required: Collection[str]) -> str:
     hints: list[str] = []
     for name in foreign:
         abbreviated = [r for r in sorted(required) if name.startswith(r) or r.startswith(name)]
-        near = abbreviated or difflib.get_close_matches(name, sorted(required), n=1)
+        near = abbreviated or nearest(name, sorted(required), most=1)
         hints += [f"'{name}' may be meant for '{near[0]}'"] if near else []
     return f"; {', '.join(hints)}" if hints else ""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_call
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import copy_graph, rebuild, require_graph
 from dovetail.graph.weight_guard import CHECK_INTERVAL
@@ -31,6 +31,7 @@ from dovetail.outlining.region import Region, regions
 DEFAULT = ("inductor",)
 
 
+@checked_call(rules="them to `fuse`, which comes before", strict="on_error='raise'")
 def lower(
     gm: GraphModule,
     backends: Any = None,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch.fx import GraphModule
 
+from dovetail.errors import checked_init
 from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.lower import lower_with
@@ -16,6 +17,7 @@ from dovetail.lowering.options import Options
 from dovetail.passes.base import Pass
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False)
 class Lower(Pass):
     """Give regions to backends, as `dovetail.lower` does; its options are the same.

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion
+from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion, checked_call
 from dovetail.graph.index import Index
 from dovetail.graph.module import Body, Program, attribute, install, rebuild, require_graph, without_collector
 from dovetail.outlining.bodies import Bodies, results
@@ -30,6 +30,7 @@ from dovetail.outlining.record import (
 )
 
 
+@checked_call()
 def inline(
     gm: GraphModule, name: str | None = None, *, kind: str | None = None, depth: int | None = None
 ) -> GraphModule:
@@ -98,7 +99,7 @@ class _Choice:
                 {c.identity.kind for _, c in calls}
                 | {i.identity.kind for _, c in calls for _, i in _nested(c)}
             )
-            raise UnknownRegion(f"the graph has no region of kind '{self.kind}'", kinds)
+            raise UnknownRegion(f"the graph has no region of kind '{self.kind}'", kinds, self.kind)
 
     def _require_names(self, calls: list[tuple[str, Call]]) -> None:
         known = {n for n, c in calls if self.kind in (None, c.identity.kind)}
@@ -110,7 +111,9 @@ class _Choice:
             if name not in known:
                 is_kind = any(c.identity.kind == name for _, c in calls)
                 advice = " (a kind is given as kind=...)" if is_kind else ""
-                raise UnknownRegion(f"the graph has no region named '{name}'{advice}", [n for n, _ in calls])
+                raise UnknownRegion(
+                    f"the graph has no region named '{name}'{advice}", [n for n, _ in calls], name
+                )
 
 
 def _ways(path: str) -> Iterator[str]:

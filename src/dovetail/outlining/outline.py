@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.errors import EmptyRegion, InvalidArgument, InvalidGraph, RegionError
+from dovetail.errors import EmptyRegion, InvalidArgument, InvalidGraph, RegionError, checked_call
 from dovetail.graph.index import Index
 from dovetail.graph.module import copy_node, install, rebuild, require_graph, without_collector
 from dovetail.outlining.bodies import Bodies, common_module_stack
@@ -33,6 +33,7 @@ from dovetail.outlining.requests import Draft, Request, drafts, unread
 DEEPEST = 64
 
 
+@checked_call()
 def outline(
     gm: GraphModule,
     nodes: Iterable[Node | str] | Iterable[Request] | Request,

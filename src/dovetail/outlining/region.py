@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, InvalidGraph
+from dovetail.errors import InvalidArgument, InvalidGraph, checked_call
 from dovetail.graph.effects import declared_in, summary
 from dovetail.graph.keys import LOWERING
 from dovetail.graph.module import GraphOwner, attribute, graphs_of
@@ -74,6 +74,7 @@ class Region:
         return writer.write(self, Path(folder), seed=seed)
 
 
+@checked_call()
 def regions(gm: GraphModule | GraphOwner, *, kind: str | None = None, nested: bool = False) -> list[Region]:
     """The regions a graph calls, in execution order; with `nested`, those inside them right after each.
 

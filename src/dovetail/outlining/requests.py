@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,14 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import Node
 
-from dovetail.errors import EmptyRegion, InvalidArgument, OverlappingRegions, UnknownNode
+from dovetail.errors import (
+    EmptyRegion,
+    InvalidArgument,
+    OverlappingRegions,
+    UnknownNode,
+    checked_init,
+    did_you_mean,
+)
 from dovetail.graph.describe import makes_tuple
 from dovetail.graph.effects import is_subgraph
 from dovetail.graph.index import Index
@@ -28,6 +34,7 @@ _TRACED_CONSTANT = re.compile(
 POLICIES = ("auto", "output", "duplicate", "leave", "refuse")
 
 
+@checked_init()
 @dataclass(frozen=True)
 class Request:
     """One region to be made: its operations by node or name in any order, what it is, and what may escape."""
@@ -117,8 +124,7 @@ def _locate(index: Index, item: Node | str, label: str, *, any_op: bool = False)
     elif isinstance(item, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         position = index.names.get(item)
         if position is None:
-            near = difflib.get_close_matches(item, index.names, n=3)
-            advice = f"Did you mean {' or '.join(near)}?" if near else "`dovetail.text` lists the names."
+            advice = did_you_mean(item, index.names, otherwise="`dovetail.text` lists the names.")
             raise UnknownNode(f"region '{label}': no such node", [item], advice)
     else:
         raise InvalidArgument(f"region '{label}': {item!r} is neither a node nor a name.")

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_call
 from dovetail.graph.module import require_graph
 from dovetail.outlining.region import Region, regions
 from dovetail.passes.base import Pass
@@ -56,6 +56,7 @@ class Verdict:
         return "\n".join(lines)
 
 
+@checked_call()
 def bisect(
     pipeline: Pass,
     gm: GraphModule,

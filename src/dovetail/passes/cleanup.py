@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
+from dovetail.errors import checked_init
 from dovetail.graph.commuting import base_name
 from dovetail.graph.effects import PURE, is_subgraph
 from dovetail.graph.index import Index
@@ -29,6 +30,7 @@ _VIEW_NAMES = """
 _VIEWS = frozenset(_VIEW_NAMES.split())
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False)
 class Cleanup(Pass):
     """Drop dead code, compute equal things once, and leave out views that change nothing.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_init
 from dovetail.graph.effects import PURE
 from dovetail.graph.index import Index
 from dovetail.graph.module import Program, copy_node, rebuild, require_graph, without_collector
@@ -28,6 +28,7 @@ _UNSET = frozenset(
 )
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False)
 class FoldConstants(Pass):
     """Compute masks, positions and the like once, where they depend on nothing but numbers in the graph.

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
+from dovetail.errors import checked_init
 from dovetail.graph.index import Index
 from dovetail.graph.module import Program, attribute, copy_node, rebuild, require_graph, without_collector
 from dovetail.graph.normalform import by_name, normalised, op_name, same_geometry, written
@@ -49,6 +50,7 @@ _OF_NORM = ("weight", "bias", "running_mean", "running_var")
 _NORMS = _WHOLE_NORMS | _EVAL_NORMS | _FLAGGED_NORMS | _TRAIN_NORMS
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False)
 class FoldConvBatchNorm(Pass):
     """Fold batch norm in eval mode into the weights of the convolution before it.

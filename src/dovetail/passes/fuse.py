@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch.fx import GraphModule
 
-from dovetail.fusion.arguments import require_cost, require_count, require_limits, require_priorities
+from dovetail.errors import checked_init
+from dovetail.fusion.arguments import (
+    require_cost,
+    require_count,
+    require_limits,
+    require_on_error,
+    require_priorities,
+)
 from dovetail.fusion.cost import CostModel
 from dovetail.fusion.fuse import fuse
 from dovetail.passes.base import Pass
@@ -16,6 +23,7 @@ from dovetail.rules.limits import Limits
 from dovetail.rules.rule import Rule, RuleSet, as_rules
 
 
+@checked_init(strict="on_error='raise'")
 @dataclass(frozen=True, repr=False)
 class Fuse(Pass):
     """Make regions of what the rules ask for, as `dovetail.fuse` does; its options are the same.
@@ -32,7 +40,7 @@ class Fuse(Pass):
     priorities: Mapping[str, int] | None = field(default=None, hash=False)
     fuel: int | None = None
     cost: CostModel | None = None
-    strict: bool = False
+    on_error: Literal["fallback", "raise"] = "fallback"
 
     def __post_init__(self) -> None:
         if self.rules is not None:
@@ -42,6 +50,7 @@ class Fuse(Pass):
         require_count("fuel", self.fuel, 0)
         require_limits(self.limits)
         require_cost(self.cost)
+        require_on_error(self.on_error)
         for name in ("must", "never"):
             given = getattr(self, name)
             if isinstance(given, (list, set, frozenset)):
@@ -59,5 +68,5 @@ class Fuse(Pass):
             priorities=self.priorities,
             fuel=self.fuel,
             cost=self.cost,
-            strict=self.strict,
+            on_error=self.on_error,
         )

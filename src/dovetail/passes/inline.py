@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from dovetail.errors import checked_init
 from dovetail.outlining.inline import inline
 from dovetail.outlining.region import regions
 from dovetail.passes.base import Pass
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False)
 class Inline(Pass):
     """Open regions: all, the one called `region`, or all of a `kind`, as `dovetail.inline` does.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_init
 from dovetail.graph.index import Index
 from dovetail.graph.module import require_graph, without_collector
 from dovetail.passes.base import Finding, Pass, require_fuel
@@ -15,6 +15,7 @@ from dovetail.passes.parallel.planning import Plan, make_plan
 from dovetail.passes.parallel.writing import write_plan
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False)
 class MergeParallel(Pass):
     """Run sibling linears or convolutions as one wider product.

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_init
 from dovetail.outlining.outline import outline
 from dovetail.outlining.requests import Request
 from dovetail.passes.base import Pass
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False, init=False)
 class Outline(Pass):
     """Make the regions that are asked for, all in one sweep, as `dovetail.outline` does.

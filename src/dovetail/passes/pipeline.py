@@ -11,7 +11,7 @@ from typing import cast
 
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, InvalidGraph, PassError
+from dovetail.errors import InvalidArgument, InvalidGraph, PassError, checked_init
 from dovetail.graph.check import check as check_graph
 from dovetail.graph.module import require_graph
 from dovetail.graph.text import text
@@ -90,6 +90,7 @@ class Composite(Pass):
         return trace(self, gm, check=check, dump=dump, explain=explain)
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False, init=False)
 class Pipeline(Composite):
     """Passes one after the other; itself a pass, so pipelines nest.
@@ -116,6 +117,7 @@ class Pipeline(Composite):
         return f"Pipeline([{', '.join(map(repr, self.passes))}])"
 
 
+@checked_init()
 @dataclass(frozen=True, repr=False, init=False)
 class Repeat(Composite):
     """Passes over and over, until a round leaves the graph as it found it.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.errors import checked_call
 from dovetail.rules.growth.accepting import Ops, Predicate, as_accepts, spelled, verdicts
 from dovetail.rules.growth.common import Refusals, closed, ground, require_rule, weight, why_closed
 from dovetail.rules.growth.contraction import GIVEN_UP, Contraction
@@ -13,6 +14,7 @@ from dovetail.rules.rule import Candidate, Decline, Proposal, Rule
 from dovetail.rules.scene import Scene
 
 
+@checked_call()
 def capability(
     accepts: Predicate | Iterable[Any],
     kind: str,

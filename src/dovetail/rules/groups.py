@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dovetail.errors import checked_call
 from dovetail.rules.growth.common import ground, require_rule
 from dovetail.rules.growth.grouping import Grouping
 from dovetail.rules.rule import Candidate, Proposal, Rule
 from dovetail.rules.scene import Scene
 
 
+@checked_call()
 def groups(
     kind: str = "group",
     *,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_init
 
 
+@checked_init()
 @dataclass(frozen=True)
 class Limits:
     """The most that a region may have; None is no limit.

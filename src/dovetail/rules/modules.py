@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from dovetail.errors import RuleError
+from dovetail.errors import RuleError, checked_call, nearest
 from dovetail.outlining.record import make_identity
 from dovetail.outlining.requests import POLICIES, is_projection
 from dovetail.rules.modulestack import Frame, class_name, frame, stack_of
@@ -21,6 +20,7 @@ from dovetail.rules.scene import Scene
 _LISTED = 5
 
 
+@checked_call()
 def modules(
     what: str | type[nn.Module] | Iterable[str | type[nn.Module]],
     *,
@@ -214,7 +214,7 @@ class _Look:
         near: dict[str, None] = {}
         for target in missing:
             last = target.rpartition(".")[2]
-            near.update(dict.fromkeys(difflib.get_close_matches(target, known, n=_LISTED)))
+            near.update(dict.fromkeys(nearest(target, known, most=_LISTED)))
             near.update(dict.fromkeys(p for p in known if p.rpartition(".")[2] == last))
         listed = sorted(near)[:_LISTED] or known[:_LISTED]
         there = "near it are" if near else "there are"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dovetail.errors import RuleError
+from dovetail.errors import RuleError, checked_call
 from dovetail.graph.module import without_collector
 from dovetail.outlining.record import make_identity
 from dovetail.rules.repeating.blocks import Family
@@ -19,6 +19,7 @@ from dovetail.rules.scene import Scene
 _TOLD = 8
 
 
+@checked_call()
 def repeats(
     kind: str = "block",
     *,

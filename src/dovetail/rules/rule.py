@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch.fx import Node
 
-from dovetail.errors import InvalidArgument, RuleError
+from dovetail.errors import InvalidArgument, RuleError, did_you_mean
 from dovetail.rules.scene import Scene
 
 
@@ -123,7 +123,10 @@ class RuleSet:
         for rule in self.rules:
             if rule.name == name:
                 return rule
-        raise RuleError(name, f"no rule of this name; there are {', '.join(r.name for r in self.rules)}")
+        names = [r.name for r in self.rules]
+        there = f"There are {', '.join(names)}" if names else "The set is empty"
+        hint = did_you_mean(str(name), names, otherwise=there).removesuffix("?")
+        raise RuleError(str(name), f"no rule of this name. {hint}")
 
     def __repr__(self) -> str:
         return f"RuleSet({', '.join(rule.name for rule in self.rules)})"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_call
 from dovetail.rules.growth.accepting import Ops, Predicate, as_accepts, spelled
 from dovetail.rules.growth.branching import Branching
 from dovetail.rules.growth.common import require_rule
@@ -14,6 +14,7 @@ from dovetail.rules.rule import Candidate, Proposal, Rule
 from dovetail.rules.scene import Scene
 
 
+@checked_call()
 def siblings(
     of: Predicate | Iterable[Any] | None = None,
     kind: str = "siblings",

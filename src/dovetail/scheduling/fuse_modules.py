@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
-from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.errors import InvalidArgument, ScheduleError, checked_call
 from dovetail.lowering.backend import resolve
 from dovetail.lowering.lower import settle_parts
 from dovetail.scheduling.chains import Group
@@ -22,6 +22,7 @@ from dovetail.scheduling.paths import is_within, joined, matching
 from dovetail.scheduling.recording import Call, Example, record
 
 
+@checked_call()
 def fuse_modules(
     model: nn.Module,
     modules_to_fuse: Sequence[str] | Sequence[Sequence[str]],

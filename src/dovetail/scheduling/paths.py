@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 
 from torch import nn
 
-from dovetail.errors import UnknownPart
+from dovetail.errors import UnknownPart, nearest
 from dovetail.rules.modules import matches_path
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -43,7 +42,7 @@ def _near(pattern: str, known: list[str]) -> list[str]:
     folded = sorted({_NUMBER.sub("*", path) for path in known if path})
     wanted = _NUMBER.sub("*", pattern)
     last = pattern.rpartition(".")[2]
-    near = dict.fromkeys(difflib.get_close_matches(wanted, folded, n=_LISTED))
+    near = dict.fromkeys(nearest(wanted, folded, most=_LISTED))
     near.update(dict.fromkeys(path for path in folded if path.rpartition(".")[2] == last))
     return list(near)[:_LISTED] or folded[:_LISTED]
 

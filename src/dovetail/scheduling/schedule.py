@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.errors import InvalidArgument, ScheduleError, checked_call
 from dovetail.lowering.lower import settle_parts
 from dovetail.scheduling.history import History, described
 from dovetail.scheduling.installing import is_scheduled
@@ -135,6 +135,7 @@ class Schedule(Part):
         return f"Schedule({type(self._work.model).__name__}, {len(self._work.done)} steps)"
 
 
+@checked_call()
 def schedule(
     model: nn.Module, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> Schedule:

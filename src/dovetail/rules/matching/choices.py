@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from dovetail.errors import DovetailError, InvalidArgument
+from dovetail.errors import DovetailError, InvalidArgument, checked_call
 
 
 class Const:
@@ -217,6 +217,7 @@ def either(*alternatives: Any) -> Any:
     return alternatives[0]() if callable(alternatives[0]) else alternatives[0]
 
 
+@checked_call()
 def optional(value: Any, step: Callable[[Any], Any]) -> Any:
     """In a pattern: `step(value)`, or just `value` where the graph does without the step."""
     return either(lambda: step(value), lambda: value)
