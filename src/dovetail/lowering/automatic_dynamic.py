@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,14 @@ _MARKED, _MAYBE_MARKED, _STATIC = (
     "_dynamo_weak_dynamic_indices",
     "_dynamo_static_indices",
 )
+_MARKS = (
+    _MARKED,
+    _MAYBE_MARKED,
+    _STATIC,
+    "_has_symbolic_sizes",
+    "_dynamo_dynamic_range",
+    "_dynamo_hint_overrides",
+)
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, defaultdict, deque})
 _MOST_SHOWN = 3
 
@@ -33,13 +42,14 @@ class _Observed:
     kinds: list[Any]
     sizes: list[tuple[int, ...]]
     dynamic: list[set[int]]
+    is_static: bool = False
 
 
 @dataclass(frozen=True)
 class Dimensions:
     """The sizes to leave open: for each leaf of the arguments its dimensions, an integer being of dimension 0.
 
-    `changes` describes those that are open because they changed since the last such call.
+    `changes` describes those that are open because they changed since the last such call, and were not before.
     """
 
     spec: TreeSpec
@@ -95,7 +105,9 @@ class AutomaticDynamic:
     dynamic: bool | None = None
     _observed: list[_Observed] = field(default_factory=list[_Observed])
 
-    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dimensions:
+    def observe(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Dimensions:
         """The sizes that a capture for this call should leave open; the call counts as seen."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         kinds, sizes = [_kind(leaf) for leaf in leaves], [_sizes(leaf) for leaf in leaves]
@@ -107,17 +119,17 @@ class AutomaticDynamic:
             if self.dynamic is None:
                 for leaf, dim in _lengths_of_caches(args, kwargs):
                     known.dynamic[leaf].add(dim)
-        elif self.dynamic is not False:
+        elif self.dynamic is not False and not known.is_static:
             for i, (was, now) in enumerate(zip(known.sizes, sizes, strict=True)):
-                for dim in [d for d, (a, b) in enumerate(zip(was, now, strict=True)) if a != b]:
-                    known.dynamic[i].add(dim)
-                    changes.append((i, dim, was[dim]))
+                changed = {d for d, (a, b) in enumerate(zip(was, now, strict=True)) if a != b}
+                changes += [(i, dim, was[dim]) for dim in sorted(changed - known.dynamic[i])]
+                known.dynamic[i] |= changed
         known.sizes = sizes
         dims = tuple(
-            self._dims(leaf, opened, size)
+            {} if known.is_static else self._dims(leaf, opened, size)
             for leaf, opened, size in zip(leaves, known.dynamic, sizes, strict=True)
         )
-        described = _described(args, kwargs, sizes, changes) if changes else ()
+        described = _described(forward, args, kwargs, changes) if changes else ()
         return Dimensions(spec, dims, described)
 
     def keep_static(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -126,10 +138,10 @@ class AutomaticDynamic:
         kinds = [_kind(leaf) for leaf in leaves]
         for known in self._observed:
             if known.spec == spec and known.kinds == kinds:
-                known.dynamic = [_Never() for _ in leaves]
+                known.is_static = True
 
     def _dims(self, leaf: Any, opened: set[int], sizes: tuple[int, ...]) -> dict[int, Any]:
-        if self.dynamic is True and not isinstance(opened, _Never):
+        if self.dynamic is True:
             opened = set(range(len(sizes)))
         # A size of 0 or 1 is always specialized: there broadcasting and emptiness are decided.
         dims: dict[int, Any] = {d: Dim.AUTO for d in sorted(opened) if sizes[d] not in (0, 1)}
@@ -141,11 +153,16 @@ class AutomaticDynamic:
         return dims
 
 
-class _Never(set[int]):
-    """A set of dimensions that stays empty."""
-
-    def add(self, element: int, /) -> None:
-        pass
+@contextmanager
+def marks_kept(given: Any) -> Generator[None]:
+    """Let tensors have the marks of dynamic sizes afterwards that they have now: torch.export removes them."""
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    marks = [(t, name, getattr(t, name)) for t in tensors for name in _MARKS if hasattr(t, name)]
+    try:
+        yield
+    finally:
+        for tensor, name, mark in marks:
+            setattr(tensor, name, mark)
 
 
 def _kind(leaf: Any) -> Any:
@@ -191,33 +208,34 @@ def _lengths_of_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 
 def _described(
+    forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    sizes: list[tuple[int, ...]],
     changes: list[tuple[int, int, int]],
 ) -> tuple[str, ...]:
     """Each change in words; of several in one argument that are alike, the first."""
-    paths = [path for path, _ in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]]
+    paths, leaves = zip(*pytree.tree_flatten_with_path((args, dict(kwargs)))[0], strict=True)
+    names = _positional_names(forward, len(args))
     lines: dict[tuple[Any, int, int], str] = {}
     for i, dim, was in changes:
-        now = sizes[i][dim]
-        name = _shown(paths[i])
-        what = (
-            f"'{name}'"
-            if len(sizes[i]) == 1 and not isinstance(_leaf_at(args, kwargs, i), Tensor)
-            else (f"dimension {dim} of '{name}'")
-        )
-        lines.setdefault((paths[i][:2], dim, was), f"{what} from {was} to {now}")
+        what = f"'{_shown(paths[i], names)}'"
+        if isinstance(leaves[i], Tensor):
+            what = f"dimension {dim} of {what}"
+        lines.setdefault((paths[i][:2], dim, was), f"{what} from {was} to {_sizes(leaves[i])[dim]}")
     shown = list(lines.values())
     rest = len(shown) - _MOST_SHOWN
     return (*shown[:_MOST_SHOWN], f"{rest} more") if rest > 0 else tuple(shown)
 
 
-def _leaf_at(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> Any:
-    return pytree.tree_leaves((args, dict(kwargs)))[index]
+def _positional_names(forward: Callable[..., Any], count: int) -> list[str]:
+    names: list[str] = []
+    for name, parameter in inspect.signature(forward).parameters.items():
+        collects = parameter.kind is parameter.VAR_POSITIONAL
+        names += [f"{name}[{i}]" for i in range(count - len(names))] if collects else [name]
+    return names
 
 
-def _shown(path: tuple[Any, ...]) -> str:
+def _shown(path: tuple[Any, ...], names: list[str]) -> str:
     head = path[1]
-    name = f"args[{head.idx}]" if isinstance(head, SequenceKey) else str(head.key)
+    name = names[head.idx] if isinstance(head, SequenceKey) else str(head.key)
     return name + pytree.keystr(path[2:])

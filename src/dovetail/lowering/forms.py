@@ -18,7 +18,7 @@ from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, Invalid
 from dovetail.graph.capture import CAPTURING, capture
 from dovetail.graph.capturing import trees
 from dovetail.graph.forking import on_fork, released_by_fork
-from dovetail.lowering.automatic_dynamic import AutomaticDynamic, Dimensions
+from dovetail.lowering.automatic_dynamic import AutomaticDynamic, Dimensions, marks_kept
 from dovetail.lowering.diagnostics import Diagnostics
 from dovetail.lowering.forward_override import instance_forward, is_overridden, own_forward
 from dovetail.lowering.lowering import lowering_of
@@ -260,6 +260,9 @@ class Forms:
             return ""
         if any(form.modes[0] == modes[0] for form in self.made):
             return "autocast is another one than in earlier calls"
+        if all(form.program.training is not self.model.training for form in self.made):
+            now, was = ("train", "eval") if self.model.training else ("eval", "train")
+            return f"the model is in {now} mode, and was in {was} mode"
         return "the train or eval mode, an attribute or the code of a module is another one than in earlier calls"
 
     def specialise(
@@ -312,7 +315,7 @@ class Forms:
             with CAPTURING:
                 self._busy = threading.get_ident()
                 try:
-                    with _fresh_casts():
+                    with _fresh_casts(), marks_kept((args, named)):
                         graph = self._traced(args, named, cause)
                 finally:
                     self._busy = None
@@ -327,7 +330,7 @@ class Forms:
             self._report_recompilation(cause)
             return capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
         trees.prepare()
-        dims = self.automatic.observe(args, kwargs)
+        dims = self.automatic.observe(model.forward, args, kwargs)
         self._report_recompilation(cause, dims)
         if dims:
             shapes = dims.as_dynamic_shapes(model.forward, args, kwargs)
@@ -359,7 +362,9 @@ class Forms:
                 f"compiles for each size."
             )
         else:
-            message = f"the model is captured and compiled again: {cause or 'a call unlike earlier ones'}"
+            # Without what to do about it: it is being done.
+            stated = cause.partition(" Capture the model again")[0] or "a call unlike earlier ones"
+            message = f"the model is captured and compiled again: {stated}"
         self.diagnostics.report("recompiled", message)
 
     def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
