@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
+import contextlib
+import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
 import torch
 import torch._guards
-from torch import SymInt, Tensor, nn
+from torch import SymFloat, SymInt, Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
+from torch.fx.node import map_arg
 
 from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
 from dovetail.graph.capture import capture
 from dovetail.lowering.compile import make_recipe
-from dovetail.lowering.options import Options
+from dovetail.lowering.diagnostics import report
+from dovetail.lowering.options import Options, compilation_limit
 from dovetail.lowering.recipe import Recipe
 from dovetail.lowering.situation import autocast_off, autocasting
 
@@ -43,29 +47,62 @@ def backend(
         )
     recipe = _recipe(options)
     try:
-        run = _lowered(gm, example_inputs, recipe)
+        first = _lowered(gm, example_inputs, recipe)
     except Exception as error:
         if recipe.options.strict:
             raise
-        warnings.warn(f"a graph of torch.compile's runs as it is: {error}", stacklevel=2)
+        report("fallback", f"a graph of torch.compile's runs as it is: {error}", stacklevel=2)
         return gm.forward
+    return _Captures(gm, recipe, first)
 
-    def called(*args: Any) -> Any:
-        try:
+
+class _Captures:
+    """One graph of Dynamo's, captured again for calls that Dynamo lets pass and no capture so far was made for.
+
+    A capture may specialize sizes that Dynamo left open.
+    """
+
+    def __init__(self, gm: GraphModule, recipe: Recipe, first: Callable[..., Any]) -> None:
+        self._gm, self._recipe, self._runs = gm, recipe, [first]
+        self._gives_up = False
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        for run in self._runs:
+            with contextlib.suppress(CallMismatch):  # raised before anything ran
+                return run(*args)
+        with self._lock:
+            run = self._run_for(args)
+        with contextlib.suppress(CallMismatch):
             return run(*args)
-        except CallMismatch:  # raised before anything ran: Dynamo lets pass what the capture was not made for
-            return gm.forward(*args)
+        return self._gm.forward(*args)
 
-    return called
+    def _run_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        limit = compilation_limit(self._recipe.options.recompile_limit)
+        if self._gives_up:
+            return self._gm.forward
+        reason = f"the recompile limit of {limit} is reached; raise `recompile_limit`"
+        if len(self._runs) < limit:
+            try:
+                self._runs.append(_lowered(self._gm, args, self._recipe))
+                return self._runs[-1]
+            except Exception as error:
+                if self._recipe.options.strict:
+                    raise
+                reason = str(error)
+        self._gives_up = True
+        report("fallback", f"calls of a graph of torch.compile's run it as it is: {reason}", stacklevel=5)
+        return self._gm.forward
 
 
 def _lowered(gm: GraphModule, example_inputs: Sequence[Any], recipe: Recipe) -> Callable[..., Any]:
     _refuse_lost_gradients(gm, example_inputs)
+    gm, floats = _with_floats_specialized(gm, example_inputs)
     known = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     with torch._guards.tracing(None):
         graph = capture(_Flat(gm), tuple(_settled(v) for v in example_inputs), dynamic_shapes=_dynamic(known))
         with autocast_off():
-            run = recipe(graph).forward
+            run = _guarded(recipe(graph).forward, floats)
     if not autocasting():
         return run
 
@@ -75,6 +112,43 @@ def _lowered(gm: GraphModule, example_inputs: Sequence[Any], recipe: Recipe) -> 
             return run(*args)
 
     return cast_already
+
+
+def _with_floats_specialized(
+    gm: GraphModule, example_inputs: Sequence[Any]
+) -> tuple[GraphModule, Mapping[int, float]]:
+    """The graph with numbers in place of floats that Dynamo passes as tensors, and these by the inputs they are.
+
+    With dynamic=True that is every float, an eps or a dropout's probability too, and operators branch on them.
+    """
+    graph = copy.deepcopy(gm.graph)
+    floats: dict[int, float] = {}
+    for i, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+        for node in list(placeholder.users):
+            if node.target != "item" or not isinstance(node.meta.get("example_value"), SymFloat):
+                continue
+            value = floats[i] = float(example_inputs[i].item())
+            for user in list(node.users):
+                user.args, user.kwargs = map_arg(
+                    (user.args, user.kwargs), lambda n, node=node, value=value: value if n is node else n
+                )
+            graph.erase_node(node)
+    return (GraphModule(gm, graph), floats) if floats else (gm, floats)
+
+
+def _guarded(run: Callable[..., Any], floats: Mapping[int, float]) -> Callable[..., Any]:
+    if not floats:
+        return run
+
+    def called(*args: Any) -> Any:
+        for i, value in floats.items():
+            if args[i].item() != value:
+                raise CallMismatch(
+                    f"a number was {value} when the graph was captured and is another one here."
+                )
+        return run(*args)
+
+    return called
 
 
 def _refuse_lost_gradients(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -128,8 +202,8 @@ def _dynamic(inputs: Sequence[Any]) -> Any:
 
 def _open(value: Any) -> Any:
     if isinstance(value, SymInt):
-        return Dim.DYNAMIC
+        return Dim.AUTO
     if isinstance(value, Tensor):
-        dims = {i: Dim.DYNAMIC for i, n in enumerate(value.shape) if isinstance(n, SymInt)}
+        dims = {i: Dim.AUTO for i, n in enumerate(value.shape) if isinstance(n, SymInt)}
         return dims or None
     return None
