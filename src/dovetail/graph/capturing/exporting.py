@@ -11,7 +11,6 @@ from collections.abc import Generator, Mapping
 from typing import Any, cast
 
 import torch
-import torch.fx.node as fx_node
 from torch import nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
@@ -24,6 +23,7 @@ from torch.export.graph_signature import (
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
+from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import (
     aliasing,
@@ -174,10 +174,14 @@ def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decom
 @contextlib.contextmanager
 def _effects_kept(graph: Graph) -> Generator[None]:
     """Keep operators that return nothing: whatever they are called for is not to be seen in the graph."""
-    known = fx_node._side_effectful_functions
+    known: set[Any] | None = torch_compat.EFFECTFUL_TARGETS.value
     silent = {
         n.target for n in graph.nodes if isinstance(n.target, OpOverload) and not n.target._schema.returns
     }
+    if not isinstance(known, set):
+        torch_compat.EFFECTFUL_TARGETS.report()
+        yield
+        return
     added = silent - known
     known.update(added)
     try:
