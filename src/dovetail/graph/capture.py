@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from dovetail import torch_compat
 from dovetail.errors import CaptureError, InvalidArgument, checked_call
 from dovetail.graph.canonical import canonicalise
 from dovetail.graph.capturing import callables, exporting, specs, trees, watching
@@ -52,6 +53,7 @@ def capture(
     the graph and the model are run on the example inputs, from the same state, which is restored; CaptureMismatch if
     results, written inputs, buffers or the random stream differ.
     """
+    torch_compat.warn_if_untested()
     args, kwargs = _checked(args, kwargs)
     if isinstance(model, GraphModule):
         return fill_values(model, args, kwargs)

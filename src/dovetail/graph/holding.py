@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from dovetail import torch_compat
+
 HELD = "_held_tensors"
 
 
-def _counter() -> Callable[[Any], int] | None:
+def writes_counter() -> Callable[[Any], int] | None:
     """What tells whether a dict was written since, at a fraction of the cost of looking; None where it does not."""
-    try:
-        from torch._C._dynamo.guards import dict_version as version
-    except ImportError:
+    version = torch_compat.DICT_VERSION.value
+    if version is None:
         return None
     probe = nn.Module()
     before = version(probe.__dict__)
@@ -25,7 +26,7 @@ def _counter() -> Callable[[Any], int] | None:
     return version if version(probe.__dict__) != before else None
 
 
-dict_version = _counter()
+dict_version = writes_counter()
 """How often a dict was written, to be compared with what it was; None where Python does not count."""
 
 

@@ -11,6 +11,8 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
+from dovetail import torch_compat
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -144,7 +146,7 @@ def _of_schema(op: OpOverload) -> Traits:
         writes = aliases = parameters[:1]
     tags = set(op.tags)
     composite = op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    if getattr(torch.Tag, "maybe_aliasing_or_mutating", None) in tags and not aliases:
+    if torch_compat.ALIASING_TAG.value in tags and not aliases:
         # Tagged since its result may be its very input; values made by a decomposition may say otherwise.
         aliases = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
     random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED_RANDOM
@@ -185,14 +187,8 @@ def _world(namespace: str, name: str, *, has_results: bool, writes: bool) -> str
 
 
 def _is_effectful(op: OpOverload) -> bool:
-    from torch._higher_order_ops import effects
-
-    # The look-up by operator alone came after the one that wants a whole call.
-    by_operator: Any = getattr(effects, "_get_effect", None)
-    if by_operator is not None:
-        return by_operator(op) is not None
-    by_call: Any = getattr(effects, "get_effect_key", None)
-    return by_call is not None and by_call(op, (), {}) is not None
+    effect_of = torch_compat.EFFECT_OF_OPERATOR.value
+    return effect_of is not None and effect_of(op) is not None
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.printers import PythonPrinter
 
+from dovetail import torch_compat
+
 _TRIAL: ContextVar[bool] = ContextVar("trial", default=False)
 _PLAIN = (Tensor, torch.nn.Parameter)
 Size = int | str
@@ -217,11 +219,11 @@ def _native_fit(situation: Situation, args: Sequence[Any]) -> Fit | None:
     if not args or any(type(a) not in _PLAIN for a in args):
         return None
     try:
-        from torch._C._dynamo.guards import TensorGuards
-
         sizes: Any = [list(a.shape) for a in args]
         strides: Any = [list(a.stride()) for a in args]
-        check = TensorGuards(*args, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        check = torch_compat.TENSOR_GUARDS.value(
+            *args, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
         if not check(*args):
             return None
     except Exception:  # the check is torch's own business; ours does the same, slower

@@ -9,11 +9,11 @@ import functools
 import inspect
 import logging
 import operator
+import re
 from collections.abc import Generator, Mapping
 from typing import Any, cast
 
 import torch
-import torch.fx.node as fx_node
 from torch import nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
@@ -26,6 +26,7 @@ from torch.export.graph_signature import (
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
+from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import (
     aliasing,
@@ -175,6 +176,7 @@ def decompose(program: ExportedProgram) -> Exported:
         draws_in_place = random_draws.draw_into_fresh_memory(program)
         copying.keep_histories(program)
         detached = autograd_aliases.separate(program)
+        out_variants.call_functional_forms(program)
         aliasing.rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
@@ -188,6 +190,7 @@ def decompose(program: ExportedProgram) -> Exported:
                 _log.debug("the program is traced anew to decompose it: %s", reason)
                 decomposed = retraced(program, signature)
         autograd_aliases.refuse_strided_scatters(decomposed.graph, state_requires_grad(program))
+        out_variants.call_originals(decomposed.graph)
         batchnorm.choose_kernel_as_eager(decomposed.graph)
         copying.make_differentiable(decomposed.graph)
         copying.make_bases_dense(decomposed.graph)
@@ -211,10 +214,14 @@ def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decom
 @contextlib.contextmanager
 def _effects_kept(graph: Graph) -> Generator[None]:
     """Keep operators that return nothing: whatever they are called for is not to be seen in the graph."""
-    known = fx_node._side_effectful_functions
+    known: set[Any] | None = torch_compat.EFFECTFUL_TARGETS.value
     silent = {
         n.target for n in graph.nodes if isinstance(n.target, OpOverload) and not n.target._schema.returns
     }
+    if not isinstance(known, set):
+        torch_compat.EFFECTFUL_TARGETS.report()
+        yield
+        return
     added = silent - known
     known.update(added)
     try:
@@ -324,6 +331,17 @@ def _translated(error: Exception, noise: list[str]) -> CaptureError:
             "Use torch.cond or torch.where for a choice, torch.while_loop for a loop, and torch._check to "
             "promise a range of sizes."
         )
+    elif kind == "UnsupportedOperatorException" or "no fake impl" in text:
+        what = f"the operator {_operator_in(text)} has no fake kernel, which tells the form of its results without running it"
+        advice = (
+            "Register one: torch.library.register_fake(name, function), where the function takes the same arguments and "
+            "returns empty tensors of the right shape, dtype and strides."
+        )
+    elif "output has alias annotations" in text:
+        what = f"the operator {_operator_in(text)} returns a view of an operand, which a functional graph cannot hold"
+        advice = (
+            "Return a clone and leave the alias annotation out of the schema, or use views of torch itself."
+        )
     elif "Constraints violated" in text or "dynamic_shapes" in text or "Dim." in text:
         what = f"the model does not hold for all of the dynamic sizes asked for: {_first_lines(text, 12)}"
         advice = "Narrow dynamic_shapes as suggested, or mark the dimension static."
@@ -333,6 +351,12 @@ def _translated(error: Exception, noise: list[str]) -> CaptureError:
     for part in noise:
         _log.debug("while failing, torch said: %s", part)
     return CaptureError(watching.describe(what, line, advice))
+
+
+def _operator_in(text: str) -> str:
+    """The name of the first operator that a message of torch mentions."""
+    name = re.search(r"\w+::[\w.]+|\w+\.\w+(\.\w+)?", text)
+    return text if name is None else f"'{name[0]}'"
 
 
 def _first_lines(text: str, most: int) -> str:

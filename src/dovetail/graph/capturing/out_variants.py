@@ -7,6 +7,9 @@ writes into `out` as it is, and resizes it where the shape is another, which for
 from __future__ import annotations
 
 import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -38,13 +41,23 @@ def refuse_resizing(program: ExportedProgram) -> None:
 
 def _results(node: Node) -> dict[str, Any]:
     """The result of a call for each of the tensors that it is given as `out`."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return {}
-    names = [a.name for a in node.target._schema.arguments if a.is_out]
     value = node.meta.get("val")
     parts: Any = value if isinstance(value, (list, tuple)) else (value,)
-    pairs = zip(names, parts, strict=False)
-    return {name: part for name, part in pairs if isinstance(node.kwargs.get(name), Node)}
+    return {name: parts[at] for name, at in _positions(node).items()}
+
+
+def _positions(node: Node) -> dict[str, int]:
+    """Which result is the tensor that a call is given as `out`, for each of them; a schema may list them in any order."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return {}
+    schema = node.target._schema
+    returned = [None if r.alias_info is None else r.alias_info.before_set for r in schema.returns]
+    outs = {a.name: cast(Any, a.alias_info).before_set for a in schema.arguments if a.is_out}
+    return {
+        name: returned.index(alias)
+        for name, alias in outs.items()
+        if alias in returned and isinstance(node.kwargs.get(name), Node)
+    }
 
 
 def _has_other_shape(given: Any, result: Any) -> bool:
@@ -109,8 +122,7 @@ def _may_differ_in_strides(node: Node) -> bool:
 
 def _write_into_fresh_memory(graph: Graph, node: Node) -> None:
     meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
-    results = _results(node)
-    for position, name in enumerate(results):
+    for name, position in _positions(node).items():
         operand = cast(Node, node.kwargs[name])
         given = operand.meta["val"]
         form: dict[str, Any] = {"memory_format": torch.contiguous_format}
@@ -138,3 +150,158 @@ def _item(graph: Graph, node: Node, position: int) -> Node:
         item = graph.call_function(operator.getitem, (node, position))
     item.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
     return item
+
+
+@dataclass(frozen=True)
+class _Functional:
+    """The functional form of an operator that returns what it writes: `returned` is the position of each result.
+
+    It takes the same arguments and returns the new value of each of `written`, then the results that are no aliases.
+    """
+
+    form: OpOverload
+    original: OpOverload
+    written: tuple[str, ...]
+    returned: tuple[int, ...]
+
+
+_LIBRARY: list[torch.library.Library] = []
+_FUNCTIONAL: dict[OpOverload, _Functional | None] = {}
+_ALIAS = re.compile(r"\(\w+!?( -> [\w*|]+)?\)")
+
+
+def call_functional_forms(program: ExportedProgram) -> None:
+    """Call custom operators that write an operand and return it in a form that functionalisation accepts.
+
+    It takes only operators whose results are no aliases. Edits the program's graph; `call_originals` is the inverse.
+    """
+    graph, calls = program.graph, list[Node]()
+    for node in graph.nodes:
+        functional = _functional_form(node.target) if isinstance(node.target, OpOverload) else None
+        if functional is not None and node.op == "call_function":
+            _write_separately(graph, node, functional)
+            calls.append(node)
+    if calls:
+        program.graph_module.recompile()
+        rename_results(program)
+
+
+def _functional_form(op: OpOverload) -> _Functional | None:
+    if op.namespace in ("aten", "prims", "prim") or not op._schema.is_mutable:
+        return None
+    if op not in _FUNCTIONAL:
+        _FUNCTIONAL[op] = _define(op)
+    return _FUNCTIONAL[op]
+
+
+def _define(op: OpOverload) -> _Functional | None:
+    """Define the functional form; None where the results are no aliases, or not only tensors that are written."""
+    schema = op._schema
+    aliases = [a.alias_info for a in schema.returns]
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not any(aliases) or any(not isinstance(a.type, torch.TensorType) for a in (*written, *schema.returns)):
+        return None
+    sets = [cast(Any, a.alias_info).before_set for a in written]
+    if any(alias is not None and alias.before_set not in sets for alias in aliases):
+        return None
+    own = [i for i, alias in enumerate(aliases) if alias is None]
+    returned = tuple(
+        len(written) + own.index(i) if a is None else sets.index(a.before_set) for i, a in enumerate(aliases)
+    )
+    name = re.sub(r"\W", "_", f"functional_{op.name()}")
+    arguments = _ALIAS.sub("", str(schema).partition("(")[2].partition(") -> ")[0])
+    results = ", ".join(["Tensor"] * (len(written) + len(own)))
+    if not _LIBRARY:
+        _LIBRARY.append(torch.library.Library("dovetail", "FRAGMENT"))
+    _LIBRARY[0].define(f"{name}({arguments}) -> ({results})", tags=tuple(op.tags))
+    names = tuple(a.name for a in written)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip([a.name for a in schema.arguments], args, strict=False)), **kwargs}
+        new = {name: given[name].clone() for name in names}
+        result = op(**{**given, **new})
+        parts = result if isinstance(result, (list, tuple)) else (result,)
+        values = [*new.values(), *(parts[i] for i in own)]
+        return values if len(values) > 1 else values[0]
+
+    _LIBRARY[0].impl(name, kernel, "CompositeExplicitAutograd")
+    return _Functional(getattr(torch.ops.dovetail, name).default, op, names, returned)
+
+
+def _given(op: OpOverload, node: Node) -> dict[str, Any]:
+    return {**dict(zip([a.name for a in op._schema.arguments], node.args, strict=False)), **node.kwargs}
+
+
+def _write_separately(graph: Graph, node: Node, functional: _Functional) -> None:
+    """Replace a call by one of the functional form, and a `copy_` of each new value to the operand."""
+    meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+    given = _given(functional.original, node)
+    operands = [cast(Node, given[name]) for name in functional.written]
+    value = node.meta.get("val")
+    parts: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+    values: list[Any] = []
+    for operand in operands:
+        with operand.meta["val"].fake_mode:
+            values.append(torch.empty_like(operand.meta["val"]))
+    values += [part for part, at in zip(parts, functional.returned, strict=True) if at >= len(operands)]
+    with graph.inserting_before(node):
+        call = graph.call_function(functional.form, (), given)
+        call.meta = {**meta, "val": tuple(values) if len(values) > 1 else values[0]}
+        news = [call] if len(values) == 1 else [_item(graph, call, i) for i in range(len(values))]
+        for item, part in zip(news, values, strict=True):
+            item.meta["val"] = part
+        results: list[Node] = []
+        for operand, new in zip(operands, news, strict=False):
+            copy = graph.call_function(torch.ops.aten.copy_.default, (operand, new))
+            copy.meta = {**meta, "val": operand.meta["val"]}
+            results.append(copy)
+    _take_results(graph, node, [[*results, *news[len(operands) :]][at] for at in functional.returned])
+
+
+def _take_results(graph: Graph, node: Node, results: Sequence[Node]) -> None:
+    """Let readers of a call read these instead, one for each of its results, and erase it."""
+    if len(results) == 1:
+        node.replace_all_uses_with(results[0])
+    for user in list(node.users):
+        user.replace_all_uses_with(results[cast(int, user.args[1])])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def call_originals(graph: Graph) -> None:
+    """Call the operators themselves on a copy of what they write where the graph has their functional form."""
+    originals = {f.form: f for f in _FUNCTIONAL.values() if f is not None}
+    for node in [n for n in graph.nodes if n.target in originals]:
+        functional = originals[cast(OpOverload, node.target)]
+        given = _given(functional.form, node)
+        value = node.meta["val"]
+        parts: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        clones: list[Node] = []
+        with graph.inserting_before(node):
+            for name, part in zip(functional.written, parts, strict=False):
+                clone = graph.call_function(torch.ops.aten.clone.default, (given[name],))
+                clone.meta = {**meta, "val": part}
+                given[name] = clone
+                clones.append(clone)
+            values = [parts[at] for at in functional.returned]
+            call = graph.call_function(functional.original, *_by_position(functional.original, given))
+            call.meta = {**meta, "val": values[0] if len(values) == 1 else tuple(values)}
+            items = [call] if len(values) == 1 else [_item(graph, call, i) for i in range(len(values))]
+            for item, part in zip(items, values, strict=True):
+                item.meta = {**meta, "val": part}
+        results = [
+            items[functional.returned.index(i)] if i in functional.returned else clones[i]
+            for i in range(len(parts))
+        ]
+        _take_results(graph, node, results)
+
+
+def _by_position(op: OpOverload, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: list[Any] = []
+    kwargs = dict(given)
+    for argument in op._schema.arguments:
+        if argument.kwarg_only or argument.name not in kwargs:
+            break
+        args.append(kwargs.pop(argument.name))
+    return tuple(args), kwargs

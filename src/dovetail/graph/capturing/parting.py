@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._export.utils as export_utils
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dovetail import torch_compat
 
 _PARTED = """
     adjoint atleast_1d atleast_2d atleast_3d batch_norm broadcast_to chunk contiguous dropout dsplit expand_as flatten hsplit
@@ -54,8 +55,8 @@ class Operators:
 
 
 def _is_kept(op: OpOverload) -> bool:
-    is_composite = getattr(export_utils, "_is_cia_op", None)
-    is_preserved = getattr(export_utils, "_is_preservable_cia_op", None)
+    is_composite = torch_compat.COMPOSITE_OPERATOR.value
+    is_preserved = torch_compat.PRESERVED_OPERATOR.value
     if is_composite is None or is_preserved is None:
         raise Unsure("this torch does not tell which operators it keeps")
     name = op._schema.name.removeprefix("aten::")

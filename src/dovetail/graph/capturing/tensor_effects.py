@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dovetail import torch_compat
 from dovetail.graph.capturing import blame
 
 Note = Callable[[str, "blame.Line | None", str], None]
@@ -44,8 +45,6 @@ _STRIDE_READS = frozenset(["stride", "is_contiguous", "contiguous"])
 _METADATA_SETTERS = frozenset({"data", "grad"})
 # The first of the seeds that no model gives: a generator that has another one was seeded, or set to an older state.
 _SENTINEL_SEED = 0x5DEECE66D_1CE4E5B9 & (2**63 - 1)
-# Where torch registers generators as opaque objects, its tracer can lift them into a graph; 2.11 does not.
-_GENERATORS_ARE_OPAQUE = hasattr(torch._C, "_set_generator_metaclass")
 
 
 class TensorEffects(TorchFunctionMode):
@@ -70,6 +69,7 @@ class TensorEffects(TorchFunctionMode):
         self._is_running = False
         self._host_state: Any = None
         self._forward_line: blame.Line | None = None
+        self._lifts_generators = torch_compat.GENERATOR_METACLASS.value is not None
 
     def begin(self, model: nn.Module, inputs: Sequence[Any]) -> None:
         self._visible = {id(x): "an input" for x in inputs if isinstance(x, Tensor)}
@@ -157,7 +157,7 @@ class TensorEffects(TorchFunctionMode):
                         self._note_stranger()
                 elif isinstance(part, torch.Generator):
                     self._check_generator(part)
-        if not _GENERATORS_ARE_OPAQUE and kwargs.get("generator") is torch.default_generator:
+        if not self._lifts_generators and kwargs.get("generator") is torch.default_generator:
             kwargs = {**kwargs, "generator": None}
         self._check_call(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -183,7 +183,7 @@ class TensorEffects(TorchFunctionMode):
                 blame.of_caller(),
                 "Make the generator in __init__ and keep it on the module, or draw the numbers outside and pass them in.",
             )
-        elif not _GENERATORS_ARE_OPAQUE and generator is not torch.default_generator:
+        elif not self._lifts_generators and generator is not torch.default_generator:
             self.note(
                 f"forward draws from a torch.Generator, which torch {torch.__version__} cannot lift into a graph",
                 blame.of_caller(),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.grad_mode import inference_mode
 
+from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame, trees
 from dovetail.graph.capturing.rebinding import Rebinding
@@ -37,12 +37,14 @@ _CONTAINERS = (list, dict, set)
 _BOOKS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _MISSING = object()
 # Formulas of torch itself that tracing keeps, or that only save memory.
-_HARMLESS = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo", "torch.utils.checkpoint")
-_DISPATCHES = (
-    OpOverload.__call__.__code__,
-    OpOverload.redispatch.__code__,
-    OpOverloadPacket.__call__.__code__,
+_HARMLESS = (
+    "torch._higher_order_ops",
+    "torch._functorch",
+    "torch._dynamo",
+    "torch._library",
+    "torch.utils.checkpoint",
 )
+_PRINT = torch_compat.TorchName("builtins.print", "notices prints, which tracing drops", "they are dropped")
 
 
 @dataclass
@@ -99,6 +101,8 @@ def watched(model: nn.Module) -> Generator[Seen]:
         entered.pop().__exit__(None, None, None)
         effects.end(result)
         effects.restore()
+        if not notices_functions:
+            _note_functions(result, seen)
         _compare(before, seen)
         if given:
             result = given.pop().compare(args, kwargs, result, seen)
@@ -109,7 +113,7 @@ def watched(model: nn.Module) -> Generator[Seen]:
         model.register_forward_pre_hook(at_start, with_kwargs=True, prepend=True),
         model.register_forward_hook(at_end, with_kwargs=True, always_call=True),
     ]
-    with _intercepted(seen, effects):
+    with _intercepted(seen, effects) as notices_functions:
         try:
             yield seen
         finally:
@@ -269,38 +273,38 @@ def _note_attribute(seen: Seen, path: str, module: nn.Module, name: str, value: 
 
 
 @contextlib.contextmanager
-def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[None]:
-    """Stand in for the few calls whose effect tracing would drop without a word."""
+def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[bool]:
+    """Patch the few calls whose effect tracing would drop without a word; yields whether functions are noticed."""
     here = threading.get_ident()
-    saved_print = builtins.print
-    saved_enter = inference_mode.__enter__
-    hook_names = ("register_hook", "register_post_accumulate_grad_hook")
-    saved_hooks = {name: getattr(Tensor, name) for name in hook_names}
-    seeding_names = ("manual_seed", "seed", "initial_seed", "set_rng_state")
-    saved_seeding = {name: getattr(torch, name) for name in seeding_names}
-    saved_apply = torch.autograd.Function.__dict__["apply"]
+    dispatches = _dispatch_codes()
 
     def from_forward() -> bool:
-        return threading.get_ident() == here and not _within_operator()
+        return threading.get_ident() == here and not _within_operator(dispatches)
 
-    def printing(*args: Any, **kwargs: Any) -> None:
-        file = sys._getframe(1).f_code.co_filename
-        if not blame.is_user_file(file) or not from_forward():
-            saved_print(*args, **kwargs)
-            return
-        advice = "Print outside the model, or drop it."
-        seen.note("forward prints, which a graph cannot do", blame.of_caller(), advice)
+    def printing(original: Any) -> Any:
+        def show(*args: Any, **kwargs: Any) -> None:
+            file = sys._getframe(1).f_code.co_filename
+            if not blame.is_user_file(file) or not from_forward():
+                original(*args, **kwargs)
+                return
+            advice = "Print outside the model, or drop it."
+            seen.note("forward prints, which a graph cannot do", blame.of_caller(), advice)
 
-    def entering(self: inference_mode) -> None:
-        if self.mode and from_forward():
-            seen.note(
-                "forward enters torch.inference_mode(), which tracing drops, so gradients would differ",
-                blame.of_caller(),
-                "Use torch.no_grad() inside the model.",
-            )
-        saved_enter(self)
+        return show
 
-    def hooking(name: str) -> Callable[..., Any]:
+    def entering(original: Any) -> Any:
+        def enter(self: inference_mode) -> None:
+            if self.mode and from_forward():
+                seen.note(
+                    "forward enters torch.inference_mode(), which tracing drops, so gradients would differ",
+                    blame.of_caller(),
+                    "Use torch.no_grad() inside the model.",
+                )
+            original(self)
+
+        return enter
+
+    def hooking(original: Any) -> Any:
         def hook_on(self: Tensor, hook: Any) -> Any:
             if from_forward():
                 seen.note(
@@ -308,54 +312,86 @@ def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[None]:
                     blame.of_caller(),
                     "Change the gradient with a custom operator (torch.library.custom_op with register_autograd).",
                 )
-            return saved_hooks[name](self, hook)
+            return original(self, hook)
 
         return hook_on
 
-    def seeding(name: str) -> Callable[..., Any]:
+    def seeding(original: Any) -> Any:
         def seed(*args: Any, **kwargs: Any) -> Any:
             if effects.is_running and from_forward():
                 effects.note_reseeding()
-            return saved_seeding[name](*args, **kwargs)
+            return original(*args, **kwargs)
 
         return seed
 
-    def applying(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = not cls.__module__.startswith(_HARMLESS)
-        if ours and _differentiable((*args, *kwargs.values())) and from_forward():
-            seen.note(
-                f"forward applies {cls.__name__}, whose own backward formula tracing drops",
-                blame.of_caller(),
-                "Make it a custom operator (torch.library.custom_op with register_autograd), or capture "
-                "with requires_grad_(False) if it is only run for inference.",
-            )
-        # A classmethod of Python up to 2.13, one of C since: both bind as descriptors.
-        return saved_apply.__get__(None, cls)(*args, **kwargs)
+    def applying(original: Any) -> Any:
+        if not hasattr(type(original), "__get__"):
+            raise TypeError("not a method")
 
-    patches: list[tuple[Any, str, Any, Any]] = [
-        (builtins, "print", printing, saved_print),
-        (inference_mode, "__enter__", entering, saved_enter),
-        *((Tensor, name, hooking(name), saved) for name, saved in saved_hooks.items()),
-        *((torch, name, seeding(name), saved) for name, saved in saved_seeding.items()),
-        (torch.autograd.Function, "apply", classmethod(applying), saved_apply),
-    ]
-    try:
-        for owner, name, new, _ in patches:
-            setattr(owner, name, new)
-        yield
-    finally:
-        for owner, name, _, old in patches:
-            setattr(owner, name, old)
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = not cls.__module__.startswith(_HARMLESS)
+            if ours and _differentiable((*args, *kwargs.values())) and from_forward():
+                seen.note(*_dropped_formula(cls, blame.of_caller()))
+            return torch_compat.bound(original, cls)(*args, **kwargs)
+
+        return classmethod(apply)
+
+    with torch_compat.patched(
+        [
+            (_PRINT, printing),
+            (torch_compat.INFERENCE_MODE, entering),
+            *((name, hooking) for name in torch_compat.GRADIENT_HOOKS),
+            *((name, seeding) for name in torch_compat.SEEDING),
+            (torch_compat.FUNCTION_APPLY, applying),
+        ]
+    ) as replaced:
+        yield torch_compat.FUNCTION_APPLY in replaced
 
 
-def _within_operator() -> bool:
+def _dropped_formula(cls: Any, line: blame.Line | None) -> tuple[str, blame.Line | None, str]:
+    return (
+        f"forward applies {cls.__name__}, whose own backward formula tracing drops",
+        line,
+        "Make it a custom operator (torch.library.custom_op with register_autograd), or capture with "
+        "requires_grad_(False) if it is only run for inference.",
+    )
+
+
+def _note_functions(results: Any, seen: Seen) -> None:
+    """Notice functions with a backward formula of their own in the autograd history of results."""
+    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+    visited: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        cls = getattr(node, "_forward_cls", None)
+        if cls is not None and not cls.__module__.startswith(_HARMLESS):
+            seen.note(*_dropped_formula(cls, None))
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+def _dispatch_codes() -> frozenset[types.CodeType]:
+    """The code of torch that dispatches operators; empty where it is not Python."""
+    codes: set[types.CodeType] = set()
+    for name in torch_compat.DISPATCH:
+        code = getattr(name.value, "__code__", None)
+        if code is None:
+            name.report()
+        else:
+            codes.add(code)
+    return frozenset(codes)
+
+
+def _within_operator(dispatches: frozenset[types.CodeType]) -> bool:
     """Whether an operator of torch.library is being dispatched on this thread.
 
     Tracing keeps those whole, so what their kernels do, derivatives above all, is done wherever the graph calls them.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _DISPATCHES and isinstance(
+        if frame.f_code in dispatches and isinstance(
             frame.f_locals.get("self"), (OpOverload, OpOverloadPacket)
         ):
             return True

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from dovetail import torch_compat
 from dovetail.graph.forking import on_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
@@ -94,9 +95,8 @@ class _Pool:
 
     def after_fork(self) -> None:
         """Let it start others: torch renews its processes in a child, and not these."""
-        module: Any = sys.modules.get("torch._inductor.async_compile")
-        pool = getattr(getattr(module, "AsyncCompile", None), "pool", None)
-        getattr(pool, "cache_clear", bool)()
+        if "torch._inductor.async_compile" in sys.modules:
+            getattr(torch_compat.COMPILE_POOL.value, "cache_clear", bool)()
 
 
 _POOL = _Pool()
@@ -137,7 +137,7 @@ def _without_probing(make: Callable[[], Compiled]) -> Compiled:
 
 def _vectors_are_known() -> bool:
     capability = torch.backends.cpu.get_cpu_capability()
-    more = getattr(torch.cpu, "_is_avx512_supported", None)
+    more = torch_compat.AVX512.value
     return capability == "AVX512" or (capability == "AVX2" and more is not None and not more())
 
 
@@ -187,19 +187,15 @@ def _backward_at_once() -> Generator[None]:
     Told by its option to donate nothing, AOTAutograd writes down no list of what is donated, and on the first
     backward takes that for something. So it gets a list with nothing on it.
     """
-    import torch._functorch._aot_autograd.graph_compile as graph_compile
     import torch._functorch.config as config
 
-    wanted = {"force_non_lazy_backward_lowering": True}
-    lister = "collect_bw_donated_buffer_idxs"
-    before = getattr(graph_compile, lister, None)
-    if before is None:
-        wanted["donated_buffer"] = False
-    with config.patch({k: v for k, v in wanted.items() if hasattr(config, k)}):  # pyright: ignore
-        if before is not None:
-            setattr(graph_compile, lister, lambda *_, **__: [])  # pyright: ignore
-        try:
+    def donating_nothing(_: Any) -> Any:
+        return lambda *_, **__: []  # pyright: ignore
+
+    with torch_compat.patched([(torch_compat.DONATED_BUFFERS, donating_nothing)]) as replaced:
+        options = {
+            "force_non_lazy_backward_lowering": True,
+            **({} if replaced else {"donated_buffer": False}),
+        }
+        with config.patch({k: v for k, v in options.items() if hasattr(config, k)}):  # pyright: ignore
             yield
-        finally:
-            if before is not None:
-                setattr(graph_compile, lister, before)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail import torch_compat
 from dovetail.lowering.backends.int8_products import Product
 from dovetail.lowering.backends.int8_ranges import Range, Seen, mean_of, range_of
 from dovetail.lowering.faults import Failure
@@ -28,7 +29,7 @@ def why_not_here() -> str | None:
     missing = [name for name in _NEEDED if not hasattr(torch.ops.onednn, name)]
     if missing or not torch.backends.mkldnn.is_available():
         return f"this build of torch has no onednn::{(missing or list(_NEEDED))[0]}"
-    told = getattr(torch.cpu, "_is_vnni_supported", None)
+    told = torch_compat.VNNI.value
     if told is None or not told():
         # Without it oneDNN adds pairs of products in 16 bits, which overflow.
         return "this processor has no AVX512-VNNI, without which sums of bytes overflow"

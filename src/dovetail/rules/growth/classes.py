@@ -14,6 +14,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
+from dovetail import torch_compat
 from dovetail.graph.effects import PURE, Effects
 from dovetail.graph.module import Body, attribute
 from dovetail.outlining.requests import is_projection
@@ -184,7 +185,7 @@ def _of_overload(op: OpOverload) -> OpClass:
     name = name.partition(".")[0]
     if torch.Tag.pointwise in op.tags:
         return OpClass.ELEMENTWISE
-    if getattr(torch.Tag, "reduction", None) in op.tags:
+    if torch_compat.REDUCTION_TAG.value in op.tags:
         return OpClass.REDUCTION
     parameters = [a.name for a in op._schema.arguments]
     if name in ("max", "min") and "other" in parameters:
