@@ -49,6 +49,8 @@ _INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT, InputKin
 # A tensor written in the source is lifted and then detached in place; both are to give a copy of the constant.
 _LIFT, _DETACH = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach_.default
 _CLONE = torch.ops.aten.clone.default
+_COPY = torch.ops.aten.copy.default
+_VIEW_DTYPE = torch.ops.aten.view.dtype
 # Left by the strict exporter only, whose names for shared tensors torch does not keep.
 _STRICT = ("source_fn_stack", "example_value")
 # What torch calls the inputs of a program whose inputs are flat.
@@ -139,10 +141,12 @@ class _Walk:
         output = self.graph.output((*(new for _, new in mutations), *cast("tuple[Any, ...]", results)))
         output.meta = dict(self.program.graph.output_node().meta)
         self.graph.eliminate_dead_code()
+        mutations = [self._without_copy(spec, new) for spec, new in mutations]
+        results = cast("tuple[Any, ...]", output.args[0])[len(mutations) :]
         self._name(placeholders)
         return Decomposed(
             self.graph,
-            self._signature([spec for spec, _ in given], mutations, cast("tuple[Any, ...]", results)),
+            self._signature([spec for spec, _ in given], mutations, results),
             self.program.graph_module,
             self.program.constants,
             {},
@@ -163,6 +167,15 @@ class _Walk:
             target = spec.target if kind is OutputKind.BUFFER_MUTATION else node.name
             mutations.append((OutputSpec(kind, TensorArgument(name=new.name), target), new))
         return mutations
+
+    def _without_copy(self, spec: OutputSpec, new: Node) -> tuple[OutputSpec, Node]:
+        """Let a buffer have the value itself that is copied into it last, as torch does."""
+        if spec.kind is not OutputKind.BUFFER_MUTATION or new.target is not _COPY:
+            return spec, new
+        source = cast(Node, new.args[1])
+        new.replace_all_uses_with(source)
+        self.graph.erase_node(new)
+        return spec, source
 
     def _refuse_odd_inputs(self, given: Sequence[tuple[InputSpec, Node]]) -> None:
         seen: set[int] = set()
@@ -188,10 +201,10 @@ class _Walk:
         if isinstance(value, Tensor):
             new.meta.setdefault("tensor_meta", shape_prop._extract_tensor_metadata(value))
         self.made[node] = new
-        if self.memory.holds(value):
-            if any(storage_of(old.meta["val"]) == storage_of(value) for old in self.memory.tensors):
-                raise Unsure(f"'{node.name}' shares memory that is written with another input")
-            self.memory.tensors[node] = self._functional_tensor(new)
+        # A constant that is lifted is copied, though its exported value shares memory with the copy.
+        is_copied = node in self.constants and all(user.target is _LIFT for user in node.users)
+        if self.memory.holds(value) and not is_copied:
+            self.memory.enter(node, self._functional_tensor(new))
 
     def _call(self, node: Node) -> None:
         target = node.target
@@ -209,8 +222,8 @@ class _Walk:
         elif _is_detached_constant(node):
             self._stands_for(node, self._new(cast(Node, first)))
         elif target._schema.is_mutable:
-            self.operators.check_functionalized(target)
-            self._traced(node, functional_kernel(target))
+            is_whole = self.operators.is_functionalized(target)
+            self._traced(node, functional_kernel(target) if is_whole else target.decompose)
         elif not self.operators.is_kept(target):
             self._traced(node, target.decompose)
         elif self.memory.reads(node) and returns_alias(target):
@@ -220,7 +233,7 @@ class _Walk:
             args, kwargs = map_arg((args, kwargs), self._new)
             self.made[node] = new = self._add(node, target, args, kwargs, self._value(node))
             if isinstance(new, Node) and self.memory.holds(node.meta.get("val")):
-                self._enter_memory(node, new)
+                self.memory.enter(node, self._functional_tensor(new))
 
     def _getitem(self, node: Node, whole: Node, position: int) -> None:
         tensors = self.memory.tensors.get(whole)
@@ -235,6 +248,8 @@ class _Walk:
     def _traced(self, node: Node, function: Callable[..., Any]) -> None:
         """Add the operators that run in place of one: the parts of a composite, or what functionalization calls."""
         is_functional = self.memory.reads(node)
+        if is_functional and node.target is _VIEW_DTYPE:
+            raise Unsure(f"'{node.name}' is a view of another dtype of memory that is written")
         args, kwargs = map_arg((node.args, node.kwargs), self._operand)
 
         def run() -> Any:
@@ -243,7 +258,10 @@ class _Walk:
 
         result = self._recorded(node, run)
         self.memory.note_writes(node)
-        self._settle(node, result)
+        if result is None or not node.users:
+            self.made[node] = None
+        elif not is_functional or not self.memory.alias(node, result):
+            self._stands_for(node, self._written(node, result))
 
     def _recorded(self, node: Node, function: Callable[[], Any]) -> Any:
         calls, result = recorded(self.operators, self._mode(node), node.target, function)
@@ -270,15 +288,6 @@ class _Walk:
             raise Unsure(f"'{node.name}' uses a tensor that comes from nowhere")
         return self.owners[id(value)]
 
-    def _settle(self, node: Node, result: Any) -> None:
-        """Let the functional tensors or values of `result` be what readers of `node` get."""
-        if not self.memory.holds(node.meta.get("val")) or not self.memory.reads(node):
-            self._stands_for(node, self._written(node, result))
-        elif all(torch._is_functional_tensor(part) for part in _parts(result)):
-            self.memory.tensors[node] = result
-        else:
-            raise Unsure(f"'{node.name}' is in memory that is written, which functionalization does not know")
-
     def _operand(self, old: Node) -> Any:
         """What to run an operator on that reads `old`; each tensor is that of one node only."""
         if old in self.memory.tensors:
@@ -301,13 +310,6 @@ class _Walk:
         if new not in self.functional:
             self.functional[new] = torch._to_functional_tensor(self._fake(new))
         return self.functional[new]
-
-    def _enter_memory(self, node: Node, new: Node) -> None:
-        """Let `new` be the first value on memory that is written later."""
-        place = storage_of(node.meta["val"])
-        if any(storage_of(part) == place for old in node.all_input_nodes for part in _parts(old.meta.get("val"))):
-            raise Unsure(f"'{node.name}' is a view that its operator does not declare")
-        self.memory.tensors[node] = self._functional_tensor(new)
 
     def _synchronize(self, old: Node) -> Node:
         """Replay what was written elsewhere since `old` was last read; the node that has its value now."""
@@ -337,7 +339,7 @@ class _Walk:
         if any(storage_of(a) != storage_of(b) for a, b in zip(_parts(values), _parts(old), strict=True)):
             self.moved.add(node)
         if isinstance(new, Node) and self.memory.holds(old):
-            self.memory.tensors[node] = self._functional_tensor(new)
+            self.memory.enter(node, self._functional_tensor(new))
 
     def _reform(self, node: Node, values: Any) -> None:
         """Note that a value has other strides than the exported one, as what it is computed from has."""

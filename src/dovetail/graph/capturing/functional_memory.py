@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from dovetail.graph.capturing.aliasing import storage_of, written_by
+from dovetail.graph.capturing.parting import Unsure
 from dovetail.graph.normalform import by_name
 
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
@@ -32,6 +33,8 @@ class FunctionalMemory:
     def __init__(self, storages: set[int]) -> None:
         self.storages = storages
         self.tensors: dict[Node, Any] = {}
+        # For each storage of the program: that of its functional tensors, and how often it was written.
+        self._functional: dict[int, int] = {}
         self._writes: dict[int, int] = dict.fromkeys(storages, 0)
         self._synced: dict[int, int] = {}
 
@@ -42,6 +45,32 @@ class FunctionalMemory:
     def reads(self, node: Node) -> bool:
         """Whether an operand of a node lies on memory that is written."""
         return bool(self.tensors) and any(old in self.tensors for old in node.all_input_nodes)
+
+    def enter(self, node: Node, tensor: Tensor) -> None:
+        """Let a functional tensor stand for a value that is the first on its storage, or an alias of that."""
+        storage = storage_of(node.meta["val"])
+        if self._functional.setdefault(storage, _storage(tensor)) != _storage(tensor):
+            raise Unsure(f"'{node.name}' is in memory of another value")
+        self.tensors[node] = tensor
+
+    def alias(self, node: Node, result: Any) -> bool:
+        """Let the functional tensors of a result stand for a node if they are aliases of values in this memory.
+
+        Raises where the exported values, which other passes may have edited, have other storages in common than these.
+        """
+        if not isinstance(result, (list, tuple, Tensor)):
+            return False
+        values, tensors = list(_tensors(node.meta.get("val"))), list(_tensors(result))
+        known = set(self._functional.values())
+        for value, tensor in zip(values, tensors, strict=True):
+            is_alias = torch._is_functional_tensor(tensor) and _storage(tensor) in known
+            expected = self._functional.get(storage_of(value))
+            if is_alias != (expected is not None) or (is_alias and _storage(tensor) != expected):
+                raise Unsure(f"'{node.name}' shares other memory than its exported value")
+        if not self.holds(node.meta.get("val")):
+            return False
+        self.tensors[node] = result
+        return True
 
     def note_writes(self, node: Node) -> None:
         for storage in _written_storages(node):
@@ -75,6 +104,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for part in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(part, Tensor):
             yield part
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def returns_alias(op: OpOverload) -> bool:

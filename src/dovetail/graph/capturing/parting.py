@@ -20,6 +20,9 @@ _PARTED = """
     tensor_split to unflatten unsafe_chunk view_as vsplit
 """
 _KNOWN = frozenset(_PARTED.split())
+_PARTED_IN_PLACE = frozenset(
+    "absolute_ arctan_ clip_ divide_ dropout_ feature_dropout_ multiply_ negative_ relu6_ square_ subtract_".split()
+)
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 # Asked of a tensor, not done to it; no tracer writes them down.
 _QUESTIONS = frozenset({torch.ops.prim.device.default})
@@ -46,7 +49,7 @@ class Operators:
 
     def __init__(self) -> None:
         self._known: dict[OpOverload, bool] = {}
-        self._writing: set[OpOverload] = set()
+        self._writing: dict[OpOverload, bool] = {}
 
     def is_kept(self, op: OpOverload) -> bool:
         kept = self._known.get(op)
@@ -54,11 +57,12 @@ class Operators:
             kept = self._known[op] = _is_kept(op)
         return kept
 
-    def check_functionalized(self, op: OpOverload) -> None:
-        """Raise for an in-place operator that functionalization does not replace by its functional form alone."""
-        if op not in self._writing:
-            _check_functionalized(op)
-            self._writing.add(op)
+    def is_functionalized(self, op: OpOverload) -> bool:
+        """Whether functionalization replaces an in-place operator as a whole; otherwise its parts, one by one."""
+        whole = self._writing.get(op)
+        if whole is None:
+            whole = self._writing[op] = _is_functionalized(op)
+        return whole
 
 
 def _is_kept(op: OpOverload) -> bool:
@@ -83,17 +87,22 @@ def _is_kept(op: OpOverload) -> bool:
     return False
 
 
-def _check_functionalized(op: OpOverload) -> None:
+def _is_functionalized(op: OpOverload) -> bool:
     name = op._schema.name.removeprefix("aten::")
     is_composite = getattr(export_utils, "_is_cia_op", None)
-    if is_composite is None or op.namespace != "aten" or name in _DELICATE or is_composite(op):
+    if is_composite is None or op.namespace != "aten" or name in _DELICATE:
         raise Unsure(f"{op} is not an in-place operator with a functional form that is known here")
     if torch.Tag.inplace_view in op.tags or torch.Tag.data_dependent_output in op.tags:
         raise Unsure(f"{op} changes the form of a tensor")
     if any(key != torch._C.DispatchKey.Meta for key in op.py_kernels):
         raise Unsure(f"{op} has a decomposition of its own")
+    if is_composite(op):
+        if name not in _PARTED_IN_PLACE:
+            raise Unsure(f"{op} is taken apart in a way that is not known here")
+        return False
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
         raise Unsure(f"{op} has no functional form")
+    return True
 
 
 class _Recorder(TorchDispatchMode):
