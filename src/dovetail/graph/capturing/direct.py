@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 import torch.fx.passes.shape_prop as shape_prop
+import torch.fx.traceback as fx_traceback
 import torch.utils._python_dispatch as python_dispatch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -33,18 +35,32 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.graph.capturing.aliasing import storage_of
-from dovetail.graph.capturing.parting import Operators, Unsure, same_form, take_apart
+from dovetail.graph.capturing.functional_memory import (
+    FunctionalMemory,
+    functional_kernel,
+    functionalization,
+    returns_alias,
+    written_storages,
+)
+from dovetail.graph.capturing.parting import Operators, Unsure, recorded, same_form, same_sizes
 from dovetail.graph.capturing.spelling import Spelling
 
 _INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT, InputKind.CONSTANT_TENSOR)
 # A tensor written in the source is lifted and then detached in place; both are to give a copy of the constant.
 _LIFT, _DETACH = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach_.default
 _CLONE = torch.ops.aten.clone.default
+_COPY = torch.ops.aten.copy.default
+_VIEW_DTYPE = torch.ops.aten.view.dtype
 # Left by the strict exporter only, whose names for shared tensors torch does not keep.
 _STRICT = ("source_fn_stack", "example_value")
 # What torch calls the inputs of a program whose inputs are flat.
 _UNNAMED = re.compile(r"arg_\d+")
 # What a tracer hands down from a node that it replays to all that it makes of it.
+_REPLAYED = ("stack_trace", "custom") if hasattr(fx_traceback, "set_current_replay_node") else ()
+_MUTATIONS = {
+    InputKind.BUFFER: OutputKind.BUFFER_MUTATION,
+    InputKind.USER_INPUT: OutputKind.USER_INPUT_MUTATION,
+}
 _INHERITED = ("stack_trace", "nn_module_stack", "torch_fn", "quantization_tag", "custom")
 
 
@@ -91,9 +107,17 @@ class _Walk:
         self.made: dict[Node, Any] = {}
         # Nodes whose new value lies on another storage than the exported one.
         self.moved: set[Node] = set()
+        # Nodes whose new value has other strides than the exported one.
+        self.reformed: set[Node] = set()
         self.constants: set[Node] = set()
         self.operators = Operators()
         self.spelling = Spelling()
+        self.memory = FunctionalMemory(written_storages(program.graph, _is_detached_constant))
+        self.inherited: dict[str, Any] = {}
+        # The tensor that operators run on for each new node, the node of each such tensor, and functional ones of some.
+        self.fakes: dict[Node, Tensor] = {}
+        self.owners: dict[int, Node] = {}
+        self.functional: dict[Node, Tensor] = {}
 
     def run(self) -> Decomposed:
         if self.program.range_constraints:
@@ -111,18 +135,47 @@ class _Walk:
                 self._call(node)
             elif node.op not in ("placeholder", "output"):
                 raise Unsure(f"'{node.name}' is a {node.op}")
-        results = cast("tuple[Any, ...]", self.program.graph.output_node().args[0])
-        output = self.graph.output(map_arg(tuple(results), self._new))
+        self.inherited = {}
+        mutations = self._mutations(given)
+        results = map_arg(self.program.graph.output_node().args[0], self._new)
+        output = self.graph.output((*(new for _, new in mutations), *cast("tuple[Any, ...]", results)))
         output.meta = dict(self.program.graph.output_node().meta)
         self.graph.eliminate_dead_code()
+        mutations = [self._without_copy(spec, new) for spec, new in mutations]
+        results = cast("tuple[Any, ...]", output.args[0])[len(mutations) :]
         self._name(placeholders)
         return Decomposed(
             self.graph,
-            self._signature([spec for spec, _ in given], cast("tuple[Any, ...]", output.args[0])),
+            self._signature([spec for spec, _ in given], mutations, results),
             self.program.graph_module,
             self.program.constants,
             {},
         )
+
+    def _mutations(self, given: Sequence[tuple[InputSpec, Node]]) -> list[tuple[OutputSpec, Node]]:
+        """The inputs and buffers that are written, as results, with their last values."""
+        mutations: list[tuple[OutputSpec, Node]] = []
+        for spec, node in given:
+            if node not in self.memory.tensors:
+                continue
+            new = self._synchronize(node)
+            if new is self.made[node]:
+                continue
+            kind = _MUTATIONS.get(spec.kind)
+            if kind is None:
+                raise Unsure(f"'{node.name}', a {spec.kind.name}, is written")
+            target = spec.target if kind is OutputKind.BUFFER_MUTATION else node.name
+            mutations.append((OutputSpec(kind, TensorArgument(name=new.name), target), new))
+        return mutations
+
+    def _without_copy(self, spec: OutputSpec, new: Node) -> tuple[OutputSpec, Node]:
+        """Let a buffer have the value itself that is copied into it last, as torch does."""
+        if spec.kind is not OutputKind.BUFFER_MUTATION or new.target is not _COPY:
+            return spec, new
+        source = cast(Node, new.args[1])
+        new.replace_all_uses_with(source)
+        self.graph.erase_node(new)
+        return spec, source
 
     def _refuse_odd_inputs(self, given: Sequence[tuple[InputSpec, Node]]) -> None:
         seen: set[int] = set()
@@ -148,15 +201,17 @@ class _Walk:
         if isinstance(value, Tensor):
             new.meta.setdefault("tensor_meta", shape_prop._extract_tensor_metadata(value))
         self.made[node] = new
+        # A constant that is lifted is copied, though its exported value shares memory with the copy.
+        is_copied = node in self.constants and all(user.target is _LIFT for user in node.users)
+        if self.memory.holds(value) and not is_copied:
+            self.memory.enter(node, self._functional_tensor(new))
 
     def _call(self, node: Node) -> None:
         target = node.target
         first = node.args[0] if node.args else None
+        self.inherited = {key: node.meta[key] for key in _INHERITED if key in node.meta}
         if target is operator.getitem:
-            parts = self.made[cast(Node, first)]
-            if not isinstance(parts, list):
-                raise Unsure(f"'{node.name}' takes a part of a single value")
-            self._stands_for(node, parts[cast(int, node.args[1])])
+            self._getitem(node, cast(Node, first), cast(int, node.args[1]))
         elif not isinstance(target, OpOverload):
             raise Unsure(f"'{node.name}' calls {target}")
         elif target is _LIFT and first in self.constants:
@@ -164,48 +219,115 @@ class _Walk:
             with self._mode(node):
                 value = _CLONE(constant.meta["val"])
             self._stands_for(node, self._add(node, _CLONE, (constant,), {}, value))
-        elif target is _DETACH and isinstance(first, Node) and first.target is _LIFT:
-            self._stands_for(node, self._new(first))
-        elif self.operators.is_kept(target):
+        elif _is_detached_constant(node):
+            self._stands_for(node, self._new(cast(Node, first)))
+        elif target._schema.is_mutable:
+            is_whole = self.operators.is_functionalized(target)
+            self._traced(node, functional_kernel(target) if is_whole else target.decompose)
+        elif not self.operators.is_kept(target):
+            self._traced(node, target.decompose)
+        elif self.memory.reads(node) and returns_alias(target):
+            self._traced(node, functional_kernel(target))
+        else:
             args, kwargs = self.spelling(target, node.args, node.kwargs)
             args, kwargs = map_arg((args, kwargs), self._new)
-            self.made[node] = self._add(node, target, args, kwargs, self._value(node))
-        else:
-            self._part(node, target)
+            self.made[node] = new = self._add(node, target, args, kwargs, self._value(node))
+            if isinstance(new, Node) and self.memory.holds(node.meta.get("val")):
+                self.memory.enter(node, self._functional_tensor(new))
 
-    def _part(self, node: Node, target: OpOverload) -> None:
-        """Add the operators that a composite one consists of."""
-        owners: dict[int, Node] = {}
-        detached: dict[Node, Tensor] = {}
+    def _getitem(self, node: Node, whole: Node, position: int) -> None:
+        tensors = self.memory.tensors.get(whole)
+        if tensors is not None:
+            self.memory.tensors[node] = tensors[position]
+            return
+        parts = self.made[whole]
+        if not isinstance(parts, list):
+            raise Unsure(f"'{node.name}' takes a part of a single value")
+        self._stands_for(node, parts[position])
 
-        def operand(old: Node) -> Any:
-            new = self._new(old)
-            value = new.meta.get("val")
-            if isinstance(value, Tensor) and value.requires_grad:
-                value = detached.setdefault(new, value.detach())
-            if owners.setdefault(id(value), new) is not new:
-                raise Unsure(f"'{node.name}' has two operands with one value")
-            return value
+    def _traced(self, node: Node, function: Callable[..., Any]) -> None:
+        """Add the operators that run in place of one: the parts of a composite, or what functionalization calls."""
+        is_functional = self.memory.reads(node)
+        if is_functional and node.target is _VIEW_DTYPE:
+            raise Unsure(f"'{node.name}' is a view of another dtype of memory that is written")
+        args, kwargs = map_arg((node.args, node.kwargs), self._operand)
 
-        args, kwargs = map_arg((node.args, node.kwargs), operand)
-        calls, result = take_apart(self.operators, self._mode(node), target, args, kwargs)
+        def run() -> Any:
+            with functionalization() if is_functional else nullcontext():
+                return function(*args, **kwargs)
 
-        def written(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if id(value) not in owners:
-                    raise Unsure(f"'{node.name}' uses a tensor that comes from nowhere")
-                return owners[id(value)]
-            if isinstance(value, (list, tuple)):
-                return [written(part) for part in cast("Sequence[Any]", value)]
-            return value
+        result = self._recorded(node, run)
+        self.memory.note_writes(node)
+        if result is None or not node.users:
+            self.made[node] = None
+        elif not is_functional or not self.memory.alias(node, result):
+            self._stands_for(node, self._written(node, result))
 
+    def _recorded(self, node: Node, function: Callable[[], Any]) -> Any:
+        calls, result = recorded(self.operators, self._mode(node), node.target, function)
         for call in calls:
-            operands = tuple(written(value) for value in call.args)
-            named = {name: written(value) for name, value in call.kwargs.items()}
+            operands = tuple(self._written(node, value) for value in call.args)
+            named = {name: self._written(node, value) for name, value in call.kwargs.items()}
             made = self._add(node, call.target, operands, named, call.result)
             news = made if isinstance(made, list) else [made]
-            owners.update({id(part): new for part, new in zip(_parts(call.result), news, strict=False)})
-        self._stands_for(node, written(result))
+            self.owners.update({id(part): new for part, new in zip(_parts(call.result), news, strict=False)})
+        return result
+
+    def _written(self, node: Node, value: Any) -> Any:
+        """An argument of a recorded call as an argument of a node."""
+        if isinstance(value, Tensor):
+            return self._owner(node, value)
+        if isinstance(value, (list, tuple)):
+            return [self._written(node, part) for part in cast("Sequence[Any]", value)]
+        return value
+
+    def _owner(self, node: Node, value: Tensor) -> Node:
+        if torch._is_functional_tensor(value):
+            value = torch._from_functional_tensor(value)
+        if id(value) not in self.owners:
+            raise Unsure(f"'{node.name}' uses a tensor that comes from nowhere")
+        return self.owners[id(value)]
+
+    def _operand(self, old: Node) -> Any:
+        """What to run an operator on that reads `old`; each tensor is that of one node only."""
+        if old in self.memory.tensors:
+            self._synchronize(old)
+            return self.memory.tensors[old]
+        return self._fake(self._new(old))
+
+    def _fake(self, new: Node) -> Any:
+        value = new.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        if new not in self.fakes:
+            if value.requires_grad or self.owners.get(id(value), new) is not new:
+                value = value.detach()
+            self.fakes[new] = value
+            self.owners[id(value)] = new
+        return self.fakes[new]
+
+    def _functional_tensor(self, new: Node) -> Tensor:
+        if new not in self.functional:
+            self.functional[new] = torch._to_functional_tensor(self._fake(new))
+        return self.functional[new]
+
+    def _synchronize(self, old: Node) -> Node:
+        """Replay what was written elsewhere since `old` was last read; the node that has its value now."""
+        tensor = self.memory.tensors[old]
+        if isinstance(tensor, (list, tuple)):
+            raise Unsure(f"'{old.name}' is used whole, though it has several parts")
+        if self.memory.is_stale(old):
+            mine, replayed = self.inherited, self._owner(old, tensor).meta
+            # As torch has it: replayed views are blamed on the line of the first ones.
+            self.inherited = {**mine, **{key: replayed[key] for key in _REPLAYED if key in replayed}}
+            self._recorded(old, lambda: self._sync(tensor))
+            self.inherited = mine
+        return self._owner(old, tensor)
+
+    @staticmethod
+    def _sync(tensor: Tensor) -> None:
+        with functionalization():
+            torch._sync(tensor)
 
     def _stands_for(self, node: Node, new: Any) -> None:
         """Let `new` (a node, or those of several parts) be what readers of `node` get."""
@@ -213,17 +335,38 @@ class _Walk:
         old = node.meta.get("val")
         values = [n.meta["val"] for n in new] if isinstance(new, list) else new.meta["val"]
         if not same_form(values, old):
-            raise Unsure(f"'{node.name}' comes out in another form")
+            self._reform(node, values)
         if any(storage_of(a) != storage_of(b) for a, b in zip(_parts(values), _parts(old), strict=True)):
             self.moved.add(node)
+        if isinstance(new, Node) and self.memory.holds(old):
+            self.memory.enter(node, self._functional_tensor(new))
+
+    def _reform(self, node: Node, values: Any) -> None:
+        """Note that a value has other strides than the exported one, as what it is computed from has."""
+        if not any(self._is_reformed(old) for old in node.all_input_nodes) or not same_sizes(
+            values, node.meta.get("val")
+        ):
+            raise Unsure(f"'{node.name}' comes out in another form")
+        self.reformed.add(node)
+
+    def _is_reformed(self, old: Node) -> bool:
+        """Whether the value of a node has other strides than the exported one."""
+        if old in self.reformed:
+            return True
+        tensor = self.memory.tensors.get(old)
+        if tensor is None or isinstance(tensor, (list, tuple)):
+            return False
+        value = self._owner(old, tensor).meta["val"]
+        if not same_sizes(value, old.meta["val"]):
+            raise Unsure(f"'{old.name}' comes out in another form")
+        return not same_form(value, old.meta["val"])
 
     def _add(
         self, origin: Node, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> Any:
         name = self.graph._target_to_str(target.overloadpacket.__name__)
         node = self.graph.create_node("call_function", target, args, kwargs, name)
-        inherited = {key: origin.meta[key] for key in _INHERITED if key in origin.meta}
-        inherited["original_aten"] = target
+        inherited = {**self.inherited, "original_aten": target}
         node.meta = dict(inherited)
         if value is None:
             return node
@@ -247,19 +390,24 @@ class _Walk:
     def _value(self, node: Node) -> Any:
         """The exported value; one made anew where that shares memory with a value that was made anew."""
         value = node.meta.get("val")
+        is_reformed = any(self._is_reformed(old) for old in node.all_input_nodes)
         moved = [old for old in node.all_input_nodes if old in self.moved]
         theirs = {storage_of(part) for old in moved for part in _parts(old.meta["val"])}
-        if not any(storage_of(part) in theirs for part in _parts(value) if isinstance(part, Tensor)):
+        is_moved = any(storage_of(part) in theirs for part in _parts(value) if isinstance(part, Tensor))
+        if not is_moved and not is_reformed:
             return value
         args, kwargs = map_arg((node.args, node.kwargs), lambda old: self._new(old).meta["val"])
         with self._mode(node):
             again = cast(Any, node.target)(*args, **kwargs)
         if not same_form(again, value):
-            raise Unsure(f"'{node.name}' comes out in another form")
-        self.moved.add(node)
+            self._reform(node, again)
+        if is_moved:
+            self.moved.add(node)
         return again
 
     def _new(self, old: Node) -> Node:
+        if old in self.memory.tensors:
+            return self._synchronize(old)
         new = self.made[old]
         if not isinstance(new, Node):
             raise Unsure(f"'{old.name}' is used whole, though it has several parts")
@@ -281,8 +429,11 @@ class _Walk:
         for node in placeholders:
             self.made[node].name = node.name
 
-    def _signature(self, inputs: list[InputSpec], results: Sequence[Any]) -> ExportGraphSignature:
-        specs: list[OutputSpec] = []
+    def _signature(
+        self, inputs: list[InputSpec], mutations: list[tuple[OutputSpec, Node]], results: Sequence[Any]
+    ) -> ExportGraphSignature:
+        # Placeholders have got their names since.
+        specs = [dataclasses.replace(spec, arg=TensorArgument(name=new.name)) for spec, new in mutations]
         for spec, result in zip(self.signature.output_specs, results, strict=True):
             if spec.kind is not OutputKind.USER_OUTPUT:
                 raise Unsure(f"a result is a {spec.kind.name}")
@@ -292,6 +443,11 @@ class _Walk:
                 raise Unsure(f"a result is a {type(spec.arg).__name__}")
             specs.append(spec)
         return ExportGraphSignature(input_specs=inputs, output_specs=specs)
+
+
+def _is_detached_constant(node: Node) -> bool:
+    first = node.args[0] if node.target is _DETACH else None
+    return isinstance(first, Node) and first.target is _LIFT
 
 
 def registered(specs: Sequence[InputSpec]) -> list[int]:

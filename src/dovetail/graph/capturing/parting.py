@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,10 @@ _PARTED = """
     tensor_split to unflatten unsafe_chunk view_as vsplit
 """
 _KNOWN = frozenset(_PARTED.split())
+_PARTED_IN_PLACE = frozenset(
+    "absolute_ arctan_ clip_ divide_ dropout_ feature_dropout_ multiply_ negative_ relu6_ square_ subtract_".split()
+)
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 # Asked of a tensor, not done to it; no tracer writes them down.
 _QUESTIONS = frozenset({torch.ops.prim.device.default})
 # Lifting marks a constant as fresh, which depends on what else is done with it.
@@ -46,12 +50,20 @@ class Operators:
 
     def __init__(self) -> None:
         self._known: dict[OpOverload, bool] = {}
+        self._writing: dict[OpOverload, bool] = {}
 
     def is_kept(self, op: OpOverload) -> bool:
         kept = self._known.get(op)
         if kept is None:
             kept = self._known[op] = _is_kept(op)
         return kept
+
+    def is_functionalized(self, op: OpOverload) -> bool:
+        """Whether functionalization replaces an in-place operator as a whole; otherwise its parts, one by one."""
+        whole = self._writing.get(op)
+        if whole is None:
+            whole = self._writing[op] = _is_functionalized(op)
+        return whole
 
 
 def _is_kept(op: OpOverload) -> bool:
@@ -76,6 +88,24 @@ def _is_kept(op: OpOverload) -> bool:
     return False
 
 
+def _is_functionalized(op: OpOverload) -> bool:
+    name = op._schema.name.removeprefix("aten::")
+    is_composite = getattr(export_utils, "_is_cia_op", None)
+    if is_composite is None or op.namespace != "aten" or name in _DELICATE:
+        raise Unsure(f"{op} is not an in-place operator with a functional form that is known here")
+    if torch.Tag.inplace_view in op.tags or torch.Tag.data_dependent_output in op.tags:
+        raise Unsure(f"{op} changes the form of a tensor")
+    if any(key != torch._C.DispatchKey.Meta for key in op.py_kernels):
+        raise Unsure(f"{op} has a decomposition of its own")
+    if is_composite(op):
+        if name not in _PARTED_IN_PLACE:
+            raise Unsure(f"{op} is taken apart in a way that is not known here")
+        return False
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
+        raise Unsure(f"{op} has no functional form")
+    return True
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, operators: Operators) -> None:
         super().__init__()
@@ -94,16 +124,16 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def take_apart(
-    operators: Operators, mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+def recorded(
+    operators: Operators, mode: FakeTensorMode, label: object, function: Callable[[], Any]
 ) -> tuple[list[Call], Any]:
-    """The operators that a composite one consists of on these fake operands, in order, and its result."""
+    """The operators that `function` runs on fake tensors, in order, and its result."""
     recorder = _Recorder(operators)
     with enable_python_dispatcher(), mode, recorder:
         try:
-            result = op.decompose(*args, **kwargs)
+            result = function()
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            raise Unsure(f"{op} cannot be taken apart alone: {error}") from error
+            raise Unsure(f"{label} cannot be taken apart alone: {error}") from error
     return recorder.calls, result
 
 
@@ -122,3 +152,13 @@ def same_form(value: Any, other: Any) -> bool:
         and value.is_conj() == other.is_conj()
         and value.is_neg() == other.is_neg()
     )
+
+
+def same_sizes(value: Any, other: Any) -> bool:
+    """Whether two fake values, or two sequences of them, differ in their storages and strides alone."""
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(same_sizes, value, other))
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return value is None and other is None
+    same = value.shape == other.shape and value.dtype == other.dtype and value.device == other.device
+    return same and value.is_conj() == other.is_conj() and value.is_neg() == other.is_neg()
