@@ -81,8 +81,15 @@ def check(family: Family, seed: str) -> Coverage:
         spelling = family.draw(rng)
     except RuntimeError:  # torch itself does not run it: an operator of integers, a product of two dtypes
         return Coverage(spellings=1)
-    graph = dovetail.capture(spelling.program, spelling.inputs, dynamic_shapes=spelling.dynamic_shapes)
     coverage = Coverage(spellings=1)
+    try:
+        graph = dovetail.capture(spelling.program, spelling.inputs, dynamic_shapes=spelling.dynamic_shapes)
+    except dovetail.CaptureError:
+        try:
+            spelling.program(*spelling.inputs)
+        except RuntimeError:
+            return coverage
+        raise
     rule = ALL[family.rule]
     for proposal in rule.propose(Scene(graph)):
         if isinstance(proposal, Candidate) and _compare(graph, proposal, family.rule, seed, spelling):

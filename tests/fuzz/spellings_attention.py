@@ -136,12 +136,19 @@ def draw_scaled(d: Drawing, q: Tensor, columns: Step, multiply: Product = torch.
             "scale_key": lambda q, k: multiply(q, columns(k) * c),
             "no_scale": lambda q, k: multiply(q, columns(k)),
             "scale_both": lambda q, k: multiply(q * c, columns(k * c)),
+            "tensor_scale": lambda q, k: multiply(q, columns(k)) * torch.full([], c),
+            "tensor_divisor": lambda q, k: multiply(q, columns(k)) / torch.sqrt(torch.tensor(root)),
+            "tensor_query": lambda q, k: multiply(q / torch.sqrt(torch.tensor(root)), columns(k)),
+            "tensor_key": lambda q, k: multiply(q, columns(k) / torch.sqrt(torch.tensor(root))),
+            "plus_zero": lambda q, k: multiply(q, columns(k)) * c + 0,
         },
         {
             "negative_scale": lambda q, k: multiply(q, columns(k)) * -c,
             "divide_inverse": lambda q, k: c / multiply(q, columns(k)),
             "scale_twice": lambda q, k: multiply(q * c, columns(k)) / root,
-            "tensor_scale": lambda q, k: multiply(q, columns(k)) * torch.full([], c),
+            "tensor_inverse": lambda q, k: torch.full([], c) / multiply(q, columns(k)),
+            "tensor_rows": lambda q, k: multiply(q, columns(k)) * torch.full([q.shape[-2], 1], c),
+            "plus_one": lambda q, k: multiply(q, columns(k)) * c + 1,
         },
     )
 
@@ -171,8 +178,16 @@ def draw_weights(d: Drawing, dtype: torch.dtype) -> Step:
         powers = (x - x.max(dim=-1, keepdim=True)[0]).exp()
         return powers / powers.sum(-1, keepdim=True)
 
+    alpha = d.any([32, 8.0, 24])
+
+    def relaxed(x: Tensor, back: float = alpha) -> Tensor:
+        small = x / alpha
+        return torch.softmax((small - small.amax(dim=-1).unsqueeze(-1)) * back, -1)
+
     softmax = d.mostly(
         {
+            "softmax_relaxed": relaxed,
+            "softmax_shifted": lambda x: torch.softmax(x - x.max(-1, keepdim=True).values, -1),
             "softmax": lambda x: torch.softmax(x, -1),
             "softmax_method": lambda x: x.softmax(x.dim() - 1),
             "softmax_wide": lambda x: F.softmax(x, dim=-1, dtype=torch.float32).to(dtype),
@@ -181,6 +196,7 @@ def draw_weights(d: Drawing, dtype: torch.dtype) -> Step:
             "softmax_by_max": by_max,
         },
         {
+            "softmax_sharpened": lambda x: relaxed(x, alpha * 2),
             "softmax_queries": lambda x: torch.softmax(x, -2),
             "softmax_unshifted": lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
             "softmax_plus_one": lambda x: x.exp() / (1 + x.exp().sum(-1, keepdim=True)),
@@ -207,6 +223,7 @@ def draw_masking(d: Drawing, dtype: torch.dtype) -> tuple[Masking, bool]:
         "mask_added": lambda x, m: x + m,
         "mask_added_left": lambda x, m: m + x,
         "mask_alpha_one": lambda x, m: torch.add(x, m, alpha=1),
+        "mask_subtracted": lambda x, m: x - m,
     }
     boolean: dict[str, Masking] = {
         "mask_filled": lambda x, m: x.masked_fill(m, low),
@@ -219,7 +236,7 @@ def draw_masking(d: Drawing, dtype: torch.dtype) -> tuple[Masking, bool]:
     }
     hostile: dict[str, Masking] = {
         "mask_alpha": lambda x, m: torch.add(x, m, alpha=2),
-        "mask_subtracted": lambda x, m: x - m,
+        "mask_negative": lambda x, m: m - x,
         "mask_multiplied": lambda x, m: x * m,
     }
     hostile_boolean: dict[str, Masking] = {
@@ -262,7 +279,7 @@ def _by_hand(rng: Random) -> Spelling:
         if d.chance(0.15)
         else lambda x: x
     )
-    order = d.any(["none", "none", "mask", "mask", "mask_bias", "bias_mask", "bias"])
+    order = d.any(["none", "none", "mask", "mask", "mask_bias", "bias_mask", "bias", "bias_bias_mask"])
     d.tags.add(f"order_{order}")
     lay, boolean = draw_masking(d, dtype)
     extra = {
@@ -273,14 +290,21 @@ def _by_hand(rng: Random) -> Spelling:
     operands = [extra[word]() for word in laid]
     same = s.k == s.v and d.chance(0.1, "shared_operand")
     swapped = d.chance(0.04, "weights_turned")
+    late = d.float() if d.chance(0.15, "late") else None
+    if late is not None and order != "none":
+        # The scale of a product that something was added to or filled into.
+        scaled, capped = (lambda q, k: q @ turn(k)), (lambda x: x)
+    scaling = d.rng.randrange(len(laid) + 1)
     in_place = d.chance(0.2, "in_place") and all(o.shape == s.scores for o in operands)
     plus = torch.Tensor.add_ if in_place else torch.add
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *over: Tensor) -> Tensor:
         keys, values = repeat(k), repeat(k if same else v)
         x = d.inner(capped(d.inner(scaled(q, keys))))
-        for word, operand in zip(laid, over, strict=True):
+        for i, (word, operand) in enumerate(zip(laid, over, strict=True)):
             x = lay(x, operand) if word == "mask" else plus(x, operand)
+            if late is not None and scaling == i:
+                x = x / late
         w = weights(x)
         return values.mT @ w.mT if swapped else w @ values
 
@@ -371,10 +395,15 @@ def _of_batches(rng: Random) -> Spelling:
 MASKS = frozenset(
     {"mask_added", "mask_added_left", "mask_filled", "mask_not_filled", "mask_kept", "mask_hidden"}
 )
-_SCALES = frozenset({"scale", "divisor", "scale_query", "divide_query", "scale_key", "no_scale"})
+_SCALES = frozenset({"scale", "divisor", "scale_query", "divide_query", "scale_key", "no_scale"}) | {
+    "tensor_scale",
+    "tensor_divisor",
+    "tensor_query",
+    "tensor_key",
+}
 _SOFTMAX = frozenset(
     {"softmax", "softmax_wide", "softmax_float", "softmax_by_hand", "softmax_by_max", "dropout"}
-)
+) | {"softmax_relaxed", "softmax_shifted"}
 COMMON = _SCALES | _SOFTMAX | {"bf16", "f64", "square", "escape"}
 
 FAMILIES = (
@@ -401,6 +430,10 @@ FAMILIES = (
         | MASKS
         | {
             "softcap",
+            "late",
+            "plus_zero",
+            "mask_subtracted",
+            "order_bias_bias_mask",
             "order_mask_bias",
             "order_bias_mask",
             "order_bias",

@@ -1,4 +1,4 @@
-"""Spellings of less usual attention: with a causal mask of its own, and by einsum."""
+"""Spellings of less usual attention: with a causal mask of its own, by einsum, and with sinks."""
 
 from __future__ import annotations
 
@@ -103,16 +103,81 @@ def _by_einsum(rng: Random) -> Spelling:
     weights = draw_weights(d, dtype)
     masked = d.chance(0.4, "masked")
     lay, boolean = draw_masking(d, dtype)
-    operands = [draw_mask(d, boolean, tuple(sizes[c] for c in scores))] if masked else []
+    whole = tuple(sizes[c] for c in scores)
+    operands = [draw_mask(d, boolean, whole)] if masked else []
+    biases = d.any([0, 0, 1, 2])
+    d.tags.add(f"biases_{biases}")
+    late = d.float() if biases and d.chance(0.5, "late") else None
+    if late is not None:
+        scaled = lambda q, k: torch.einsum(inward, q, k)  # noqa: E731
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *over: Tensor) -> Tensor:
         x = d.inner(scaled(q, k))
-        return torch.einsum(outward, weights(lay(x, *over) if over else x), v)
+        for bias in over[:biases]:
+            x = x + bias
+        x = x if late is None else x * late
+        return torch.einsum(outward, weights(lay(x, *over[biases:]) if masked else x), v)
+
+    operands = [*(d.tensor(*whole) for _ in range(biases)), *operands]
 
     return d.spelling(attend, (*tensors, *operands), graphs=0.0)
 
 
+def _with_sinks(rng: Random) -> Spelling:
+    d = Drawing(rng)
+    dtype = d.precision()
+    s = draw_sizes(d, ranks=(4, 4, 4, 3))
+    q, k, v = d.tensor(*s.q), d.tensor(*s.k), d.tensor(*s.v)
+    repeat, scaled = draw_repeating(d, s.groups), draw_scaled(d, q, draw_columns(d, len(s.q)))
+    lay, boolean = draw_masking(d, dtype)
+    operands = [draw_mask(d, boolean, s.scores)] if d.chance(0.5, "masked") else []
+    whole = (*s.scores[:-1], 1)
+    if len(s.q) == 4 and d.chance(0.7, "of_heads"):
+        sinks = d.tensor(s.lead[-1])
+        column = d.one(
+            {
+                "reshaped": lambda x: x.reshape(1, -1, 1, 1).expand(whole),
+                "indexed": lambda x: x[None, :, None, None].expand(whole),
+            }
+        )
+    else:
+        sinks, column = d.tensor(*whole), lambda x: x
+    joined = d.mostly(
+        {
+            "last": lambda x, c, f: f(torch.cat([x, c], -1))[..., :-1],
+            "first": lambda x, c, f: f(torch.cat([c, x], dim=-1))[..., 1:],
+        },
+        {
+            "wrong_end": lambda x, c, f: f(torch.cat([x, c], -1))[..., 1:],
+            "dropped_early": lambda x, c, f: f(torch.cat([x, c], -1)[..., :-1]),
+        },
+    )
+    softmax = d.mostly(
+        {
+            "softmax": lambda x: x.softmax(-1),
+            "softmax_wide": lambda x: torch.softmax(x, -1, dtype=torch.float32).to(dtype),
+            "softmax_shifted": lambda x: torch.softmax(x - x.max(-1, keepdim=True).values, -1),
+        },
+        {"softmax_queries": lambda x: x.softmax(-2)},
+    )
+    rate = d.float(0.1, 0.6) if d.chance(0.15, "dropout") else 0.0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *over: Tensor) -> Tensor:
+        x = d.inner(scaled(q, repeat(k)))
+        x = lay(x, *over) if over else x
+        return torch.dropout(joined(x, column(sinks), softmax), rate, rate > 0) @ repeat(v)
+
+    inputs = (q, k, v, sinks, *operands)
+    return d.spelling(attend, inputs)
+
+
 FAMILIES = (
+    Family(
+        "attention_with_sinks",
+        _with_sinks,
+        frozenset({"reshaped", "indexed", "last", "first", "softmax", "softmax_wide", "softmax_shifted"})
+        | {"masked", "expanded", "interleaved", "dropout", "bf16", "f64", "rank3", "rank4", "square"},
+    ),
     Family(
         "attention_causal",
         _causal,
@@ -133,6 +198,8 @@ FAMILIES = (
     Family(
         "attention_einsum",
         _by_einsum,
-        COMMON | MASKS | {"layout", "renamed", "blanks", "masked", "broadcast"},
+        COMMON
+        | MASKS
+        | {"layout", "renamed", "blanks", "masked", "broadcast", "biases_1", "biases_2", "late"},
     ),
 )

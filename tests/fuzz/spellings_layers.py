@@ -12,6 +12,7 @@ from torch import Tensor
 from . import spellings_attention, spellings_attention_forms, spellings_convolution, spellings_losses
 from .references import Family, Spelling
 from .spelling_drawing import Drawing
+from .spellings_grids import MIX_FFN
 
 Step = Callable[[Tensor], Tensor]
 Halves = tuple[Tensor, Tensor]
@@ -410,6 +411,7 @@ FAMILIES: tuple[Family, ...] = (
     *spellings_attention_forms.FAMILIES,
     *spellings_convolution.FAMILIES,
     *spellings_losses.FAMILIES,
+    MIX_FFN,
     Family(
         "rotary",
         _rotary,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .composing import COMMON, Keep, Sketch
 from .references import Family, Spelling
+from .spellings_grids import GROUP_NORM
 
 WIDTH = 4
 Norm = Callable[[Keep, Tensor, Tensor | None, Any], Tensor]
@@ -400,6 +401,7 @@ def _named(norms: Mapping[str, Any]) -> frozenset[str]:
 
 _NO_ESCAPE = frozenset({"escape"})
 FAMILIES: tuple[Family, ...] = (
+    GROUP_NORM,
     Family("rms_norm", _rms(False), (_ALL | _named(RMS) | {"eps=None"}) - _NO_ESCAPE),
     Family("add_rms_norm", _rms(True), _ALL | _named(RMS) | _SUMS | {"eps=None"}),
     Family("layer_norm", _layer(False), (_ALL | _named(LAYER) | {"bias", "no_bias"}) - _NO_ESCAPE),

@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from dovetail.rules.library import ATTENTION, CONVOLUTION, GRADIENTS, LOSSES, POOLING, ROTARY
+from dovetail.rules.library import ATTENTION, CONVOLUTION, GRADIENTS, LOSSES, MIX_FFN, POOLING, ROTARY
 
 from .references import Coverage, Family, check
 from .spellings_layers import FAMILIES, WITHOUT_SPELLINGS
 
-RULES = ATTENTION + ROTARY + CONVOLUTION + POOLING + LOSSES + GRADIENTS
+RULES = ATTENTION + ROTARY + CONVOLUTION + POOLING + LOSSES + MIX_FFN + GRADIENTS
 SPELLINGS, MOST = 3, 12
 # Patterns are traced once more for these, which takes longer than all the rest.
 SLOW = frozenset({"make_fx", "decomposed", "bf16", "f64"})

@@ -277,3 +277,23 @@ def test_a_conversion_to_the_dtype_of_another_tensor_names_the_dtype() -> None:
     plain = dovetail.capture(normed, (torch.randn(3),))
     assert "_to_copy" not in dovetail.text(plain)
     assert "type_as" not in dovetail.text(plain)
+
+
+def test_views_there_and_back_change_nothing() -> None:
+    ways = [
+        lambda x: x.softmax(-1).view(6, 4).view(2, 3, 4) + 1,
+        lambda x: x.softmax(-1).unsqueeze(0).view(1, 24).reshape(2, 3, 4) + 1,
+        lambda x: x.softmax(-1).unsqueeze(1).squeeze(1) + 1,
+    ]
+    for way in ways:
+        graph = captured(way)
+        assert form(graph) == form(captured(lambda x: x.softmax(-1) + 1))
+        assert torch.equal(graph(X), way(X))
+    # What is seen in between, and what comes back laid out otherwise, stays.
+    assert "reshape" in str(captured(lambda x: x.softmax(-1).view(6, 4).sum(0) + 1).graph)
+    turned = captured(lambda x: x.transpose(1, 2).reshape(6, 4).reshape(2, 4, 3) + 1)
+    assert str(turned.graph).count("reshape.default") == 2
+    both = captured(lambda x: (x.view(6, 4), x.view(6, 4).view(2, 3, 4)))
+    _, second = both(X)
+    assert torch.equal(second, X)
+    assert second._base is X

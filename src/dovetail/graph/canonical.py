@@ -34,6 +34,9 @@ _VIEW_NAMES = """
     expand_as view_as type_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
 """
 _VIEWS = frozenset(_VIEW_NAMES.split())
+# Views that keep the elements in their order.
+_IN_ORDER = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "unflatten"})
+_MOST_VIEWS = 8
 _COPIES = frozenset({"cat", "clone", "_to_copy", "lift_fresh_copy"})
 _METADATA_ASSERTS = frozenset({"_assert_tensor_metadata"})
 _KEPT_WHEN_UNUSED = ("assert", "constrain", "print")
@@ -134,8 +137,10 @@ class _Rewriting:
             return None
         source = self.made[operand]
         old, new = source.meta.get("val"), node.meta.get("val")
-        if not isinstance(old, Tensor) or not isinstance(new, Tensor) or not same_geometry(old, new):
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             return None
+        if not same_geometry(old, new):
+            return self._viewed_back(node, source, new)
         if not copies:
             if _draws(node):
                 return None
@@ -145,6 +150,23 @@ class _Rewriting:
             return None
         self.counts["copies that change nothing removed"] += 1
         return source
+
+    def _viewed_back(self, node: Node, view: Node, value: Tensor) -> Node | None:
+        """What a chain of views began with, if one more brings back its sizes and strides."""
+        if op_name(node.target) not in _IN_ORDER or not self.functional or self.roots[node] in self.strided:
+            return None
+        for _ in range(_MOST_VIEWS):
+            if not is_aten(view.target) or op_name(view.target) not in _IN_ORDER:
+                return None
+            source = _only_operand(view)
+            old = source.meta.get("val") if isinstance(source, Node) else None
+            if not isinstance(old, Tensor):
+                return None
+            if same_geometry(old, value):
+                self.counts["views that change nothing removed"] += 1
+                return source
+            view = cast(Node, source)
+        return None
 
     def _may_share(self, old: Node, new: Node) -> bool:
         """Whether a copy and its original may become one tensor: no write and no caller can tell."""

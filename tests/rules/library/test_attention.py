@@ -55,6 +55,7 @@ def test_the_operator() -> None:
         "mask_type": "none",
         "mask_value": None,
         "bias_after_mask": False,
+        "bias_before_scale": False,
         "softcap": None,
         "groups": 1,
         "equations": None,

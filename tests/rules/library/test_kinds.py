@@ -20,7 +20,7 @@ from tests.guides import ROOT
 
 
 def test_every_rule_of_the_library_has_a_reference() -> None:
-    assert len(ALL) == 65
+    assert len(ALL) == 68
     assert all(isinstance(rule.reference, Kind) for rule in ALL)
     assert {rule.kind for rule in ALL} == set(KINDS)
     assert all(rule.reference is KINDS[rule.kind] for rule in ALL)

@@ -25,7 +25,7 @@ PATTERNS = [rule for rule in ALL if isinstance(rule, PatternRule)]
 KINDS = """
     attention rms_norm add_rms_norm layer_norm add_layer_norm dropout_add_layer_norm embedding_norm rotary swiglu geglu
     linear_activation linear_residual conv_bn_act conv_grad softmax gelu sigmoid hard_sigmoid avg_pool cross_entropy
-    trunc_normal layer_norm_grad softmax_grad log_softmax_grad
+    trunc_normal layer_norm_grad softmax_grad log_softmax_grad group_norm mix_ffn
 """
 
 

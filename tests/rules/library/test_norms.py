@@ -18,6 +18,7 @@ from dovetail.rules.library.norms import (
     add_layer_norm,
     add_rms_norm,
     dropout_add_layer_norm,
+    group_norm,
     layer_norm,
     rms_norm,
 )
@@ -367,3 +368,28 @@ def test_a_result_of_another_dtype_is_not_of_the_kind() -> None:
     assert mismatch(match) is None
     wrong = replace(match, attrs={**(match.attrs or {}), "out_dtype": "promoted"})
     assert "is torch.bfloat16, the reference torch.float32" in str(mismatch(wrong))
+
+
+IMAGE, CHANNELS = torch.randn(2, 8, 3, 5), torch.randn(8)
+
+
+def test_a_group_norm_with_its_activation() -> None:
+    def of(step: Any, **settings: Any) -> Any:
+        return lambda x: step(F.group_norm(x, 4, **{"weight": CHANNELS, "bias": CHANNELS, **settings}))
+
+    steps = [torch.relu, F.silu, lambda x: x * torch.sigmoid(x), F.gelu]
+    attrs = found_each(group_norm, [of(step) for step in steps], IMAGE)
+    assert [a["activation"] for a in attrs] == ["relu", "silu", "silu", "gelu"]
+    assert {(a["groups"], a["eps"]) for a in attrs} == {(4, 1e-5)}
+    plain = found(group_norm, of(lambda x: x.sin(), weight=None, bias=None, eps=1e-3), IMAGE, leaving=["sin"])
+    assert plain == {"groups": 4, "eps": 1e-3, "activation": None}
+    channelwise = found(group_norm, nn.Sequential(nn.GroupNorm(8, 8), nn.GELU()), torch.randn(2, 8, 7))
+    assert (channelwise["groups"], channelwise["activation"]) == (8, "gelu")
+
+
+def test_an_activation_with_other_constants_is_not_that_of_a_group_norm() -> None:
+    def sharp(x: Tensor) -> Tensor:
+        y = F.group_norm(x, 4, CHANNELS, CHANNELS)
+        return y * torch.sigmoid(1.5 * y)
+
+    found(group_norm, sharp, IMAGE, leaving=["mul", "mul", "sigmoid"])

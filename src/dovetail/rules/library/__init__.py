@@ -10,6 +10,7 @@ from dovetail.rules.library.gradients import GRADIENTS
 from dovetail.rules.library.known import Kind
 from dovetail.rules.library.linear import GATES, LINEAR
 from dovetail.rules.library.losses import LOSSES
+from dovetail.rules.library.mix_ffn import MIX_FFN
 from dovetail.rules.library.norms import NORMS
 from dovetail.rules.library.pooling import POOLING
 from dovetail.rules.library.rotary import ROTARY
@@ -22,6 +23,7 @@ ALL = (
     + ROTARY
     + GATES
     + LINEAR
+    + MIX_FFN
     + CONVOLUTION
     + ACTIVATIONS
     + POOLING
@@ -44,6 +46,7 @@ __all__ = [
     "KINDS",
     "LINEAR",
     "LOSSES",
+    "MIX_FFN",
     "NORMS",
     "POOLING",
     "ROTARY",

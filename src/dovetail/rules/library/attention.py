@@ -13,11 +13,14 @@ from dovetail.rules.library.attention_forms import (
     attention_einsum,
     attention_of_batches,
     attention_of_columns,
+    attention_with_sinks,
 )
 from dovetail.rules.library.attention_misses import AttentionUnusual
 from dovetail.rules.library.attention_steps import (
+    BIAS,
     KV,
     MASK,
+    SCALAR,
     SHARED,
     Q,
     Steps,
@@ -25,15 +28,12 @@ from dovetail.rules.library.attention_steps import (
     attention_kind,
     can_be_said,
     columns_of,
-    example,
     shared,
     with_steps,
 )
 from dovetail.rules.library.known import known
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.rule import RuleSet
-
-_BIAS, _FILLER = example(4, 8, 8), example()
 
 
 @known(
@@ -69,7 +69,7 @@ def attention(
     attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm",
     attrs_of=attention_attrs,
-    examples=[(Q, SHARED, SHARED, MASK, _BIAS, _FILLER), (Q, KV, KV, MASK, _BIAS, _FILLER)],
+    examples=[(Q, keys, keys, MASK, BIAS, SCALAR, BIAS, SCALAR, SCALAR) for keys in (SHARED, KV)],
 )
 @with_steps
 def attention_by_hand(
@@ -80,18 +80,19 @@ def attention_by_hand(
     mask: Tensor,
     bias: Tensor,
     filler: Tensor,
+    second_bias: Tensor,
+    factor: Tensor,
+    divisor: Tensor,
     cap: Any = Const(30.5),
 ) -> Tensor:
     """softmax(QKᵀ)V from its steps; scores may be capped, a bias added to them, and a mask laid over them."""
     keys, values = shared(q, k, v)
-    plain = optional(steps.scaled(q, columns_of(keys)), lambda x: torch.tanh(x / cap) * cap)
+    columns = columns_of(keys)
+    plain = optional(steps.scaled(q, columns, factor, divisor), lambda x: torch.tanh(x / cap) * cap)
     hiding = either(
-        lambda: steps.masked(plain + bias, mask),
-        lambda: steps.masked(plain, mask) + bias,
-        lambda: steps.masked(plain, mask),
         lambda: torch.where(mask, plain, filler) + bias,
         lambda: torch.where(mask, plain, filler),
-        lambda: plain,
+        lambda: steps.laid(q @ columns, plain, mask, bias, second_bias),
     )
     return steps.weights(hiding, q.dtype) @ values
 
@@ -106,5 +107,6 @@ _PATTERNS = (
     attention_of_batches,
     attention_causal,
     attention_einsum,
+    attention_with_sinks,
 )
 ATTENTION = RuleSet(*_PATTERNS, AttentionUnusual(_PATTERNS))

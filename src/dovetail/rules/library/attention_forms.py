@@ -1,4 +1,5 @@
-"""Less usual forms of attention: keys as columns, heads among the batch, a causal mask of its own, by einsum."""
+"""Less usual forms of attention: keys as columns, heads among the batch, a causal mask of its own, by einsum,
+with sinks."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from torch.fx import Node
 
 from dovetail.graph.normalform import op_name
 from dovetail.rules.library.attention_steps import (
+    BIAS,
     KV,
     MASK,
+    SCALAR,
     SHARED,
     Q,
     Steps,
@@ -21,8 +24,12 @@ from dovetail.rules.library.attention_steps import (
     columns_of,
     einsum_terms,
     example,
+    largest,
     shared,
+    softmax_of,
     with_steps,
+    with_steps_as_they_are,
+    with_steps_scaled_first,
 )
 from dovetail.rules.library.known import ahead_of, known
 from dovetail.rules.matching.choices import Const, either, optional
@@ -35,7 +42,7 @@ _TO_SOFTMAX = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"
 _SOFTMAX = frozenset({"softmax", "amax", "max"})
 _COLUMNS = example(2, 4, 16, 8)
 _THREE, _THREE_MASK = example(8, 8, 16), example(8, 8, 8, dtype=torch.bool)
-_BATCHES = (_THREE, _THREE, _THREE, _THREE_MASK, example(8, 8, 8), example(8, 16, 8), MASK)
+_BATCHES = (_THREE, _THREE, _THREE, _THREE_MASK, example(8, 8, 8), example(8, 16, 8), MASK, SCALAR, SCALAR)
 
 
 def _is_turned(node: Any) -> bool:
@@ -59,7 +66,7 @@ def _has_columns(scene: Scene) -> bool:
     needs="softmax|_softmax|exp matmul|bmm|mm",
     when=_has_columns,
     attrs_of=attention_attrs,
-    examples=[(Q, _COLUMNS, KV, MASK)],
+    examples=[(Q, _COLUMNS, KV, MASK, BIAS, BIAS, SCALAR, SCALAR)],
 )
 @with_steps
 def attention_of_columns(
@@ -68,9 +75,13 @@ def attention_of_columns(
     columns: Tensor,
     v: Tensor,
     mask: Tensor,
+    bias: Tensor,
+    second_bias: Tensor,
+    factor: Tensor,
+    divisor: Tensor,
 ) -> Tensor:
     """The same where the keys come as columns, so that no transpose is left to be done."""
-    hiding = optional(steps.scaled(q, columns), lambda x: steps.masked(x, mask))
+    hiding = steps.laid(q @ columns, steps.scaled(q, columns, factor, divisor), mask, bias, second_bias)
     return steps.weights(hiding, q.dtype) @ v
 
 
@@ -88,7 +99,7 @@ def columns_are_as_they_come(match: Match) -> Decline | None:
     attrs_of=attention_attrs,
     examples=[_BATCHES],
 )
-@with_steps
+@with_steps_scaled_first
 def attention_of_batches(
     steps: Steps,
     q: Tensor,
@@ -98,6 +109,8 @@ def attention_of_batches(
     bias: Tensor,
     columns: Tensor,
     mask_4d: Tensor,
+    factor: Tensor,
+    divisor: Tensor,
 ) -> Tensor:
     """The same where heads are counted among the batch, as `torch.nn.MultiheadAttention` does it.
 
@@ -105,7 +118,7 @@ def attention_of_batches(
     """
     keys = k.transpose(-1, -2)
     plain = either(
-        lambda: steps.scaled(q, keys, torch.bmm),
+        lambda: steps.scaled(q, keys, factor, divisor, torch.bmm),
         lambda: torch.baddbmm(bias, q * steps.scale, keys),
         lambda: torch.baddbmm(bias, q, keys, alpha=steps.scale),
         lambda: torch.bmm(q, columns),
@@ -133,18 +146,20 @@ def attention_of_batches(
     attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm triu|tril",
     attrs_of=attention_attrs,
-    examples=[(Q, SHARED, SHARED), (Q, KV, KV)],
+    examples=[(Q, SHARED, SHARED, SCALAR, SCALAR), (Q, KV, KV, SCALAR, SCALAR)],
 )
-@with_steps
+@with_steps_scaled_first
 def attention_causal(
     steps: Steps,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    factor: Tensor,
+    divisor: Tensor,
 ) -> Tensor:
     """softmax(QKᵀ)V from its steps, with a mask of its own that hides what comes later."""
     k, v = shared(q, k, v)
-    spread = steps.scaled(q, columns_of(k))
+    spread = steps.scaled(q, columns_of(k), factor, divisor)
     size = spread.shape[-2:]
 
     def ones(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -182,7 +197,7 @@ def mask_is_its_own(match: Match) -> Decline | None:
     attention_kind,
     needs="softmax|_softmax|exp einsum",
     attrs_of=attention_attrs,
-    examples=[(Q, KV, KV, MASK)],
+    examples=[(Q, KV, KV, MASK, BIAS, BIAS, SCALAR, SCALAR)],
 )
 @with_steps
 def attention_einsum(
@@ -191,12 +206,20 @@ def attention_einsum(
     k: Tensor,
     v: Tensor,
     mask: Tensor,
+    bias: Tensor,
+    second_bias: Tensor,
+    factor: Tensor,
+    divisor: Tensor,
     inward: Any = Const("bhid,bhjd->bhij"),
     outward: Any = Const("bhij,bhjd->bhid"),
 ) -> Tensor:
     """softmax(QKᵀ)V by einsum, whatever its letters and whichever dimension heads are."""
-    plain = steps.scaled(q, k, lambda a, b: torch.einsum(inward, a, b))
-    hiding = optional(plain, lambda x: steps.masked(x, mask))
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return torch.einsum(inward, a, b)
+
+    plain = steps.scaled(q, k, factor, divisor, multiply)
+    hiding = steps.laid(multiply(q, k), plain, mask, bias, second_bias)
     return torch.einsum(outward, steps.weights(hiding, q.dtype), v)
 
 
@@ -225,5 +248,64 @@ def _attends(inward: str, outward: str) -> bool:
     return set(between) == batch | query | key and between[-1] in key and set(v) >= batch | key and kept
 
 
-for _rule in (attention_of_columns, attention_of_batches, attention_causal, attention_einsum):
+def _has_sinks(scene: Scene) -> bool:
+    """Whether there is a softmax of what was joined from several parts."""
+    joined = [n for n in scene.fact(shadow_of).nodes if op_name(n.target) == "cat"]
+    return ahead_of(joined, _SOFTMAX, frozenset({"sub", "_to_copy"})) is not None
+
+
+@known(
+    attention_kind,
+    needs="softmax|_softmax matmul|bmm|mm cat slice",
+    when=_has_sinks,
+    attrs_of=attention_attrs,
+    examples=[
+        (Q, keys, keys, MASK, BIAS, BIAS, SCALAR, SCALAR, example(4), example(2, 4, 8, 1))
+        for keys in (SHARED, KV)
+    ],
+)
+@with_steps_as_they_are
+def attention_with_sinks(
+    steps: Steps,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor,
+    second_bias: Tensor,
+    factor: Tensor,
+    divisor: Tensor,
+    sinks: Tensor,
+    sink_column: Tensor,
+) -> Tensor:
+    """softmax(QKᵀ)V where one more column of scores takes part in the softmax, as gpt-oss has it for each head."""
+    keys, values = shared(q, k, v)
+    columns = columns_of(keys)
+    plain = steps.scaled(q, columns, factor, divisor)
+    scores = steps.laid(q @ columns, plain, mask, bias, second_bias)
+
+    def of_heads() -> Tensor:
+        column = either(lambda: sinks.reshape(1, -1, 1, 1), lambda: sinks[None, :, None, None])
+        return column.expand(*scores.shape[:-1], 1)
+
+    column = either(of_heads, lambda: sink_column)
+
+    def weights(joined: Tensor) -> Tensor:
+        shifted = either(lambda: joined - largest(joined), lambda: joined)
+        return softmax_of(shifted, q.dtype)
+
+    kept = either(
+        lambda: weights(torch.cat([scores, column], -1))[..., :-1],
+        lambda: weights(torch.cat([column, scores], -1))[..., 1:],
+    )
+    return steps.dropped(kept) @ values
+
+
+for _rule in (
+    attention_of_columns,
+    attention_of_batches,
+    attention_causal,
+    attention_einsum,
+    attention_with_sinks,
+):
     _rule.guard(can_be_said)

@@ -10,12 +10,14 @@ from typing import Annotated, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
 from dovetail.graph.module import attribute
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
 from dovetail.rules.library.known import broadcasts, has, kind, taking
 from dovetail.rules.matching.choices import either, optional
 from dovetail.rules.matching.match import Match, Value
+from dovetail.rules.matching.template import Unproven
 from dovetail.rules.rule import Decline
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -28,12 +30,14 @@ def example(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 Q, KV, SHARED = example(2, 4, 8, 16), example(2, 4, 8, 16), example(2, 2, 8, 16)
 MASK = example(2, 1, 8, 8, dtype=torch.bool)
+# Of one element, so that it broadcasts at every rank that is tried.
+BIAS, SCALAR = example(1, 1), example()
 
 
 Scores = Annotated[Tensor | None, "broadcast to the scores [..., queries, keys]"]
 
 
-@kind("attention", version=3, draws="one dropout mask of the shape of the scores, as one random operation")
+@kind("attention", version=4, draws="one dropout mask of the shape of the scores, as one random operation")
 def attention_kind(
     q: Annotated[Tensor, "[..., heads, queries, width]"],
     k: Annotated[Tensor | None, "[..., heads / groups, keys, width]"] = None,
@@ -45,6 +49,11 @@ def attention_kind(
         Tensor | None, "[batch, heads or 1, queries, keys], q being [batch * heads, ...]"
     ] = None,
     filler: Annotated[Tensor | None, "[]: a tensor instead of mask_value"] = None,
+    second_bias: Annotated[Tensor | None, "as bias, added after it"] = None,
+    sinks: Annotated[Tensor | None, "[heads]: scores of one more key without a value"] = None,
+    sink_column: Annotated[Tensor | None, "[..., queries, 1], instead of sinks"] = None,
+    factor: Annotated[Tensor | None, "[]: a tensor that multiplies the scaled scores"] = None,
+    divisor: Annotated[Tensor | None, "[]: a tensor that divides the scaled scores"] = None,
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -52,6 +61,7 @@ def attention_kind(
     mask_type: str = "none",
     mask_value: float | None = None,
     bias_after_mask: bool = False,
+    bias_before_scale: bool = False,
     softcap: float | None = None,
     groups: int = 1,
     equations: list[str] | None = None,
@@ -59,10 +69,11 @@ def attention_kind(
 ) -> Tensor:
     """dropout(softmax(scale * QKᵀ + mask)) V; `scale` None is one over the root of the width.
 
-    A mask is "additive", or boolean: scores where a "keep" mask is False, or a "hide" mask True, become
+    A mask is "additive", "subtracted", or boolean: scores where a "keep" mask is False, or a "hide" mask True, become
     `mask_value`, None for -inf. `causal` hides keys after the query's own position, counted from the first: their
     scores become `mask_value`, or have it added if the mask is "additive". `softcap` c replaces scores s by
-    c * tanh(s / c) before bias and mask. `equations` are the einsums of the two products where q, k, v and the result
+    c * tanh(s / c) before bias and mask. With `bias_before_scale` the biases are added to the product and scaled with it.
+    `sinks` take part in the softmax as the scores of one more key, whose weights are dropped. `equations` are the einsums of the two products where q, k, v and the result
     are laid out otherwise: i, j, d, e stand for queries, keys, width and value width. With `safe_softmax` a row of
     scores that are all -inf gives zeros, otherwise NaN; without any mask, which only infinite scores bring about, it is
     not specified which. Weights are rounded to the dtype of the values.
@@ -71,28 +82,41 @@ def attention_kind(
     values = cast("Tensor", v)
     if groups > 1:
         keys, values = (x.repeat_interleave(groups, dim=-3) for x in (keys, values))
+    biases = [x for x in (bias, second_bias) if x is not None]
     scores = torch.einsum(equations[0], q, keys) if equations else q @ keys.transpose(-1, -2)
+    if bias_before_scale:
+        scores = sum(biases, scores)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if factor is None else scores * factor
+    scores = scores if divisor is None else scores / divisor
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None and not bias_after_mask:
-        scores = scores + bias
+    if not bias_after_mask and not bias_before_scale:
+        scores = sum(biases, scores)
     shape = scores.shape
     if mask_4d is not None:
         scores, mask = scores.reshape(mask_4d.shape[0], -1, *shape[1:]), mask_4d
     hidden: Any = -math.inf if mask_value is None else mask_value
     if mask is not None:
         kept = mask if mask_type == "keep" else ~mask if mask_type == "hide" else None
+        added = -mask if mask_type == "subtracted" else mask
         scores = (
-            scores + mask if kept is None else torch.where(kept, scores, hidden if filler is None else filler)
+            scores + added
+            if kept is None
+            else torch.where(kept, scores, hidden if filler is None else filler)
         )
     if causal:
         later = torch.ones_like(scores, dtype=torch.bool).triu(1)
         scores = torch.where(later, scores + hidden if mask_type == "additive" else hidden, scores)
     scores = scores.reshape(shape) if mask_4d is not None else scores
-    if bias is not None and bias_after_mask:
-        scores = scores + bias
-    weights = torch.softmax(scores, -1)
+    if bias_after_mask:
+        scores = sum(biases, scores)
+    if sinks is not None:
+        sink_column = sinks.reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    if sink_column is not None:
+        weights = torch.softmax(torch.cat([scores, sink_column], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
     if safe_softmax:
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     weights = F.dropout(weights.to(values.dtype), dropout)
@@ -127,30 +151,74 @@ def columns_of(k: Tensor) -> Tensor:
     return either(lambda: k.transpose(-1, -2), lambda: k.permute(*range(rank - 2), rank - 1, rank - 2))
 
 
+def _scalar(x: Tensor) -> Tensor:
+    """A tensor that scales all scores alike."""
+    if x.dim():
+        raise Unproven("its scores are scaled by a tensor with dimensions, not by a literal or a scalar")
+    return x
+
+
 @dataclass(frozen=True)
 class Steps:
     """What is done to scores on their way from one product to the next, with the literals in it."""
 
     scale: Any
-    divisor: Any
+    root: Any
     hidden: Any
     dropout: Any
+    late_scale: Any = None
+    late_root: Any = None
+    relax: Any = None
 
-    def scaled(self, q: Tensor, columns: Tensor, multiply: Product = torch.matmul) -> Tensor:
+    def scaled(
+        self, q: Tensor, columns: Tensor, factor: Tensor, divisor: Tensor, multiply: Product = torch.matmul
+    ) -> Tensor:
         """A product with its scale: on itself, on one of its factors, or nowhere near."""
         return either(
             lambda: multiply(q, columns) * self.scale,
-            lambda: multiply(q, columns) / self.divisor,
+            lambda: multiply(q, columns) / self.root,
             lambda: multiply(q * self.scale, columns),
-            lambda: multiply(q / self.divisor, columns),
+            lambda: multiply(q / self.root, columns),
             lambda: multiply(q, columns * self.scale),
+            lambda: multiply(q, columns) * _scalar(factor),
+            lambda: multiply(q, columns) / _scalar(divisor),
+            lambda: multiply(q * _scalar(factor), columns),
+            lambda: multiply(q / _scalar(divisor), columns),
+            lambda: multiply(q, columns / _scalar(divisor)),
             lambda: multiply(q, columns),
         )
 
-    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Scores with a mask added, or filled in where it says so."""
+    def laid(self, product: Tensor, plain: Tensor, mask: Tensor, bias: Tensor, second_bias: Tensor) -> Tensor:
+        """Scores with their biases and their mask; a bias may be scaled along with the `product` it is added to."""
+
+        def biased(x: Tensor) -> Tensor:
+            total = x + bias
+            return either(lambda: total + second_bias, lambda: total + 0, lambda: total)
+
+        def late(x: Tensor) -> Tensor:
+            return either(lambda: x * self.late_scale, lambda: x / self.late_root)
+
+        # The first is what stands here where another alternative is taken below: it needs no bias.
+        shown = either(
+            lambda: plain,
+            lambda: plain + 0,
+            lambda: biased(plain),
+            lambda: late(biased(product)),
+        )
         return either(
-            lambda: x + mask,
+            lambda: self.masked(shown, mask),
+            lambda: self.masked(plain, mask) + bias,
+            lambda: late(self.filled(product, mask)),
+            lambda: shown,
+        )
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Scores with a mask added, subtracted, or filled in where it says so."""
+        return either(lambda: x + mask, lambda: x - mask, lambda: self.filled(x, mask))
+
+    def filled(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Scores with a value of their own where a mask says so."""
+        return either(
             lambda: x.masked_fill(mask, self.hidden),
             lambda: torch.where(mask, x, self.hidden),
             lambda: torch.where(mask, self.hidden, x),
@@ -161,23 +229,57 @@ class Steps:
         """The softmax of scores, in float32 or not, with dropout or without."""
 
         def by_hand() -> Tensor:
-            top = either(lambda: x.amax(-1, keepdim=True), lambda: x.max(-1, keepdim=True).values)
-            powers = torch.exp(x - top)
+            powers = torch.exp(x - largest(x))
             return powers / powers.sum(-1, keepdim=True)
 
-        spread = either(
-            lambda: torch.softmax(x, -1),
-            lambda: torch.softmax(x, -1, dtype=torch.float32).to(dtype),
-            lambda: torch.softmax(x.float(), -1).to(dtype),
-            by_hand,
-        )
-        return optional(spread, lambda w: F.dropout(w, self.dropout))
+        def relaxed() -> Tensor:
+            # As CogView has it: the same scores, which cannot overflow in float16.
+            small = x / self.relax
+            return (small - largest(small)) * self.relax
+
+        # A shift by the largest score is tried before a mask that is subtracted.
+        shifted = either(lambda: x - largest(x), relaxed, lambda: x)
+        return self.dropped(either(lambda: softmax_of(shifted, dtype), by_hand))
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """Weights with dropout or without."""
+        return optional(weights, lambda w: F.dropout(w, self.dropout))
 
 
-with_steps = taking("steps", {"scale": 0.2503, "divisor": 4.2, "hidden": -1e9, "dropout": 0.1202}, Steps)
+def largest(x: Tensor) -> Tensor:
+    """The largest score of each row."""
+    return either(
+        lambda: x.amax(-1, keepdim=True),
+        lambda: x.max(-1, keepdim=True).values,
+        lambda: x.amax(-1).unsqueeze(-1),
+        lambda: x.max(-1).values.unsqueeze(-1),
+    )
+
+
+def softmax_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The softmax of each row, in float32 or not."""
+    return either(
+        lambda: torch.softmax(x, -1),
+        lambda: torch.softmax(x, -1, dtype=torch.float32).to(dtype),
+        lambda: torch.softmax(x.float(), -1).to(dtype),
+    )
+
+
+_PLAIN = {"scale": 0.2503, "root": 4.2, "hidden": -1e9, "dropout": 0.1202}
+_LATE, _RELAXED = {"late_scale": 0.3504, "late_root": 4.3}, {"relax": 32.6}
+with_steps = taking("steps", {**_PLAIN, **_LATE, **_RELAXED}, Steps)
 """Hands a pattern the `Steps`, whose literals `attention_attrs` and `can_be_said` read."""
 
+with_steps_scaled_first = taking("steps", {**_PLAIN, **_RELAXED}, Steps)
+"""As `with_steps`, for a pattern that has no `laid` scores."""
 
+with_steps_as_they_are = taking("steps", {**_PLAIN, **_LATE}, Steps)
+"""As `with_steps`, for a pattern that has no `weights` of theirs."""
+
+
+_NEAR = 4
+# Beyond it float16 scores of ordinary size become subnormal.
+_MOST_RELAXED = 1024
 _SWALLOWS_SCORES = torch.finfo(torch.bfloat16).min
 
 
@@ -223,7 +325,8 @@ def _mask_type(match: Match) -> str:
         return "hide"
     choices = [node for node in match.nodes if op_name(node.target) == "where"]
     if not choices:
-        return "additive"
+        subtracted = any(by_name(node).get("other") is mask.aten for node in _named(match, "sub"))
+        return "subtracted" if subtracted else "additive"
     # What masked scores become is a number, or a tensor without dimensions; scores have some.
     chosen = value_of(by_name(choices[0]).get("self"))
     return "keep" if isinstance(chosen, Tensor) and chosen.dim() else "hide"
@@ -233,8 +336,19 @@ def _bias_after_mask(match: Match) -> bool:
     """Whether a bias is added to scores that a boolean mask was applied to."""
     bias, inside = _operand(match, "bias"), set(match.nodes)
     sums = [user for user in bias.users if user in inside] if bias is not None else []
-    read = {op_name(n.target) for node in sums for n in node.all_input_nodes}
+    read = {op_name(n.target) for node in sums for n in node.all_input_nodes if n in inside}
     return bool(read & {"masked_fill", "where"})
+
+
+def _named(match: Match, name: str) -> list[Node]:
+    return [node for node in match.aten if op_name(node.target) == name]
+
+
+def _late(match: Match) -> float | None:
+    """The scale of scores that something was added to or filled into before."""
+    if "late_root" in match.literals:
+        return 1.0 / float(match.literals["late_root"])
+    return match.literals.get("late_scale")
 
 
 def _hidden(match: Match) -> float | None:
@@ -242,15 +356,21 @@ def _hidden(match: Match) -> float | None:
     filler = match.operands.get("filler")
     if filler is not None and filler.is_constant and not filler.ndim:
         return float(attribute(filler.owner, str(filler.node.target)))
-    return match.literals.get("hidden")
+    hidden, late = match.literals.get("hidden"), _late(match)
+    if hidden is None or late is None or _operand(match, "bias") is not None:
+        return hidden
+    return hidden * late  # it is scaled with the scores that stay
 
 
 def attention_attrs(match: Match) -> Mapping[str, Any]:
     """The attributes of any attention, from the literals of its pattern and the operations matched."""
     literals = match.literals
+    late = _late(match)
     scale = literals.get("scale")
-    if "divisor" in literals:
-        scale = 1.0 / float(literals["divisor"])
+    if late is not None:
+        scale = late
+    elif "root" in literals:
+        scale = 1.0 / float(literals["root"])
     elif "scale" not in literals:
         scale = 1.0
     hidden = None if match.operands.get("filler") is not None else _hidden(match)
@@ -261,6 +381,7 @@ def attention_attrs(match: Match) -> Mapping[str, Any]:
         "mask_type": _mask_type(match),
         "mask_value": None if hidden is None or math.isinf(hidden) else hidden,
         "bias_after_mask": _bias_after_mask(match),
+        "bias_before_scale": late is not None and _operand(match, "bias") is not None,
         "softcap": literals.get("cap"),
         "groups": _groups(match),
         "equations": equations_of(literals["inward"], literals["outward"]) if "inward" in literals else None,
@@ -299,15 +420,37 @@ def einsum_terms(equation: str) -> list[str]:
 
 def can_be_said(match: Match) -> Decline | None:
     """Refuse a scale that is no number, a mask that hides nothing, and heads that are not shared alike."""
-    if match.literals.get("divisor") == 0:
+    if 0 in (match.literals.get("root"), match.literals.get("late_root")):
         return Decline("its scores are divided by zero")
+    relax = match.literals.get("relax", 1)
+    if not 1 <= relax <= _MOST_RELAXED:
+        return Decline(
+            f"its scores are divided by {relax!r} ahead of the softmax, and may be lost in rounding"
+        )
+    for name in ("factor", "divisor"):
+        value = match.operands.get(name)
+        if value is not None and value.dtype.is_complex:
+            return Decline(f"its scores are scaled by '{value.name}', which is {value.dtype}", at=value)
     filler = match.operands.get("filler")
     if filler is not None and (filler.ndim or not filler.is_constant):
         return Decline("what masked scores become is not known", at=filler)
     hidden = _hidden(match)
     if hidden is not None and not hidden <= -1e3:
         return Decline(f"masked scores become {hidden!r}: they still count")
-    return heads_are_grouped(match) or _sizes_agree(match) or _draws_in_order(match)
+    if hidden is not None and math.isfinite(hidden) and hidden < torch.finfo(match["q"].dtype).min:
+        return Decline(f"masked scores become {hidden!r}, which overflows {match['q'].dtype}")
+    return _mask_is_given(match) or heads_are_grouped(match) or _sizes_agree(match) or _draws_in_order(match)
+
+
+def _mask_is_given(match: Match) -> Decline | None:
+    """Refuse what is subtracted from scores and computed from them: a shift, not a mask."""
+    mask, inside = _operand(match, "mask", "mask_4d"), set(match.nodes)
+    reached = [mask.node] if mask is not None and _mask_type(match) == "subtracted" else []
+    for _ in range(_NEAR):
+        if inside.intersection(reached):
+            return Decline("what is subtracted from its scores is computed from them", at=mask)
+        reached = [n for node in reached for n in node.all_input_nodes]
+    return None
 
 
 def _sizes_agree(match: Match) -> Decline | None:
@@ -347,6 +490,7 @@ def _draws_in_order(match: Match) -> Decline | None:
     for node in match.nodes:
         if op_name(node.target) in ("native_dropout", "dropout"):
             weights = value_of(by_name(node).get("input"))
-            if isinstance(weights, Tensor) and not weights.is_contiguous():
+            # A part of a larger tensor is not, but what is drawn for it is.
+            if isinstance(weights, Tensor) and not torch.empty_like(weights).is_contiguous():
                 return Decline("its dropout draws for weights that are not contiguous", at=node)
     return None

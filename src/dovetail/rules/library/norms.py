@@ -1,4 +1,4 @@
-"""Norms: root-mean-square and layer norm, alone and after a residual sum."""
+"""Norms: root-mean-square and layer norm, alone and after a residual sum, and group norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from torch.fx import Node
 
 from dovetail.graph.normalform import by_name, op_name, value_of
 from dovetail.rules.library.known import broadcasts, kind, known, same_sizes
-from dovetail.rules.library.steps import real_numbers, square
+from dovetail.rules.library.steps import (
+    Step,
+    activate,
+    activation_name,
+    gelu_constants,
+    real_numbers,
+    silu,
+    square,
+    with_gelu,
+)
 from dovetail.rules.matching.choices import Const, either, optional
 from dovetail.rules.matching.match import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -113,6 +122,20 @@ def dropout_add_layer_norm_kind(
     """The `layer_norm` of dropout(x + bias) + residual, with the affine bias as `shift`."""
     total = F.dropout(x if bias is None else x + bias, dropout) + residual
     return layer_norm_kind(total, weight, shift, eps=eps, dims=dims, out_dtype=out_dtype)
+
+
+@kind("group_norm")
+def group_norm_kind(
+    x: Annotated[Tensor, "[batch, channels, ...]"],
+    weight: Annotated[Tensor | None, "[channels]"] = None,
+    bias: Annotated[Tensor | None, "[channels]"] = None,
+    *,
+    groups: int,
+    eps: float = 1e-5,
+    activation: str | None = None,
+) -> Tensor:
+    """The activation of (x - mean) / sqrt(variance + eps) * weight + bias, over each of `groups` groups of channels."""
+    return activate(F.group_norm(x, groups, weight, bias, eps), activation)
 
 
 _OPERATORS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"})
@@ -324,7 +347,28 @@ def streams_have_one_rank(match: Match) -> Decline | None:
     return Decline(f"'{residual.name}' and '{x.name}' are spread over each other", at=residual)
 
 
-NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm)
+@known(
+    group_norm_kind,
+    needs="group_norm|native_group_norm",
+    attrs_of=lambda m: {"groups": m["groups"], "eps": m["eps"], "activation": activation_name(m)},
+    examples=[(_X, torch.empty(8, device="meta"), torch.empty(8, device="meta"))],
+)
+@with_gelu
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, gelu: Step, groups: Any = Const(4), eps: Any = Const(0.0303)
+) -> Tensor:
+    """A norm over groups of channels, and the activation that follows it, if any."""
+    normal = either(
+        lambda: F.group_norm(x, groups, weight, bias, eps),
+        lambda: F.group_norm(x, groups, None, None, eps),
+    )
+    return either(lambda: torch.relu(normal), lambda: silu(normal), lambda: gelu(normal), lambda: normal)
+
+
+group_norm.guard(gelu_constants)
+group_norm.guard(real_numbers)
+
+NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm, group_norm)
 
 for _rule in (rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm):
     _rule.guard(affine_fits)

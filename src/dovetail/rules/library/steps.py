@@ -168,6 +168,15 @@ def approximation(match: Match) -> str:
     return "tanh" if spelled or has(match, "tanh") else "none"
 
 
+def activation_name(match: Match) -> str | None:
+    """The activation among the operations of a match that has at most one: a ReLU, a SiLU, or any GELU."""
+    if has(match, "relu"):
+        return "relu"
+    if has(match, "silu") or (has(match, "sigmoid") and "slope" not in match.literals):
+        return "silu"
+    return GELU_NAMES[approximation(match)] if has(match, "gelu", "erf", "tanh", "sigmoid") else None
+
+
 def gelu_constants(match: Match) -> Decline | None:
     """Refuse constants that are not those of a GELU."""
     verdicts = (close_to(match, name, value) for name, value in _MEANT.items())
