@@ -273,8 +273,9 @@ def _warn(rule: Rule, failure: Failure) -> None:
         return
     known.add(failure.error)
     trace = f"\n{failure.traceback.rstrip()}" if failure.traceback else ""
+    what = failure.error.removeprefix(f"rule '{failure.rule}': ").removesuffix(".")
     warnings.warn(
-        f"rule '{failure.rule}' failed and was left out: {failure.error}. Correct it, or give on_error='raise' to "
+        f"rule '{failure.rule}' failed and was left out: {what}. Correct it, or give on_error='raise' to "
         f"stop there.{trace}",
         RuntimeWarning,
         stacklevel=user_stacklevel(),
