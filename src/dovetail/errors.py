@@ -210,7 +210,7 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
     """The known names most like a name, best first; case and underscores do not count."""
     folded: dict[str, str] = {}
-    for one in known:
+    for one in sorted(known, key=len):
         folded.setdefault(_folded(one), one)
     return [folded[near] for near in difflib.get_close_matches(_folded(name), folded, n=most, cutoff=cutoff)]
 
@@ -219,6 +219,38 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str
     """A question with the known names most like an unknown one, `otherwise` where none is like it."""
     near = " or ".join(f"'{one}'" for one in nearest(name, known))
     return f"Did you mean {near}?" if near else otherwise
+
+
+def misspelled(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a name is certainly meant for; None where it may be a name of its own.
+
+    It differs by case and underscores, or in one letter that was swapped with its neighbour, left out or added or, in a
+    long name, exchanged. Numbers tell names apart.
+    """
+    own = _folded(name)
+    best: tuple[int, str] | None = None
+    for one in sorted(known, key=lambda n: (len(n), n)):
+        edit = _edit(own, _folded(one))
+        if edit is not None and (best is None or edit < best[0]):
+            best = edit, one
+    return None if best is None else best[1]
+
+
+def _edit(a: str, b: str) -> int | None:
+    """0 for equal words, 1 for neighbours swapped, 2 for a letter added, 3 for one exchanged; None for more than that."""
+    if a == b:
+        return 0
+    if abs(len(a) - len(b)) > 1 or len(a) < 4:
+        return None
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if (a[at : at + 1] + b[at : at + 1]).isdigit():
+        return None
+    if len(a) == len(b):
+        if a[at : at + 2] == b[at : at + 2][::-1] and a[at + 2 :] == b[at + 2 :]:
+            return 1
+        return 3 if len(a) > 6 and a[at + 1 :] == b[at + 1 :] else None
+    longer, shorter = (a, b) if len(a) > len(b) else (b, a)
+    return 2 if len(longer) > 4 and longer[at + 1 :] == shorter[at:] and not longer[at].isdigit() else None
 
 
 def _folded(name: str) -> str:

@@ -22,6 +22,9 @@ from dovetail.rules.scene import Scene
 from tests.fusion.helpers import Fixed, fused, held, reasons, refused
 from tests.outlining.helpers import trace
 
+# A rule that fails is warned of; these tests are about what the ledger has of it.
+pytestmark = pytest.mark.filterwarnings("ignore:rule '.*' failed:RuntimeWarning")
+
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 PAIR = Fixed("pair", "tanh sigmoid")
 
@@ -123,7 +126,7 @@ def test_bad_arguments_are_refused_before_anything_is_looked_at() -> None:
         ({"cost": 3}, "cost 3 is not a cost model"),
         ({"cost": Traffic}, "is not a cost model"),
         ({"priorities": 3}, "priorities is a int"),
-        ({"priorities": {"piar": 1}}, "no rule or kind 'piar'. There are pair."),
+        ({"priorities": {"piar": 1}}, "no rule or kind 'piar'. Did you mean 'pair'?"),
         ({"priorities": {"pair": "high"}}, "'high' for 'pair' is not an int"),
     ]
     for options, words in cases:

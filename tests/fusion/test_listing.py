@@ -91,7 +91,7 @@ def table(gm: GraphModule, by: list[Any], limits: dovetail.Limits | None) -> lis
     place = {node.name: p for node, p in zip(gm.graph.nodes, structural_order(Index(gm)), strict=True)}
     # The results of a region count as one memory: where it is written, later rounds see more order than there is.
     rounds = 1 if Index(gm).dependencies.written else None
-    new = dovetail.fuse(gm, by, limits=limits, rounds=rounds, strict=True)
+    new = dovetail.fuse(gm, by, limits=limits, rounds=rounds, on_error="raise")
     return sorted(
         (r.kind, tuple(sorted(place[n] for n in r.nodes))) for r in dovetail.regions(new, nested=True)
     )

@@ -22,7 +22,7 @@ def fused(model: Any, inputs: tuple[Any, ...], by: Any) -> GraphModule:
     """Capture and fuse, and prove that values, the input graph and the way back are as they should be."""
     gm = dovetail.capture(model, inputs)
     before = dovetail.text(gm)
-    new = dovetail.fuse(gm, by, strict=True)
+    new = dovetail.fuse(gm, by, on_error="raise")
     assert dovetail.text(gm) == before
     assert equal(run(new, *inputs), run(gm, *inputs))
     assert dovetail.text(dovetail.inline(new)) == before

@@ -196,7 +196,7 @@ def test_a_contradiction_names_both_sides(must: Any, never: Any, both: tuple[str
 @pytest.mark.parametrize("which", ["must", "never"])
 def test_names_that_are_not_there_and_other_nonsense(which: str) -> None:
     gm = trace(chain)
-    assert "Did you mean tanh?" in refused(gm, UnknownNode, PAIR, **{which: "tnah"})
+    assert "Did you mean 'tanh'?" in refused(gm, UnknownNode, PAIR, **{which: "tnah"})
     assert "no module path" in refused(gm, UnknownNode, PAIR, **{which: "layers.*"})
     assert "a graph's placeholder is not an operation" in refused(gm, UnknownNode, PAIR, **{which: "x"})
     foreign = node(trace(chain), "tanh")

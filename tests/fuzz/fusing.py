@@ -59,7 +59,7 @@ def draw_fusion(rng: Random) -> Fused:
 
 
 def fused(gm: GraphModule, stage: Fused) -> GraphModule:
-    made = dovetail.fuse(gm, [RULES[name] for name in stage.rules], strict=True, **dict(stage.options))
+    made = dovetail.fuse(gm, [RULES[name] for name in stage.rules], on_error="raise", **dict(stage.options))
     limits = dict(stage.options).get("limits")
     if limits is not None:
         known = {r.name for r in dovetail.regions(gm)}

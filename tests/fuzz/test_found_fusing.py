@@ -21,7 +21,7 @@ def test_a_tuple_that_is_joined_whole_is_no_list() -> None:
     both = call(graph, "both", torch.ops.aten.topk.default, x, 2)
     graph.output(call(graph, "joined", torch.ops.aten.cat.default, both))
     gm = GraphModule(nn.Module(), graph)
-    assert dovetail.regions(dovetail.fuse(gm, RULES["scaled"], strict=True)) == []
+    assert dovetail.regions(dovetail.fuse(gm, RULES["scaled"], on_error="raise")) == []
 
 
 def test_a_view_that_may_be_handed_on_as_it_is_stays_one_object() -> None:
@@ -32,7 +32,7 @@ def test_a_view_that_may_be_handed_on_as_it_is_stays_one_object() -> None:
     gm = torch.fx.symbolic_trace(f)
     for new in (
         dovetail.outline(gm, ["diagonal", "dropout"], kind="k"),
-        dovetail.fuse(gm, dovetail.rules.groups(), strict=True),
+        dovetail.fuse(gm, dovetail.rules.groups(), on_error="raise"),
     ):
         first, second = new(torch.randn(3, 3))
         assert first is second
@@ -69,4 +69,4 @@ def test_repeats_look_at_tuples_whose_parts_nobody_reads() -> None:
     call(graph, "part", operator.getitem, norm, 2)
     graph.output(x)
     gm = GraphModule(nn.Module(), graph)
-    assert dovetail.regions(dovetail.fuse(gm, dovetail.rules.repeats(min_size=2), strict=True)) == []
+    assert dovetail.regions(dovetail.fuse(gm, dovetail.rules.repeats(min_size=2), on_error="raise")) == []

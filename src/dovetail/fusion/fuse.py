@@ -7,7 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch.fx import GraphModule
@@ -24,10 +24,10 @@ from dovetail.fusion.arguments import (
 from dovetail.fusion.choose import choose
 from dovetail.fusion.cost import CostModel
 from dovetail.fusion.entries import accepted_entry, declined_entry, folded, near_miss, quoted, said
-from dovetail.fusion.ledger import Declined, Writer, ledger_of, write_ledger
+from dovetail.fusion.ledger import Declined, Writer, explain, ledger_of, write_ledger
 from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
 from dovetail.fusion.proposals import Failure, Proposals, collect
-from dovetail.fusion.wishes import Wish, Word, locate, pending, understand, unmet
+from dovetail.fusion.wishes import Wish, Word, apart, locate, pending, understand, unmet
 from dovetail.graph.index import Index
 from dovetail.graph.module import Program, as_program, require_graph, without_collector
 from dovetail.outlining.outline import outline_drafts
@@ -48,7 +48,7 @@ def fuse(
     rules: Rule | RuleSet | Iterable[Any] | None = None,
     *,
     rounds: int | None = None,
-    must: Wish | Iterable[Wish] = (),
+    must: Wish | Iterable[Wish | Iterable[Wish]] = (),
     never: Wish | Iterable[Wish] = (),
     limits: Limits | None = None,
     priorities: Mapping[str, int] | None = None,
@@ -59,8 +59,8 @@ def fuse(
     """A graph in which what the rules ask for is regions, round after round until nothing changes.
 
     `rounds` stops earlier. `must` and `never` take a node, its name, a kind, a module path such as
-    "layers.*.mlp" or a predicate on nodes, or a list of these: what must be is fused before anything else, or a
-    RegionError says why it cannot be. `limits` hold for every region. `priorities` go before those of the rules, by
+    "layers.*.mlp" or a predicate on nodes, or a list of these: what must be is fused before anything else, a list
+    in the list of `must` into one region, or a RegionError says why it cannot be. `limits` hold for every region. `priorities` go before those of the rules, by
     name or kind. `fuel` stops after so many regions. A rule that raises is left out, which a warning and the ledger
     report; with `on_error="raise"` it is an error. The input graph is untouched; `explain` tells what was decided and why.
     """
@@ -99,6 +99,7 @@ class _Fusing:
     options: _Options
     made: int = 0
     failed: set[str] = field(default_factory=set[str])
+    matched: set[str] = field(default_factory=set[str])
     concerns: list[Declined] = field(default_factory=list[Declined])
     unkept: dict[str, list[Declined]] = field(default_factory=dict[str, list[Declined]])
 
@@ -120,10 +121,12 @@ class _Fusing:
             if options.rounds is None and idle > len(self.rules):
                 self._stop_growth(accepted)
                 break
-        self._require_must()
         if self.gm is start:
             self.gm = copy.copy(start) if isinstance(start, Program) else as_program(start)
-        write_ledger(self.gm, self.writer.ledger(self.rules, self.options.limits, self.word.barred))
+        unmatched = tuple(rule.name for rule in self.rules if rule.name not in self.matched)
+        ledger = self.writer.ledger(self.rules, self.options.limits, self.word.barred)
+        write_ledger(self.gm, replace(ledger, unmatched=unmatched))
+        self._require_must()
         return self.gm
 
     def _round(self) -> tuple[Plan, ...]:
@@ -140,6 +143,8 @@ class _Fusing:
             strict=self.options.strict,
         )
         self.failed.update(failure.rule for failure in found.failures)
+        self.matched.update(self.failed, (p.rule.name for p in found.candidates))
+        self.matched.update(refusal.rule for refusal in found.refusals)
         for failure in found.failures:
             _warn(self.rules[failure.rule], failure)
         wanted, unwanted = self._sift(found.candidates)
@@ -225,6 +230,9 @@ class _Fusing:
         for asked in self.word.must:
             for entry in [e for kind in asked.kinds for e in self.unkept.get(kind, ())]:
                 problems.append(f"{asked.text}: {said(entry)}")
+        for text, first, second in apart(self.word, list(self.gm.graph.nodes)):
+            why = " ".join(explain(self.gm).why_not(first, second)) or "No rule proposed it."
+            problems.append(f"{text}: '{first}' and '{second}' are in no common region. {why}")
         if problems:
             lines = list(dict.fromkeys(problems))
             more = f"\n... and {len(lines) - _MOST_WHYS} more" if len(lines) > _MOST_WHYS else ""
@@ -273,8 +281,9 @@ def _warn(rule: Rule, failure: Failure) -> None:
         return
     known.add(failure.error)
     trace = f"\n{failure.traceback.rstrip()}" if failure.traceback else ""
+    what = failure.error.removeprefix(f"rule '{failure.rule}': ").removesuffix(".")
     warnings.warn(
-        f"rule '{failure.rule}' failed and was left out: {failure.error}. Correct it, or give on_error='raise' to "
+        f"rule '{failure.rule}' failed and was left out: {what}. Correct it, or give on_error='raise' to "
         f"stop there.{trace}",
         RuntimeWarning,
         stacklevel=user_stacklevel(),

@@ -124,7 +124,9 @@ class Ledger:
     over all of them, also of those that are not kept; refusals that say nothing new are only counted, in `folded`.
     `rounds` counts the rounds that changed something. A region that was inlined again stays in the history. `never`
     has the operations that the user kept out, and why; `limits` are those of the last fusing. `lowered` is what
-    backends did since the graph was last lowered, calls that needed other code included.
+    backends did since the graph was last lowered, calls that needed other code included. `unmatched` are the rules of
+    the last fusing that neither proposed nor declined anything; `diagnostics` are the recompilations, fallbacks and
+    limits of a compiled model.
     """
 
     accepted: tuple[Accepted, ...] = ()
@@ -137,6 +139,8 @@ class Ledger:
     limits: Limits = UNLIMITED
     never: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     lowered: tuple[Lowered, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    diagnostics: tuple[str, ...] = ()
     _rules: RuleSet | None = field(default=None, repr=False, compare=False)
     _graph: GraphModule | None = field(default=None, repr=False, compare=False)
     _told: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
@@ -187,6 +191,8 @@ class Ledger:
                 limits=Limits(**data["limits"]),
                 never=_read_never(data["never"]),
                 lowered=tuple(_read(Lowered, row) for row in data.get("lowered", ())),
+                unmatched=_read_texts(data.get("unmatched", ())),
+                diagnostics=_read_texts(data.get("diagnostics", ())),
             )
         except DovetailError:
             raise
@@ -219,12 +225,14 @@ _FIELDS = (
     "limits",
     "never",
     "lowered",
+    "unmatched",
+    "diagnostics",
 )
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [asdict(row) for row in value]
+        return [row if isinstance(row, str) else asdict(row) for row in value]
     if isinstance(value, Limits):
         return asdict(value)
     return dict(value) if isinstance(value, Mapping) else value
@@ -251,6 +259,12 @@ def _read(cls: type[Any], row: Mapping[str, Any]) -> Any:
     return entry
 
 
+def _read_texts(rows: Any) -> tuple[str, ...]:
+    if not all(isinstance(row, str) for row in rows):
+        raise TypeError("a rule or a diagnostic that is not a text")
+    return tuple(rows)
+
+
 def _read_never(rows: Any) -> dict[str, str]:
     never = dict(rows)
     if not all(isinstance(text, str) for row in never.items() for text in row):
@@ -264,8 +278,12 @@ def explain(gm: GraphModule | GraphOwner) -> Ledger:
 
     Of a compiled model, the entries of all its graphs; `why_not` is then about the last of them.
     """
-    ledgers = [replace(ledger_of(graph), lowered=_lowered(graph), _graph=graph) for graph in graphs_of(gm)]
-    return ledgers[0] if len(ledgers) == 1 else _joined(ledgers)
+    diagnostics = tuple(map(str, gm.diagnostics)) if isinstance(gm, GraphOwner) else ()
+    # A model that could not be captured has no graph, and the reason why.
+    graphs = () if isinstance(gm, GraphOwner) and diagnostics and not gm.graphs else graphs_of(gm)
+    ledgers = [replace(ledger_of(graph), lowered=_lowered(graph), _graph=graph) for graph in graphs]
+    ledger = ledgers[0] if len(ledgers) == 1 else _joined(ledgers)
+    return replace(ledger, diagnostics=diagnostics) if diagnostics else ledger
 
 
 def _joined(ledgers: Sequence[Ledger]) -> Ledger:
@@ -277,7 +295,7 @@ def _joined(ledgers: Sequence[Ledger]) -> Ledger:
         for tally in ledger.refused:
             key = (tally.rule, tally.reason)
             refused[key] = refused.get(key, 0) + tally.count
-    last = ledgers[-1]
+    last = ledgers[-1] if ledgers else Ledger()
     return replace(
         last,
         accepted=tuple(e for ledger in ledgers for e in ledger.accepted),
@@ -289,6 +307,7 @@ def _joined(ledgers: Sequence[Ledger]) -> Ledger:
         rounds=sum(ledger.rounds for ledger in ledgers),
         never={name: why for ledger in ledgers for name, why in ledger.never.items()},
         lowered=tuple(e for ledger in ledgers for e in ledger.lowered),
+        unmatched=tuple(dict.fromkeys(name for ledger in ledgers for name in ledger.unmatched)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 _MOST_KINDS = 20
 _MOST_REASONS = 15
 _MOST_PLACES = 2
+_MOST_UNMATCHED = 8
 _WIDTH = 100
 # What is told of code that runs nevertheless.
 _USED_ALL_THE_SAME = ("untried", "calibration", "settle")
@@ -33,6 +34,10 @@ class Told(Protocol):
     def rounds(self) -> int: ...
     @property
     def lowered(self) -> Sequence[Any]: ...
+    @property
+    def unmatched(self) -> Sequence[str]: ...
+    @property
+    def diagnostics(self) -> Sequence[str]: ...
 
 
 _QUOTED = re.compile(r"'[^']*'")
@@ -49,13 +54,22 @@ def generic(reason: str) -> str:
 
 def table(told: Told) -> str:
     """What was accepted by kind, then what was declined by rule and reason with places, then what failed."""
+    unmatched = _unmatched(told)
     if not (told.saved or told.refused or told.folded or told.errors or told.lowered):
-        return "nothing was fused, and nothing was declined"
+        return "\n".join(["nothing was fused, and nothing was declined", *unmatched, *told.diagnostics])
     lines = _accepted(told)
     lines += _declined(told)
     for failure in told.errors:
         lines.append(f"rule '{failure.rule}' failed in round {failure.round}: {_cut(failure.error, _WIDTH)}")
-    return "\n".join([*lines, *_lowered(told)])
+    return "\n".join([*lines, *unmatched, *_lowered(told), *told.diagnostics])
+
+
+def _unmatched(told: Told) -> list[str]:
+    """The rules that matched nothing, where they are few: most of a library match nothing in any one graph."""
+    names = told.unmatched
+    if not names or len(names) > _MOST_UNMATCHED:
+        return []
+    return [f"matched nothing: {', '.join(names)}"]
 
 
 def _lowered(told: Told) -> list[str]:

@@ -38,6 +38,7 @@ class Word:
 
     must: tuple[Asked, ...] = ()
     never: tuple[Asked, ...] = ()
+    together: tuple[tuple[Asked, ...], ...] = ()
 
     @cached_property
     def barred(self) -> Mapping[str, str]:
@@ -61,16 +62,31 @@ def understand(gm: GraphModule, must: Any, never: Any, kinds: Iterable[str]) -> 
     Raises UnknownNode for what names nothing in the graph, and InvalidArgument where `must` and `never` contradict
     each other or are neither nodes, names, kinds, module paths nor predicates.
     """
-    wanted, unwanted = _listed(must), _listed(never)
+    wanted, unwanted = _grouped(must), _listed(never)
     if not wanted and not unwanted:
         return Word()
     place = _Place(gm, frozenset(kinds))
+    found = [tuple(place.find("must", item) for item in items) for items in wanted]
+    together = tuple(group for group in found if len(group) > 1)
+    for asked in (one for group in together for one in group if not one.groups):
+        raise InvalidArgument(
+            f"must: a list in the list names operations that belong into one region, and {asked.text} names none. "
+            f"Give it by itself."
+        )
     word = Word(
-        tuple(place.find("must", item) for item in wanted),
+        tuple(asked for group in found for asked in group),
         tuple(place.find("never", item) for item in unwanted),
+        together,
     )
     _require_agreement(word)
     return word
+
+
+def _grouped(items: Any) -> list[list[Any]]:
+    """What must be, each by itself or, in a list of its own, several in one region."""
+    if isinstance(items, (Node, str)) or callable(items) or not isinstance(items, Iterable):
+        return [listed] if (listed := _listed(items)) else []
+    return [listed for item in cast("Iterable[Any]", items) if (listed := _listed(item))]
 
 
 def _listed(items: Any) -> list[Any]:
@@ -257,6 +273,21 @@ def pending(word: Word, nodes: list[Node]) -> Pending:
                     made.at.setdefault(i, set()).add(number)
             number += 1
     return made
+
+
+def apart(word: Word, nodes: list[Node]) -> list[tuple[str, str, str]]:
+    """Of each group that is in no common region, what was asked for and two operations that are apart."""
+    held = [{m.name for m in walk(call)} for node in nodes if (call := call_of(node.meta)) is not None]
+    found: list[tuple[str, str, str]] = []
+    for asked in word.together:
+        groups = [group for one in asked for group in one.groups]
+        if any(all(not names.isdisjoint(group) for group in groups) for names in held):
+            continue
+        home = next((names for names in held if not names.isdisjoint(groups[0])), set[str]())
+        other = next((g for g in groups[1:] if home.isdisjoint(g)), groups[-1])
+        names = ", ".join(one.text.partition("=")[2] for one in asked)
+        found.append((f"must=[{names}]", min(groups[0]), min(other)))
+    return found
 
 
 def unmet(word: Word, nodes: list[Node]) -> list[tuple[Asked, frozenset[str]]]:

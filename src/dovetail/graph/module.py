@@ -320,6 +320,11 @@ class GraphOwner:
         """The graphs made so far."""
         raise NotImplementedError
 
+    @property
+    def diagnostics(self) -> tuple[Any, ...]:
+        """What it did that costs its user something."""
+        raise NotImplementedError
+
 
 def require_graph(gm: object) -> GraphModule:
     """The graph that was given; InvalidArgument for anything else."""

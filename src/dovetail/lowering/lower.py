@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, checked_call
-from dovetail.graph.keys import LOWERING
+from dovetail.errors import InvalidArgument, checked_call, user_stacklevel
+from dovetail.graph.keys import LEDGER, LOWERING
 from dovetail.graph.module import copy_graph, rebuild, require_graph
 from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.backend import resolve
@@ -74,6 +74,14 @@ def lower(
     )
     if progress is not None and not isinstance(progress, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"progress {progress!r}; give True, False, or None to show it on a terminal.")
+    if not _is_empty(backends) and not regions(gm):
+        fused = LEDGER in gm.meta
+        what = (
+            "no rule made any; `dovetail.explain` says why"
+            if fused
+            else "`dovetail.fuse` makes them, and comes first"
+        )
+        warnings.warn(f"the graph has no regions to lower: {what}.", stacklevel=user_stacklevel())
     return lower_with(gm, backends, options, progress)
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, RuleError
+from dovetail.errors import InvalidArgument, RuleError, did_you_mean, misspelled
 from dovetail.graph.module import attribute
 from dovetail.graph.spellings import target_name
-from dovetail.rules.growth.opnames import function_name, operation_name, packet
-from dovetail.rules.rule import Decline
+from dovetail.rules.growth.opnames import (
+    function_name,
+    known_names,
+    operation_name,
+    operators_of,
+    plain_name,
+)
+from dovetail.rules.rule import Decline, Rule
 from dovetail.rules.scene import Scene
 
 Predicate: TypeAlias = Callable[[Node], bool | Decline]
@@ -59,7 +66,7 @@ def as_accepts(given: Any) -> Ops | Predicate:
     """What a rule was given as a predicate or as operators, checked."""
     if isinstance(given, Ops):
         return given
-    if isinstance(given, (str, type)) or _is_operator(given):
+    if isinstance(given, (str, type, Rule)) or _is_operator(given):
         given = [given]
     if callable(given):
         return cast("Predicate", given)
@@ -70,7 +77,9 @@ def as_accepts(given: Any) -> Ops | Predicate:
     targets, names = set[Any](), set[str]()
     for op in cast("Iterable[Any]", given):
         if isinstance(op, str):
-            names.add(_name(op))
+            names |= _names(op)
+        elif isinstance(op, Rule):
+            names.add(op.kind)
         elif isinstance(op, (OpOverload, HigherOrderOperator)) or _is_module_class(op):
             targets.add(op)
         elif _is_operator(op) and function_name(op):
@@ -96,15 +105,40 @@ def _is_operator(op: Any) -> bool:
     return bool(function_name(op))
 
 
-def _name(op: str) -> str:
-    if op.startswith("aten."):
-        _, name, *overload = op.split(".")
-        found = packet(name)
-        if found is None or (overload and overload[0] not in found.overloads()):
-            raise InvalidArgument(f"ATen has no operator '{op}'.")
+def _library_kinds() -> Collection[str]:
+    # The library is only made when somebody asks for it.
+    from dovetail.rules.library import KINDS
+
+    return KINDS
+
+
+def _names(op: str) -> set[str]:
+    """The names by which calls of a named operator are met; InvalidArgument where a name is misspelled."""
     if not op.strip():
         raise InvalidArgument("an operator has a name; got an empty one.")
-    return op
+    space, dot, rest = op.replace("::", ".").partition(".")
+    if not dot:
+        # What is less alike may be a kind of regions.
+        meant = None if op in known_names() or op in _library_kinds() else misspelled(op, known_names())
+        if meant is not None:
+            raise InvalidArgument(
+                f"no operator is called '{op}'. Did you mean '{meant}'? A kind of regions that is written so is given "
+                f"as the rule that makes it."
+            )
+        return {op, plain_name(op)}
+    spelled = {f"{space}.{name}" for name in operators_of(space)}
+    if space == "torch":
+        there: Any = torch
+        for atom in rest.split("."):
+            if not hasattr(there, atom):
+                hint = did_you_mean(atom, dir(there))
+                raise InvalidArgument(f"torch has no function '{op}'. {hint}".rstrip())
+            there = getattr(there, atom)
+    # A namespace without operators is a vendor's, of kinds, or of a library that is not imported.
+    elif spelled and f"{space}.{rest}" not in spelled:
+        title = "ATen" if space == "aten" else f"'{space}'"
+        raise InvalidArgument(f"{title} has no operator '{op}'. {did_you_mean(op, spelled)}".rstrip())
+    return {op}
 
 
 def verdict(accepts: Ops | Predicate, scene: Scene, position: int, rule: str) -> bool | Decline:

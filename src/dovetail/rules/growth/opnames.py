@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import re
 from typing import Any, cast
 
@@ -113,6 +115,32 @@ def _plain(name: str) -> str:
         if packet(name) is None and name.startswith("r"):
             name = name[1:]
     return _RENAMED.get(name, name)
+
+
+def plain_name(name: str) -> str:
+    """What ATen calls an operation that Python or torch has another name for."""
+    return _plain(name)
+
+
+@functools.cache
+def operators_of(namespace: str) -> frozenset[str]:
+    """The registered operators of a namespace, with and without their overloads; empty where it has none."""
+    found: set[str] = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        if space == namespace:
+            base, _, overload = rest.partition(".")
+            found.update((base, f"{base}.{overload or 'default'}"))
+    return frozenset(found)
+
+
+@functools.cache
+def known_names() -> frozenset[str]:
+    """Every plain name that an operation can have: of ATen, and of functions, methods and modules of torch."""
+    spaces: tuple[Any, ...] = (torch, nn.functional, torch.Tensor, operator, math)
+    names = {name for space in spaces for name in dir(space)}
+    modules = {_of_class(name) for name in dir(nn) if name[0].isupper()}
+    return frozenset({*names, *operators_of("aten"), *operators_of("prims"), *modules, *_MODULES.values()})
 
 
 def packet(name: str) -> OpOverloadPacket | None:
