@@ -29,15 +29,17 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from . import stages  # loads torch, transformers and dovetail once, for all children
-    from .configs import model_types
+    from .configs import model_types, with_base_model
 
     rows = read(options.out) if not options.again else {}
     if options.again:
         (options.out / "results.jsonl").unlink(missing_ok=True)
-    names = [t for t in model_types() if not options.only or any(fnmatch.fnmatch(t, p) for p in options.only)]
+    types = sorted(model_types(), key=lambda t: (t not in with_base_model(), t))
+    names = [t for t in types if not options.only or any(fnmatch.fnmatch(t, p) for p in options.only)]
     todo = [t for t in names if t not in rows or (options.retry and _failed(rows[t], options))]
     columns = tuple(c for c in COLUMNS if c in options.columns)
     print(f"{len(names)} model types, {len(todo)} to do, {options.jobs} at a time: {' '.join(columns)}", flush=True)
+    stages.warm_up()
     Pool(options, columns, stages.examine).run(todo)
     return _summarize(options)
 
@@ -105,6 +107,9 @@ def _child(name: str, columns: tuple[str, ...], backends: list[str], pipe: Conne
     os.dup2(file, 1)
     os.dup2(file, 2)
     examine(name, columns, backends, lambda key, value: pipe.send((key, value)))
+    pipe.close()
+    # Without the interpreter's teardown, which takes longer than many a stage.
+    os._exit(0)
 
 
 def _failed(row: dict[str, Any], options: argparse.Namespace) -> bool:

@@ -6,13 +6,14 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-MOST_PARAMETERS = 60_000_000
+MOST_PARAMETERS = 120_000_000
 
 HIDDEN, FFN, HEADS, HEAD_DIM, VOCAB, POSITIONS = 64, 128, 4, 16, 256, 128
 LAYERS = re.compile(
@@ -53,6 +54,11 @@ FIXED: dict[str, int | float] = {
     "expert_layer_period": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "mamba_dt_rank": 8,
 }  # fmt: skip
+ABSENT: dict[str, int] = {
+    "vocab_size": VOCAB, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "prediction_length": 8, "topk_group": 1, "n_group": 1, "n_shared_experts": 1, "num_experts": 4, "top_k_experts": 2,
+}  # fmt: skip
+"""Fields that are None by default and without which no model can be built."""
 SKIPPED = frozenset(
     {"id2label", "label2id", "task_specific_params", "stage_names", "transformers_version", "_name_or_path"}
 )
@@ -88,8 +94,15 @@ class Shrinker:
         return {**rope, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
 
     def _value(self, key: str, value: Any, given: dict[str, Any], picks: list[int] | None, at: int) -> Any:
+        if value is None:
+            return ABSENT.get(key)
+        if isinstance(value, float) and key in ("width_coefficient", "depth_coefficient"):
+            return 1.0
+        if key == "per_layer_config" and picks is not None:
+            return {picks.index(int(i)): self.shrink(v) for i, v in value.items() if int(i) in picks}
         if isinstance(value, dict):
-            return self.shrink(value) if value and key != "rope_parameters" else value
+            named = all(isinstance(k, str) for k in value)
+            return self.shrink(value) if named and key != "rope_parameters" else value
         if isinstance(value, list):
             return self._list(key, value, given, picks)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -192,6 +205,10 @@ def model_types() -> list[str]:
     return sorted(configuration_auto.CONFIG_MAPPING_NAMES)
 
 
+def with_base_model() -> frozenset[str]:
+    return frozenset(modeling_auto.MODEL_MAPPING_NAMES)
+
+
 def config_class(model_type: str) -> type:
     return configuration_auto.CONFIG_MAPPING[model_type]
 
@@ -226,18 +243,27 @@ def model_class(model_type: str) -> type[nn.Module] | None:
 
 
 def _by_config(kind: type) -> type[nn.Module] | None:
-    module = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
-    models = [
+    """The model among the modules beside a configuration's that names this configuration as its own."""
+    package = importlib.import_module(kind.__module__.rpartition(".")[0])
+    models: list[type[nn.Module]] = []
+    for file in sorted(Path(str(package.__file__)).parent.glob("modeling_*.py")):
+        module = importlib.import_module(f"{package.__name__}.{file.stem}")
+        models += [m for m in vars(module).values() if inspect.isclass(m) and m.__module__ == module.__name__]
+    own = [
         m
-        for m in vars(module).values()
-        if inspect.isclass(m)
-        and issubclass(m, nn.Module)
-        and m.__module__ == module.__name__
+        for m in models
+        if issubclass(m, nn.Module)
         and not m.__name__.endswith("PreTrainedModel")
-        and getattr(m, "config_class", None) is kind
-        and m.forward is not nn.Module.forward
+        and m.forward is not getattr(nn.Module, "forward")
+        and hasattr(m, "_from_config")
+        and kind in (getattr(m, "config_class", None), _annotated(m))
     ]
-    return min(models, key=lambda m: (not m.__name__.endswith("Model"), len(m.__name__)), default=None)
+    return min(own, key=lambda m: (not m.__name__.endswith("Model"), len(m.__name__)), default=None)
+
+
+def _annotated(cls: type) -> Any:
+    named = vars(cls).get("__annotations__", {}).get("config")
+    return getattr(inspect.getmodule(cls), named, None) if isinstance(named, str) else named
 
 
 def build_model(cls: type[nn.Module], config: Any) -> nn.Module:

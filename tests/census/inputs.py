@@ -89,7 +89,15 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
             return _series(config)
         case "bbox":
             return [torch.randint(0, 32, (BATCH, LENGTH, 4)).sort(-1).values[..., [0, 1, 2, 3]]]
-        case "attention_mask" | "decoder_attention_mask" | "text_attention_mask" | "past_observed_mask":
+        case "input_features_mask" | "feature_attention_mask" | "padding_mask":
+            return [torch.ones(BATCH, max(f.shape[1:]), dtype=torch.int64) for f in _features(config)]
+        case "pixel_mask" | "pixel_attention_mask":
+            return [torch.ones(BATCH, *p.shape[-2:], dtype=torch.int64) for p in _pixels(config)]
+        case "past_time_features":
+            return [torch.randn(*_series(config)[0].shape[:2], _first(config, 0, "num_time_features"))]
+        case "past_observed_mask":
+            return [torch.ones(s.shape) for s in _series(config)]
+        case "attention_mask" | "decoder_attention_mask" | "text_attention_mask":
             return [torch.ones(BATCH, LENGTH, dtype=torch.int64)]
         case "hidden_states" | "inputs_embeds" | "encoder_hidden_states" | "image_embeddings" | "vision_features":
             width = _first(config, 64, "hidden_size", "d_model", "embed_dim")
@@ -104,6 +112,11 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
             return []
 
 
+GRIDS = ("image_grid_thw", "grid_thw", "image_grid_hw", "image_grid", "grid_hw")
+MASKS = (
+    "attention_mask", "input_features_mask", "feature_attention_mask", "pixel_attention_mask", "pixel_mask",
+    "padding_mask", "decoder_attention_mask",
+)  # fmt: skip
 MODALITIES = (
     "input_ids", "pixel_values", "input_features", "input_values", "pixel_values_videos", "bbox", "inputs",
     "past_values", "images",
@@ -121,7 +134,10 @@ def calls(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     decoding = ["decoder_input_ids"] if "decoder_input_ids" in parameters else []
     every = [n for n in MODALITIES if n in parameters and n != "pixel_values_videos"]
     main = getattr(model, "main_input_name", "input_ids")
-    sets = [[*every, *required], [main, *required], *([n, *required] for n in every), required]
+    masks = [n for n in MASKS if n in parameters]
+    sets = [[*every, *required], [*every, *required, *masks], [main, *required], *([n, *required] for n in every), required]
+    if any(n in parameters for n in GRIDS):
+        yield from _grids(parameters, config)
     seen: set[frozenset[str]] = set()
     for names in sets:
         for chosen in ([*names, *decoding], names):
@@ -129,6 +145,23 @@ def calls(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
             if key and key not in seen:
                 seen.add(key)
                 yield from _combinations(sorted(key), config)
+
+
+def _grids(parameters: Any, config: Any) -> Iterator[dict[str, Any]]:
+    """Images as rows of patches, with the number of patches along time, height and width of each."""
+    vision = next((c for n in ("vision_config", "vision_encoder_config") if (c := getattr(config, n, None))), config)
+    patch = _first(vision, 14, "patch_size")
+    channels, frames = _first(vision, 3, "in_channels", "num_channels", "in_chans"), _first(vision, 1, "temporal_patch_size")
+    grid = torch.tensor([[1, 4, 4]] * BATCH)
+    rows = torch.randn(16 * BATCH, channels * frames * patch * patch)
+    name = next(n for n in GRIDS if n in parameters)
+    pixels = next((n for n in ("pixel_values", "hidden_states") if n in parameters), None)
+    if pixels is None:
+        return
+    given = {"input_ids": _ids(config)} if "input_ids" in parameters else {}
+    for shaped in (rows, rows.reshape(-1, channels, patch, patch)):
+        for sizes in (grid, grid[:, 1:]):
+            yield {**given, pixels: shaped, name: sizes}
 
 
 def _combinations(names: list[str], config: Any) -> Iterator[dict[str, Any]]:

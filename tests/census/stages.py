@@ -19,7 +19,7 @@ import dovetail
 
 from .configs import build_model, model_class, small_configs
 from .inputs import calls, with_placeholders
-from .overrides import OVERRIDES
+from .overrides import overrides
 
 COLUMNS = ("built", "exports", "captured", "equal", "fused", "inverse", "gradients", "compiled")
 Report = Callable[[str, Any], None]
@@ -29,11 +29,21 @@ class Skipped(Exception):
     """A stage that has nothing to compare; the reason is its message."""
 
 
+def warm_up() -> None:
+    """Load and run once what every child needs, so that the forked ones begin with it; starts no thread."""
+    torch.set_num_threads(1)
+    _register_caches()
+    model, kwargs = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)), {"input": torch.zeros(2, 4)}
+    torch.export.export(model, (), kwargs, strict=False).module()
+    fused = dovetail.fuse(dovetail.capture(model, (), kwargs))
+    dovetail.text(dovetail.inline(fused))
+    with torch.no_grad():
+        dovetail.compile(model, (), kwargs, backends=[])(**kwargs)
+
+
 def examine(model_type: str, columns: tuple[str, ...], backends: list[str], report: Report) -> None:
     """Report `True` or the reason for each column, in order, and the seconds of each."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    _register_caches()
     subject = _timed("built", report, lambda: Subject(model_type))
     if subject is None:
         return
@@ -80,13 +90,12 @@ class Subject:
     """A small model of a type with inputs that it runs on, and what is derived from it stage by stage."""
 
     def __init__(self, model_type: str) -> None:
-        overrides = OVERRIDES.get(model_type, {})
         cls = model_class(model_type)
         if cls is None:
             raise Skipped("no model class")
         self.graph: Any = None
         reasons: list[str] = []
-        for name, build in small_configs(model_type, overrides):
+        for name, build in small_configs(model_type, overrides(model_type)):
             try:
                 config = build()
                 model = build_model(cls, config)
@@ -170,7 +179,13 @@ def _call(model: nn.Module, config: Any, reasons: list[str]) -> dict[str, Any] |
             try:
                 torch.manual_seed(0)
                 with torch.no_grad():
-                    leaves = pytree.tree_leaves(model(**pytree.tree_map(_clone, trial)))
+                    results = model(**pytree.tree_map(_clone, trial))
+                try:
+                    leaves = pytree.tree_leaves(results)
+                except Exception:
+                    trial["use_cache"] = False
+                    with torch.no_grad():
+                        leaves = pytree.tree_leaves(model(**pytree.tree_map(_clone, trial)))
                 if not any(isinstance(v, Tensor) or hasattr(v, "__dict__") for v in leaves):
                     raise ValueError("no tensor among the results")
                 return trial
