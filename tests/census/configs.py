@@ -52,7 +52,8 @@ FIXED: dict[str, int | float] = {
     "time_step_rank": 4, "index_n_heads": 2, "num_codebooks": 4, "num_nextn_predict_layers": 0,
     "num_mel_bins": 16, "num_denoising": 4, "aligner_num_add_layers": 1, "resampler_depth": 1,
     "expert_layer_period": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "mamba_dt_rank": 8,
+    "linear_value_head_dim": 16, "mamba_dt_rank": 8, "num_expert_group": 2, "linear_head_dim": 16, "linear_num_heads": 4,
+    "upsample_groups": HIDDEN, "encoder_hash_byte_group_vocab": 500, "hidden_size_global": HIDDEN,
 }  # fmt: skip
 ABSENT: dict[str, int] = {
     "vocab_size": VOCAB, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
@@ -82,10 +83,7 @@ class Shrinker:
             small[key] = self._value(key, value, given, picks, at)
         if "rope_parameters" in small and isinstance(small["rope_parameters"], dict):
             small["rope_parameters"] = self._rope(small["rope_parameters"])
-        if picks is not None and small.get("depths") is None and any(k in given for k in ("out_features", "out_indices")):
-            small.pop("out_features", None)
-            small.pop("out_indices", None)
-        return small
+        return {**small, **_stages(given, small)}
 
     def _rope(self, rope: dict[str, Any]) -> dict[str, Any]:
         if self.widths is None or "mrope_section" not in rope:
@@ -145,6 +143,19 @@ class Shrinker:
         if self.widths is not None and _ints(value) and re.search(r"(hidden_sizes|_channels|embed_dims?|dims)$", key):
             return [v if v <= 4 else self.widths("channels_list", v) for v in value]
         return value
+
+
+def _stages(given: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """The last layers of a backbone whose layers are its stages, as many as were asked for."""
+    taken = given.get("out_indices")
+    if not isinstance(taken, list) or "num_hidden_layers" not in given or "depths" in given:
+        return {}
+    layers = max(small["num_hidden_layers"], len(taken))
+    return {
+        "num_hidden_layers": layers,
+        "out_indices": list(range(layers - len(taken) + 1, layers + 1)),
+        "out_features": None,
+    }
 
 
 def _ints(value: list[Any]) -> bool:

@@ -46,7 +46,8 @@ def _pixels(config: Any) -> list[torch.Tensor]:
         for c in dict.fromkeys((channels, 3)):
             flat = (BATCH, c, size, size)
             shapes += [(BATCH, frames, c, size, size), flat] if frames else [flat]
-    return [torch.randn(s) for s in dict.fromkeys(shapes)]
+    pairs = [(BATCH, 2, 3, 64, 64), (BATCH, 2, 1, 64, 64)]
+    return [torch.randn(s) for s in dict.fromkeys([*shapes, *pairs])]
 
 
 def _features(config: Any) -> list[torch.Tensor]:
@@ -56,7 +57,8 @@ def _features(config: Any) -> list[torch.Tensor]:
          "input_channels", "input_dim", "num_mels", "input_feat_size", "mel_dim"),
     ) or [80]  # fmt: skip
     lengths = [2 * n for n in _fields(config, ("max_source_positions",))] + [64, 256]
-    shapes = [s for b in bins for n in lengths for s in ((BATCH, b, n), (BATCH, n, b))]
+    shapes: list[tuple[int, ...]] = [s for b in bins for n in lengths for s in ((BATCH, b, n), (BATCH, n, b))]
+    shapes += [(BATCH, 1, 1024, bins[0])]
     return [torch.randn(s) for s in shapes]
 
 
@@ -68,6 +70,9 @@ def _waves(config: Any) -> list[torch.Tensor]:
 
 def _series(config: Any) -> list[torch.Tensor]:
     length = _first(config, 32, "context_length", "prediction_length")
+    lags = getattr(config, "lags_sequence", None)
+    if lags:
+        return [torch.randn(BATCH, length + max(lags))]
     return [torch.randn(BATCH, length, _first(config, 1, "num_input_channels", "input_size"))]
 
 
@@ -85,7 +90,7 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
             return _features(config)
         case "input_values":
             return _waves(config)
-        case "past_values" | "inputs" if name == "past_values":
+        case "past_values":
             return _series(config)
         case "bbox":
             return [torch.randint(0, 32, (BATCH, LENGTH, 4)).sort(-1).values[..., [0, 1, 2, 3]]]
@@ -95,6 +100,11 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
             return [torch.ones(BATCH, *p.shape[-2:], dtype=torch.int64) for p in _pixels(config)]
         case "past_time_features":
             return [torch.randn(*_series(config)[0].shape[:2], _first(config, 0, "num_time_features"))]
+        case "future_time_features":
+            lengths = (_first(config, 8, "prediction_length"), _first(config, 0, "num_time_features"))
+            return [torch.randn(BATCH, *lengths)]
+        case "query_embeds":
+            return [torch.randn(BATCH, LENGTH, _first(config, 64, "hidden_size"))]
         case "past_observed_mask":
             return [torch.ones(s.shape) for s in _series(config)]
         case "attention_mask" | "decoder_attention_mask" | "text_attention_mask":
@@ -115,7 +125,7 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
 GRIDS = ("image_grid_thw", "grid_thw", "image_grid_hw", "image_grid", "grid_hw")
 MASKS = (
     "attention_mask", "input_features_mask", "feature_attention_mask", "pixel_attention_mask", "pixel_mask",
-    "padding_mask", "decoder_attention_mask",
+    "padding_mask", "decoder_attention_mask", "future_time_features",
 )  # fmt: skip
 MODALITIES = (
     "input_ids", "pixel_values", "input_features", "input_values", "pixel_values_videos", "bbox", "inputs",
@@ -123,8 +133,10 @@ MODALITIES = (
 )  # fmt: skip
 
 
-def calls(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
+def calls(model: nn.Module, config: Any, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Keyword arguments to try a model with, those that exercise most of it first."""
+    if given:
+        yield dict(given)
     parameters = inspect.signature(model.forward).parameters
     required = [
         n

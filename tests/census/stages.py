@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import time
 import traceback
@@ -16,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.graph.capturing.trees import prepare
 
 from .configs import build_model, model_class, small_configs
 from .inputs import calls, with_placeholders
@@ -32,7 +32,7 @@ class Skipped(Exception):
 def warm_up() -> None:
     """Load and run once what every child needs, so that the forked ones begin with it; starts no thread."""
     torch.set_num_threads(1)
-    _register_caches()
+    prepare()
     model, kwargs = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)), {"input": torch.zeros(2, 4)}
     torch.export.export(model, (), kwargs, strict=False).module()
     fused = dovetail.fuse(dovetail.capture(model, (), kwargs))
@@ -77,15 +77,6 @@ def _timed(column: str, report: Report, stage: Callable[[], Any]) -> Any:
     return result
 
 
-def _register_caches() -> None:
-    """Let pytree take caches apart, without which torch.export refuses every decoder that returns one."""
-    try:
-        module = importlib.import_module("transformers.integrations.executorch")
-        module.register_dynamic_cache_export_support()
-    except (ImportError, AttributeError, ValueError):
-        return
-
-
 class Subject:
     """A small model of a type with inputs that it runs on, and what is derived from it stage by stage."""
 
@@ -94,15 +85,17 @@ class Subject:
         if cls is None:
             raise Skipped("no model class")
         self.graph: Any = None
+        special = overrides(model_type)
         reasons: list[str] = []
-        for name, build in small_configs(model_type, overrides(model_type)):
+        for name, build in small_configs(model_type, special):
             try:
                 config = build()
                 model = build_model(cls, config)
+                prepare()  # a model may bring a cache class of its own
             except Exception as error:
                 reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
                 continue
-            kwargs = _call(model, config, reasons)
+            kwargs = _call(model, config, special.get("inputs", {}), reasons)
             if kwargs is not None:
                 self.shrinker, self.model, self.kwargs = name, model, kwargs
                 return
@@ -168,9 +161,9 @@ class Subject:
             _same(_outputs(fast, self.fresh()[1]), self.eager, "eager", tolerance=1e-3 if backends else 0.0)
 
 
-def _call(model: nn.Module, config: Any, reasons: list[str]) -> dict[str, Any] | None:
+def _call(model: nn.Module, config: Any, given: dict[str, Any], reasons: list[str]) -> dict[str, Any] | None:
     tries = 0
-    for kwargs in calls(model, config):
+    for kwargs in calls(model, config, given):
         trial: dict[str, Any] | None = kwargs
         for _ in range(3):
             tries += 1
