@@ -38,7 +38,10 @@ def main() -> int:
     names = [t for t in types if not options.only or any(fnmatch.fnmatch(t, p) for p in options.only)]
     todo = [t for t in names if t not in rows or (options.retry and _failed(rows[t], options))]
     columns = tuple(c for c in COLUMNS if c in options.columns)
-    print(f"{len(names)} model types, {len(todo)} to do, {options.jobs} at a time: {' '.join(columns)}", flush=True)
+    print(
+        f"{len(names)} model types, {len(todo)} to do, {options.jobs} at a time: {' '.join(columns)}",
+        flush=True,
+    )
     stages.warm_up()
     Pool(options, columns, stages.examine).run(todo)
     return _summarize(options)
@@ -63,13 +66,17 @@ class Pool:
                     self.done += 1
                     file.write(json.dumps(row) + "\n")
                     file.flush()
-                    print(f"{self.done}/{len(todo)} {time.monotonic() - began:.0f} s  {_line(row)}", flush=True)
+                    print(
+                        f"{self.done}/{len(todo)} {time.monotonic() - began:.0f} s  {_line(row)}", flush=True
+                    )
 
     def _start(self, name: str) -> None:
         mine, theirs = self.fork.Pipe(duplex=False)
         log = self.options.out / "logs" / f"{name}.log"
         child = self.fork.Process(
-            target=_child, args=(name, self.columns, self.options.backends, theirs, log, self.examine), daemon=True
+            target=_child,
+            args=(name, self.columns, self.options.backends, theirs, log, self.examine),
+            daemon=True,
         )
         child.start()
         theirs.close()
@@ -94,7 +101,9 @@ class Pool:
                 stage = row.pop("stage", "built")
                 if stage not in row:
                     code = child.exitcode
-                    row[stage] = f"over {self.options.limit_seconds} s" if over else f"process ended with {code}"
+                    row[stage] = (
+                        f"over {self.options.limit_seconds} s" if over else f"process ended with {code}"
+                    )
                 row["seconds"] = round(time.monotonic() - began, 1)
                 pipe.close()
                 del self.running[pipe]
@@ -102,7 +111,9 @@ class Pool:
         return rows
 
 
-def _child(name: str, columns: tuple[str, ...], backends: list[str], pipe: Connection, log: Path, examine: Any) -> None:
+def _child(
+    name: str, columns: tuple[str, ...], backends: list[str], pipe: Connection, log: Path, examine: Any
+) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -136,17 +147,23 @@ def _summarize(options: argparse.Namespace) -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.census", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for results.jsonl, logs and summary.md")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for results.jsonl, logs and summary.md"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", nargs="*", help="model types, as glob patterns")
     parser.add_argument("--limit-seconds", type=float, default=120)
     parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=COLUMNS)
-    parser.add_argument("--torch-export-only", dest="columns", action="store_const", const=["built", "exports"])
+    parser.add_argument(
+        "--torch-export-only", dest="columns", action="store_const", const=["built", "exports"]
+    )
     parser.add_argument("--backends", nargs="*", default=[], help="for the last column; none by default")
     parser.add_argument("--again", action="store_true", help="forget the results that the folder has")
     parser.add_argument("--retry", action="store_true", help="try those again that failed in a column")
     parser.add_argument("--summarize", action="store_true", help="only summarize what the folder has")
-    parser.add_argument("--write", type=Path, help="also write the table into this file, as a section of its own")
+    parser.add_argument(
+        "--write", type=Path, help="also write the table into this file, as a section of its own"
+    )
     return parser.parse_args()
 
 

@@ -29,10 +29,16 @@ WIDTH = re.compile(
     r"|(\w+_)?lora_rank|fpn_hidden_size|mask_dim|mask_feature_size|classifier_proj_size|codebook_dim"
     r"|backbone_hidden_size|cross_hidden_size|feature_size|vision_output_dim|projector_output_dim)$"
 )
-WIDE = re.compile(r"(intermediate_(size|dim)|ffn_dim|d_ff|n_inner|dim_feedforward|mlp_dim|ffn_hidden_size|linear_units)$")
-HEADED = re.compile(r"^(n_heads?|(\w+_)?(num_)?(attention_)?heads|(\w+_)?n_heads|linear_num_(key|value)_heads)$")
+WIDE = re.compile(
+    r"(intermediate_(size|dim)|ffn_dim|d_ff|n_inner|dim_feedforward|mlp_dim|ffn_hidden_size|linear_units)$"
+)
+HEADED = re.compile(
+    r"^(n_heads?|(\w+_)?(num_)?(attention_)?heads|(\w+_)?n_heads|linear_num_(key|value)_heads)$"
+)
 GROUPED = re.compile(r"(num_key_value_heads|num_kv_heads|n_kv_heads|encoder_kv_heads|decoder_kv_heads)$")
-HEAD = re.compile(r"^((\w+_)?head_dim|d_kv|dim_head|(\w+_)?head_size|attention_head_dim|(\w+_)?dim_head|mamba_d_head)$")
+HEAD = re.compile(
+    r"^((\w+_)?head_dim|d_kv|dim_head|(\w+_)?head_size|attention_head_dim|(\w+_)?dim_head|mamba_d_head)$"
+)
 WORDS = re.compile(r"(vocab_size(_\w+)?|vocab_size|codebook_size|n_words|num_embeddings)$")
 PLACES = re.compile(
     r"^((\w+_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|block_size"
@@ -114,7 +120,12 @@ class Shrinker:
         return self._size(key, value, given)
 
     def _size(self, key: str, value: int, given: dict[str, Any]) -> int:
-        if self.pictures is not None and key in ("image_size", "pretrain_image_size", "input_size", "img_size"):
+        if self.pictures is not None and key in (
+            "image_size",
+            "pretrain_image_size",
+            "input_size",
+            "img_size",
+        ):
             return self.pictures
         if self.widths is None:
             return value
@@ -123,7 +134,9 @@ class Shrinker:
         if key in FIXED:
             return int(min(value, FIXED[key])) if key not in ("max_window_layers",) else value
         if GROUPED.search(key):
-            heads = next((given[k] for k in ("num_attention_heads", "n_head", "num_heads") if k in given), value)
+            heads = next(
+                (given[k] for k in ("num_attention_heads", "n_head", "num_heads") if k in given), value
+            )
             return HEADS if value == heads else min(value, 2)
         if HEADED.match(key):
             return min(value, HEADS)
@@ -134,13 +147,21 @@ class Shrinker:
     def _list(self, key: str, value: list[Any], given: dict[str, Any], picks: list[int] | None) -> Any:
         if picks is not None and len(value) == _depth(given):
             return [value[i] for i in picks]
-        if key in ("image_size", "input_size") and self.pictures is not None and all(isinstance(v, int) for v in value):
+        if (
+            key in ("image_size", "input_size")
+            and self.pictures is not None
+            and all(isinstance(v, int) for v in value)
+        ):
             return [self.pictures] * len(value)
         if key in ("depths", "num_block_repeats", "stage_num_blocks", "layer_depths") and _ints(value):
             return [min(v, 1) for v in value]
         if key in ("mrope_section",):
             return self._rope({key: value})[key]
-        if self.widths is not None and _ints(value) and re.search(r"(hidden_sizes|_channels|embed_dims?|dims)$", key):
+        if (
+            self.widths is not None
+            and _ints(value)
+            and re.search(r"(hidden_sizes|_channels|embed_dims?|dims)$", key)
+        ):
             return [v if v <= 4 else self.widths("channels_list", v) for v in value]
         return value
 
@@ -265,7 +286,7 @@ def _by_config(kind: type) -> type[nn.Module] | None:
         for m in models
         if issubclass(m, nn.Module)
         and not m.__name__.endswith("PreTrainedModel")
-        and m.forward is not getattr(nn.Module, "forward")
+        and m.forward is not nn.Module.forward
         and hasattr(m, "_from_config")
         and kind in (getattr(m, "config_class", None), _annotated(m))
     ]

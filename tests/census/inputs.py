@@ -64,7 +64,13 @@ def _features(config: Any) -> list[torch.Tensor]:
 
 def _waves(config: Any) -> list[torch.Tensor]:
     channels = _first(config, 1, "audio_channels", "num_channels")
-    shapes = [(BATCH, 4000), (BATCH, channels, 3840), (BATCH, channels, 16000), (BATCH, 64, 16), (BATCH, 1024, 128)]
+    shapes = [
+        (BATCH, 4000),
+        (BATCH, channels, 3840),
+        (BATCH, channels, 16000),
+        (BATCH, 64, 16),
+        (BATCH, 1024, 128),
+    ]
     return [torch.randn(s) for s in [*shapes, (BATCH, LENGTH, _first(config, 64, "hidden_size"))]]
 
 
@@ -78,10 +84,14 @@ def _series(config: Any) -> list[torch.Tensor]:
 
 def candidates(name: str, config: Any) -> list[torch.Tensor]:
     """Values that a parameter of this name may take, the likeliest first."""
-    decoder = getattr(config, "decoder", None) if not isinstance(getattr(config, "decoder", None), dict) else None
+    decoder = (
+        getattr(config, "decoder", None) if not isinstance(getattr(config, "decoder", None), dict) else None
+    )
     match name:
         case "input_ids" | "decoder_input_ids" | "text_input_ids" | "question_input_ids":
-            books = _first(config, 0, "num_codebooks", "num_channels" if "dia" in type(config).__name__.lower() else "")
+            books = _first(
+                config, 0, "num_codebooks", "num_channels" if "dia" in type(config).__name__.lower() else ""
+            )
             plain = _ids(decoder if decoder is not None and name.startswith("decoder") else config)
             return [plain, *([_ids(config, LENGTH, books)] if books else [])]
         case "pixel_values" | "pixel_values_videos" | "images" | "image" | "pixel_values_images":
@@ -109,7 +119,13 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
             return [torch.ones(s.shape) for s in _series(config)]
         case "attention_mask" | "decoder_attention_mask" | "text_attention_mask":
             return [torch.ones(BATCH, LENGTH, dtype=torch.int64)]
-        case "hidden_states" | "inputs_embeds" | "encoder_hidden_states" | "image_embeddings" | "vision_features":
+        case (
+            "hidden_states"
+            | "inputs_embeds"
+            | "encoder_hidden_states"
+            | "image_embeddings"
+            | "vision_features"
+        ):
             width = _first(config, 64, "hidden_size", "d_model", "embed_dim")
             return [torch.randn(BATCH, LENGTH, width), torch.randn(BATCH, width, 8, 8)]
         case "inputs":
@@ -117,7 +133,11 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
         case "position_ids" | "token_type_ids":
             return [torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous()]
         case "audio_codes" | "codes":
-            return [_ids(config)[:, None].expand(BATCH, _first(config, 1, "num_quantizers", "n_codebooks"), LENGTH)]
+            return [
+                _ids(config)[:, None].expand(
+                    BATCH, _first(config, 1, "num_quantizers", "n_codebooks"), LENGTH
+                )
+            ]
         case _:
             return []
 
@@ -147,7 +167,13 @@ def calls(model: nn.Module, config: Any, given: dict[str, Any]) -> Iterator[dict
     every = [n for n in MODALITIES if n in parameters and n != "pixel_values_videos"]
     main = getattr(model, "main_input_name", "input_ids")
     masks = [n for n in MASKS if n in parameters]
-    sets = [[*every, *required], [*every, *required, *masks], [main, *required], *([n, *required] for n in every), required]
+    sets = [
+        [*every, *required],
+        [*every, *required, *masks],
+        [main, *required],
+        *([n, *required] for n in every),
+        required,
+    ]
     if any(n in parameters for n in GRIDS):
         yield from _grids(parameters, config)
     seen: set[frozenset[str]] = set()
@@ -161,9 +187,14 @@ def calls(model: nn.Module, config: Any, given: dict[str, Any]) -> Iterator[dict
 
 def _grids(parameters: Any, config: Any) -> Iterator[dict[str, Any]]:
     """Images as rows of patches, with the number of patches along time, height and width of each."""
-    vision = next((c for n in ("vision_config", "vision_encoder_config") if (c := getattr(config, n, None))), config)
+    vision = next(
+        (c for n in ("vision_config", "vision_encoder_config") if (c := getattr(config, n, None))), config
+    )
     patch = _first(vision, 14, "patch_size")
-    channels, frames = _first(vision, 3, "in_channels", "num_channels", "in_chans"), _first(vision, 1, "temporal_patch_size")
+    channels, frames = (
+        _first(vision, 3, "in_channels", "num_channels", "in_chans"),
+        _first(vision, 1, "temporal_patch_size"),
+    )
     grid = torch.tensor([[1, 4, 4]] * BATCH)
     rows = torch.randn(16 * BATCH, channels * frames * patch * patch)
     name = next(n for n in GRIDS if n in parameters)

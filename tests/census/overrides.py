@@ -18,13 +18,22 @@ def _resnet() -> dict[str, Any]:
         depths=[1, 1, 1, 1],
         out_features=["stage2", "stage3", "stage4"],
     )
-    return {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
+    return {
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone": None,
+        "backbone_config": backbone,
+    }
 
 
 def _trajectory() -> dict[str, torch.Tensor]:
     sizes = {"states": 17, "actions": 4, "rewards": 1, "returns_to_go": 1}
     given = {name: torch.randn(2, 8, n) for name, n in sizes.items()}
-    return {**given, "timesteps": torch.arange(8).expand(2, 8).contiguous(), "attention_mask": torch.ones(2, 8)}
+    return {
+        **given,
+        "timesteps": torch.arange(8).expand(2, 8).contiguous(),
+        "attention_mask": torch.ones(2, 8),
+    }
 
 
 def overrides(model_type: str) -> dict[str, Any]:

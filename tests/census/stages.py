@@ -21,7 +21,6 @@ from .configs import build_model, model_class, small_configs
 from .inputs import calls, with_placeholders
 from .overrides import overrides
 
-COLUMNS = ("built", "exports", "captured", "equal", "fused", "inverse", "gradients", "compiled")
 Report = Callable[[str, Any], None]
 
 
@@ -44,7 +43,7 @@ def warm_up() -> None:
 def examine(model_type: str, columns: tuple[str, ...], backends: list[str], report: Report) -> None:
     """Report `True` or the reason for each column, in order, and the seconds of each."""
     warnings.simplefilter("ignore")
-    subject = _timed("built", report, lambda: Subject(model_type))
+    subject = _timed("built", report, lambda: Subject(model_type, backends))
     if subject is None:
         return
     report("config", subject.shrinker)
@@ -80,11 +79,13 @@ def _timed(column: str, report: Report, stage: Callable[[], Any]) -> Any:
 class Subject:
     """A small model of a type with inputs that it runs on, and what is derived from it stage by stage."""
 
-    def __init__(self, model_type: str) -> None:
+    def __init__(self, model_type: str, backends: list[str]) -> None:
+        self.backends = backends
         cls = model_class(model_type)
         if cls is None:
             raise Skipped("no model class")
         self.graph: Any = None
+        self.refused_gradients: Exception | None = None
         special = overrides(model_type)
         reasons: list[str] = []
         for name, build in small_configs(model_type, special):
@@ -121,8 +122,14 @@ class Subject:
         return torch.export.export(model, (), kwargs, strict=False)
 
     def captured(self) -> None:
-        model, kwargs = self.fresh()
-        self.graph = dovetail.capture(model, (), kwargs)
+        try:
+            model, kwargs = self.fresh()
+            self.graph = dovetail.capture(model, (), kwargs)
+        except dovetail.DovetailError as refusal:
+            self.refused_gradients = refusal
+            with torch.no_grad():
+                model, kwargs = self.fresh()
+                self.graph = dovetail.capture(model, (), kwargs)
 
     def equal(self) -> None:
         theirs = _outputs(self.program.module(), self.fresh()[1])
@@ -141,6 +148,8 @@ class Subject:
             raise AssertionError("the inlined graph has another text than the captured one")
 
     def gradients(self) -> None:
+        if self.refused_gradients is not None:
+            raise self.refused_gradients
         model, kwargs = self.fresh()
         theirs = _gradients(model, kwargs)
         mine = _gradients(copy.deepcopy(self.fused_graph), self.fresh()[1])
@@ -154,11 +163,13 @@ class Subject:
             if error > 1e-4 * scale + 1e-7:
                 raise AssertionError(f"gradient of '{name}' differs by {error:.2e} of {scale:.2e}")
 
-    def compiled(self, backends: tuple[str, ...] = ()) -> None:
+    def compiled(self) -> None:
         model, kwargs = self.fresh()
         with torch.no_grad():
-            fast = dovetail.compile(model, (), kwargs, backends=list(backends), on_error="raise")
-            _same(_outputs(fast, self.fresh()[1]), self.eager, "eager", tolerance=1e-3 if backends else 0.0)
+            fast = dovetail.compile(model, (), kwargs, backends=self.backends, on_error="raise")
+            _same(
+                _outputs(fast, self.fresh()[1]), self.eager, "eager", tolerance=1e-3 if self.backends else 0.0
+            )
 
 
 def _call(model: nn.Module, config: Any, given: dict[str, Any], reasons: list[str]) -> dict[str, Any] | None:

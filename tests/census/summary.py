@@ -36,7 +36,9 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
     for column, label in COLUMNS.items():
         values = [row[column] for row in rows.values() if column in row]
         skipped = sum(_skipped(v) for v in values)
-        lines.append(f"| {label} | {sum(v is True for v in values)} | {len(values) - skipped} | {skipped or ''} |")
+        lines.append(
+            f"| {label} | {sum(v is True for v in values)} | {len(values) - skipped} | {skipped or ''} |"
+        )
     for column, label in COLUMNS.items():
         groups = _groups(rows, column)
         if groups:
