@@ -35,7 +35,8 @@ def main() -> int:
     if options.again:
         (options.out / "results.jsonl").unlink(missing_ok=True)
     types = sorted(model_types(), key=lambda t: (t not in with_base_model(), t))
-    names = [t for t in types if not options.only or any(fnmatch.fnmatch(t, p) for p in options.only)]
+    patterns = options.only or ["*"]
+    names = list(dict.fromkeys(t for p in patterns for t in types if fnmatch.fnmatch(t, p)))
     todo = [t for t in names if t not in rows or (options.retry and _failed(rows[t], options))]
     columns = tuple(c for c in COLUMNS if c in options.columns)
     print(

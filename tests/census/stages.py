@@ -173,12 +173,12 @@ class Subject:
 
 
 def _call(model: nn.Module, config: Any, given: dict[str, Any], reasons: list[str]) -> dict[str, Any] | None:
-    tries = 0
+    tries, began = 0, time.process_time()
     for kwargs in calls(model, config, given):
         trial: dict[str, Any] | None = kwargs
         for _ in range(3):
             tries += 1
-            if trial is None or tries > 60:
+            if trial is None or tries > 40 or time.process_time() - began > 10:
                 break
             try:
                 torch.manual_seed(0)
