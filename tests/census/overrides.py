@@ -1,0 +1,65 @@
+"""What a model type needs beyond the general rules: fields of its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _resnet() -> dict[str, Any]:
+    from transformers import ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=16,
+        hidden_sizes=[16, 32, 48, 64],
+        depths=[1, 1, 1, 1],
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    return {
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone": None,
+        "backbone_config": backbone,
+    }
+
+
+def _trajectory() -> dict[str, torch.Tensor]:
+    sizes = {"states": 17, "actions": 4, "rewards": 1, "returns_to_go": 1}
+    given = {name: torch.randn(2, 8, n) for name, n in sizes.items()}
+    return {
+        **given,
+        "timesteps": torch.arange(8).expand(2, 8).contiguous(),
+        "attention_mask": torch.ones(2, 8),
+    }
+
+
+def overrides(model_type: str) -> dict[str, Any]:
+    """ "base": arguments of the configuration that is shrunk; "config": fields of the small one; "inputs": its call."""
+    match model_type:
+        case "conditional_detr" | "dab-detr" | "deformable_detr" | "detr" | "table-transformer":
+            return {"base": _resnet()}
+        case "cohere_compass_text":
+            return {"config": {"rope_parameters": {"full_attention": ROPE}}}
+        case "bamba":
+            return {"config": {"attn_layer_indices": [1]}}
+        case "chameleon" | "emu3":
+            return {"config": {"vocabulary_map": {"<image>": 5}}}
+        case "dbrx":
+            return {"config": {"attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0}}}
+        case "deepseek_ocr2_text" | "unlimited_ocr_text":
+            return {"config": {"mlp_layer_types": ["dense", "sparse"]}}
+        case "eomt" | "eomt_dinov3" | "videomt":
+            return {"config": {"num_blocks": 1}}
+        case "ernie4_5_vl_moe_text":
+            return {"config": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}}}
+        case "esm":
+            return {"config": {"pad_token_id": 1, "mask_token_id": 4}}
+        case "decision_transformer":
+            return {"inputs": _trajectory()}
+        case "autoformer" | "informer" | "time_series_transformer":
+            return {"base": {"prediction_length": 8, "context_length": 16}}
+        case _:
+            return {}

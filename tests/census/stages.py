@@ -1,0 +1,248 @@
+"""One model type: built, exported, captured, fused, inlined, differentiated, compiled, each beside what it must equal."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import dovetail
+from dovetail.graph.capturing.trees import prepare
+
+from .configs import build_model, model_class, small_configs
+from .inputs import calls, with_placeholders
+from .overrides import overrides
+
+Report = Callable[[str, Any], None]
+
+
+class Skipped(Exception):
+    """A stage that has nothing to compare; the reason is its message."""
+
+
+def warm_up() -> None:
+    """Load and run once what every child needs, so that the forked ones begin with it; starts no thread."""
+    torch.set_num_threads(1)
+    prepare()
+    model, kwargs = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)), {"input": torch.zeros(2, 4)}
+    torch.export.export(model, (), kwargs, strict=False).module()
+    fused = dovetail.fuse(dovetail.capture(model, (), kwargs))
+    dovetail.text(dovetail.inline(fused))
+    with torch.no_grad():
+        dovetail.compile(model, (), kwargs, backends=[])(**kwargs)
+
+
+def examine(model_type: str, columns: tuple[str, ...], backends: list[str], report: Report) -> None:
+    """Report `True` or the reason for each column, in order, and the seconds of each."""
+    warnings.simplefilter("ignore")
+    subject = _timed("built", report, lambda: Subject(model_type, backends))
+    if subject is None:
+        return
+    report("config", subject.shrinker)
+    report("class", type(subject.model).__name__)
+    if "exports" in columns and not _timed("exports", report, subject.export):
+        return
+    report("inputs", sorted(subject.kwargs))
+    for column in columns:
+        if column not in ("built", "exports"):
+            _timed(column, report, getattr(subject, column))
+            if column == "captured" and subject.graph is None:
+                return
+
+
+def _timed(column: str, report: Report, stage: Callable[[], Any]) -> Any:
+    """What the stage returns, or None if it failed; the column gets True or the reason."""
+    began = time.perf_counter()
+    report("stage", column)
+    result: Any = None
+    try:
+        result = stage()
+        verdict: Any = True
+    except Skipped as skipped:
+        verdict = f"skipped: {skipped}"
+    except Exception as error:
+        traceback.print_exc()
+        verdict = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    report(column, verdict)
+    report(f"{column}_s", round(time.perf_counter() - began, 2))
+    return result
+
+
+class Subject:
+    """A small model of a type with inputs that it runs on, and what is derived from it stage by stage."""
+
+    def __init__(self, model_type: str, backends: list[str]) -> None:
+        self.backends = backends
+        cls = model_class(model_type)
+        if cls is None:
+            raise Skipped("no model class")
+        self.graph: Any = None
+        self.refused_gradients: Exception | None = None
+        special = overrides(model_type)
+        reasons: list[str] = []
+        for name, build in small_configs(model_type, special):
+            try:
+                config = build()
+                model = build_model(cls, config)
+                prepare()  # a model may bring a cache class of its own
+            except Exception as error:
+                reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                continue
+            kwargs = _call(model, config, special.get("inputs", {}), reasons)
+            if kwargs is not None:
+                self.shrinker, self.model, self.kwargs = name, model, kwargs
+                return
+        raise RuntimeError(" | ".join(dict.fromkeys(reasons))[:1500])
+
+    def fresh(self) -> tuple[nn.Module, dict[str, Any]]:
+        return copy.deepcopy(self.model), pytree.tree_map(_clone, self.kwargs)
+
+    def export(self) -> bool:
+        try:
+            self.program = self._exported()
+        except Exception:
+            # A cache of a kind that pytree does not know, or that the model cannot build while it is traced.
+            if "use_cache" not in inspect.signature(self.model.forward).parameters:
+                raise
+            self.kwargs["use_cache"] = False
+            self.program = self._exported()
+        self.eager = _outputs(*self.fresh())
+        return True
+
+    def _exported(self) -> torch.export.ExportedProgram:
+        model, kwargs = self.fresh()
+        return torch.export.export(model, (), kwargs, strict=False)
+
+    def captured(self) -> None:
+        try:
+            model, kwargs = self.fresh()
+            self.graph = dovetail.capture(model, (), kwargs)
+        except dovetail.DovetailError as refusal:
+            self.refused_gradients = refusal
+            with torch.no_grad():
+                model, kwargs = self.fresh()
+                self.graph = dovetail.capture(model, (), kwargs)
+
+    def equal(self) -> None:
+        theirs = _outputs(self.program.module(), self.fresh()[1])
+        mine = _outputs(copy.deepcopy(self.graph), self.fresh()[1])
+        drift = _difference(theirs, self.eager)
+        _same(mine, theirs, f"the exported program{f', which differs from eager: {drift}' if drift else ''}")
+
+    def fused(self) -> None:
+        self.fused_graph = dovetail.fuse(self.graph)
+        before = _outputs(copy.deepcopy(self.graph), self.fresh()[1])
+        _same(_outputs(copy.deepcopy(self.fused_graph), self.fresh()[1]), before, "the captured graph")
+
+    def inverse(self) -> None:
+        restored = dovetail.inline(self.fused_graph)
+        if dovetail.text(restored) != dovetail.text(self.graph):
+            raise AssertionError("the inlined graph has another text than the captured one")
+
+    def gradients(self) -> None:
+        if self.refused_gradients is not None:
+            raise self.refused_gradients
+        model, kwargs = self.fresh()
+        theirs = _gradients(model, kwargs)
+        mine = _gradients(copy.deepcopy(self.fused_graph), self.fresh()[1])
+        if not theirs:
+            raise Skipped("no parameter has a gradient in eager mode")
+        if theirs.keys() != mine.keys():
+            raise AssertionError(f"gradients of {sorted(theirs.keys() ^ mine.keys())[:4]} on one side only")
+        for name, expected in theirs.items():
+            scale = float(expected.abs().max()) + 1e-12
+            error = float((mine[name] - expected).abs().nan_to_num().max())
+            if error > 1e-4 * scale + 1e-7:
+                raise AssertionError(f"gradient of '{name}' differs by {error:.2e} of {scale:.2e}")
+
+    def compiled(self) -> None:
+        model, kwargs = self.fresh()
+        with torch.no_grad():
+            fast = dovetail.compile(model, (), kwargs, backends=self.backends, on_error="raise")
+            _same(
+                _outputs(fast, self.fresh()[1]), self.eager, "eager", tolerance=1e-3 if self.backends else 0.0
+            )
+
+
+def _call(model: nn.Module, config: Any, given: dict[str, Any], reasons: list[str]) -> dict[str, Any] | None:
+    tries, began = 0, time.process_time()
+    for kwargs in calls(model, config, given):
+        trial: dict[str, Any] | None = kwargs
+        for _ in range(3):
+            tries += 1
+            if trial is None or tries > 40 or time.process_time() - began > 10:
+                break
+            try:
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    results = model(**pytree.tree_map(_clone, trial))
+                try:
+                    leaves = pytree.tree_leaves(results)
+                except Exception:
+                    trial["use_cache"] = False
+                    with torch.no_grad():
+                        leaves = pytree.tree_leaves(model(**pytree.tree_map(_clone, trial)))
+                if not any(isinstance(v, Tensor) or hasattr(v, "__dict__") for v in leaves):
+                    raise ValueError("no tensor among the results")
+                return trial
+            except Exception as error:
+                line = f"{'+'.join(trial)}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                reasons.append(line)
+                trial = with_placeholders(trial, config, str(error))
+    return None
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _outputs(model: Any, kwargs: dict[str, Any]) -> list[Any]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return pytree.tree_leaves(model(**kwargs))
+
+
+def _gradients(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    floats = [v for v in pytree.tree_leaves(model(**kwargs)) if isinstance(v, Tensor) and v.requires_grad]
+    if not floats:
+        return {}
+    torch.manual_seed(1)
+    sum((v.float() * torch.randn(v.shape)).sum() for v in floats if not v.is_complex()).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _same(mine: list[Any], theirs: list[Any], what: str, tolerance: float = 0.0) -> None:
+    difference = _difference(mine, theirs, tolerance)
+    if difference:
+        raise AssertionError(f"{difference}; compared with {what}")
+
+
+def _difference(mine: list[Any], theirs: list[Any], tolerance: float = 0.0) -> str:
+    if len(mine) != len(theirs):
+        return f"{len(mine)} results instead of {len(theirs)}"
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if isinstance(a, Tensor) != isinstance(b, Tensor):
+            return f"result {i} is {type(a).__name__} instead of {type(b).__name__}"
+        if isinstance(a, Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                return f"result {i} is {a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}"
+            if not _close(a.detach(), b.detach(), tolerance):
+                gap = (a.double() - b.double()).abs().nan_to_num().max() if not a.is_complex() else "?"
+                return f"result {i} differs by {float(gap):.2e}" if a.numel() else ""
+    return ""
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if tolerance and a.is_floating_point():
+        return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    missing = a.isnan()
+    return torch.equal(missing, b.isnan()) and torch.equal(a[~missing], b[~missing])

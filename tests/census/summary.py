@@ -1,0 +1,84 @@
+"""The table of a census: how many types reach each column, and why the others do not."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+TITLE = "Model types of transformers, built small"
+COLUMNS = {
+    "built": "built and run",
+    "exports": "torch.export takes it",
+    "captured": "captured",
+    "equal": "equal to the exported program, bit for bit",
+    "fused": "fused, equal bit for bit",
+    "inverse": "inlined again, the same graph",
+    "gradients": "gradients as in eager mode",
+    "compiled": "compiled, equal to eager",
+}
+MOST_NAMES = 12
+
+
+def write(folder: Path, rows: dict[str, dict[str, Any]], into: Path | None) -> str:
+    text = render(rows)
+    (folder / "summary.md").write_text(f"# {TITLE}\n\n{text}\n")
+    if into is not None:
+        from benchmarks.results import write_section
+
+        write_section(into, TITLE, text)
+    return text
+
+
+def render(rows: dict[str, dict[str, Any]]) -> str:
+    lines = [*_head(rows), "| | types | of those tried | not applicable |", "|---|---|---|---|"]
+    for column, label in COLUMNS.items():
+        values = [row[column] for row in rows.values() if column in row]
+        skipped = sum(_skipped(v) for v in values)
+        lines.append(
+            f"| {label} | {sum(v is True for v in values)} | {len(values) - skipped} | {skipped or ''} |"
+        )
+    for column, label in COLUMNS.items():
+        groups = _groups(rows, column)
+        if groups:
+            lines += ["", f"Not {label}:", ""]
+        for reason, names in groups:
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            lines.append(f"- {len(names)}: {reason} ({', '.join(names[:MOST_NAMES])}{more})")
+    return "\n".join(lines)
+
+
+def _head(rows: dict[str, dict[str, Any]]) -> list[str]:
+    import torch
+    import transformers
+
+    seconds = sum(row.get("seconds", 0.0) for row in rows.values())
+    return [
+        "`python -m tests.census --out FOLDER --write benchmarks/RESULTS.md` measures this: each model type with a small",
+        "configuration and random weights, in a process of its own.",
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {len(rows)} types,"
+        f" {seconds:.0f} s of processes in all.",
+        "",
+    ]
+
+
+def _skipped(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("skipped")
+
+
+def _groups(rows: dict[str, dict[str, Any]], column: str) -> list[tuple[str, list[str]]]:
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, row in sorted(rows.items()):
+        value = row.get(column)
+        if isinstance(value, str) and not _skipped(value):
+            groups[_pattern(value)].append(name)
+    return sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+
+
+def _pattern(reason: str) -> str:
+    """A reason without what differs from model to model."""
+    first = reason.split(" | ")[-1] if reason.startswith("RuntimeError: uniform") else reason
+    short = re.sub(r"'[^']{1,80}'", "'…'", first)
+    short = re.sub(r"\b\d[\d.e+-]*\b", "N", short)
+    return short[:180].replace("|", "/")
