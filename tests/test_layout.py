@@ -19,6 +19,7 @@ ENTRY_POINTS = "dovetail.backends"
 # A part may import from itself and from those before it.
 ORDER = (
     "errors",
+    "config",
     "torch_compat",
     "graph",
     "outlining",

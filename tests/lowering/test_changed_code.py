@@ -266,7 +266,7 @@ def test_code_that_is_new_in_every_call_ends_in_the_models_own_forward() -> None
     model.relu.forward = tripled
     fast(X)
     model.relu.forward = lambda x: x * 5
-    with pytest.warns(UserWarning, match="more than 2 ways"):
+    with pytest.warns(UserWarning, match="recompile limit of 2"):
         fast(X)
     for i in range(3):
         model.relu.forward = lambda x, i=i: x * (i + 7)

@@ -122,7 +122,7 @@ def test_more_ways_than_allowed_run_the_body_and_are_told_once() -> None:
     run = body_call(dovetail.lower(outlined(X, W), [mine], recompile_limit=2))
     assert torch.equal(run(X, W), Work()(X, W))
     assert torch.equal(run(torch.ones(2, 8), W), Work()(torch.ones(2, 8), W))
-    with pytest.warns(UserWarning, match="more than 2 ways"):
+    with pytest.warns(UserWarning, match="recompile limit of 2"):
         assert torch.equal(run(torch.ones(3, 8), W), Work()(torch.ones(3, 8), W))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

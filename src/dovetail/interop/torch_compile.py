@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
 from dovetail.graph.capture import capture
 from dovetail.lowering.compile import make_recipe
-from dovetail.lowering.diagnostics import report
+from dovetail.lowering.diagnostics import Diagnostics, report
 from dovetail.lowering.options import Options, compilation_limit
 from dovetail.lowering.recipe import Recipe
 from dovetail.lowering.situation import autocast_off, autocasting
@@ -64,7 +64,8 @@ class _Captures:
 
     def __init__(self, gm: GraphModule, recipe: Recipe, first: Callable[..., Any]) -> None:
         self._gm, self._recipe, self._runs = gm, recipe, [first]
-        self._gives_up = False
+        self._refused = 0
+        self._diagnostics = Diagnostics()
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
@@ -79,19 +80,18 @@ class _Captures:
 
     def _run_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         limit = compilation_limit(self._recipe.options.recompile_limit)
-        if self._gives_up:
-            return self._gm.forward
         reason = f"the recompile limit of {limit} is reached; raise `recompile_limit`"
-        if len(self._runs) < limit:
+        if len(self._runs) + self._refused < limit:
             try:
                 self._runs.append(_lowered(self._gm, args, self._recipe))
                 return self._runs[-1]
             except Exception as error:
                 if self._recipe.options.strict:
                     raise
+                self._refused += 1
                 reason = str(error)
-        self._gives_up = True
-        report("fallback", f"calls of a graph of torch.compile's run it as it is: {reason}", stacklevel=5)
+        message = f"calls of a graph of torch.compile's run it as it is: {reason}"
+        self._diagnostics.report("fallback", message, stacklevel=5)
         return self._gm.forward
 
 

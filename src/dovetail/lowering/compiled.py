@@ -85,7 +85,14 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
 
     @property
     def _captures(self) -> Forms:
+        self._finish()
         return self.__dict__["_forms"]
+
+    def _finish(self) -> None:
+        """Become what was put off while the model itself was being copied or unpickled."""
+        options = self.__dict__.pop("_put_off", None)
+        if options is not None:
+            CompiledModule.__init__(self, self._original, **options)
 
     @property
     def overridden(self) -> nn.Module:
@@ -111,6 +118,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
             return super().__getattr__(name)
         except AttributeError:
             model = self.__dict__["_model"]
+            self._finish()
             value = getattr(model, name)
             if isinstance(value, types.MethodType) and value.__self__ is model:
                 return self.__dict__["_override"].bound(value)
@@ -210,6 +218,11 @@ def refresh(compiled: nn.Module) -> int:
 
 
 def _restored(model: nn.Module, options: dict[str, Any], forms: Any) -> CompiledModule:
+    if "_modules" not in model.__dict__:
+        # The model has this module's `forward` for its own, and is itself not done.
+        made = CompiledModule.__new__(CompiledModule)
+        made.__dict__.update(_model=model, _put_off=options)
+        return made
     made = CompiledModule(model, **options)
     made.__dict__["_forms"].adopt(forms)
     return made

@@ -22,7 +22,19 @@ _PARTED = """
 """
 _KNOWN = frozenset(_PARTED.split())
 _PARTED_IN_PLACE = frozenset(
-    "absolute_ arctan_ clip_ divide_ dropout_ feature_dropout_ multiply_ negative_ relu6_ square_ subtract_".split()
+    [
+        "absolute_",
+        "arctan_",
+        "clip_",
+        "divide_",
+        "dropout_",
+        "feature_dropout_",
+        "multiply_",
+        "negative_",
+        "relu6_",
+        "square_",
+        "subtract_",
+    ]
 )
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 # Asked of a tensor, not done to it; no tracer writes them down.
