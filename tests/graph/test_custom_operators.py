@@ -318,6 +318,48 @@ def test_a_function_beside_an_operator_is_still_refused(form: Form) -> None:
         dovetail.capture(Around(form), (torch.randn(2, 4),))
 
 
+def test_a_triton_op_stays_whole() -> None:
+    """Its fake kernel is its own function, which functionalisation would take apart outside of an export."""
+    name = f"{NAMESPACE}::triton_sum"
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+
+        def launch(x: Tensor, y: Tensor, out: Tensor) -> None:
+            torch.add(x, y, out=out)
+    else:
+
+        @triton.jit
+        def kernel(x, y, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+            at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(
+                out + at,
+                tl.load(x + at, mask=at < count) + tl.load(y + at, mask=at < count),
+                mask=at < count,
+            )
+
+        def launch(x: Tensor, y: Tensor, out: Tensor) -> None:
+            torch.library.wrap_triton(kernel)[(1,)](x, y, out, x.numel(), 16)
+
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        launch(x, y, out)
+        return out
+
+    add.__annotations__ = {"x": Tensor, "y": Tensor, "return": Tensor}
+    op = torch.library.triton_op(name, add, mutates_args={})
+    op.register_autograd(lambda ctx, grad: (5 * grad, None))
+    op.register_kernel("cpu")(torch.add)
+    torch.manual_seed(0)
+    model, x = Around(lambda h, x: op(h, x)), torch.randn(2, 4)
+    graph = dovetail.capture(model, (x,))
+    assert OPS.triton_sum.default in {node.target for node in graph.graph.nodes}
+    expected = _run(model, x)
+    _assert_equal(_run(graph, x), expected)
+    _assert_equal(_run(dovetail.fuse(graph), x), expected)
+
+
 REFUSED: list[tuple[Form, str, str]] = [
     (lambda h, x: OPS.without_fake(x) * h, f"'{NAMESPACE}::without_fake'", "torch.library.register_fake"),
     (lambda h, x: OPS.no_fake(x) * h, f"'{NAMESPACE}.no_fake.default'", "torch.library.register_fake"),

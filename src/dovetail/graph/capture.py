@@ -54,6 +54,7 @@ def capture(
     results, written inputs, buffers or the random stream differ.
     """
     torch_compat.warn_if_untested()
+    trains = torch.is_grad_enabled()
     args, kwargs = _checked(args, kwargs)
     if isinstance(model, GraphModule):
         return fill_values(model, args, kwargs)
@@ -75,9 +76,10 @@ def capture(
         _refuse_inference_tensors(model)
     with outside_inference_mode():
         given, named = pytree.tree_map(_tracked, (args, kwargs))
-        graph = _from_model(model, given, named, dynamic_shapes, strict)
+        graph = _from_model(model, given, named, dynamic_shapes, strict, trains)
         if check_capture:
-            check_against_model(model, graph, given, named)
+            with torch.set_grad_enabled(trains):
+                check_against_model(model, graph, given, named)
         return graph
 
 
@@ -115,6 +117,7 @@ def _from_model(
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     strict: bool,
+    trains: bool,
 ) -> Program:
     signature = callables.signature_of(model, len(args), list(kwargs))
     module = model if isinstance(model, nn.Module) else callables.as_module(model, signature)
@@ -129,7 +132,7 @@ def _from_model(
         # Another thread may call the model while it is exported.
         copy = structural_copy(module) if module is model else module
         with CAPTURING, tracing():
-            exported, seen = exporting.export_model(copy, args, kwargs, dynamic_shapes, strict)
+            exported, seen = exporting.export_model(copy, args, kwargs, dynamic_shapes, strict, trains=trains)
             decomposed = exporting.decompose(exported)
     except CaptureError as error:
         _blame_shared_inputs(args, kwargs, error)
@@ -138,7 +141,7 @@ def _from_model(
     unlifted = unlift(decomposed, skeletons.mirror(module))
     if unlifted.mutated:
         _blame_shared_inputs(args, kwargs, None)
-    return _finished(unlifted, decomposed, signature, module.training, seen)
+    return _finished(unlifted, decomposed, signature, module.training, seen, trains)
 
 
 def _from_program(program: ExportedProgram) -> Program:
@@ -153,8 +156,15 @@ def _finished(
     signature: inspect.Signature,
     training: bool | None,
     seen: watching.Seen,
+    trains: bool = True,
 ) -> Program:
     captured = unlifted.program
+    ungraded, graded = unlifted.ungraded, tuple[str, ...]()
+    if seen.function:
+        # With the gradients of the example inputs, or none, nothing differentiable reached the function.
+        ungraded |= frozenset(range(len(unlifted.inputs))) - (unlifted.graded if trains else frozenset())
+        state = (*captured.named_parameters(), *captured.named_buffers())
+        graded = tuple(name for name, tensor in state if trains and tensor.requires_grad)
     arrangement = specs.arrange(exported.in_spec, signature)
     expectations = expect(
         [node.meta.get("val") for node in unlifted.inputs],
@@ -164,8 +174,10 @@ def _finished(
         exporting.guards_of(exported.program),
         frozenset(i for i, node in enumerate(unlifted.inputs) if not node.users),
         owned_by(captured.graph, writes_inputs=bool(unlifted.mutated)),
-        unlifted.ungraded,
+        ungraded,
         _depends_on_strides(exported, seen),
+        seen.function,
+        graded,
     )
     convention = Convention(
         arrangement.slots,

@@ -61,6 +61,8 @@ def write(convention: Convention, encoder: Encoder) -> dict[str, Any]:
         "twins": [list(pair) for pair in expectations.twins],
         "written": list(expectations.owned.written),
         "read": list(expectations.owned.read),
+        "function": expectations.function,
+        "graded": list(expectations.graded),
         "training": convention.training,
         "carried": [[one.slot, one.start, one.count] for one in convention.carried],
         "appended": convention.appended,
@@ -82,6 +84,9 @@ def read(written: dict[str, Any], decoder: Decoder) -> Convention:
         tuple(take(str, guard) for guard in rows(written["guards"])),
         tuple((take(int, i), take(int, j)) for i, j in rows(written["twins"])),
         Owned(*(tuple(take(str, target) for target in rows(written[key])) for key in ("written", "read"))),
+        # Not in files of earlier versions.
+        take(str, written.get("function", "")),
+        tuple(take(str, name) for name in rows(written.get("graded", []))),
     )
     carried, training = written["carried"], written["training"]
     slots = tuple(_read_slot(row, decoder) for row in rows(written["slots"]))

@@ -50,12 +50,14 @@ _LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xo
 class DetachedInputs:
     """Inputs written through `detach` only; `read_after` are those whose new values forward reads itself.
 
-    `ungraded` are the inputs that must not require gradients, for the functional form would be another one.
+    `ungraded` are the inputs that must not require gradients, for the functional form would be another one; `graded` are
+    those that require them.
     """
 
     written: frozenset[str] = frozenset()
     read_after: frozenset[str] = frozenset()
     ungraded: frozenset[str] = frozenset()
+    graded: frozenset[str] = frozenset()
 
 
 def separate(program: ExportedProgram) -> DetachedInputs:
@@ -65,11 +67,11 @@ def separate(program: ExportedProgram) -> DetachedInputs:
     changed = any([_replace_resizing(graph), _replace_detach_in_place(graph)])
     groups = grouped(graph, state)
     separated = _planned(groups, state)
-    inputs = _detached_inputs(program, groups)
+    placeholders = graph.find_nodes(op="placeholder")
+    graded = frozenset(n.name for n in placeholders if getattr(n.meta.get("val"), "requires_grad", False))
+    inputs = replace(_detached_inputs(program, groups), graded=graded)
     if groups.writes and _differs_with_gradients(program, state, separated):
-        nodes = graph.find_nodes(op="placeholder")
-        ungraded = frozenset(n.name for n in nodes if not getattr(n.meta.get("val"), "requires_grad", False))
-        inputs = replace(inputs, ungraded=ungraded)
+        inputs = replace(inputs, ungraded=frozenset(n.name for n in placeholders) - graded)
     # Copies come right after the write, so that those of inner aliases, inserted last, come before those of outer ones.
     for root in sorted(separated, key=groups.position.__getitem__):
         _separate(graph, groups, root)

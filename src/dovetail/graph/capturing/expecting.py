@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, cast
 
@@ -75,7 +76,8 @@ class Expectations:
     `ranges` bounds each symbol, `solved` gives a symbol that no size states plainly as an expression of the
     `size` it is hidden in, and `guards` are further conditions, as Python over the symbols. `twins` are inputs that
     were one tensor: the exporter reads only one of them, and a model may do otherwise for two. `owned` is the state
-    that inputs must not share memory with.
+    that inputs must not share memory with. `function` is an autograd.Function of the model whose backward formula the
+    graph does not have; where there is one, no state but `graded` may require gradients.
     """
 
     inputs: tuple[Input, ...]
@@ -84,6 +86,8 @@ class Expectations:
     guards: tuple[str, ...] = ()
     twins: tuple[tuple[int, int], ...] = ()
     owned: Owned = NOTHING
+    function: str = ""
+    graded: tuple[str, ...] = ()
 
     def check(self, module: nn.Module, values: Sequence[Any]) -> None:
         """Raise CallMismatch unless the values are such as the graph, which `module` has, was captured for."""
@@ -101,8 +105,8 @@ class Expectations:
             self._check_sizes(values)
         if self._mutated:
             self._check_distinct(values)
-        if self._ungraded and torch.is_grad_enabled():
-            self._check_ungraded(values)
+        if (self._ungraded or self.function) and torch.is_grad_enabled():
+            self._check_ungraded(module, values)
         if self.owned:
             self._check_owned(module, values)
         for i, j in self.twins:
@@ -157,7 +161,7 @@ class Expectations:
         return names["holds"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: getattr(self, k) for k in ("inputs", "ranges", "solved", "guards", "twins", "owned")}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -222,7 +226,9 @@ class Expectations:
                         f"Pass a clone of one of them."
                     )
 
-    def _check_ungraded(self, values: Sequence[Any]) -> None:
+    def _check_ungraded(self, module: nn.Module, values: Sequence[Any]) -> None:
+        if self.function:
+            self._check_function(module, values)
         for i in self._ungraded:
             if values[i].requires_grad:
                 raise CallMismatch(
@@ -230,6 +236,18 @@ class Expectations:
                     f"in place (through detach(), in torch.no_grad(), or by an operator whose functional form has no "
                     f"derivative), and the gradients would be others. {_AGAIN}, or detach it."
                 )
+
+    def _check_function(self, module: nn.Module, values: Sequence[Any]) -> None:
+        graded = [self.inputs[i].path for i in self._ungraded if values[i].requires_grad]
+        state = itertools.chain(module.named_parameters(), module.named_buffers())
+        graded += (name for name, tensor in state if tensor.requires_grad and name not in self.graded)
+        if graded:
+            raise CallMismatch(
+                f"'{graded[0]}' requires gradients, and the graph was captured without any for it: forward applies "
+                f"{self.function}, whose own backward formula the graph does not have. Call it in torch.no_grad(). For "
+                f"training make the function a custom operator (torch.library.custom_op with register_autograd) and "
+                f"capture the model again with gradients."
+            )
 
     def _check_owned(self, module: nn.Module, values: Sequence[Any]) -> None:
         shared = self.owned.shared(module, values, self._mutated)
@@ -351,6 +369,8 @@ def expect(
     owned: Owned = NOTHING,
     ungraded: frozenset[int] = frozenset(),
     strided: bool = False,
+    function: str = "",
+    graded: tuple[str, ...] = (),
 ) -> Expectations:
     """The expectations that follow from the fake inputs of a graph and what its exporter assumed.
 
@@ -378,7 +398,7 @@ def expect(
         if symbol in known
     )
     kept = tuple(dict.fromkeys(_source(g) for g in guards if g.free_symbols and g.free_symbols <= known))
-    return Expectations(inputs, ranges, tuple(solved), kept, _twins(values, unused), owned)
+    return Expectations(inputs, ranges, tuple(solved), kept, _twins(values, unused), owned, function, graded)
 
 
 def _twins(values: Sequence[Any], unused: frozenset[int]) -> tuple[tuple[int, int], ...]:

@@ -69,23 +69,30 @@ class Exported:
 
 
 def export_model(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    strict: bool,
+    *,
+    trains: bool = True,
 ) -> tuple[ExportedProgram, watching.Seen]:
     """Export `model` in training form; every failure becomes a CaptureError with the user's line.
 
-    The model may get another `forward`, of the same effect.
+    The model may get another `forward`, of the same effect. Unless the graph `trains`, it may apply functions whose
+    backward formula is lost.
     """
     if dynamic_shapes is not None:
         dynamic_shapes = _with_named_parameters(model, args, kwargs, dynamic_shapes)
     with rng_kept(), torch.enable_grad():
         if not strict:
-            with watching.watched(model) as seen:
+            with watching.watched(model, trains=trains) as seen:
                 program, failure = _tried(model, args, kwargs, dynamic_shapes)
             seen.refuse()
             if program is None:
                 raise _at_data(seen, failure) from failure
             return program, seen
-        seen = _rehearse(model, args, kwargs, dynamic_shapes)
+        seen = _rehearse(model, args, kwargs, dynamic_shapes, trains)
         return _export(model, args, kwargs, dynamic_shapes, strict=True), seen
 
 
@@ -148,10 +155,10 @@ def _at_data(seen: watching.Seen, failure: CaptureError | None) -> CaptureError:
 
 
 def _rehearse(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, trains: bool
 ) -> watching.Seen:
     """Refuse side effects, which the strict exporter drops without a word, by looking at a plain run first."""
-    with watching.watched(model) as seen:
+    with watching.watched(model, trains=trains) as seen:
         try:
             _export(model, args, kwargs, dynamic_shapes, strict=False)
         except CaptureError as error:

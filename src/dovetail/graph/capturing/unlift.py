@@ -41,13 +41,15 @@ _FORGETS_OPERANDS = frozenset(_NAMES.split())
 class Unlifted:
     """The program, its inputs in order, and the positions of those inputs that it writes to.
 
-    `ungraded` are inputs that must not require gradients: it would write or read values without their history.
+    `ungraded` are inputs that must not require gradients: it would write or read values without their history. `graded`
+    are those that did when it was exported.
     """
 
     program: Program
     inputs: tuple[Node, ...]
     mutated: frozenset[int]
     ungraded: frozenset[int] = frozenset()
+    graded: frozenset[int] = frozenset()
 
 
 def unlift(exported: Exported, root: nn.Module) -> Unlifted:
@@ -112,12 +114,14 @@ class _Unlifting:
         program = rebuild(self.root, self.graph)
         written = {self.made[target] for target, _ in writes}
         mutated = frozenset(i for i, node in enumerate(inputs) if node in written)
+        names = list(map(self._name, given))
         ungraded = frozenset(
             i
-            for i, name in enumerate(map(self._name, given))
+            for i, name in enumerate(names)
             if name in self.detached.ungraded or (name in self.detached.read_after and i in mutated)
         )
-        return Unlifted(program, tuple(inputs), mutated, ungraded)
+        graded = frozenset(i for i, name in enumerate(names) if name in self.detached.graded)
+        return Unlifted(program, tuple(inputs), mutated, ungraded, graded)
 
     def _input(self, node: Node, name: str) -> Node:
         new = self.graph.create_node("placeholder", name, name=name)

@@ -52,8 +52,10 @@ class Seen:
     """What was noticed while tracing, in order: a description of each, with what to do.
 
     `caches` are the arguments, by name or position, that are caches which forward updated or returned, each with the
-    place of its state among the caches in the results; `appended` of these are returned for this alone. `data_line` is where forward last read `.data`, which the exporter follows in few cases and blames on no line; `stride_reads` are
-    the methods it called whose results depend on strides.
+    place of its state among the caches in the results; `appended` of these are returned for this alone. `data_line` is
+    where forward last read `.data`, which the exporter follows in few cases and blames on no line; `stride_reads` are
+    the methods it called whose results depend on strides; `function` is the first autograd.Function it applied to values
+    that had no gradients then, and might have some in another call.
     """
 
     findings: list[str] = field(default_factory=list[str])
@@ -61,6 +63,7 @@ class Seen:
     appended: int = 0
     data_line: blame.Line | None = None
     stride_reads: frozenset[str] = frozenset()
+    function: str = ""
 
     def note(self, what: str, line: blame.Line | None, advice: str) -> None:
         self.findings.append(describe(what, line, advice))
@@ -78,8 +81,10 @@ def describe(what: str, line: blame.Line | None, advice: str) -> str:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Generator[Seen]:
+def watched(model: nn.Module, *, trains: bool = True) -> Generator[Seen]:
     """Notice effects that a graph cannot hold, and put every attribute of the model back at the end.
+
+    Unless the graph `trains`, functions with a backward formula of their own are no such effects.
 
     Only what Python itself runs is seen, on the calling thread: a tracer of bytecode shows nothing here.
     """
@@ -102,7 +107,7 @@ def watched(model: nn.Module) -> Generator[Seen]:
         effects.end(result)
         effects.restore()
         if not notices_functions:
-            _note_functions(result, seen)
+            _note_functions(result, seen, trains)
         _compare(before, seen)
         if given:
             result = given.pop().compare(args, kwargs, result, seen)
@@ -113,7 +118,7 @@ def watched(model: nn.Module) -> Generator[Seen]:
         model.register_forward_pre_hook(at_start, with_kwargs=True, prepend=True),
         model.register_forward_hook(at_end, with_kwargs=True, always_call=True),
     ]
-    with _intercepted(seen, effects) as notices_functions:
+    with _intercepted(seen, effects, trains) as notices_functions:
         try:
             yield seen
         finally:
@@ -273,7 +278,7 @@ def _note_attribute(seen: Seen, path: str, module: nn.Module, name: str, value: 
 
 
 @contextlib.contextmanager
-def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[bool]:
+def _intercepted(seen: Seen, effects: TensorEffects, trains: bool) -> Generator[bool]:
     """Patch the few calls whose effect tracing would drop without a word; yields whether functions are noticed."""
     here = threading.get_ident()
     dispatches = _dispatch_codes()
@@ -330,8 +335,8 @@ def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[bool]:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             ours = not cls.__module__.startswith(_HARMLESS)
-            if ours and _differentiable((*args, *kwargs.values())) and from_forward():
-                seen.note(*_dropped_formula(cls, blame.of_caller()))
+            if ours and torch.is_grad_enabled() and from_forward():
+                _note_function(cls, (*args, *kwargs.values()), seen, trains)
             return torch_compat.bound(original, cls)(*args, **kwargs)
 
         return classmethod(apply)
@@ -348,16 +353,24 @@ def _intercepted(seen: Seen, effects: TensorEffects) -> Generator[bool]:
         yield torch_compat.FUNCTION_APPLY in replaced
 
 
-def _dropped_formula(cls: Any, line: blame.Line | None) -> tuple[str, blame.Line | None, str]:
-    return (
+def _note_function(cls: Any, args: tuple[Any, ...], seen: Seen, trains: bool) -> None:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if trains and any(a.requires_grad for a in tensors):
+        _note_dropped_formula(cls, blame.of_caller(), seen)
+    elif any(a.is_floating_point() or a.is_complex() for a in tensors):
+        seen.function = seen.function or cls.__name__
+
+
+def _note_dropped_formula(cls: Any, line: blame.Line | None, seen: Seen) -> None:
+    seen.note(
         f"forward applies {cls.__name__}, whose own backward formula tracing drops",
         line,
-        "Make it a custom operator (torch.library.custom_op with register_autograd), or capture with "
-        "requires_grad_(False) if it is only run for inference.",
+        "For inference capture in torch.no_grad(), or with requires_grad_(False). For training make it a custom operator "
+        "(torch.library.custom_op with register_autograd), which keeps its derivative.",
     )
 
 
-def _note_functions(results: Any, seen: Seen) -> None:
+def _note_functions(results: Any, seen: Seen, trains: bool) -> None:
     """Notice functions with a backward formula of their own in the autograd history of results."""
     waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
     visited: set[Any] = set()
@@ -368,7 +381,9 @@ def _note_functions(results: Any, seen: Seen) -> None:
         visited.add(node)
         cls = getattr(node, "_forward_cls", None)
         if cls is not None and not cls.__module__.startswith(_HARMLESS):
-            seen.note(*_dropped_formula(cls, None))
+            if trains:
+                _note_dropped_formula(cls, None, seen)
+            seen.function = seen.function or cls.__name__
         waiting.extend(following for following, _ in node.next_functions)
 
 
@@ -397,7 +412,3 @@ def _within_operator(dispatches: frozenset[types.CodeType]) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _differentiable(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
