@@ -261,10 +261,6 @@ def autocast(self: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "a write": (
-        lambda m, x: (x + 1).relu_(),
-        "aten.relu_.default is not an operator that is certain to be kept",
-    ),
     "an autocast block": (autocast, "is a get_attr"),
     "a size that depends on values": (lambda m, x: x.nonzero(), "sizes are symbolic"),
     "a lazy conjugate": (

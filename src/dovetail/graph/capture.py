@@ -28,7 +28,7 @@ from dovetail.graph.capturing.structural_copy import structural_copy
 from dovetail.graph.capturing.unlift import Unlifted, unlift
 from dovetail.graph.forking import forked_while_tracing, released_by_fork, tracing
 from dovetail.graph.keys import CANONICAL
-from dovetail.graph.module import Program
+from dovetail.graph.module import Program, without_collector
 from dovetail.graph.values import fill_values
 
 CAPTURING = released_by_fork(threading.RLock())
@@ -76,7 +76,8 @@ def capture(
         _refuse_inference_tensors(model)
     with outside_inference_mode():
         given, named = pytree.tree_map(_tracked, (args, kwargs))
-        graph = _from_model(model, given, named, dynamic_shapes, strict, trains)
+        with without_collector():
+            graph = _from_model(model, given, named, dynamic_shapes, strict, trains)
         if check_capture:
             with torch.set_grad_enabled(trains):
                 check_against_model(model, graph, given, named)

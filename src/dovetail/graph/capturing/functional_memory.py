@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from dovetail.graph.capturing.aliasing import storage_of, written_by
+from dovetail.graph.capturing.alias_groups import written_operands
+from dovetail.graph.capturing.aliasing import storage_of
 from dovetail.graph.capturing.parting import Unsure
 from dovetail.graph.normalform import by_name
 
@@ -73,8 +74,14 @@ class FunctionalMemory:
         return True
 
     def note_writes(self, node: Node) -> None:
-        for storage in _written_storages(node):
+        """Count the writes of a node; the functional tensors that it writes have them, their aliases have not."""
+        nodes = _written_nodes(node)
+        storages = {storage_of(old.meta["val"]) for old in nodes}
+        for storage in storages:
             self._writes[storage] += 1
+        if len(nodes) == len(storages):
+            for old in nodes:
+                self._synced[id(self.tensors[old])] = self._writes[storage_of(old.meta["val"])]
 
     def is_stale(self, old: Node) -> bool:
         """Whether the functional tensor of a node may miss updates; it is taken to be synchronized from now on."""
@@ -87,17 +94,17 @@ class FunctionalMemory:
 
 def written_storages(graph: Graph, exempt: Callable[[Node], bool]) -> set[int]:
     """The storages that the nodes of a graph write, by their exported values, without the nodes that are `exempt`."""
-    return {s for node in graph.nodes if not exempt(node) for s in _written_storages(node)}
+    writers = [node for node in graph.nodes if node.op == "call_function" and not exempt(node)]
+    return {storage_of(n.meta["val"]) for node in writers for n in _written_nodes(node)}
 
 
-def _written_storages(node: Node) -> set[int]:
-    if node.target is _BATCH_NORM:
-        # Its schema does not say that it updates the running statistics.
-        arguments = by_name(node)
-        statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
-        nodes = [n for n in statistics if isinstance(n, Node)] if arguments.get("training") is True else []
-        return {storage_of(n.meta["val"]) for n in nodes}
-    return written_by(node)
+def _written_nodes(node: Node) -> list[Node]:
+    if node.target is not _BATCH_NORM:
+        return [n for n in written_operands(node) if isinstance(n.meta.get("val"), Tensor)]
+    # Its schema does not say that it updates the running statistics.
+    arguments = by_name(node)
+    statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
+    return [n for n in statistics if isinstance(n, Node)] if arguments.get("training") is True else []
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -102,7 +102,7 @@ def _is_kept(op: OpOverload) -> bool:
 
 def _is_functionalized(op: OpOverload) -> bool:
     name = op._schema.name.removeprefix("aten::")
-    is_composite = getattr(export_utils, "_is_cia_op", None)
+    is_composite = torch_compat.COMPOSITE_OPERATOR.value
     if is_composite is None or op.namespace != "aten" or name in _DELICATE:
         raise Unsure(f"{op} is not an in-place operator with a functional form that is known here")
     if torch.Tag.inplace_view in op.tags or torch.Tag.data_dependent_output in op.tags:
