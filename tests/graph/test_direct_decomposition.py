@@ -52,7 +52,9 @@ class Both:
         have, want = facts(mine), facts(theirs)
         assert [fact["name"] for fact in have] == [fact["name"] for fact in want]
         for one, other in zip(have, want, strict=True):
-            ignored = _PROVENANCE if "stack_trace" not in other else () if "torch_fn" in one else ("torch_fn",)
+            ignored = (
+                _PROVENANCE if "stack_trace" not in other else () if "torch_fn" in one else ("torch_fn",)
+            )
             one, other = ({k: v for k, v in f.items() if k not in ignored} for f in (one, other))
             assert one == other
         assert kinds(mine) == kinds(theirs)
