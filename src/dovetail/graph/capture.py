@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from dovetail import torch_compat
 from dovetail.errors import CaptureError, InvalidArgument, checked_call
@@ -27,7 +27,7 @@ from dovetail.graph.capturing.sharing import overlap, owned_by
 from dovetail.graph.capturing.structural_copy import structural_copy
 from dovetail.graph.capturing.unlift import Unlifted, unlift
 from dovetail.graph.forking import forked_while_tracing, released_by_fork, tracing
-from dovetail.graph.keys import CANONICAL
+from dovetail.graph.keys import CANONICAL, DIM_NAMES
 from dovetail.graph.module import Program, without_collector
 from dovetail.graph.values import fill_values
 
@@ -142,7 +142,41 @@ def _from_model(
     unlifted = unlift(decomposed, skeletons.mirror(module))
     if unlifted.mutated:
         _blame_shared_inputs(args, kwargs, None)
-    return _finished(unlifted, decomposed, signature, module.training, seen, trains)
+    captured = _finished(unlifted, decomposed, signature, module.training, seen, trains)
+    names = _dim_names(signature.bind(*args, **kwargs), dynamic_shapes, (args, kwargs), unlifted.inputs)
+    if names:
+        captured.meta[DIM_NAMES] = names
+    return captured
+
+
+def _dim_names(
+    bound: inspect.BoundArguments, dynamic_shapes: Any, given: Any, inputs: Sequence[Node]
+) -> dict[str, str]:
+    """The names of sizes that were given as `torch.export.Dim`, by the symbols that stand for them."""
+    leaves = pytree.tree_leaves(given)
+    if dynamic_shapes is None or len(leaves) != len(inputs):
+        return {}
+    node_of = {id(leaf): node for leaf, node in zip(leaves, inputs, strict=True)}
+    names: dict[str, str] = {}
+    stack: list[tuple[Any, Any]] = [(dict(bound.arguments), dynamic_shapes)]
+    while stack:
+        value, spec = stack.pop()
+        if isinstance(value, Tensor):
+            node = node_of.get(id(value))
+            dims = spec.items() if isinstance(spec, Mapping) else enumerate(spec or ())
+            known = node.meta.get("val") if node is not None else None
+            for dim, size in cast("Iterable[tuple[Any, Any]]", dims):
+                symbol = known.shape[dim] if isinstance(known, Tensor) else None
+                name = getattr(size, "__name__", None)
+                if isinstance(symbol, SymInt) and symbol.node.expr.is_symbol and isinstance(name, str):
+                    names.setdefault(str(symbol.node.expr), name)
+        elif isinstance(value, Mapping) and isinstance(spec, Mapping):
+            stack.extend((value[k], s) for k, s in cast("Mapping[Any, Any]", spec).items() if k in value)
+        elif isinstance(spec, (list, tuple)):
+            parts = list(cast("Mapping[Any, Any]", value).values()) if isinstance(value, Mapping) else value
+            if isinstance(parts, (list, tuple)):
+                stack.extend(zip(cast("list[Any]", parts), cast("list[Any]", spec), strict=False))
+    return names
 
 
 def _from_program(program: ExportedProgram) -> Program:

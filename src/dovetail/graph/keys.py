@@ -30,3 +30,6 @@ DRAWS_IN_PLACE = "dovetail.draws_in_place"
 
 DERIVED = "dovetail.derived"
 """The `gm.meta` key of buffers that were computed from weights, and how. Written by `passes.constants` alone."""
+
+DIM_NAMES = "dovetail.dim_names"
+"""The `gm.meta` key of the names of sizes given as `torch.export.Dim`, by symbol. Written by `graph.capture` alone."""

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from dovetail.errors import InvalidArgument, SaveError, checked_call
-from dovetail.graph.keys import REGION
+from dovetail.graph.capturing.blame import of_node
+from dovetail.graph.capturing.calling import convention_of
+from dovetail.graph.capturing.specs import leaf_steps
+from dovetail.graph.keys import DIM_NAMES, REGION
 from dovetail.graph.module import Body, GraphOwner, attribute, only_graph
+from dovetail.interop.onnx_custom import CustomForm, OnnxForm
 from dovetail.interop.placing import replaced, target_of
 from dovetail.lowering.onnx.program import IR_VERSION, described
-from dovetail.lowering.onnx.types import NoForm, element
+from dovetail.lowering.onnx.types import MissingForm, NoForm, element
 from dovetail.lowering.onnx.writer import OPSET, Writer, packed
 from dovetail.outlining.bodies import results
 from dovetail.outlining.record import Call, call_of
@@ -35,16 +42,26 @@ _LARGEST = 2**31 - 2**26
 
 
 @checked_call()
-def to_onnx(gm: GraphModule | GraphOwner, path: str | Path) -> Path:
+def to_onnx(
+    gm: GraphModule | GraphOwner,
+    path: str | Path,
+    *,
+    operators: Mapping[OpOverload | OpOverloadPacket, OnnxForm] | None = None,
+) -> Path:
     """Write a graph as an ONNX model whose regions are local functions.
 
     A region's kind is the domain and the name of its function ("npu.pool" is `pool` of domain `npu`; without a vendor the
     domain is `dovetail`), its attributes are attributes of the call. There is one function for each distinct body; where
     several have one kind, the names of all but the first end in a number. Weights are initialisers under the names of the state dict,
     beyond 2 GiB in a file of their own beside the model. Inputs and results are those of the graph, flat, in its order.
-    Raises SaveError where ONNX has no form of something; then nothing is written.
+    Results are named by their place in what the model returns: keys, fields and positions with dots between them, a
+    position alone as `output_0`, a lone tensor as `output`. Sizes given as `torch.export.Dim` keep their names.
+    `operators` has forms of one's own: functions that are called with a writer of ONNX nodes (`op.Relu(x)`) and the
+    arguments of the operator, tensors as the names of values, and return the name of the result, or a tuple of names.
+    Raises SaveError, with every operator that has no form, where ONNX cannot hold the graph; then nothing is written.
     """
     gm = only_graph(gm)
+    forms = _checked_forms(operators)
     if not isinstance(path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a str nor a path.")
     try:
@@ -52,7 +69,7 @@ def to_onnx(gm: GraphModule | GraphOwner, path: str | Path) -> Path:
     except ImportError as error:
         raise SaveError("onnx is not installed; pip install 'dovetail[onnx]'") from error
     target = target_of(path)
-    model = _Model(gm).made()
+    model = _Model(gm, forms).made()
     apart = model.ByteSize() > _LARGEST
     if apart and os.path.islink(path):
         raise SaveError(f"'{path}' is a link, and weights beyond 2 GiB lie beside the file: give '{target}'.")
@@ -65,10 +82,73 @@ def to_onnx(gm: GraphModule | GraphOwner, path: str | Path) -> Path:
     return Path(path)
 
 
+def _checked_forms(operators: Any) -> dict[Any, CustomForm]:
+    if operators is None:
+        return {}
+    if not isinstance(operators, Mapping):
+        raise InvalidArgument(
+            f"operators must be a dict from operators to functions, not a {type(operators).__name__}."
+        )
+    forms: dict[Any, CustomForm] = {}
+    for target, function in cast("Mapping[Any, Any]", operators).items():
+        if not isinstance(target, (OpOverload, OpOverloadPacket)):
+            raise InvalidArgument(
+                f"operators has the key {target!r}; keys are operators, as torch.ops.aten.relu.default."
+            )
+        if not callable(function):
+            raise InvalidArgument(
+                f"operators[{target}] is a {type(function).__name__}; a form is a function of a writer and "
+                f"the operator's arguments."
+            )
+        forms[target] = CustomForm(str(target), function)
+    return forms
+
+
+class _Failures:
+    """What has no form in ONNX, counted, each with the first node that it is."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, Node] = {}
+        self.missing = False
+
+    def add(self, failure: NoForm, node: Node) -> None:
+        self.counts[str(failure)] += 1
+        self.first.setdefault(str(failure), node)
+        self.missing = self.missing or isinstance(failure, MissingForm)
+
+    def check(self) -> None:
+        """Raise SaveError with all of them, if there is any."""
+        if not self.counts:
+            return
+        hint = ""
+        if self.missing:
+            hint = " Give forms of your own: to_onnx(gm, path, operators={torch.ops.ns.name.overload: form})."
+        first = next(iter(self.first.values())).name
+        if len(self.counts) == 1:
+            (reason, count), *_ = self.counts.items()
+            times = f" ({count} times)" if count > 1 else ""
+            place = _place(self.first[reason])
+            raise SaveError(f"{reason}{times}; this graph cannot be written as ONNX.{hint}{place}", first)
+        lines = [
+            f"\n  {reason}: {count} time{'s' * (count > 1)}, first node '{self.first[reason].name}'"
+            f"{_place(self.first[reason])}"
+            for reason, count in self.counts.items()
+        ]
+        raise SaveError(f"this graph cannot be written as ONNX.{hint}{''.join(lines)}", first)
+
+
+def _place(node: Node) -> str:
+    line = of_node(node)
+    return f"\n    at {line}" if line is not None else ""
+
+
 class _Functions:
     """The functions of a model, one for each kind and body."""
 
-    def __init__(self) -> None:
+    def __init__(self, forms: Mapping[Any, CustomForm]) -> None:
+        self.forms, self.failures = forms, _Failures()
+        self._failed: dict[tuple[str, int], Counter[str]] = {}
         self.made: list[Any] = []
         self.domains: dict[str, int] = {}
         self._known: dict[tuple[str, int], Any] = {}
@@ -84,6 +164,7 @@ class _Functions:
         if known is not None:
             # A call may carry what its function declares; this one may carry more than those before it.
             known.attribute.extend(a for a in attributes if a not in known.attribute)
+            self.failures.counts.update(self._failed[kind, id(body)])
             return known.domain, known.name
         vendor, _, name = kind.rpartition(".")
         domain = vendor or DOMAIN
@@ -92,6 +173,7 @@ class _Functions:
             self._taken[domain, name] += 1
             name = f"{name}_{self._taken[domain, name]}"
         self._taken[domain, name] = 0
+        before = Counter(self.failures.counts)
         writer = _Writer(self, body, call)
         inputs = []
         for node in body.graph.nodes:
@@ -102,6 +184,7 @@ class _Functions:
             if node.op not in ("placeholder", "output"):
                 writer.write_checked(node)
         outputs = writer.outputs(results(body))
+        self._failed[kind, id(body)] = self.failures.counts - before
         used = {"": OPSET, **{n.domain: 1 for n in writer.nodes if n.domain}}
         self.domains.update((d, 1) for d in (domain, *used) if d)
         made = self._known[kind, id(body)] = helper.make_function(
@@ -133,11 +216,14 @@ class _Writer(Writer):
         )
 
     def write_checked(self, node: Node) -> None:
-        """Append what a node computes; SaveError says what cannot be written."""
+        """Append what a node computes; what cannot be written is noted, and has a name all the same."""
         try:
             call = self.calls.get(node)
+            form = self._custom_form(node)
             if call is not None:
                 self._call(node, call)
+            elif form is not None:
+                self.names[node] = form.write(self, node)
             elif node.op == "get_attr":
                 self.names[node] = self._held(node)
             elif node.meta.get("val") is None and not node.users:
@@ -145,7 +231,17 @@ class _Writer(Writer):
             else:
                 self.write(node)
         except NoForm as failure:
-            raise SaveError(f"{failure}; this graph cannot be written as ONNX.", node.name) from failure
+            self.functions.failures.add(failure, node)
+            value = node.meta.get("val")
+            several = isinstance(value, (tuple, list))
+            count = len(cast("tuple[Any, ...]", value)) if several else 0
+            self.names[node] = tuple(node.name for _ in range(count)) if several else node.name
+
+    def _custom_form(self, node: Node) -> CustomForm | None:
+        forms, target = self.functions.forms, node.target
+        if not isinstance(target, OpOverload):
+            return None
+        return forms.get(target) or forms.get(target.overloadpacket)
 
     def _held(self, node: Node) -> str:
         value = attribute(self.owner, cast("str", node.target))
@@ -190,9 +286,10 @@ class _Writer(Writer):
 
 
 class _Model:
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, forms: Mapping[Any, CustomForm]) -> None:
         self.gm = gm
-        self.functions = _Functions()
+        self.functions = _Functions(forms)
+        self.dim_names: Mapping[str, str] = gm.meta.get(DIM_NAMES, {})
         self.writer = _Writer(self.functions, gm)
         self.initialisers: list[Any] = []
         self.kept: dict[Any, str] = {}
@@ -208,15 +305,19 @@ class _Model:
                 writer.names[node] = writer.name(node.name)
                 if node.users or isinstance(node.meta.get("val"), Tensor):
                     inputs.append(self._described(writer.names[node], node))
+        flat = pytree.tree_leaves(listed[-1].args)
+        labels = [writer.name(label) for label in self._labels(len(flat))]
         for node in listed:
             if node.op == "get_attr" and isinstance(attribute(self.gm, cast("str", node.target)), Tensor):
                 writer.names[node] = self._initialiser(node)
         for node in listed:
             if node.op not in ("placeholder", "output") and node not in writer.names:
                 writer.write_checked(node)
-        flat = pytree.tree_leaves(listed[-1].args)
-        outputs = [self._described(name, node) for name, node in writer.outputs(flat)]
-        domains = {"": OPSET, **self.functions.domains}
+        self.functions.failures.check()
+        results = writer.outputs(flat)
+        _rename(writer.nodes, {name: label for (name, _), label in zip(results, labels, strict=True)})
+        outputs = [self._described(label, node) for (_, node), label in zip(results, labels, strict=True)]
+        domains = {"": OPSET, **self.functions.domains, **{n.domain: 1 for n in writer.nodes if n.domain}}
         model = helper.make_model(
             helper.make_graph(writer.nodes, "graph", inputs, outputs, self.initialisers),
             functions=self.functions.made,
@@ -225,11 +326,26 @@ class _Model:
             producer_name="dovetail",
         )
         helper.set_model_props(model, {GRAPH: str(FORMAT)})
+        for form in self.functions.forms.values():
+            form.check(model)
         return model
+
+    def _labels(self, count: int) -> list[str]:
+        """Names for the results, by their places in what the model returns."""
+        convention = convention_of(self.gm)
+        if convention is None or convention.out_spec.num_leaves != count:
+            paths: list[tuple[Any, ...]] = [(i,) for i in range(count)] if count != 1 else [()]
+        else:
+            paths = leaf_steps(convention.out_spec)
+        return [_label(path) for path in paths]
 
     def _described(self, name: str, node: Node) -> Any:
         try:
-            return described(name, node.meta.get("val"))
+            info = described(name, node.meta.get("val"))
+            for dim in info.type.tensor_type.shape.dim:
+                if dim.dim_param:
+                    dim.dim_param = re.sub(r"\w+", lambda m: self.dim_names.get(m[0], m[0]), dim.dim_param)
+            return info
         except NoForm as failure:
             raise SaveError(f"{failure}; this graph cannot be written as ONNX.", node.name) from failure
 
@@ -246,6 +362,21 @@ class _Model:
             made.name = self.kept[place] = self.writer.name(cast("str", node.target))
             self.initialisers.append(made)
         return self.kept[place]
+
+
+def _label(path: tuple[Any, ...]) -> str:
+    """A place in a structure as a name: keys, fields and positions with dots between them."""
+    named = bool(path) and not isinstance(path[0], int)
+    first = str(path[0]) if named else f"output_{path[0]}" if path else "output"
+    return ".".join([first, *(str(step) for step in path[1:])])
+
+
+def _rename(nodes: Iterable[Any], names: Mapping[str, str]) -> None:
+    for node in nodes:
+        for values in (node.input, node.output):
+            for i, value in enumerate(values):
+                if value in names:
+                    values[i] = names[value]
 
 
 def _told(node: Node, call: Call, attrs: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,6 +154,38 @@ def _leaf_paths(spec: TreeSpec) -> list[str]:
     return [f"[{key!r}]{rest}" for key, child in zip(keys, inner, strict=True) for rest in _leaf_paths(child)]
 
 
+def leaf_steps(spec: TreeSpec) -> list[tuple[Any, ...]]:
+    """The way to each leaf: keys, names of fields, and positions."""
+    if spec.is_leaf():
+        return [()]
+    inner = children(spec)
+    steps = [
+        (step, *rest)
+        for step, child in zip(_steps(spec, len(inner)), inner, strict=True)
+        for rest in leaf_steps(child)
+    ]
+    if not getattr(spec.type, "__name__", "").endswith("Cache"):
+        return steps
+    # A cache of transformers has a pair of tensors for each layer.
+    pair = {0: "key", 1: "value"}
+    return [(s[0], pair.get(s[1], s[1])) if len(s) == 2 else s for s in steps]
+
+
+def _steps(spec: TreeSpec, count: int) -> Sequence[Any]:
+    """What the children of a node are called."""
+    context = context_of(spec)
+    fields = getattr(spec.type, "_fields", None)
+    if fields is not None and len(fields) == count:
+        return fields
+    # Classes with keys or fields have their names as context, alone or first, as those of transformers do.
+    for names in (context, *(cast("tuple[Any, ...]", context) if isinstance(context, tuple) else ())):
+        if isinstance(names, (list, tuple)) and len(cast("list[Any]", names)) == count:
+            listed = cast("list[Any]", names)
+            if all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in listed):
+                return listed
+    return range(count)
+
+
 def generic_signature() -> inspect.Signature:
     """What is called with anything: used where the model's own signature is not known."""
     return inspect.Signature(

@@ -111,6 +111,8 @@ for _name, _kind in _UNARY.items():
 for _name, _kind in _BINARY.items():
     for _overload in ("default",) if _name in ("maximum", "minimum") else ("Tensor", "Scalar"):
         form(f"aten.{_name}.{_overload}")(_binary(_kind))
+form("aten.max.other")(_binary("Max"))
+form("aten.min.other")(_binary("Min"))
 for _name, _kind in _COMPARED.items():
     form(f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")(_compared(_kind))
 for _name, _kind in _LOGICAL.items():

@@ -108,6 +108,14 @@ def _batch_norm(
     )
 
 
+@form("aten._weight_norm.default")
+def _(w: Writer, node: Node, v: Any, g: Any, dim: int = 0) -> str:
+    rank = w.value(v).dim()
+    others = [d for d in range(rank) if d != dim % rank] if dim != -1 else list(range(rank))
+    length = w.op("ReduceL2", w.of(v), w.constant(others, torch.int64), keepdims=1)
+    return w.op("Mul", w.of(v), w.op("Div", w.of(g), length), label=node.name)
+
+
 @form("aten.group_norm.default")
 def _(
     w: Writer,

@@ -159,6 +159,28 @@ def _(w: Writer, node: Node, x: Any, dim: int = 0, start: Any = None, end: Any =
     )
 
 
+@form("aten.diff.default")
+def _(
+    w: Writer,
+    node: Node,
+    x: Any,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Any = None,
+    append: Any = None,
+) -> str:
+    dtype, value = w.value(node).dtype, w.value(x)
+    axis = dim % value.dim()
+    parts = [w.read(part, dtype) for part in (prepend, x, append) if part is not None]
+    result = w.op("Concat", *parts, axis=axis) if len(parts) > 1 else parts[0]
+    at, one = w.constant([axis], torch.int64), w.constant([1], torch.int64)
+    for _ in range(n):
+        later = w.op("Slice", result, one, w.constant([_FAR], torch.int64), at)
+        earlier = w.op("Slice", result, w.constant([0], torch.int64), w.constant([-1], torch.int64), at)
+        result = w.op("Xor" if dtype is torch.bool else "Sub", later, earlier)
+    return w.op("Identity", result, label=node.name)
+
+
 @form("aten.select.int")
 def _(w: Writer, node: Node, x: Any, dim: int, index: Any) -> str:
     at = w.of(index) if isinstance(index, Node) else w.constant(index, torch.int64)

@@ -32,6 +32,10 @@ class NoForm(Exception):
     """There is no ONNX form of something; the text says of what and why."""
 
 
+class MissingForm(NoForm):
+    """There is no ONNX form of an operator, whatever its arguments."""
+
+
 def element(dtype: torch.dtype) -> int:
     """The ONNX element type of a dtype."""
     found = ELEMENTS.get(dtype)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from dovetail.graph.weight_guard import packed_bytes
-from dovetail.lowering.onnx.types import NoForm, element, is_number
+from dovetail.lowering.onnx.types import MissingForm, NoForm, element, is_number
 
 OPSET = 20
 """The version of ONNX's own operators that is written: the first with Gelu, and one that every reader knows."""
@@ -78,6 +78,10 @@ class Writer:
         self._taken[found] = 0
         return self.prefix + found
 
+    def has(self, name: str) -> bool:
+        """Whether a value of that name was given or written."""
+        return name.removeprefix(self.prefix) in self._taken
+
     def op(
         self, kind: str, *inputs: str, results: int = 1, domain: str = "", label: str = "", **attributes: Any
     ) -> Any:
@@ -93,7 +97,7 @@ class Writer:
 
     def write(self, node: Node) -> None:
         """Append what an FX node computes."""
-        args, kwargs = _bound(node)
+        args, kwargs = bound(node)
         self.names[node] = self.form_of(node)(self, node, *args, **kwargs)
 
     @staticmethod
@@ -106,7 +110,7 @@ class Writer:
             raise NoForm(f"'{node.name}' calls {node.target}, which is no operator")
         found = FORMS.get(_spelled(node.target))
         if found is None:
-            raise NoForm(f"there is no ONNX form of {_spelled(node.target)}")
+            raise MissingForm(f"there is no ONNX form of {_spelled(node.target)}")
         return found
 
     def value(self, node: Any) -> Tensor:
@@ -187,7 +191,7 @@ class Writer:
         return self.constant([a % max(rank, 1) for a in axes], torch.int64)
 
 
-def _bound(node: Node) -> tuple[list[Any], dict[str, Any]]:
+def bound(node: Node) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a node by the operator's schema: what can stand by position does, with its default."""
     target: Any = node.target
     if not isinstance(target, OpOverload):
