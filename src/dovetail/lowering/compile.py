@@ -12,11 +12,10 @@ from torch import nn
 
 from dovetail.errors import InvalidArgument, checked_call
 from dovetail.graph.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.backend import resolve
+from dovetail.lowering.backend import DEFAULT, resolve
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.compiled import CompiledModule
 from dovetail.lowering.forms import CudaGraphs
-from dovetail.lowering.lower import DEFAULT
 from dovetail.lowering.options import Options
 from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline
 

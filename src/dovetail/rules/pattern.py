@@ -9,7 +9,7 @@ from typing import Any, cast, overload
 
 from torch.fx import Node
 
-from dovetail.errors import InvalidArgument, RuleError
+from dovetail.errors import InvalidArgument, RuleError, did_you_mean
 from dovetail.outlining.record import make_identity
 from dovetail.outlining.requests import POLICIES
 from dovetail.rules.matching.match import Match
@@ -206,6 +206,11 @@ def rule(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         raise InvalidArgument(f"write @rule(kind={function!r}): the kind is a keyword.")
     if "kind" not in options:
         raise InvalidArgument("a rule needs a kind: @rule(kind='swiglu').")
+    unknown = next((name for name in options if name not in (*_OPTIONS, "examples", "checked")), None)
+    if unknown is not None:
+        raise InvalidArgument(
+            f"rule has no option '{unknown}'. {did_you_mean(unknown, _OPTIONS)}".rstrip(" ")
+        )
     if function is not None:
         return PatternRule(function, **options)
 
