@@ -278,7 +278,6 @@ import torch
 middle = time.perf_counter()
 before = set(sys.modules)
 import dovetail
-import dovetail.zoo
 end = time.perf_counter()
 print(json.dumps({"torch": middle - start, "ours": end - middle, "new": sorted(set(sys.modules) - before)}))
 """

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from torch import nn
 
 from dovetail.errors import InvalidArgument, checked_call
+from dovetail.graph.capturing.callables import refuse_scripted
+from dovetail.graph.capturing.exporting import require_dynamic_shapes
 from dovetail.graph.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.backend import DEFAULT, resolve
 from dovetail.lowering.choosing import Granularity
@@ -63,6 +65,7 @@ def compile(
     if isinstance(model, CompiledModule):
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
     _checked_dynamic(dynamic, dynamic_shapes)
+    refuse_scripted(model)
     options = Options(
         plan=plan,
         on_error=on_error,
@@ -103,6 +106,7 @@ def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
         raise InvalidArgument(
             f"dynamic {dynamic!r}; give True, False, or None for sizes that change between calls."
         )
+    require_dynamic_shapes(dynamic_shapes)
     if dynamic is not None and dynamic_shapes is not None:
         raise InvalidArgument("give `dynamic` or `dynamic_shapes`: the latter says which sizes are dynamic.")
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from dovetail.errors import InvalidArgument, ScheduleError, checked_call
+from dovetail.graph.capturing.callables import refuse_scripted
 from dovetail.lowering.backend import requested
 from dovetail.lowering.lower import settle_parts
 from dovetail.scheduling.chains import Group
@@ -96,6 +97,7 @@ class _Wanted:
 def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"fuse_modules takes a module, not a {type(model).__name__}.")
+    refuse_scripted(model)
     if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
         raise InvalidArgument("the model has lazy modules; call it once, so that their sizes are known.")
     if isinstance(args, bool):

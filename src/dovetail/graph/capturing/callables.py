@@ -8,10 +8,24 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from dovetail.errors import InvalidArgument
 from dovetail.graph.capturing import specs
+
+
+def refuse_scripted(model: Any) -> None:
+    """InvalidArgument for a model that is, or holds, what TorchScript made, which no tracer sees into."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    for path, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"'{path}' of the model" if path else "the model"
+            raise InvalidArgument(
+                f"{what} is a {type(module).__name__} of TorchScript, whose operations cannot be traced. Give the Python "
+                f"module that torch.jit.script or torch.jit.trace was called with, or run it as it is."
+            )
 
 
 def signature_of(model: Callable[..., Any], positional: int, keywords: Sequence[str]) -> inspect.Signature:
