@@ -82,7 +82,9 @@ def compile(
     recipe, chain = make_recipe(each, backends=backends, rules=rules, pipeline=pipeline)
     if args is None and kwargs is not None:
         args = ()
-    if cuda_graphs not in ("auto", True, False):
+    if kwargs is not None and not isinstance(kwargs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    if not isinstance(cuda_graphs, (str, bool)) or cuda_graphs not in ("auto", True, False):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"cuda_graphs {cuda_graphs!r}; give 'auto', True or False.")
     if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
@@ -102,7 +104,7 @@ def compile(
 
 
 def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
-    if dynamic not in (None, True, False):
+    if dynamic is not None and not isinstance(dynamic, bool):
         raise InvalidArgument(
             f"dynamic {dynamic!r}; give True, False, or None for sizes that change between calls."
         )

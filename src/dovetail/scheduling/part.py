@@ -98,6 +98,8 @@ class Part:
         """
         if (what is None) == (where is None):
             raise InvalidArgument("find takes one of a description and `where`.")
+        if where is not None and not callable(where):
+            raise InvalidArgument(f"where is a predicate on nodes, not a {type(where).__name__}.")
         finder = ByNode(where) if where is not None else finder_of(what)
         return self._work.find(self.paths, finder)
 
