@@ -75,6 +75,7 @@ def capture(
     trees.prepare()
     if isinstance(model, nn.Module):
         _refuse_inference_tensors(model)
+        callables.refuse_distributed(model)
     with outside_inference_mode():
         given, named = pytree.tree_map(_tracked, (args, kwargs))
         graph = _from_model(model, given, named, dynamic_shapes, strict)
