@@ -35,7 +35,7 @@ with s.verifying():
     # Fake fusion: regions that compute exactly what the operations did, for a compiler that comes later.
     s.fuse(layers.find(library.NORMS))
     # Fused and compiled at once.
-    s.fuse(layers.find(library.LINEAR), backend="torchscript")
+    s.fuse(layers.find(library.LINEAR), backends="torchscript")
     # Replaced, one after the other: shapes, dtypes and, with `check`, values are compared before anything is edited.
     for match in layers.find(attention):
         s.replace(by_hand, match, concrete_args={"scale": match["scale"]}, check=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail import Const
-from dovetail.lowering.backends.onnxruntime import OnnxRuntime
+from dovetail.backends import OnnxRuntime
 from dovetail.rules import library
 
 # 1. What the accelerator runs: a kernel for each kind.

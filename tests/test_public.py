@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 
 import dovetail
+import dovetail.zoo
 
 # Growing this list is a decision: what is here is documented, tested and kept.
 PUBLIC = [
@@ -102,7 +103,7 @@ POSITIONAL = {
     "Part.decompose": ["self", "target"],
     "Part.find": ["self", "what"],
     "Part.fuse": ["self", "matches"],
-    "Part.lower": ["self", "target", "backend"],
+    "Part.lower": ["self", "target", "backends"],
     "Part.replace": ["self", "new", "target"],
     "Part.replace_all": ["self", "what", "factory"],
     "Schedule.apply": ["self", "primitive", "args", "kwargs"],
@@ -295,3 +296,46 @@ def test_importing_costs_little_beyond_torch() -> None:
         if told["ours"] < max(0.7 * told["torch"], 1.0):
             return
     assert told["ours"] < max(0.7 * told["torch"], 1.0)
+
+
+def test_no_name_is_public_by_accident() -> None:
+    for module in (dovetail, dovetail.rules, dovetail.rules.library, dovetail.backends, dovetail.zoo):
+        inner = {m.rpartition(".")[2] for m in sys.modules if m.rpartition(".")[0] == module.__name__}
+        leaked = {n for n in vars(module) if not n.startswith("_")} - inner - set(module.__all__)
+        assert not leaked, module.__name__
+        shown = {n for n in dir(module) if not n.startswith("_")}
+        assert shown - set(module.__all__) <= {"backends", "config", "errors", "rules"}
+        assert set(module.__all__) <= shown
+    with pytest.raises(AttributeError, match="no attribute 'Any'"):
+        dovetail.Any  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="Did you mean 'fuse'"):
+        dovetail.fuze  # type: ignore[attr-defined]  # noqa: B018
+
+
+BACKENDS = """
+import sys
+from dovetail.backends import Int8, OnnxRuntime, __all__
+import dovetail.backends as b
+from dovetail.lowering.backend import built_in, by_name
+assert not {"onnxruntime", "openvino", "tvm", "jax", "torch._inductor"} & set(sys.modules)
+assert all(issubclass(getattr(b, name), b.Backend) for name in __all__)
+assert {"Backend", *(type(by_name(name)).__name__ for name in built_in())} == set(__all__)
+"""
+
+
+def test_backends_are_importable_without_what_they_need() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", BACKENDS], check=True)
+
+
+def test_a_call_that_fits_no_signature_says_what_does() -> None:
+    for call, reason in (
+        (lambda: dovetail.compile(None, backend="eager"), "no argument 'backend'. Did you mean 'backends'"),  # type: ignore
+        (lambda: dovetail.fuse(None, strict=True), "give on_error='raise'"),  # type: ignore
+        (lambda: dovetail.Fuse(rule=()), "Did you mean 'rules'"),  # type: ignore
+        (lambda: dovetail.lower(), "missing a required argument: 'gm'.*lower\\(gm, backends"),  # type: ignore
+        (lambda: dovetail.regions(None, "kind"), "too many positional arguments.*kind=None"),  # type: ignore
+        (lambda: dovetail.Limits(node=1), "Did you mean 'nodes'"),  # type: ignore
+        (lambda: dovetail.rule(kind="k", prioritty=1)(abs), "Did you mean 'priority'"),  # type: ignore
+    ):
+        with pytest.raises(dovetail.InvalidArgument, match=reason):
+            call()

@@ -1,8 +1,10 @@
 """Operator fusion as a graph-to-graph step of its own for PyTorch."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
+from dovetail import backends as backends
 from dovetail import rules as rules
 from dovetail.errors import (
     CallMismatch,
@@ -28,6 +30,7 @@ from dovetail.errors import (
     UnknownRegion,
     VerificationError,
 )
+from dovetail.errors import did_you_mean as _did_you_mean
 from dovetail.fusion.cost import Cost, CostModel, Gain, Traffic
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import Ledger, explain
@@ -63,7 +66,7 @@ from dovetail.rules.pattern import rule
 from dovetail.rules.rule import Candidate, Decline, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from dovetail.interop.loading import load
     from dovetail.interop.onnx_reading import from_onnx
     from dovetail.interop.onnx_writing import to_onnx
@@ -174,12 +177,14 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name not in _LATER:
-        raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+        hint = _did_you_mean(name, __all__)
+        raise AttributeError(f"module 'dovetail' has no attribute {name!r}. {hint}".rstrip(" "))
+    value = globals()[name] = getattr(_import_module(_LATER[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    public = {*__all__, "backends", "config", "errors", "rules"}
+    return sorted(public | {name for name in globals() if name.startswith("__")})

@@ -210,7 +210,7 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
     """The known names most like a name, best first; case and underscores do not count."""
     folded: dict[str, str] = {}
-    for one in sorted(known, key=len):
+    for one in sorted(known, key=lambda n: (len(n), sum(x != y for x, y in zip(n, name, strict=False)))):
         folded.setdefault(_folded(one), one)
     return [folded[near] for near in difflib.get_close_matches(_folded(name), folded, n=most, cutoff=cutoff)]
 

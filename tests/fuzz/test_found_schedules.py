@@ -234,7 +234,7 @@ def test_a_checkpointed_module_around_a_part_has_its_gradients(backend: str | No
     model = Of(lambda m, x: m.inner(x) * 2, inner=inner)
     twin, x = copy.deepcopy(model), torch.randn(2, 3)
     s = dovetail.schedule(model, (x,))
-    s["inner"].fuse(s["inner"].find(_aten.tanh.default), backend=backend)
+    s["inner"].fuse(s["inner"].find(_aten.tanh.default), backends=backend)
     s.checkpoint("")
     for training in (True, False):
         built = s.build().train(training)

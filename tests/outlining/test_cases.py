@@ -134,7 +134,7 @@ def test_nodes_in_any_order_with_repeats_by_node_or_name():
 @pytest.mark.parametrize(
     ("listed", "error", "word"),
     [
-        (["ad"], UnknownNode, "Did you mean add"),
+        (["ad"], UnknownNode, "Did you mean 'add'"),
         ([], EmptyRegion, "no node"),
         (["a"], UnknownNode, "placeholder"),
         (["add", "output"], UnknownNode, "output"),

@@ -252,7 +252,7 @@ def test_regions_and_operations_are_taken_apart_in_one_step() -> None:
     block = s["blocks.0"]
     region = block.fuse(block.find(mlp), kind="mlp")[0]
     norm = block.find(nn.LayerNorm)[0]
-    block.fuse(block.find(nn.BatchNorm1d), kind="stats", backend=Own())
+    block.fuse(block.find(nn.BatchNorm1d), kind="stats", backends=Own())
     s.decompose([region, norm])
     assert "layer_norm" not in operators(block.graph)
     assert "gelu" in operators(block.graph)

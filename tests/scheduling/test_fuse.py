@@ -148,7 +148,7 @@ def test_a_backend_lowers_at_once():
     model, x = net(training=False)
     expected = model(x)
     s = schedule(model, (x,))
-    regions = s.fuse(s["blocks.*"].find(mlp), backend="torchscript")
+    regions = s.fuse(s["blocks.*"].find(mlp), backends="torchscript")
     assert [r.backend for r in regions] == ["torchscript"] * 3
     torch.testing.assert_close(s.build()(x), expected)
 
@@ -171,7 +171,7 @@ def test_a_backend_of_ones_own_is_called():
 
     model, x = net(training=False)
     s = schedule(model, (x,))
-    s.fuse(s["blocks.0"].find(mlp), backend=Mine())
+    s.fuse(s["blocks.0"].find(mlp), backends=Mine())
     built = s.build()
     Mine.calls = 0
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_a_backend_of_ones_own_is_called():
     [
         ({"kind": "no kind"}, "is not a dotted name"),
         ({"attrs": {"x": object()}}, "attrs"),
-        ({"backend": "nobody"}, "nobody"),
+        ({"backends": "nobody"}, "nobody"),
         ({"escapes": "perhaps"}, "perhaps"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_backend_runs_the_regions():
     seen: list[str] = []
 
     model, x = Net().eval(), image()
-    fused = fuse_modules(model, CONV_BN_RELU, (x,), backend=Mine())
+    fused = fuse_modules(model, CONV_BN_RELU, (x,), backends=Mine())
     torch.testing.assert_close(evaluated(fused, x), evaluated(model, x))
     assert [r.backend for r in regions_of(fused)] == ["mine"]
     assert set(seen) == {"conv_bn_act"}
@@ -183,10 +183,10 @@ def test_sample_inputs_are_those_of_the_model_and_not_of_a_part(way: str):
     model, x = Scaled().eval(), torch.randn(8, 32)
     backend, expected = Int8([(x,), (-x,)]), model(x)
     if way == "fuse_modules":
-        fast = fuse_modules(model, ["part.0", "part.1"], (x,), backend=backend)
+        fast = fuse_modules(model, ["part.0", "part.1"], (x,), backends=backend)
     else:
         s = dovetail.schedule(model, (x,))
-        s.fuse(s["part"].find(dovetail.rules.DEFAULT["linear_relu"]), backend=backend)
+        s.fuse(s["part"].find(dovetail.rules.DEFAULT["linear_relu"]), backends=backend)
         fast = s.build()
     assert integers(fast, x) == 1
     assert off(fast(x), expected) < 0.02

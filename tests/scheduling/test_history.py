@@ -18,7 +18,7 @@ def scheduled() -> tuple[Schedule, Tensor]:
     model, x = net(training=False)
     s = schedule(model, (x,))
     s.fuse(s["blocks.*"].find(mlp), kind="mlp", attrs={"tile": 64})
-    s.fuse(s["blocks.1"].find(nn.LayerNorm), kind="norm", backend="torchscript")
+    s.fuse(s["blocks.1"].find(nn.LayerNorm), kind="norm", backends="torchscript")
     s.annotate(s.regions[0], level=2)
     return s, x
 

@@ -41,7 +41,7 @@ Net
 def test_what_was_done_is_told_where_it_was_done() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
-    s.fuse(s["blocks.*"].find(mlp), backend="eager")
+    s.fuse(s["blocks.*"].find(mlp), backends="eager")
     s.checkpoint(s["blocks.0"].regions)
     s["blocks.*"].annotate(stage=1)
     s["head"].replace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)))
@@ -145,7 +145,7 @@ Twice
 def test_the_text_has_the_graphs_and_is_the_same_whatever_ran(capsys: pytest.CaptureFixture[str]) -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
-    s.fuse(s["blocks.0"].find(mlp), backend="eager")
+    s.fuse(s["blocks.0"].find(mlp), backends="eager")
     text = s.text()
     assert text.startswith(str(s))
     assert "blocks.0, call 0:\ngraph:\n" in text

@@ -47,8 +47,8 @@ def test_a_backend_that_was_asked_for_and_does_not_take_a_region_is_an_error(bac
     model, x = net(training=False)
     s = schedule(model, (x,))
     found = s["blocks.*"].find(mlp)
-    refused(s, reason, lambda: s.fuse(found, backend=backend), dovetail.DovetailError)
-    assert [r.backend for r in s.fuse(found, backend=[Declining(), "torchscript"])] == ["torchscript"] * 3
+    refused(s, reason, lambda: s.fuse(found, backends=backend), dovetail.DovetailError)
+    assert [r.backend for r in s.fuse(found, backends=[Declining(), "torchscript"])] == ["torchscript"] * 3
 
 
 def test_a_region_that_calls_something_of_the_users_says_what():
@@ -237,10 +237,10 @@ def test_whole_numbers_are_judged_where_a_bound_applies():
     torch.manual_seed(0)
     model = Picking().eval().requires_grad_(False)
     s = schedule(model, (torch.randn(64, 8),))
-    s.fuse(s["head"].find(linear), backend=Coarse())
+    s.fuse(s["head"].find(linear), backends=Coarse())
     s.verify()
     s.undo()
-    s.fuse(s["head"].find(linear), backend=Coarse(turned=True))
+    s.fuse(s["head"].find(linear), backends=Coarse(turned=True))
     with pytest.raises(dovetail.VerificationError, match="has other whole numbers"):
         s.verify()
 
@@ -249,7 +249,7 @@ def test_runs_of_verify_are_trials():
     model, x = net(training=False)
     s = schedule(model.requires_grad_(False), (x,))
     backend = Coarse()
-    s.fuse(s["blocks.0"].find(mlp), backend=backend)
+    s.fuse(s["blocks.0"].find(mlp), backends=backend)
     s.build()
     backend.calls = 0
     s.verify(fresh=2)

@@ -139,7 +139,7 @@ class Rough(Backend):
 def test_a_backend_with_a_bound_is_judged_by_it(error: float, is_right: bool) -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
-    s.fuse(s["head"].find(torch.ops.aten.linear.default), backend=Rough(error))
+    s.fuse(s["head"].find(torch.ops.aten.linear.default), backends=Rough(error))
     if is_right:
         verdict = s.verify()
         assert (verdict.runs, round(verdict.error, 3)) == (4, error)

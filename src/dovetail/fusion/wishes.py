@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
@@ -84,7 +85,12 @@ def understand(gm: GraphModule, must: Any, never: Any, kinds: Iterable[str]) -> 
 
 def _grouped(items: Any) -> list[list[Any]]:
     """What must be, each by itself or, in a list of its own, several in one region."""
-    if isinstance(items, (Node, str)) or callable(items) or not isinstance(items, Iterable):
+    if (
+        isinstance(items, (Node, str))
+        or callable(items)
+        or not isinstance(items, Iterable)
+        or isinstance(items, Tensor)
+    ):
         return [listed] if (listed := _listed(items)) else []
     return [listed for item in cast("Iterable[Any]", items) if (listed := _listed(item))]
 
@@ -94,7 +100,7 @@ def _listed(items: Any) -> list[Any]:
         return []
     if isinstance(items, (Node, str)) or callable(items):
         return [items]
-    if not isinstance(items, Iterable):
+    if not isinstance(items, Iterable) or isinstance(items, Tensor):
         return [items]
     return [one for item in cast("Iterable[Any]", items) for one in _listed(item)]
 

@@ -69,11 +69,14 @@ def capture(
             "this process was forked while another thread captured a model, and torch's tracer is in the middle of that. "
             "Capture before forking, or start processes with the method 'spawn'."
         )
+    exporting.require_dynamic_shapes(dynamic_shapes)
+    callables.refuse_scripted(model)
     if not callable(model):
         raise InvalidArgument(f"capture takes a module, a callable or a graph, not a {type(model).__name__}.")
     trees.prepare()
     if isinstance(model, nn.Module):
         _refuse_inference_tensors(model)
+        callables.refuse_distributed(model)
     with outside_inference_mode():
         given, named = pytree.tree_map(_tracked, (args, kwargs))
         with without_collector():

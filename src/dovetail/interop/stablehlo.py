@@ -69,6 +69,8 @@ def to_stablehlo(gm: GraphModule | GraphOwner, *, path: str | Path | None = None
 
 
 def _write(target: Path, data: bytes) -> None:
+    if target.is_dir():
+        raise SaveError(f"'{target}' is a folder; give the path of a file")
     if not target.parent.is_dir():
         raise SaveError(f"there is no folder '{target.parent}'")
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:

@@ -29,6 +29,9 @@ _BUILT_IN = {
     "xla": ("dovetail.lowering.backends.xla", "Xla"),
 }
 
+DEFAULT = ("inductor",)
+"""What `backends=None` stands for wherever backends are given."""
+
 _AROUND = ("cuda_graphs",)
 """Backends around another one, whose name stands in brackets."""
 
@@ -133,6 +136,24 @@ def resolve(value: Any) -> tuple[Any, ...]:
     if twice is not None:
         raise InvalidArgument(f"two backends are named '{twice}'; the ledger could not tell them apart.")
     return made
+
+
+def requested(backends: Any) -> Any:
+    """Backends as they were given, checked: the default for None, and None for none at all."""
+    if isinstance(backends, (list, tuple)) and not backends:
+        return None
+    if isinstance(backends, Mapping):
+        raise InvalidArgument(
+            "a mapping by kind is for `lower` and `compile`; give a backend or a list of them."
+        )
+    given: Any = DEFAULT if backends is None else backends
+    resolve(given)
+    return given
+
+
+def built_in() -> Mapping[str, tuple[str, str]]:
+    """The module and the class of each backend that comes with dovetail, by its name."""
+    return _BUILT_IN
 
 
 def _one(value: Any) -> Any:

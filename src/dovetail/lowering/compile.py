@@ -11,12 +11,13 @@ from typing import Any, Literal
 from torch import nn
 
 from dovetail.errors import InvalidArgument, checked_call
+from dovetail.graph.capturing.callables import refuse_scripted
+from dovetail.graph.capturing.exporting import require_dynamic_shapes
 from dovetail.graph.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.backend import resolve
+from dovetail.lowering.backend import DEFAULT, resolve
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.compiled import CompiledModule
 from dovetail.lowering.forms import CudaGraphs
-from dovetail.lowering.lower import DEFAULT
 from dovetail.lowering.options import Options
 from dovetail.lowering.recipe import Recipe, as_pipeline, default_pipeline
 
@@ -64,6 +65,7 @@ def compile(
     if isinstance(model, CompiledModule):
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
     _checked_dynamic(dynamic, dynamic_shapes)
+    refuse_scripted(model)
     options = Options(
         plan=plan,
         on_error=on_error,
@@ -80,7 +82,9 @@ def compile(
     recipe, chain = make_recipe(each, backends=backends, rules=rules, pipeline=pipeline)
     if args is None and kwargs is not None:
         args = ()
-    if cuda_graphs not in ("auto", True, False):
+    if kwargs is not None and not isinstance(kwargs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    if not isinstance(cuda_graphs, (str, bool)) or cuda_graphs not in ("auto", True, False):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"cuda_graphs {cuda_graphs!r}; give 'auto', True or False.")
     if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
@@ -100,10 +104,11 @@ def compile(
 
 
 def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
-    if dynamic not in (None, True, False):
+    if dynamic is not None and not isinstance(dynamic, bool):
         raise InvalidArgument(
             f"dynamic {dynamic!r}; give True, False, or None for sizes that change between calls."
         )
+    require_dynamic_shapes(dynamic_shapes)
     if dynamic is not None and dynamic_shapes is not None:
         raise InvalidArgument("give `dynamic` or `dynamic_shapes`: the latter says which sizes are dynamic.")
 

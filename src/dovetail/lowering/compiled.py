@@ -128,7 +128,8 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         if name == "forward":
             # It may wrap this module's own, which the model's would then never come back from.
             self.__dict__[name] = value
-        elif name in self.__dict__ or "_model" not in self.__dict__:
+        elif name == "__class__" or name in self.__dict__ or "_model" not in self.__dict__:
+            # FSDP gives the class of what it shards methods of its own.
             super().__setattr__(name, value)
         else:
             setattr(self._original, name, value)

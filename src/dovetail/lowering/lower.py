@@ -15,7 +15,7 @@ from dovetail.errors import InvalidArgument, checked_call, user_stacklevel
 from dovetail.graph.keys import LEDGER, LOWERING
 from dovetail.graph.module import copy_graph, rebuild, require_graph
 from dovetail.graph.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.backend import resolve
+from dovetail.lowering.backend import DEFAULT, resolve
 from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
 from dovetail.lowering.compiling import make_all
 from dovetail.lowering.dispatch import Dispatcher
@@ -27,8 +27,6 @@ from dovetail.lowering.situation import Situation, Unguardable, autocast_off, ex
 from dovetail.lowering.unit import unit_of
 from dovetail.outlining.record import call_of, write_call
 from dovetail.outlining.region import Region, regions
-
-DEFAULT = ("inductor",)
 
 
 @checked_call(rules="them to `fuse`, which comes before", strict="on_error='raise'")

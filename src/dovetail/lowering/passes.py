@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.fx import GraphModule
 
 from dovetail.errors import checked_init
 from dovetail.graph.weight_guard import CHECK_INTERVAL
+from dovetail.lowering.backend import requested
 from dovetail.lowering.choosing import Granularity
 from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options
@@ -38,6 +39,11 @@ class Lower(Pass):
 
     def __post_init__(self) -> None:
         self._options()  # what is wrong is told where it is written
+        if isinstance(self.backends, Mapping):
+            for value in cast("Mapping[Any, Any]", self.backends).values():
+                requested(value)
+        else:
+            requested(self.backends)
 
     def run(self, gm: GraphModule) -> GraphModule:
         """The graph with its regions lowered."""

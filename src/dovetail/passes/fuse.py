@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from torch.fx import GraphModule
 
-from dovetail.errors import checked_init
+from dovetail.errors import InvalidArgument, checked_init
 from dovetail.fusion.arguments import (
     require_cost,
     require_count,
@@ -46,6 +46,10 @@ class Fuse(Pass):
         if self.rules is not None:
             object.__setattr__(self, "rules", as_rules(self.rules))
             require_priorities(self.priorities, as_rules(self.rules))
+        elif self.priorities is not None and not isinstance(self.priorities, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(
+                f"priorities is a {type(self.priorities).__name__}; give a mapping from rule or kind."
+            )
         require_count("rounds", self.rounds, 0)
         require_count("fuel", self.fuel, 0)
         require_limits(self.limits)

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, overload
 
+from torch import Tensor
 from torch.fx import Node
 
-from dovetail.errors import InvalidArgument, RuleError
+from dovetail.errors import InvalidArgument, RuleError, did_you_mean
 from dovetail.outlining.record import make_identity
 from dovetail.outlining.requests import POLICIES
 from dovetail.rules.matching.match import Match
@@ -48,6 +49,8 @@ class PatternRule(Rule):
         self.function = function
         self.name = name if name is not None else getattr(function, "__name__", kind)
         make_identity(kind, version, attrs if isinstance(attrs, Mapping) else None)
+        if attrs is not None and not isinstance(attrs, Mapping) and not callable(attrs):
+            raise RuleError(self.name, f"attrs {attrs!r} is neither a mapping nor a function of the match")
         if not isinstance(priority, int) or isinstance(priority, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(self.name, f"priority {priority!r} is not an int")
         if escapes not in POLICIES:
@@ -59,9 +62,14 @@ class PatternRule(Rule):
             escapes,
             attrs,
         )
-        self.through = frozenset([through] if isinstance(through, str) else through)
-        if not self.through <= set(WAYS):
-            raise RuleError(self.name, f"through {sorted(self.through)} has more than {', '.join(WAYS)}")
+        given = [through] if isinstance(through, str) else through
+        if not isinstance(given, (list, tuple, set, frozenset)) or not all(way in WAYS for way in given):
+            raise RuleError(self.name, f"through {through!r} has more than {', '.join(WAYS)}")
+        self.through = frozenset(given)
+        if examples is not None and not _is_listed(examples):
+            raise RuleError(
+                self.name, "its examples are to be a list with the operands of a call each: [(x, y)]"
+            )
         self.guards: tuple[Guard, ...] = ()
         self.parameters = parameters_of(function, self.name)
         self.variants = Variants(function, self.name, self.parameters, examples)
@@ -157,6 +165,14 @@ class PatternRule(Rule):
 _OPTIONS = ("kind", "name", "priority", "version", "escapes", "attrs", "through")
 
 
+def _is_listed(examples: Any) -> bool:
+    """Whether examples are a list of lists of tensors and None."""
+    return isinstance(examples, (list, tuple)) and all(
+        isinstance(one, (list, tuple)) and all(v is None or isinstance(v, Tensor) for v in cast("Any", one))
+        for one in cast("Any", examples)
+    )
+
+
 def _at_its_name(function: Any) -> Any:
     """What is found in a function's module under its name."""
     found: Any = sys.modules.get(getattr(function, "__module__", ""))
@@ -206,6 +222,11 @@ def rule(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         raise InvalidArgument(f"write @rule(kind={function!r}): the kind is a keyword.")
     if "kind" not in options:
         raise InvalidArgument("a rule needs a kind: @rule(kind='swiglu').")
+    unknown = next((name for name in options if name not in (*_OPTIONS, "examples", "checked")), None)
+    if unknown is not None:
+        raise InvalidArgument(
+            f"rule has no option '{unknown}'. {did_you_mean(unknown, _OPTIONS)}".rstrip(" ")
+        )
     if function is not None:
         return PatternRule(function, **options)
 

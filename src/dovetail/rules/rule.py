@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import InvalidArgument, RuleError, did_you_mean
@@ -147,7 +148,7 @@ def _flat(rules: Any) -> Iterator[Rule]:
             stack.extend(reversed(item.rules))
         elif isinstance(item, (tuple, list)):
             stack.extend(reversed(cast("list[Any]", item)))
-        elif isinstance(item, Iterable) and not isinstance(item, (str, bytes, Mapping)):
+        elif isinstance(item, Iterable) and not isinstance(item, (str, bytes, Mapping, Tensor)):
             stack.extend(reversed(list(cast("Iterable[Any]", item))))
         else:
             raise InvalidArgument(

@@ -12,7 +12,8 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from dovetail.errors import InvalidArgument, ScheduleError, checked_call
-from dovetail.lowering.backend import resolve
+from dovetail.graph.capturing.callables import refuse_scripted
+from dovetail.lowering.backend import requested
 from dovetail.lowering.lower import settle_parts
 from dovetail.scheduling.chains import Group
 from dovetail.scheduling.fusing import Fusing
@@ -30,7 +31,7 @@ def fuse_modules(
     kwargs: Mapping[str, Any] | None = None,
     *,
     inplace: bool = False,
-    backend: Any = None,
+    backends: Any = (),
 ) -> nn.Module:
     """The model with named modules fused: a convolution or linear layer, a batch norm and an activation each.
 
@@ -43,11 +44,11 @@ def fuse_modules(
     In train mode everything is computed as before. In eval mode a batch norm is folded into the weights before it,
     which are computed again after training or loading (writes through `.data`, or by `F.batch_norm` into statistics,
     are not seen); it is kept in calls that give its parameters gradients, where the value before it is used elsewhere,
-    or where it keeps no statistics. Unless `inplace`, the model is copied first. A `backend` runs the regions.
+    or where it keeps no statistics. Unless `inplace`, the model is copied first. `backends`, one or a list, run
+    the regions; None is the default.
     """
     _require_arguments(model, args, kwargs, inplace)
-    if backend is not None:
-        resolve(backend)
+    backend = requested(backends)
     named = _listed(modules_to_fuse)
     for names in named:
         _require_names(model, names)
@@ -96,6 +97,7 @@ class _Wanted:
 def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"fuse_modules takes a module, not a {type(model).__name__}.")
+    refuse_scripted(model)
     if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
         raise InvalidArgument("the model has lazy modules; call it once, so that their sizes are known.")
     if isinstance(args, bool):

@@ -8,7 +8,8 @@ from typing import Any, overload
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, UnknownPart
+from dovetail.errors import InvalidArgument, UnknownPart, checked_call
+from dovetail.lowering.backend import requested
 from dovetail.scheduling import actions, substituting
 from dovetail.scheduling.descriptions import finder_of
 from dovetail.scheduling.finders import ByNode
@@ -87,6 +88,7 @@ class Part:
     def __repr__(self) -> str:
         return f"Part({', '.join(path or 'the model' for path in self.paths)})"
 
+    @checked_call()
     def find(self, what: Any = None, *, where: Callable[[Node], Any] | None = None) -> Matches:
         """Where something stands in these parts: matches in execution order, none overlapping another.
 
@@ -96,9 +98,12 @@ class Part:
         """
         if (what is None) == (where is None):
             raise InvalidArgument("find takes one of a description and `where`.")
+        if where is not None and not callable(where):
+            raise InvalidArgument(f"where is a predicate on nodes, not a {type(where).__name__}.")
         finder = ByNode(where) if where is not None else finder_of(what)
         return self._work.find(self.paths, finder)
 
+    @checked_call()
     def fuse(
         self,
         matches: Any,
@@ -107,26 +112,27 @@ class Part:
         version: int | None = None,
         attrs: Mapping[str, Any] | None = None,
         escapes: Any = None,
-        backend: Any = None,
+        backends: Any = (),
         together: bool = False,
     ) -> Any:
         """Make a region of each match, which computes exactly the same; with `together`, one of them all.
 
-        A `backend` runs it from now on, by name or as an object, or the first of a list that takes it; that none does
-        is an error. Without one it is there for a compiler or a module that comes later. One match gives a region, a
+        `backends` is one, by name or as an object, or a list, of which the first that takes it runs it from now on; that
+        none does is an error. None is the default; without any it is there for a compiler or a module that comes later. One match gives a region, a
         list of them a list.
         """
         return actions.fuse(
             self._work,
             matches,
             together,
-            backend,
+            requested(backends),
             kind=kind,
             version=version,
             attrs=attrs,
             escapes=escapes,
         )
 
+    @checked_call()
     def replace(
         self,
         new: Any,
@@ -152,6 +158,7 @@ class Part:
             self._work, new, wanted, params=params, concrete_args=concrete_args, check=check, name=name
         )
 
+    @checked_call()
     def replace_all(
         self,
         what: Any,
@@ -184,6 +191,10 @@ class Part:
         """Compute the inner values of regions or modules again in backward instead of keeping them."""
         actions.checkpoint(self._work, self.paths if target is None else target)
 
-    def lower(self, target: Any, backend: Any) -> None:
-        """Give regions that were made to a backend."""
-        actions.lower(self._work, target, backend)
+    @checked_call()
+    def lower(self, target: Any, backends: Any) -> None:
+        """Give regions that were made to a backend, or to the first of a list that takes them; None is the default."""
+        chosen = requested(backends)
+        if chosen is None:
+            raise InvalidArgument("no backend was given; `undo` takes a lowering back.")
+        actions.lower(self._work, target, chosen)

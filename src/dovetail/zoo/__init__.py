@@ -1,20 +1,22 @@
 """Small models in plain torch for demos, tests and benchmarks; importing builds none of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass as _dataclass
 
 from . import bert, inception, llama, lstm, mamba, mlp, moe, resnet, vit
-from .common import Build, ExampleInputs, Inputs
+from .common import Build as _Build
+from .common import ExampleInputs as _ExampleInputs
+from .common import Inputs
 
 __all__ = ["MODELS", "Inputs", "ZooModel", "get", "names"]
 
 
-@dataclass(frozen=True)
+@_dataclass(frozen=True)
 class ZooModel:
     """A model of the zoo: how to make it, and how to make inputs for it."""
 
     name: str
-    build: Build
-    example_inputs: ExampleInputs
+    build: _Build
+    example_inputs: _ExampleInputs
     doc: str
 
 
@@ -45,3 +47,7 @@ def get(name: str) -> ZooModel:
     if name not in MODELS:
         raise ValueError(f"unknown model '{name}'; the models are {', '.join(MODELS)}")
     return MODELS[name]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

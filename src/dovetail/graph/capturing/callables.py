@@ -4,14 +4,55 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from dovetail.errors import CaptureError, InvalidArgument
 from dovetail.graph.capturing import specs
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """CaptureError for a model that communicates around its calls, or whose parameters are spread over processes."""
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = tuple(
+        getattr(fsdp, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, name)
+    )
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    for path, module in model.named_modules():
+        where = f"'{path}' of the model" if path else "the model"
+        # The hooks with which `fully_shard` gathers parameters run around the calls of a compiled module.
+        gathered = not path and isinstance(module, sharded[:1]) and not module._forward_pre_hooks
+        if isinstance(module, (*parallel, *sharded)) and not gathered:
+            made = "fully_shard" if isinstance(module, sharded[:1]) else type(module).__name__
+            raise CaptureError(
+                f"{where} is wrapped by {made}, which communicates around each call; a graph cannot hold that. Compile "
+                f"what is wrapped instead: {made}(dovetail.compile(model))."
+            )
+        for name, parameter in module._parameters.items():
+            if tensors is not None and isinstance(parameter, getattr(tensors, "DTensor", ())):
+                raise CaptureError(
+                    f"'{name}' of {where} is a DTensor, spread over several processes; a graph of dovetail is for one. "
+                    f"Compile the modules before they are sharded."
+                )
+
+
+def refuse_scripted(model: Any) -> None:
+    """InvalidArgument for a model that is, or holds, what TorchScript made, which no tracer sees into."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    for path, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"'{path}' of the model" if path else "the model"
+            raise InvalidArgument(
+                f"{what} is a {type(module).__name__} of TorchScript, whose operations cannot be traced. Give the Python "
+                f"module that torch.jit.script or torch.jit.trace was called with, or run it as it is."
+            )
 
 
 def signature_of(model: Callable[..., Any], positional: int, keywords: Sequence[str]) -> inspect.Signature:

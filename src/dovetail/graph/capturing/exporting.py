@@ -11,6 +11,7 @@ import logging
 import operator
 import re
 from collections.abc import Generator, Mapping
+from traceback import walk_tb
 from typing import Any, cast
 
 import torch
@@ -24,10 +25,10 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from dovetail import torch_compat
-from dovetail.errors import CaptureError
+from dovetail.errors import CaptureError, InvalidArgument
 from dovetail.graph.capturing import (
     aliasing,
     autograd_aliases,
@@ -49,6 +50,8 @@ from dovetail.graph.capturing.specs import dict_of, leaf_spec, tuple_of
 
 _LEAF = leaf_spec()
 _log = logging.getLogger(__name__)
+# What torch says of dynamic_shapes that are no tree like that of the inputs.
+_MISFITS = ("mismatch between the structure", "top-level keys", "expected dynamic_shapes", "Unexpected")
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound")
 
 
@@ -103,7 +106,39 @@ def _export(
         try:
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         except Exception as error:
-            raise _translated(error, noise) from error
+            raise _translated(error, noise, _called_with(model, args, kwargs, error)) from error
+
+
+def require_dynamic_shapes(dynamic_shapes: Any) -> None:
+    """InvalidArgument unless it is of a form that torch.export takes."""
+    known = ("ShapesCollection", "AdditionalInputs")
+    if dynamic_shapes is None or isinstance(dynamic_shapes, (Mapping, tuple, list)):
+        return
+    if type(dynamic_shapes).__name__ not in known:
+        raise InvalidArgument(
+            f"dynamic_shapes {dynamic_shapes!r}; give the dimensions of each argument, as torch.export takes them: "
+            f"{{'x': {{0: torch.export.Dim('batch')}}}}, or torch.export.Dim.AUTO in the place of a Dim. "
+            f"`dovetail.compile(model, dynamic=True)` makes all sizes dynamic."
+        )
+
+
+def _called_with(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> str:
+    """The example inputs, and the module of the model in whose forward an error was raised."""
+    leaves = tree_leaves((args, kwargs))
+    shown = ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)[:40]
+        for leaf in leaves[:8]
+    )
+    inner: Any = None
+    for frame, _ in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(owner, nn.Module):
+            inner = owner
+    path = next((name for name, module in model.named_modules() if module is inner), "")
+    where = f" in '{path}' ({type(inner).__name__})" if path else ""
+    return f" with the inputs ({shown}{', ...' if len(leaves) > 8 else ''}){where}"
 
 
 def _with_named_parameters(
@@ -326,7 +361,7 @@ def _remade(
     )
 
 
-def _translated(error: Exception, noise: list[str]) -> CaptureError:
+def _translated(error: Exception, noise: list[str], called: str = "") -> CaptureError:
     if isinstance(error, CaptureError):
         return error
     kind = type(error).__name__
@@ -349,12 +384,16 @@ def _translated(error: Exception, noise: list[str]) -> CaptureError:
         advice = (
             "Return a clone and leave the alias annotation out of the schema, or use views of torch itself."
         )
+    elif "dynamic_shapes" in text and any(word in text for word in _MISFITS):
+        what = f"dynamic_shapes do not fit the example inputs: {_first_lines(text, 4)}"
+        advice = "Give one entry for each argument, of the structure that it has."
     elif "Constraints violated" in text or "dynamic_shapes" in text or "Dim." in text:
         what = f"the model does not hold for all of the dynamic sizes asked for: {_first_lines(text, 12)}"
         advice = "Narrow dynamic_shapes as suggested, or mark the dimension static."
     else:
-        what = f"torch.export cannot trace this model: {kind}: {_first_lines(text, 6)}"
-        advice = "If the model runs eagerly on these inputs, rewrite the line above, or try strict=True."
+        what = f"torch.export cannot trace this model{called}: {kind}: {_first_lines(text, 6)}"
+        then = "rewrite the line above, or try strict=True" if line is not None else "try strict=True"
+        advice = f"Check that the model itself runs on these inputs; if it does, {then}."
     for part in noise:
         _log.debug("while failing, torch said: %s", part)
     return CaptureError(watching.describe(what, line, advice))

@@ -68,6 +68,10 @@ def as_accepts(given: Any) -> Ops | Predicate:
         return given
     if isinstance(given, (str, type, Rule)) or _is_operator(given):
         given = [given]
+    if isinstance(given, nn.Module):
+        raise InvalidArgument(
+            f"a {type(given).__name__} is a module; give its class, or a predicate on nodes."
+        )
     if callable(given):
         return cast("Predicate", given)
     if not isinstance(given, Iterable):

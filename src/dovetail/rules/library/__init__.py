@@ -1,13 +1,13 @@
 """Rules for well-known kinds. Rule sets are values: add them, or pick rules out of them by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping as _Mapping
 
 from dovetail.rules.library.activations import ACTIVATIONS
 from dovetail.rules.library.attention import ATTENTION
 from dovetail.rules.library.convolution import CONVOLUTION
 from dovetail.rules.library.embedding import EMBEDDINGS
 from dovetail.rules.library.gradients import GRADIENTS
-from dovetail.rules.library.known import Kind
+from dovetail.rules.library.known import Kind as _Kind
 from dovetail.rules.library.linear import GATES, LINEAR
 from dovetail.rules.library.losses import LOSSES
 from dovetail.rules.library.mix_ffn import MIX_FFN
@@ -32,7 +32,7 @@ ALL = (
     + GRADIENTS
 )
 
-KINDS: Mapping[str, Kind] = {rule.kind: rule.reference for rule in ALL}
+KINDS: _Mapping[str, _Kind] = {rule.kind: rule.reference for rule in ALL}
 """The contract of each kind, by name: arguments, attributes, and the reference that computes it."""
 
 __all__ = [
@@ -52,3 +52,7 @@ __all__ = [
     "ROTARY",
     "SAMPLING",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

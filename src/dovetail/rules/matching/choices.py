@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from dovetail.errors import DovetailError, InvalidArgument, checked_call
+from dovetail.errors import DovetailError, InvalidArgument
 
 
 class Const:
@@ -217,7 +217,8 @@ def either(*alternatives: Any) -> Any:
     return alternatives[0]() if callable(alternatives[0]) else alternatives[0]
 
 
-@checked_call()
 def optional(value: Any, step: Callable[[Any], Any]) -> Any:
     """In a pattern: `step(value)`, or just `value` where the graph does without the step."""
+    if not callable(step):
+        raise InvalidArgument(f"optional takes a value and a function of it, not a {type(step).__name__}.")
     return either(lambda: step(value), lambda: value)

@@ -1,0 +1,202 @@
+"""One wrong input for every argument of every public function: each is refused with an error of dovetail's own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dovetail
+from dovetail import rules
+
+X = torch.randn(2, 8)
+
+
+class Opaque:
+    """An object that is nothing dovetail knows."""
+
+
+# Of each kind of wrong thing one; what is right for an argument is named beside it.
+WRONG: dict[str, Any] = {
+    "none": None,
+    "number": 3,
+    "text": "a",
+    "tensor": X,
+    "module": nn.Linear(8, 8),
+    "list": [],
+    "dict": {},
+    "object": Opaque(),
+    "function": lambda: 1,
+    "class": nn.Linear,
+}
+
+
+@functools.cache
+def parts() -> tuple[nn.Module, Any, Any, Any]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    gm = dovetail.capture(model, (X,))
+    return model, gm, dovetail.fuse(gm), dovetail.schedule(model, (X,))
+
+
+def compiled(**given: Any) -> Any:
+    arguments = {"args": (X,), "backends": "eager", "on_error": "raise", **given}
+    return dovetail.compile(
+        given.pop("model", parts()[0]), **{k: v for k, v in arguments.items() if k != "model"}
+    )
+
+
+def relu_plus(x: Any) -> Any:
+    return torch.relu(x) + 1
+
+
+# A call with the wrong thing in one place, and the things that are right there.
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "capture": (lambda b: dovetail.capture(b, (X,)), "module"),
+    "capture args": (lambda b: dovetail.capture(parts()[0], b), ""),
+    "capture kwargs": (lambda b: dovetail.capture(parts()[0], (X,), b), "none dict"),
+    "capture dynamic_shapes": (
+        lambda b: dovetail.capture(parts()[0], (X,), dynamic_shapes=b),
+        "none list dict",
+    ),
+    "compile": (lambda b: compiled(model=b), "module"),
+    "compile args": (lambda b: compiled(args=b), "none"),
+    "compile kwargs": (lambda b: compiled(kwargs=b), "none dict"),
+    "compile backends": (lambda b: compiled(backends=b), "none list dict"),
+    "compile rules": (lambda b: compiled(rules=b), "none list"),
+    "compile pipeline": (lambda b: compiled(pipeline=b), "none list"),
+    "compile plan": (lambda b: compiled(plan=b), "none dict"),
+    "compile dynamic": (lambda b: compiled(dynamic=b), "none"),
+    "compile dynamic_shapes": (lambda b: compiled(dynamic_shapes=b), "none list dict"),
+    "compile on_error": (lambda b: compiled(on_error=b), ""),
+    "compile verify": (lambda b: compiled(verify=b), ""),
+    "compile granularity": (lambda b: compiled(granularity=b), ""),
+    "compile smallest": (lambda b: compiled(smallest=b), "number"),
+    "compile timeout": (lambda b: compiled(timeout=b), "none number"),
+    "compile cache": (lambda b: compiled(cache=b), "text"),
+    "compile cuda_graphs": (lambda b: compiled(cuda_graphs=b), ""),
+    "compile check_capture": (lambda b: compiled(check_capture=b), ""),
+    "fuse": (lambda b: dovetail.fuse(b), ""),
+    "fuse rules": (lambda b: dovetail.fuse(parts()[1], b), "none list"),
+    "fuse must": (lambda b: dovetail.fuse(parts()[1], must=b), "none list dict"),
+    "fuse never": (lambda b: dovetail.fuse(parts()[1], never=b), "none list dict"),
+    "fuse limits": (lambda b: dovetail.fuse(parts()[1], limits=b), "none"),
+    "fuse priorities": (lambda b: dovetail.fuse(parts()[1], priorities=b), "none dict"),
+    "fuse fuel": (lambda b: dovetail.fuse(parts()[1], fuel=b), "none number"),
+    "fuse cost": (lambda b: dovetail.fuse(parts()[1], cost=b), "none"),
+    "fuse on_error": (lambda b: dovetail.fuse(parts()[1], on_error=b), ""),
+    "Fuse priorities": (lambda b: dovetail.Fuse(priorities=b), "none dict"),
+    "lower": (lambda b: dovetail.lower(b, "eager"), ""),
+    "lower backends": (lambda b: dovetail.lower(parts()[2], b), "none list dict"),
+    "Lower": (lambda b: dovetail.Lower(b), "none list dict"),
+    "explain": (dovetail.explain, ""),
+    "why_not": (lambda b: dovetail.explain(parts()[2]).why_not(b, "relu"), ""),
+    "regions": (dovetail.regions, ""),
+    "regions kind": (lambda b: dovetail.regions(parts()[2], kind=b), "none text"),
+    "text": (dovetail.text, ""),
+    "diff": (lambda b: dovetail.diff(parts()[1], b), ""),
+    "check": (dovetail.check, ""),
+    "refresh": (dovetail.refresh, ""),
+    "declare": (lambda b: dovetail.declare(parts()[1], b), "dict"),
+    "outline nodes": (lambda b: dovetail.outline(parts()[1], b, kind="k"), ""),
+    "outline kind": (lambda b: dovetail.outline(parts()[1], ["relu"], kind=b), "text"),
+    "outline escapes": (lambda b: dovetail.outline(parts()[1], ["relu"], kind="k", escapes=b), "dict"),
+    "inline name": (lambda b: dovetail.inline(parts()[2], b), "none"),
+    "inline kind": (lambda b: dovetail.inline(parts()[2], kind=b), "none"),
+    "save": (lambda b: dovetail.save(b, "never.pt2"), ""),
+    "save path": (lambda b: dovetail.save(parts()[2], b), "text"),
+    "load": (dovetail.load, "text"),
+    "to_onnx path": (lambda b: dovetail.to_onnx(parts()[2], b), "text"),
+    "to_stablehlo": (dovetail.to_stablehlo, ""),
+    "replace_region": (lambda b: dovetail.replace_region(parts()[2], b, torch.relu), ""),
+    "schedule": (lambda b: dovetail.schedule(b, (X,)), "module"),
+    "schedule args": (lambda b: dovetail.schedule(parts()[0], b), "none list"),
+    "find": (lambda b: parts()[3].find(b), "text class"),
+    "find where": (lambda b: parts()[3].find(where=b), "function module class"),
+    "fuse matches": (lambda b: parts()[3].fuse(b), ""),
+    "lower matches": (lambda b: parts()[3].lower([], b), ""),
+    "part": (lambda b: parts()[3][b], "number"),
+    "undo": (lambda b: parts()[3].undo(b), ""),
+    "fuse_modules": (lambda b: dovetail.fuse_modules(b, ["0", "1"]), ""),
+    "fuse_modules names": (lambda b: dovetail.fuse_modules(parts()[0], b), ""),
+    "bisect": (lambda b: dovetail.bisect(b, parts()[1], lambda g: True), ""),
+    "bisect_lowering": (lambda b: dovetail.bisect_lowering(b, lambda g: True), ""),
+    "Pipeline": (dovetail.Pipeline, "list dict"),
+    "pipeline of": (lambda b: dovetail.Pipeline([dovetail.Fuse()])(b), ""),
+    "Limits": (lambda b: dovetail.Limits(nodes=b), "none number"),
+    "Decline": (dovetail.Decline, "text"),
+    "RuleSet": (dovetail.RuleSet, "list"),
+    "RuleSet name": (lambda b: dovetail.RuleSet()[b], ""),
+    "rule": (lambda b: dovetail.rule(b, kind="k"), "none"),
+    "rule kind": (lambda b: dovetail.rule(kind=b)(relu_plus), "text"),
+    "rule examples": (lambda b: dovetail.rule(kind="k", examples=b)(relu_plus), "none list"),
+    "rule through": (lambda b: dovetail.rule(kind="k", through=b)(relu_plus), "list"),
+    "rule attrs": (lambda b: dovetail.rule(kind="k", attrs=b)(relu_plus), "none dict function module class"),
+    "capability": (lambda b: rules.capability(b, kind="k"), "text function class"),
+    "capability kind": (lambda b: rules.capability({"add"}, kind=b), "text"),
+    "modules": (lambda b: rules.modules(b, kind="k"), "text class"),
+    "siblings": (lambda b: rules.siblings(of=b), "none text function class"),
+    "repeats": (lambda b: rules.repeats(min_size=b), "number"),
+    "optional": (lambda b: dovetail.optional(X, b), "function module class"),
+    "Ledger": (dovetail.Ledger.from_json, ""),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_wrong_is_refused_in_words_of_our_own(name: str) -> None:
+    call, right = CALLS[name]
+    for kind, value in WRONG.items():
+        if kind in right.split():
+            continue
+        with pytest.raises(dovetail.DovetailError) as refused:
+            call(value)
+        assert len(str(refused.value)) > 15, kind
+
+
+def test_the_sweep_covers_every_public_function() -> None:
+    functions = [n for n in dovetail.__all__ if n[0].islower()]
+    called = {word for name in CALLS for word in name.split()}
+    # What only makes values of values, or reads other people's files.
+    assert set(functions) - called == {"either", "from_onnx"}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*Python 3.14:DeprecationWarning")
+def test_scripted_modules_are_refused_wherever_they_are() -> None:
+    scripted, traced = torch.jit.script(nn.ReLU()), torch.jit.trace(nn.ReLU(), X)
+    for model, what in ((scripted, "the model"), (traced, "the model"), (Wrapped(scripted), "'inner'")):
+        for call in (
+            lambda m: dovetail.capture(m, (X,)),
+            lambda m: dovetail.compile(m, (X,), backends="eager"),
+            lambda m: dovetail.compile(m),
+            lambda m: dovetail.fuse_modules(m, ["inner", "inner"]),
+        ):
+            with pytest.raises(
+                dovetail.InvalidArgument, match=f"{what}.*TorchScript.*Give the Python module"
+            ):
+                call(model)
+
+
+def test_inputs_that_the_model_does_not_take_are_named_with_the_module() -> None:
+    model = Wrapped(nn.Linear(8, 8))
+    with pytest.raises(
+        dovetail.CaptureError, match=r"float32\[2, 9\].*in 'inner' \(Linear\).*(?s:.*)itself runs on"
+    ):
+        dovetail.capture(model, (torch.randn(2, 9),))
+    with pytest.raises(dovetail.CaptureError, match=r"return self.inner\(x\) \+ 1"):
+        dovetail.capture(model, (torch.randn(2, 9),))
+    gm = dovetail.capture(model, (X,))
+    with pytest.raises(dovetail.CallMismatch, match=r"shape \(2, 8\) and has \(2, 9\)"):
+        gm(torch.randn(2, 9))
+    with pytest.raises(dovetail.CaptureError, match=r"dynamic_shapes do not fit"):
+        dovetail.capture(model, (X,), dynamic_shapes={"y": {0: torch.export.Dim.AUTO}})
