@@ -106,14 +106,20 @@ class Subject:
         return copy.deepcopy(self.model), pytree.tree_map(_clone, self.kwargs)
 
     def export(self) -> bool:
-        try:
-            self.program = self._exported()
-        except Exception:
-            # A cache of a kind that pytree does not know, or that the model cannot build while it is traced.
-            if "use_cache" not in inspect.signature(self.model.forward).parameters:
-                raise
-            self.kwargs["use_cache"] = False
-            self.program = self._exported()
+        """Export with the given inputs; where torch cannot, without a cache, and then with text alone."""
+        given, takes_cache = self.kwargs, "use_cache" in inspect.signature(self.model.forward).parameters
+        tries = [given, *([{**given, "use_cache": False}] if takes_cache else [])]
+        if "input_ids" in given and len(given) > 1:
+            tries.append({"input_ids": given["input_ids"][:, :2].contiguous()})
+        for i, self.kwargs in enumerate(tries):
+            try:
+                self.program = self._exported()
+                break
+            except Exception as error:
+                if i == 0:
+                    first = error
+        else:
+            raise first
         self.eager = _outputs(*self.fresh())
         return True
 
