@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("built", "exports", "captured", "equal", "fused", "inverse", "gradients", "compiled")
+COLUMNS = ("built", "exports", "captured", "equal", "faithful", "fused", "inverse", "gradients", "compiled")
 
 
 def main() -> int:

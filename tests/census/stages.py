@@ -85,6 +85,7 @@ class Subject:
         if cls is None:
             raise Skipped("no model class")
         self.graph: Any = None
+        self.drift = ""
         self.refused_gradients: Exception | None = None
         special = overrides(model_type)
         reasons: list[str] = []
@@ -139,9 +140,19 @@ class Subject:
 
     def equal(self) -> None:
         theirs = _outputs(self.program.module(), self.fresh()[1])
-        mine = _outputs(copy.deepcopy(self.graph), self.fresh()[1])
-        drift = _difference(theirs, self.eager)
-        _same(mine, theirs, f"the exported program{f', which differs from eager: {drift}' if drift else ''}")
+        self.drift = _difference(theirs, self.eager)
+        _same(_outputs(copy.deepcopy(self.graph), self.fresh()[1]), theirs, "the exported program")
+
+    def faithful(self) -> None:
+        """Compare the exported program with eager mode; where it differs, the check of captures must notice."""
+        if not self.drift:
+            return
+        model, kwargs = self.fresh()
+        try:
+            dovetail.capture(model, (), kwargs, check_capture=True)
+        except dovetail.CaptureError as noticed:
+            raise Skipped(f"{self.drift} in the exported program; noticed: {noticed}") from None
+        raise AssertionError(f"{self.drift} in the exported program, and check_capture does not notice")
 
     def fused(self) -> None:
         self.fused_graph = dovetail.fuse(self.graph)
@@ -156,6 +167,7 @@ class Subject:
     def gradients(self) -> None:
         if self.refused_gradients is not None:
             raise self.refused_gradients
+        self._must_be_faithful()
         model, kwargs = self.fresh()
         theirs = _gradients(model, kwargs)
         mine = _gradients(copy.deepcopy(self.fused_graph), self.fresh()[1])
@@ -169,7 +181,12 @@ class Subject:
             if error > 1e-4 * scale + 1e-7:
                 raise AssertionError(f"gradient of '{name}' differs by {error:.2e} of {scale:.2e}")
 
+    def _must_be_faithful(self) -> None:
+        if self.drift:
+            raise Skipped("the exported program differs from eager mode")
+
     def compiled(self) -> None:
+        self._must_be_faithful()
         model, kwargs = self.fresh()
         with torch.no_grad():
             fast = dovetail.compile(model, (), kwargs, backends=self.backends, on_error="raise")

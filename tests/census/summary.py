@@ -13,6 +13,7 @@ COLUMNS = {
     "exports": "torch.export takes it",
     "captured": "captured",
     "equal": "equal to the exported program, bit for bit",
+    "faithful": "the exported program equals eager mode",
     "fused": "fused, equal bit for bit",
     "inverse": "inlined again, the same graph",
     "gradients": "gradients as in eager mode",
@@ -42,7 +43,7 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
     for column, label in COLUMNS.items():
         groups = _groups(rows, column)
         if groups:
-            lines += ["", f"Not {label}:", ""]
+            lines += ["", f"Not so: {label}", ""]
         for reason, names in groups:
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             lines.append(f"- {len(names)}: {reason} ({', '.join(names[:MOST_NAMES])}{more})")
@@ -71,7 +72,7 @@ def _groups(rows: dict[str, dict[str, Any]], column: str) -> list[tuple[str, lis
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, row in sorted(rows.items()):
         value = row.get(column)
-        if isinstance(value, str) and not _skipped(value):
+        if isinstance(value, str) and not (_skipped(value) and column != "faithful"):
             groups[_pattern(value)].append(name)
     return sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
 
