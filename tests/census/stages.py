@@ -73,6 +73,7 @@ def _timed(column: str, report: Report, stage: Callable[[], Any]) -> Any:
         verdict = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     report(column, verdict)
     report(f"{column}_s", round(time.perf_counter() - began, 2))
+    report("cpu_s", round(time.process_time(), 1))
     return result
 
 
