@@ -108,9 +108,11 @@ class Subject:
         return copy.deepcopy(self.model), pytree.tree_map(_clone, self.kwargs)
 
     def export(self) -> bool:
-        """Export with the given inputs; where torch cannot, without a cache, and then with text alone."""
-        given, takes_cache = self.kwargs, "use_cache" in inspect.signature(self.model.forward).parameters
-        tries = [given, *([{**given, "use_cache": False}] if takes_cache else [])]
+        """Export with the given inputs; where torch cannot, without a cache, with a mask, and then with text alone."""
+        given, parameters = self.kwargs, inspect.signature(self.model.forward).parameters
+        tries = [given, *([{**given, "use_cache": False}] if "use_cache" in parameters else [])]
+        if "attention_mask" in parameters and "attention_mask" not in given and "input_ids" in given:
+            tries.append({**tries[-1], "attention_mask": torch.ones_like(given["input_ids"])})
         if "input_ids" in given and len(given) > 1:
             tries.append({"input_ids": given["input_ids"][:, :2].contiguous()})
         for i, self.kwargs in enumerate(tries):
