@@ -14,7 +14,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs fuzz bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
+.PHONY: help demo test test-all lint docs fuzz census bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ docs: $(READY)  ## write the generated pages of docs again
 
 fuzz: $(READY)  ## outline and inline N=50000 random programs, match SPELLINGS=12800 of library rules, load FILES=20000 damaged files, in JOBS= processes
 	$(BIN)/python -m tests.fuzz --n $(N) --spellings $(SPELLINGS) --files $(FILES) --jobs $(JOBS)
+
+census: $(READY)  ## every model type of transformers, built small: exported, captured, fused, differentiated; writes benchmarks/RESULTS.md
+	$(BIN)/python -m tests.census --out build/census --jobs $(JOBS) --write benchmarks/RESULTS.md
 
 bench-outline: $(READY)  ## outlining and inlining against copying the same graph; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.outline --write benchmarks/RESULTS.md

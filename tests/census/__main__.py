@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("built", "exports", "captured", "equal", "fused", "inverse", "gradients", "compiled")
+COLUMNS = ("built", "exports", "captured", "equal", "faithful", "fused", "inverse", "gradients", "compiled")
 
 
 def main() -> int:
@@ -26,6 +26,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "logs").mkdir(exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Children are forked, and CUDA does not survive a fork.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from . import stages  # loads torch, transformers and dovetail once, for all children

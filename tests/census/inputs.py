@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 BATCH, LENGTH = 2, 8
-FEATURES = re.compile(r"(?:features|image_features)\D*?(\d+)")
 
 
 def _fields(config: Any, names: tuple[str, ...]) -> list[int]:
@@ -165,7 +164,8 @@ def calls(model: nn.Module, config: Any, given: dict[str, Any]) -> Iterator[dict
     ]
     decoding = ["decoder_input_ids"] if "decoder_input_ids" in parameters else []
     every = [n for n in MODALITIES if n in parameters and n != "pixel_values_videos"]
-    main = getattr(model, "main_input_name", "input_ids")
+    named = getattr(model, "main_input_name", "input_ids")
+    main = named if isinstance(named, str) else named[0]
     masks = [n for n in MASKS if n in parameters]
     sets = [
         [*every, *required],
@@ -217,16 +217,19 @@ def _combinations(names: list[str], config: Any) -> Iterator[dict[str, Any]]:
 
 def with_placeholders(kwargs: dict[str, Any], config: Any, message: str) -> dict[str, Any] | None:
     """The call with as many image or audio tokens as the message about a wrong number of them asks for."""
-    if "input_ids" not in kwargs or not ("token" in message and "match" in message):
+    if "input_ids" not in kwargs or "token" not in message:
         return None
     numbers = [int(n) for n in re.findall(r"\d+", message)]
     names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "media_token_id",
              "speech_token_id", "im_patch_id", "placeholder_token_id")  # fmt: skip
     token = next((t for n in names for t in _fields(config, (n,))), None)
-    if token is None or len(numbers) < 2 or max(numbers) > 4096:
+    if token is not None and "mm_token_type_ids" in message and "mm_token_type_ids" not in kwargs:
+        return {**kwargs, "mm_token_type_ids": (kwargs["input_ids"] == token).long()}
+    if token is None or "match" not in message or len(numbers) < 2 or max(numbers) > 4096:
         return None
     count = max(numbers) // BATCH
     if int((kwargs["input_ids"] == token).sum()) == count * BATCH or count == 0:
         return None
     ids = torch.cat([_ids(config, 4), torch.full((BATCH, count), token), _ids(config, 4)], dim=1)
-    return {**kwargs, "input_ids": ids}
+    types = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in kwargs else {}
+    return {**kwargs, "input_ids": ids, **types}

@@ -57,6 +57,28 @@ def overrides(model_type: str) -> dict[str, Any]:
             return {"config": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}}}
         case "esm":
             return {"config": {"pad_token_id": 1, "mask_token_id": 4}}
+        case "mamba2":
+            return {"config": {"num_heads": 8, "head_dim": 16, "n_groups": 1}}
+        case "falcon_h1":
+            return {"config": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}}
+        case "zamba2":
+            return {"config": {"attention_head_dim": 32, "attention_hidden_size": 128}}
+        case "xlstm":
+            return {"config": {"qk_dim_factor": 1.0, "num_blocks": 2}}
+        case "lxmert":
+            features = {"visual_feats": torch.randn(2, 4, 2048), "visual_pos": torch.rand(2, 4, 4)}
+            return {"inputs": {"input_ids": torch.randint(3, 100, (2, 8)), **features}}
+        case "speecht5":
+            return {
+                "inputs": {
+                    "input_values": torch.randn(2, 8, 64),
+                    "decoder_input_values": torch.randn(2, 8, 64),
+                }
+            }
+        case "timesfm":
+            padding = torch.zeros(2, 64, dtype=torch.int64)
+            series = {"past_values": torch.randn(2, 64), "past_values_padding": padding}
+            return {"inputs": {**series, "freq": torch.zeros(2, 1, dtype=torch.int64)}}
         case "decision_transformer":
             return {"inputs": _trajectory()}
         case "autoformer" | "informer" | "time_series_transformer":

@@ -13,12 +13,20 @@ COLUMNS = {
     "exports": "torch.export takes it",
     "captured": "captured",
     "equal": "equal to the exported program, bit for bit",
+    "faithful": "the exported program equals eager mode",
     "fused": "fused, equal bit for bit",
     "inverse": "inlined again, the same graph",
     "gradients": "gradients as in eager mode",
     "compiled": "compiled, equal to eager",
 }
-MOST_NAMES = 12
+MOST_NAMES = 40
+UNBUILT = {
+    "requires the": "a library that is not installed",
+    "no model class": "no model class of its own",
+    "process ended": "the process ended",
+    "over ": "over the time limit",
+    "million parameters": "too large however configured",
+}
 
 
 def write(folder: Path, rows: dict[str, dict[str, Any]], into: Path | None) -> str:
@@ -42,7 +50,7 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
     for column, label in COLUMNS.items():
         groups = _groups(rows, column)
         if groups:
-            lines += ["", f"Not {label}:", ""]
+            lines += ["", f"Not so: {label}", ""]
         for reason, names in groups:
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             lines.append(f"- {len(names)}: {reason} ({', '.join(names[:MOST_NAMES])}{more})")
@@ -71,14 +79,18 @@ def _groups(rows: dict[str, dict[str, Any]], column: str) -> list[tuple[str, lis
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, row in sorted(rows.items()):
         value = row.get(column)
-        if isinstance(value, str) and not _skipped(value):
-            groups[_pattern(value)].append(name)
+        if isinstance(value, str) and not (_skipped(value) and column not in ("built", "faithful")):
+            groups[_pattern(column, value)].append(name)
     return sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
-def _pattern(reason: str) -> str:
-    """A reason without what differs from model to model."""
-    first = reason.split(" | ")[-1] if reason.startswith("RuntimeError: uniform") else reason
-    short = re.sub(r"'[^']{1,80}'", "'…'", first)
-    short = re.sub(r"\b\d[\d.e+-]*\b", "N", short)
-    return short[:180].replace("|", "/")
+def _pattern(column: str, reason: str) -> str:
+    """A reason without what differs from model to model or machine to machine."""
+    if column == "built":
+        return next(
+            (cause for mark, cause in UNBUILT.items() if mark in reason), "no sizes or inputs that fit"
+        )
+    short = re.sub(r"/\S*/(?=[\w-]+/[\w-]+\.py)", "", reason)
+    short = re.sub(r"'[^']{1,80}'", "'…'", short)
+    short = re.sub(r"(?<![\w.])\d[\d.e+-]*\b", "N", short)
+    return short[:200].replace("|", "/")

@@ -143,6 +143,15 @@ def test_the_cause_is_chained() -> None:
     assert caught.value.__cause__ is not None
 
 
+def test_an_exception_that_the_caller_handles_is_not_blamed() -> None:
+    try:
+        capture(Prints(), (torch.randn(3, 4),))
+    except CaptureError:
+        with pytest.raises(CaptureError) as caught:
+            capture(Branches(), (torch.randn(3, 4),))
+    assert "if x.sum() > 0:" in str(caught.value)
+
+
 def test_patched_functions_are_put_back() -> None:
     before = (print, torch.autograd.Function.__dict__["apply"], Tensor.register_hook)
     with pytest.raises(CaptureError):

@@ -59,16 +59,28 @@ def is_user_file(file: str) -> bool:
 
 
 def of_exception(error: BaseException) -> Line | None:
-    """The deepest line of user code that the exception, or what caused it, passed through."""
+    """The deepest line of user code that the exception, or what caused it, passed through.
+
+    An exception that the caller was handling at the time is the context of this one, and no cause of it.
+    """
     seen: set[int] = set()
     at: BaseException | None = error
     found: Line | None = None
-    while at is not None and id(at) not in seen:
+    while at is not None and id(at) not in seen and not _is_being_handled(at):
         seen.add(id(at))
         found = _deepest(at.__traceback__) or found
         at = at.__cause__ or at.__context__
     # A tracer of bytecode never runs the user's frame; it only tells of it in words.
     return found or _last_user_frame(str(error))
+
+
+def _is_being_handled(error: BaseException) -> bool:
+    """Whether a frame of the user's that is still running has caught the exception."""
+    caught = error.__traceback__.tb_frame if error.__traceback__ is not None else None
+    frame = inspect.currentframe()
+    while frame is not None and frame is not caught:
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
 def of_node(node: Node) -> Line | None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
@@ -112,7 +113,7 @@ def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
     value = cast(Tensor, tensor.meta["val"])
     height, width = value.shape[:2]
     if wrap and value.dim() == 2:
-        if type(width) is int and value.is_contiguous():
+        if type(width) is int and is_contiguous_or_false(value):
             flat = _call(graph, node, _VIEW, (tensor, [-1]), {})
             return [_call(graph, node, _aten.slice.Tensor, (flat, 0, 0, None, width + 1), {})]
         if isinstance(height, SymInt) or isinstance(width, SymInt) or height > 2 * (width + 1):
@@ -179,7 +180,7 @@ def _parameters(operator: OpOverload) -> list[tuple[str, str]]:
 
 
 def _is_permuted(value: Tensor) -> bool:
-    if value.layout is not torch.strided or value.is_contiguous():
+    if value.layout is not torch.strided or is_contiguous_or_false(value):
         return False
     return any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())) or is_dense(value)
 
@@ -231,7 +232,7 @@ def make_bases_dense(graph: Graph) -> None:
 def _memory_order(value: Tensor) -> list[int] | None:
     """The dimensions from the outermost in memory to the innermost; None where elements do not lie side by side."""
     if any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
-        return list(range(value.dim())) if value.is_contiguous() else None
+        return list(range(value.dim())) if is_contiguous_or_false(value) else None
     return sorted(range(value.dim()), key=lambda d: -value.stride(d)) if is_dense(value) else None
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -91,7 +92,9 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
     is_contiguous = _is_contiguous(operand)
     if is_contiguous and (name in _DROPOUTS or not differentiable or "out" in node.kwargs):
         return
-    if not value.is_contiguous() and any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
+    if not is_contiguous_or_false(value) and any(
+        isinstance(n, SymInt) for n in (*value.shape, *value.stride())
+    ):
         raise _refused(node, "forward draws random numbers into a view whose strides vary with dynamic sizes")
     if name in _DROPOUTS:
         _drop(graph, node, operand, name)
@@ -114,7 +117,7 @@ def _drop(graph: Graph, node: Node, operand: Node, name: str) -> None:
     """Write out in-place dropout as ATen defines it, so that its mask is drawn in the order of the mask's memory."""
     p, train = cast("tuple[float, bool]", node.args[1:3])
     value = cast(Tensor, operand.meta["val"])
-    if p == 0 or not train or value.numel() == 0:
+    if p == 0 or not train or any(type(n) is int and n == 0 for n in value.shape):
         node.replace_all_uses_with(operand)
         graph.erase_node(node)
         return
@@ -151,7 +154,7 @@ def _generator(node: Node) -> dict[str, Any]:
 def _empty(graph: Graph, node: Node, operand: Node) -> Node:
     """Memory to draw into, of the strides of `operand`."""
     value = cast(Tensor, operand.meta["val"])
-    if is_dense(value):
+    if is_contiguous_or_false(value) or is_dense(value):
         # The strides of the call, which fake kernels are not always right about: batch norm's of a transpose.
         return _call(graph, node, _aten.empty_like.default, (operand,), {})
     form = {"dtype": value.dtype, "device": value.device}
@@ -164,7 +167,7 @@ def _empty(graph: Graph, node: Node, operand: Node) -> Node:
 def _is_contiguous(operand: Node) -> bool:
     """Whether a value, and what it is a view of, are contiguous; the strides of a fake result may be wrong otherwise."""
     place, node = storage_of(operand.meta["val"]), operand
-    while node.meta["val"].is_contiguous():
+    while is_contiguous_or_false(node.meta["val"]):
         base = node.args[0] if node.args else None
         value = base.meta.get("val") if isinstance(base, Node) else None
         if not isinstance(value, Tensor) or storage_of(value) != place:
