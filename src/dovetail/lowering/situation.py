@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import sympy
@@ -106,7 +107,27 @@ def expected_situation(values: Sequence[Any], requires_grad: Sequence[bool], *, 
     ranges: dict[str, tuple[str, int | None, int | None]] = {}
     grad = grad and any(requires_grad)
     specs = tuple(_spec(v, grad and r, ranges) for v, r in zip(values, requires_grad, strict=True))
-    return Situation(specs, grad, autocast_now(values), tuple(ranges.values()))
+    return _with_numbered_symbols(Situation(specs, grad, autocast_now(values), tuple(ranges.values())))
+
+
+def _with_numbered_symbols(situation: Situation) -> Situation:
+    """The same with symbols named by the order in which operands show them: equal bodies have symbols of their own."""
+    names = {symbol: f"s{i}" for i, (symbol, _, _) in enumerate(situation.ranges)}
+    if not names:
+        return situation
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def renamed(size: Any) -> Any:
+        return pattern.sub(lambda found: names[found[0]], size) if isinstance(size, str) else size
+
+    operands = tuple(
+        replace(spec, sizes=tuple(map(renamed, spec.sizes)), strides=tuple(map(renamed, spec.strides)))
+        if isinstance(spec, TensorSpec)
+        else replace(spec, value=renamed(spec.value))
+        for spec in situation.operands
+    )
+    ranges = tuple((names[symbol], low, high) for symbol, low, high in situation.ranges)
+    return replace(situation, operands=operands, ranges=ranges)
 
 
 def autocast_now(args: Sequence[Any]) -> tuple[tuple[str, str], ...]:
@@ -265,8 +286,14 @@ def _written_fit(situation: Situation) -> Fit:
     for i, spec in enumerate(situation.operands):
         if isinstance(spec, TensorSpec):
             _sizes(i, spec, bound, lines, late)
-    if any(symbol not in bound for symbol, _, _ in situation.ranges):
-        return lambda given: False  # a symbol that no operand shows alone cannot be told
+    stated = [test.split(" == ", 1) for test in late]
+    for symbol, _, _ in situation.ranges:
+        if symbol not in bound:
+            solution = _solved(symbol, stated, bound)
+            if solution is None:
+                return lambda given: False  # a symbol whose value no operand shows
+            bound.add(symbol)
+            lines.append(f"    {symbol} = {solution}")
     for symbol, lower, upper in situation.ranges:
         late += [f"{lower} <= {symbol}"] if lower is not None else []
         late += [f"{symbol} <= {upper}"] if upper is not None else []
@@ -295,3 +322,26 @@ def _match(expression: str, place: str, bound: set[str], lines: list[str], late:
         lines.append(f"    {expression} = {place}")
     else:
         late.append(f"{place} == {expression}")
+
+
+def _solved(symbol: str, stated: Sequence[Sequence[str]], bound: set[str]) -> str | None:
+    """A symbol as an expression of what is known, from a size that is affine in it; None if there is no such size."""
+    for place, text in stated:
+        names = set(re.findall(r"[A-Za-z_]\w*", text))
+        if symbol not in names or not names <= {symbol, *bound}:
+            continue
+        code = compile(text, "<size>", "eval")
+        others = [dict.fromkeys(names, n) for n in (3, 7)]
+        try:
+            samples = [[eval(code, {}, known | {symbol: n}) for n in (0, 1, 2, 1000)] for known in others]
+        except (ArithmeticError, TypeError):
+            continue
+        slope = samples[0][1] - samples[0][0]
+        is_affine = all(
+            row[1] - row[0] == slope and row[2] - row[0] == 2 * slope and row[3] - row[0] == 1000 * slope
+            for row in samples
+        )
+        if slope and is_affine:
+            constant = re.sub(rf"\b{symbol}\b", "0", text)
+            return f"({place} - ({constant})) // {slope}"
+    return None
