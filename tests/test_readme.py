@@ -52,4 +52,5 @@ def test_demo_agrees_with_itself() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "DIFFERS" not in done.stdout
-    assert done.stderr == ""
+    # A build for CUDA says so on a machine without it.
+    assert [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line] == []

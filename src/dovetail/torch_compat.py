@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -85,8 +86,16 @@ def warn_if_untested() -> None:
         warnings.warn(
             f"dovetail was tested with torch {'.'.join(map(str, OLDEST))} to {newest}, and this is {version}. Compare "
             f"results (capture(..., check_capture=True), lower(..., verify=True)), or install torch {newest}.",
-            stacklevel=3,
+            stacklevel=_levels_to_caller(),
         )
+
+
+def _levels_to_caller() -> int:
+    """How many frames of this package, with `warn_if_untested` the first, a warning has to skip."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dovetail":
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 @contextlib.contextmanager
