@@ -1,6 +1,6 @@
 """Capture against torch.export of the same model, in one process.
 
-    python -m benchmarks.capture [--only resnet] [--repeat 5] [--write benchmarks/RESULTS.md]
+    python -m benchmarks.capture [--only resnet t5] [--repeat 5] [--write benchmarks/RESULTS.md]
 
 Both in turns, each with the garbage of the one before collected; medians of `--repeat` turns, after one that is not
 counted. Seconds are of processor time: both run on one thread, and others on the machine do not count.
@@ -208,7 +208,9 @@ def _seconds(step: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="measure models whose name contains this")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="measure models whose names contain one of these"
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
@@ -219,7 +221,7 @@ def main() -> None:
     print(head, flush=True)
     rows: list[Row] = []
     for name, build in models():
-        if options.only.lower() in name.lower():
+        if any(part.lower() in name.lower() for part in options.only):
             rows.append(measure(name, build(), options.repeat))
             print(rows[-1], flush=True)
     if options.write:

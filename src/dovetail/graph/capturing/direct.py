@@ -1,8 +1,10 @@
 """The decomposed form of a program in one walk, for programs that decomposition hardly changes.
 
 Torch decomposes by tracing the whole program anew, which takes longer than exporting it. Here the nodes that it would
-keep are copied, and the few composite operators that it would take apart are run alone on their fake operands. What
-comes out is the same, names and values too; where that is not certain, nothing comes out.
+keep are copied, and the few composite operators that it would take apart are run alone on their fake operands. Values on
+memory that the program writes are functional tensors: views of them and writes to them run through torch's
+functionalization, which emits what it would in a trace of the whole. What comes out is the same, names and values too;
+where that is not certain, nothing comes out.
 """
 
 from __future__ import annotations
