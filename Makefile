@@ -14,7 +14,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs fuzz census bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
+.PHONY: help demo test test-all lint docs fuzz census bench-capture bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ fuzz: $(READY)  ## outline and inline N=50000 random programs, match SPELLINGS=1
 
 census: $(READY)  ## every model type of transformers, built small: exported, captured, fused, differentiated; writes benchmarks/RESULTS.md
 	$(BIN)/python -m tests.census --out build/census --jobs $(JOBS) --write benchmarks/RESULTS.md
+
+bench-capture: $(READY)  ## capture against torch.export of the same models; writes benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.capture --write benchmarks/RESULTS.md
 
 bench-outline: $(READY)  ## outlining and inlining against copying the same graph; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.outline --write benchmarks/RESULTS.md

@@ -1,8 +1,10 @@
 """The decomposed form of a program in one walk, for programs that decomposition hardly changes.
 
 Torch decomposes by tracing the whole program anew, which takes longer than exporting it. Here the nodes that it would
-keep are copied, and the few composite operators that it would take apart are run alone on their fake operands. What
-comes out is the same, names and values too; where that is not certain, nothing comes out.
+keep are copied, and the few composite operators that it would take apart are run alone on their fake operands. Values on
+memory that the program writes are functional tensors: views of them and writes to them run through torch's
+functionalization, which emits what it would in a trace of the whole. What comes out is the same, names and values too;
+where that is not certain, nothing comes out.
 """
 
 from __future__ import annotations
@@ -38,8 +40,12 @@ from dovetail.graph.capturing.aliasing import storage_of
 from dovetail.graph.capturing.functional_memory import (
     FunctionalMemory,
     functional_kernel,
+    functional_tensor,
     functionalization,
+    inner_value,
+    is_functional,
     returns_alias,
+    synchronize,
     written_storages,
 )
 from dovetail.graph.capturing.parting import Operators, Unsure, recorded, same_form, same_sizes
@@ -247,20 +253,20 @@ class _Walk:
 
     def _traced(self, node: Node, function: Callable[..., Any]) -> None:
         """Add the operators that run in place of one: the parts of a composite, or what functionalization calls."""
-        is_functional = self.memory.reads(node)
-        if is_functional and node.target is _VIEW_DTYPE:
+        reads_memory = self.memory.reads(node)
+        if reads_memory and node.target is _VIEW_DTYPE:
             raise Unsure(f"'{node.name}' is a view of another dtype of memory that is written")
         args, kwargs = map_arg((node.args, node.kwargs), self._operand)
 
         def run() -> Any:
-            with functionalization() if is_functional else nullcontext():
+            with functionalization() if reads_memory else nullcontext():
                 return function(*args, **kwargs)
 
         result = self._recorded(node, run)
         self.memory.note_writes(node)
         if result is None or not node.users:
             self.made[node] = None
-        elif not is_functional or not self.memory.alias(node, result):
+        elif not reads_memory or not self.memory.alias(node, result):
             self._stands_for(node, self._written(node, result))
 
     def _recorded(self, node: Node, function: Callable[[], Any]) -> Any:
@@ -282,8 +288,8 @@ class _Walk:
         return value
 
     def _owner(self, node: Node, value: Tensor) -> Node:
-        if torch._is_functional_tensor(value):
-            value = torch._from_functional_tensor(value)
+        if is_functional(value):
+            value = inner_value(value)
         if id(value) not in self.owners:
             raise Unsure(f"'{node.name}' uses a tensor that comes from nowhere")
         return self.owners[id(value)]
@@ -308,7 +314,7 @@ class _Walk:
 
     def _functional_tensor(self, new: Node) -> Tensor:
         if new not in self.functional:
-            self.functional[new] = torch._to_functional_tensor(self._fake(new))
+            self.functional[new] = functional_tensor(self._fake(new))
         return self.functional[new]
 
     def _synchronize(self, old: Node) -> Node:
@@ -320,14 +326,9 @@ class _Walk:
             mine, replayed = self.inherited, self._owner(old, tensor).meta
             # As torch has it: replayed views are blamed on the line of the first ones.
             self.inherited = {**mine, **{key: replayed[key] for key in _REPLAYED if key in replayed}}
-            self._recorded(old, lambda: self._sync(tensor))
+            self._recorded(old, lambda: synchronize(tensor))
             self.inherited = mine
         return self._owner(old, tensor)
-
-    @staticmethod
-    def _sync(tensor: Tensor) -> None:
-        with functionalization():
-            torch._sync(tensor)
 
     def _stands_for(self, node: Node, new: Any) -> None:
         """Let `new` (a node, or those of several parts) be what readers of `node` get."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from dovetail.graph.capturing.parting import Unsure
 from dovetail.graph.normalform import by_name
 
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+# Functions of torch that its stubs do not have.
+_torch = cast(Any, torch)
 _BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
@@ -64,7 +66,7 @@ class FunctionalMemory:
         values, tensors = list(_tensors(node.meta.get("val"))), list(_tensors(result))
         known = set(self._functional.values())
         for value, tensor in zip(values, tensors, strict=True):
-            is_alias = torch._is_functional_tensor(tensor) and _storage(tensor) in known
+            is_alias = is_functional(tensor) and _storage(tensor) in known
             expected = self._functional.get(storage_of(value))
             if is_alias != (expected is not None) or (is_alias and _storage(tensor) != expected):
                 raise Unsure(f"'{node.name}' shares other memory than its exported value")
@@ -127,11 +129,11 @@ def functionalization() -> Generator[None]:
     include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(_FUNCTIONALIZE)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE)
     with torch._C._ForceDispatchKeyGuard(include, exclude):
-        replays = torch._functionalize_enable_reapply_views(True)
+        replays = _torch._functionalize_enable_reapply_views(True)
         try:
             yield
         finally:
-            torch._functionalize_enable_reapply_views(replays)
+            _torch._functionalize_enable_reapply_views(replays)
 
 
 def functional_kernel(op: OpOverload) -> Callable[..., Any]:
@@ -141,3 +143,22 @@ def functional_kernel(op: OpOverload) -> Callable[..., Any]:
         return op._op_dk(_FUNCTIONALIZE, *args, **kwargs)
 
     return call
+
+
+def functional_tensor(value: Tensor) -> Tensor:
+    return _torch._to_functional_tensor(value)
+
+
+def is_functional(value: Tensor) -> bool:
+    return _torch._is_functional_tensor(value)
+
+
+def inner_value(tensor: Tensor) -> Tensor:
+    """The value that a functional tensor has had since it was last synchronized."""
+    return _torch._from_functional_tensor(tensor)
+
+
+def synchronize(tensor: Tensor) -> None:
+    """Replay the pending updates of a functional tensor's storage, and its views of that."""
+    with functionalization():
+        _torch._sync(tensor)

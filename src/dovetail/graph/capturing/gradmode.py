@@ -134,6 +134,8 @@ def _take_over(user: Node, value: Any) -> None:
 def _detached(graph: Graph, node: Node) -> Node:
     new = graph.call_function(torch.ops.aten.detach.default, (node,))
     new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
+    if new.meta["val"].requires_grad:
+        new.meta["val"] = new.meta["val"].detach()
     return new
 
 

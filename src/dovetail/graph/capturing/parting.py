@@ -21,21 +21,10 @@ _PARTED = """
     tensor_split to unflatten unsafe_chunk view_as vsplit
 """
 _KNOWN = frozenset(_PARTED.split())
-_PARTED_IN_PLACE = frozenset(
-    [
-        "absolute_",
-        "arctan_",
-        "clip_",
-        "divide_",
-        "dropout_",
-        "feature_dropout_",
-        "multiply_",
-        "negative_",
-        "relu6_",
-        "square_",
-        "subtract_",
-    ]
+_PARTED_WRITES = (
+    "absolute_ arctan_ clip_ divide_ dropout_ feature_dropout_ multiply_ negative_ relu6_ square_ subtract_"
 )
+_PARTED_IN_PLACE = frozenset(_PARTED_WRITES.split())
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 # Asked of a tensor, not done to it; no tracer writes them down.
 _QUESTIONS = frozenset({torch.ops.prim.device.default})
