@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
@@ -226,6 +227,8 @@ class _Writer(Writer):
                 self.names[node] = form.write(self, node)
             elif node.op == "get_attr":
                 self.names[node] = self._held(node)
+            elif _is_unused_draw(node):
+                self.names[node] = node.name
             elif node.meta.get("val") is None and not node.users:
                 raise NoForm(f"{node.target} acts on something; ONNX has values only")
             else:
@@ -362,6 +365,14 @@ class _Model:
             made.name = self.kept[place] = self.writer.name(cast("str", node.target))
             self.initialisers.append(made)
         return self.kept[place]
+
+
+def _is_unused_draw(node: Node) -> bool:
+    """Whether a node only moves the random generator on, which ONNX does not have."""
+    target = node.target
+    if node.users or not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    return target.namespace == "aten" and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _label(path: tuple[Any, ...]) -> str:
