@@ -113,6 +113,10 @@ def test_sizes_keep_the_names_of_their_dims(tmp_path: Path) -> None:
     other = torch.randn(5, 7)
     (result,) = ran(path, other, other, other)
     assert torch.equal(result, joined(other, (other, other)))
+    gm = dovetail.capture(torch.relu, (X,), dynamic_shapes=({0: batch, 1: length},))
+    dovetail.save(dovetail.fuse(gm), tmp_path / "saved.pt2")
+    again = dovetail.load(tmp_path / "saved.pt2")
+    assert session(to_onnx(again, tmp_path / "again.onnx")).get_inputs()[0].shape == ["batch", "length"]
     # Sizes without a name of their own keep the symbol.
     auto = written(lambda x: x + 1, tmp_path, X, dynamic_shapes=({0: Dim.AUTO},))
     assert "batch" not in str(session(auto).get_inputs()[0].shape)
