@@ -201,3 +201,34 @@ def test_a_kind_that_is_nearly_right_is_named_for_a_single_operation_too(name: s
     assert f"it has one for '{name}': did you mean 'layer_norm'?" in events(new)[0].reason
     other = lowered(fused(normed, x), softmax=misnamed_eps)
     assert "did you mean" not in events(other)[0].reason
+
+
+SCALAR, SINK, OFFSET = torch.tensor(2.5), torch.randn(2, 4, 8, 1), torch.randn(8, 8)
+UNUSUAL: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "divisor": (lambda q: (q @ q.mT / SCALAR).softmax(-1) @ q, "divisor"),
+    "factor": (lambda q: (q @ q.mT * SCALAR).softmax(-1) @ q, "factor"),
+    "sinks": (lambda q: torch.cat([q @ q.mT, SINK], -1).softmax(-1)[..., :-1] @ q, "sink_column"),
+    "scaled bias": (lambda q: ((q @ q.mT + OFFSET) * 0.3).softmax(-1) @ q, "bias"),
+    "subtracted mask": (lambda q: (q @ q.mT - OFFSET).softmax(-1) @ q, "mask"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_a_kernel_is_not_given_attention_that_it_does_not_know(name: str) -> None:
+    function, argument = UNUSUAL[name]
+
+    def plain(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, scale: float | None, causal: bool
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+
+    q = torch.randn(2, 4, 8, 16)
+    gm = fused(function, q)
+    (region,) = [r for r in dovetail.regions(gm) if r.kind == "attention"]
+    assert argument in region.arguments
+    assert misfit(plain, region) is not None
+    new = lowered(gm, attention=plain)
+    assert [r.backend for r in dovetail.regions(new)] == [None]
+    whole = lowered(gm, attention=KINDS["attention"].reference)
+    assert [r.backend for r in dovetail.regions(whole)] == ["library"]
+    torch.testing.assert_close(whole(q), function(q))

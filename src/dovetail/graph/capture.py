@@ -155,7 +155,7 @@ def _from_model(
 def _dim_names(
     bound: inspect.BoundArguments, dynamic_shapes: Any, given: Any, inputs: Sequence[Node]
 ) -> dict[str, str]:
-    """The names of sizes that were given as `torch.export.Dim`, by the symbols that stand for them."""
+    """The names of sizes that were given as `torch.export.Dim`, by input and dimension: "x:0"."""
     leaves = pytree.tree_leaves(given)
     if dynamic_shapes is None or len(leaves) != len(inputs):
         return {}
@@ -171,8 +171,8 @@ def _dim_names(
             for dim, size in cast("Iterable[tuple[Any, Any]]", dims):
                 symbol = known.shape[dim] if isinstance(known, Tensor) else None
                 name = getattr(size, "__name__", None)
-                if isinstance(symbol, SymInt) and symbol.node.expr.is_symbol and isinstance(name, str):
-                    names.setdefault(str(symbol.node.expr), name)
+                if node is not None and isinstance(symbol, SymInt) and isinstance(name, str):
+                    names[f"{node.name}:{dim}"] = name
         elif isinstance(value, Mapping) and isinstance(spec, Mapping):
             stack.extend((value[k], s) for k, s in cast("Mapping[Any, Any]", spec).items() if k in value)
         elif isinstance(spec, (list, tuple)):

@@ -32,4 +32,5 @@ DERIVED = "dovetail.derived"
 """The `gm.meta` key of buffers that were computed from weights, and how. Written by `passes.constants` alone."""
 
 DIM_NAMES = "dovetail.dim_names"
-"""The `gm.meta` key of the names of sizes given as `torch.export.Dim`, by symbol. Written by `graph.capture` alone."""
+"""The `gm.meta` key of the names of sizes given as `torch.export.Dim`, by input and dimension as in "x:0". Written by
+`graph.capture` alone."""

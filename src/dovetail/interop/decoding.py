@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from dovetail.graph.fakes import Symbolic, World
-from dovetail.graph.keys import CLONE, DECLARED
+from dovetail.graph.keys import CLONE, DECLARED, DIM_NAMES
 from dovetail.graph.pickling import higher_order_named, overload_named, packet_named
 from dovetail.interop import functions
 from dovetail.interop.encoding import SYMBOLIC, TYPES
@@ -210,6 +210,10 @@ _META_FORMS: dict[str, Callable[[Any], bool]] = {
     "stack_trace": _is_trace,
     "custom": lambda value: isinstance(value, dict),
     CLONE: lambda value: isinstance(value, str),
+    DIM_NAMES: lambda value: (
+        isinstance(value, dict)
+        and all(isinstance(part, str) for row in cast("dict[Any, Any]", value).items() for part in row)
+    ),
     DECLARED: lambda value: (
         isinstance(value, dict)
         and all(

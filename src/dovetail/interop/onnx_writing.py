@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import SymInt, Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -226,6 +227,8 @@ class _Writer(Writer):
                 self.names[node] = form.write(self, node)
             elif node.op == "get_attr":
                 self.names[node] = self._held(node)
+            elif _is_unused_draw(node):
+                self.names[node] = node.name
             elif node.meta.get("val") is None and not node.users:
                 raise NoForm(f"{node.target} acts on something; ONNX has values only")
             else:
@@ -289,7 +292,7 @@ class _Model:
     def __init__(self, gm: GraphModule, forms: Mapping[Any, CustomForm]) -> None:
         self.gm = gm
         self.functions = _Functions(forms)
-        self.dim_names: Mapping[str, str] = gm.meta.get(DIM_NAMES, {})
+        self.dim_names = _dim_names(gm)
         self.writer = _Writer(self.functions, gm)
         self.initialisers: list[Any] = []
         self.kept: dict[Any, str] = {}
@@ -362,6 +365,27 @@ class _Model:
             made.name = self.kept[place] = self.writer.name(cast("str", node.target))
             self.initialisers.append(made)
         return self.kept[place]
+
+
+def _dim_names(gm: GraphModule) -> dict[str, str]:
+    """The names of sizes given as `torch.export.Dim`, by the symbols that stand for them."""
+    given: Mapping[str, str] = gm.meta.get(DIM_NAMES, {})
+    names: dict[str, str] = {}
+    for node in gm.graph.find_nodes(op="placeholder") if given else ():
+        value = node.meta.get("val")
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            name = given.get(f"{node.name}:{dim}")
+            if name is not None and isinstance(size, SymInt) and size.node.expr.is_symbol:
+                names.setdefault(str(size.node.expr), name)
+    return names
+
+
+def _is_unused_draw(node: Node) -> bool:
+    """Whether a node only moves the random generator on, which ONNX does not have."""
+    target = node.target
+    if node.users or not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    return target.namespace == "aten" and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _label(path: tuple[Any, ...]) -> str:

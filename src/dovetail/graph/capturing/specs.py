@@ -159,22 +159,39 @@ def leaf_steps(spec: TreeSpec) -> list[tuple[Any, ...]]:
     if spec.is_leaf():
         return [()]
     inner = children(spec)
-    steps = [
+    if getattr(spec.type, "__name__", "").endswith("Cache"):
+        return _steps_of_cache(spec)
+    return [
         (step, *rest)
         for step, child in zip(_steps(spec, len(inner)), inner, strict=True)
         for rest in leaf_steps(child)
     ]
-    if not getattr(spec.type, "__name__", "").endswith("Cache"):
-        return steps
-    # A cache of transformers has a pair of tensors for each layer.
-    pair = {0: "key", 1: "value"}
-    return [(s[0], pair.get(s[1], s[1])) if len(s) == 2 else s for s in steps]
+
+
+def _steps_of_cache(spec: TreeSpec) -> list[tuple[Any, ...]]:
+    """As `leaf_steps`, of a cache of transformers: the tensors of each layer, or the caches in it by name.
+
+    Its children are groups of leaves: the keys of all layers, their values, caches, and what else there is.
+    """
+    context = context_of(spec)
+    fields = cast("list[Any]", context) if isinstance(context, list) else []
+    caches = [name for name, value in fields if value == ["caches"]]
+    steps: list[tuple[Any, ...]] = []
+    for i, group in enumerate(children(spec)):
+        for first, *rest in leaf_steps(group):
+            if i < 2 and not rest:
+                steps.append((first, ("key", "value")[i]))
+            else:
+                name = caches[first] if i == 2 and len(caches) > first else first
+                steps.append((name, *rest))
+    return steps
 
 
 def _steps(spec: TreeSpec, count: int) -> Sequence[Any]:
     """What the children of a node are called."""
     context = context_of(spec)
-    fields = getattr(spec.type, "_fields", None)
+    # What a named tuple has as context is its class.
+    fields = getattr(context, "_fields", None)
     if fields is not None and len(fields) == count:
         return fields
     # Classes with keys or fields have their names as context, alone or first, as those of transformers do.

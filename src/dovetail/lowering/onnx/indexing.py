@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -100,9 +101,14 @@ def _(w: Writer, node: Node, x: Any, indices: Sequence[Any]) -> str:
         raise NoForm("several dimensions are indexed, and not the first ones")
     if w.dialect.runs:
         return _picked(w, node, x, [v for _, v in given])
-    shape = w.constant(list(torch.broadcast_shapes(*(tuple(w.sizes(v)) for _, v in given))), torch.int64)
+    positions = [w.read(v, torch.int64) for _, v in given]
+    if all(is_number(n) for _, v in given for n in w.value(v).shape):
+        shape = w.constant(list(torch.broadcast_shapes(*(tuple(w.sizes(v)) for _, v in given))), torch.int64)
+    else:
+        # The sum of positions has the sizes that they broadcast to.
+        shape = w.op("Shape", functools.reduce(lambda a, b: w.op("Add", a, b), positions))
     last = w.constant([-1], torch.int64)
-    parts = [w.op("Unsqueeze", w.op("Expand", w.read(v, torch.int64), shape), last) for _, v in given]
+    parts = [w.op("Unsqueeze", w.op("Expand", at, shape), last) for at in positions]
     return w.op("GatherND", w.of(x), w.op("Concat", *parts, axis=-1), label=node.name)
 
 
