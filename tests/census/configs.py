@@ -66,7 +66,7 @@ ABSENT: dict[str, int] = {
     "prediction_length": 8, "topk_group": 1, "n_group": 1, "n_shared_experts": 1, "num_experts": 4, "top_k_experts": 2,
 }  # fmt: skip
 """Fields that are None by default and without which no model can be built."""
-SEVERAL_AXES = re.compile("vl(_|$)|omni")
+SEVERAL_AXES = re.compile(r"vl(_|$)|omni|glm\d*v")
 """Types whose positions have three axes even where the configuration does not say how many channels each gets."""
 SKIPPED = frozenset(
     {"id2label", "label2id", "task_specific_params", "stage_names", "transformers_version", "_name_or_path"}

@@ -38,6 +38,7 @@ def _trajectory() -> dict[str, torch.Tensor]:
 
 def overrides(model_type: str) -> dict[str, Any]:
     """ "base": arguments of the configuration that is shrunk; "config": fields of the small one; "inputs": its call."""
+    words = torch.randint(3, 100, (2, 8))
     match model_type:
         case "conditional_detr" | "dab-detr" | "deformable_detr" | "detr" | "table-transformer":
             return {"base": _resnet()}
@@ -65,9 +66,24 @@ def overrides(model_type: str) -> dict[str, Any]:
             return {"config": {"attention_head_dim": 32, "attention_hidden_size": 128}}
         case "xlstm":
             return {"config": {"qk_dim_factor": 1.0, "num_blocks": 2}}
+        case "hunyuan_v1_moe" | "hunyuan_v1_dense":
+            return {"config": {"head_dim": 16}}
         case "lxmert":
             features = {"visual_feats": torch.randn(2, 4, 2048), "visual_pos": torch.rand(2, 4, 4)}
-            return {"inputs": {"input_ids": torch.randint(3, 100, (2, 8)), **features}}
+            return {"inputs": {"input_ids": words, **features}}
+        case "idefics":
+            pixels = {
+                "pixel_values": torch.randn(2, 1, 3, 64, 64),
+                "image_attention_mask": torch.ones(2, 8, 1),
+            }
+            return {"inputs": {"input_ids": words, **pixels}}
+        case "pix2struct":
+            return {"inputs": {"flattened_patches": torch.rand(2, 16, 770), "decoder_input_ids": words}}
+        case "siglip2" | "siglip2_vision_model":
+            text = {"input_ids": words} if model_type == "siglip2" else {}
+            mask = {"pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64)}
+            patches = {"pixel_values": torch.randn(2, 16, 192), "spatial_shapes": torch.tensor([[4, 4]] * 2)}
+            return {"inputs": {**text, **patches, **mask}}
         case "speecht5":
             return {
                 "inputs": {

@@ -86,6 +86,7 @@ class Subject:
         if cls is None:
             raise Skipped("no model class")
         self.graph: Any = None
+        self.fused_graph: Any = None
         self.drift = ""
         self.refused_gradients: Exception | None = None
         special = overrides(model_type)
@@ -163,6 +164,8 @@ class Subject:
         _same(_outputs(copy.deepcopy(self.fused_graph), self.fresh()[1]), before, "the captured graph")
 
     def inverse(self) -> None:
+        if self.fused_graph is None:
+            raise Skipped("not fused")
         restored = dovetail.inline(self.fused_graph)
         if dovetail.text(restored) != dovetail.text(self.graph):
             raise AssertionError("the inlined graph has another text than the captured one")
@@ -173,7 +176,7 @@ class Subject:
         self._must_be_faithful()
         model, kwargs = self.fresh()
         theirs = _gradients(model, kwargs)
-        mine = _gradients(copy.deepcopy(self.fused_graph), self.fresh()[1])
+        mine = _gradients(copy.deepcopy(self.fused_graph or self.graph), self.fresh()[1])
         if not theirs:
             raise Skipped("no parameter has a gradient in eager mode")
         if theirs.keys() != mine.keys():
