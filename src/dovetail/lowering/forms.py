@@ -422,7 +422,7 @@ def _with_casts_made(run: Callable[..., Any], modes: Modes) -> Callable[..., Any
 def without_hooks(model: nn.Module) -> nn.Module:
     """The same model, with none of its own forward hooks: those run around each call, not inside the graph."""
     # Classes that FSDP makes build a module anew in their `__new__`.
-    allocate = GraphModule.__new__ if isinstance(model, GraphModule) else object.__new__
+    allocate: Any = GraphModule.__new__ if isinstance(model, GraphModule) else object.__new__
     made: nn.Module = allocate(type(model))
     made.__dict__.update(model.__dict__)
     made.__dict__.update({name: OrderedDict() for name in HOOKS if name in model.__dict__})
