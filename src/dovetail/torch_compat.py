@@ -236,6 +236,16 @@ PRESERVED_OPERATOR = TorchName(
     "tells which composite operators decomposition keeps",
     "torch decomposes the program by tracing it again, which takes longer",
 )
+BATCHED_TENSOR = TorchName(
+    "torch._C._functorch.is_batchedtensor",
+    "tells the tensors that vmap passes to a function, which have no storage of their own",
+    "models that write in place inside of vmap are not captured",
+)
+FUNCTORCH_UNWRAPPED = TorchName(
+    "torch._C._functorch.get_unwrapped",
+    "gives the tensor behind one that vmap passes to a function",
+    "models that write in place inside of vmap are not captured",
+)
 AVX512 = TorchName(
     "torch.cpu._is_avx512_supported",
     "tells which vector instructions there are, so that Inductor need not build programs to find out",

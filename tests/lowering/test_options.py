@@ -22,7 +22,7 @@ WRONG = [
     ("granularity", "middle", "'outer' or 'inner'"),
     ("smallest", 0, "1 or more"),
     ("smallest", True, "1 or more"),
-    ("recompile_limit", 0, "1 or more"),
+    ("recompile_limit", 0, "1 or more, or None for dovetail.config.recompile_limit"),
     ("timeout", 0, "seconds, or None for the backend's own"),
     ("timeout", float("nan"), "seconds, or None for the backend's own"),
     ("cache", None, "True, False or a folder"),

@@ -56,8 +56,7 @@ def compile(
     `generate` for one, run compiled code. `rules` are fused before blocks that repeat
     are made one body each; `pipeline` takes the place of all passes. With `cuda_graphs` "auto", calls without
     gradients on a GPU are recorded and replayed as one where nothing prevents it; what does is in the ledger. With
-    `check_capture` the first graph is compared with the model on the inputs it was captured with, if any backend but
-    "eager" follows; where they differ the model's own forward runs and a warning says so, or CaptureMismatch is raised
+    `check_capture` the first graph is compared with the model on the inputs it was captured with; where they differ the model's own forward runs and a warning says so, or CaptureMismatch is raised
     with `on_error="raise"`. The rest is for `lower`.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -95,7 +94,7 @@ def compile(
         dynamic=dynamic,
         recompile_limit=recompile_limit,
         cuda_graphs=cuda_graphs,
-        check_capture=check_capture and any(getattr(b, "name", "") != "eager" for b in chain),
+        check_capture=check_capture,
     )
     if args is not None:
         _warm(chain)

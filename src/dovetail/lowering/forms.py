@@ -248,7 +248,7 @@ class Forms:
         """Report that calls run the model as it is, for they cannot be captured."""
         self.diagnostics.report(
             "fallback",
-            f"the model runs as it is, for a call of it cannot be captured: {error}\n"
+            f"a call runs the model as it is, for it cannot be captured: {error}\n"
             f'  torch.compile(model, backend="dovetail") takes the pieces between what cannot be captured; '
             f'on_error="raise" raises this.',
             stacklevel=6,

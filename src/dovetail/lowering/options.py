@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from dovetail import config
 from dovetail.errors import InvalidArgument
@@ -46,10 +46,10 @@ class Options:
 
 def compilation_limit(given: int | None) -> int:
     """The recompile limit that was given, or that of the process."""
-    limit: object = config.recompile_limit if given is None else given
+    limit = config.recompile_limit if given is None else given
     if not _is_count(limit):
         raise InvalidArgument(f"dovetail.config.recompile_limit {limit!r}; set 1 or more.")
-    return cast("int", limit)
+    return limit
 
 
 def _is_count(value: Any) -> bool:

@@ -14,6 +14,8 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from dovetail import torch_compat
+
 
 def keep_old_values(program: ExportedProgram) -> None:
     """Return a copy of a buffer's old value where forward gave the buffer a new tensor and returns the old.
@@ -72,7 +74,7 @@ def see_through_identities(program: ExportedProgram) -> None:
                 with graph.inserting_before(node):
                     added = graph.call_function(torch.ops.aten.unsqueeze.default, (source, 0))
                 added.meta = dict(node.meta)
-                with cast(Any, node.meta["val"]).fake_mode:
+                with node.meta["val"].fake_mode:
                     added.meta["val"] = source.meta["val"].unsqueeze(0)
                 source = added
             node.replace_all_uses_with(source)
@@ -83,7 +85,11 @@ def see_through_identities(program: ExportedProgram) -> None:
 
 
 def _is_idle_dropout(node: Node) -> bool:
-    return node.target in _DROPOUTS and len(node.args) == 3 and (node.args[2] is False or node.args[1] == 0)
+    return (
+        node.target in _DROPOUTS
+        and len(node.args) == 3
+        and (node.args[2] is False or bool(node.args[1] == 0))
+    )
 
 
 def _added_dimensions(node: Node, written: set[int]) -> int | None:
@@ -211,7 +217,10 @@ def fresh_like(value: Any) -> Any:
 
 
 def storage_of(value: Tensor) -> int:
-    """An identity of the storage behind a (fake) tensor."""
+    """An identity of the storage behind a (fake) tensor, inside of vmap too."""
+    is_batched, unwrapped = torch_compat.BATCHED_TENSOR.value, torch_compat.FUNCTORCH_UNWRAPPED.value
+    while is_batched is not None and unwrapped is not None and is_batched(value):
+        value = unwrapped(value)
     if value.layout is not torch.strided:
         return id(value)
     return value.untyped_storage()._cdata

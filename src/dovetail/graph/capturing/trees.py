@@ -131,7 +131,7 @@ def _unflatten(values: Any, context: Any, *, kind: type) -> Any:
             return {key: restored(value) for key, value in rest[0]}
         return (tuple if form == "tuple" else list)(restored(item) for item in rest[0])
 
-    def filled(owner: type, attributes: Any) -> Any:
+    def filled(owner: Any, attributes: Any) -> Any:
         made = owner.__new__(owner)
         vars(made).update({name: restored(value) for name, value in attributes})
         return made
