@@ -58,6 +58,7 @@ class Pool:
         self.fork = multiprocessing.get_context("fork")
         self.running: dict[Connection, tuple[str, Any, float, dict[str, Any]]] = {}
         self.done = 0
+        self.again: set[str] = set()
 
     def run(self, todo: list[str]) -> None:
         began, queue = time.monotonic(), list(reversed(todo))
@@ -66,6 +67,11 @@ class Pool:
                 while queue and len(self.running) < self.options.jobs:
                     self._start(queue.pop())
                 for row in self._finished():
+                    # Threads of torch's own may fail to start in a process that was forked; once more tells.
+                    if row["type"] not in self.again and "process ended with -" in str(row.values()):
+                        self.again.add(row["type"])
+                        queue.append(row["type"])
+                        continue
                     self.done += 1
                     file.write(json.dumps(row) + "\n")
                     file.flush()

@@ -242,6 +242,7 @@ def decompose(program: ExportedProgram) -> Exported:
 
 def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:
     """The program as torch itself decomposes it, whatever it holds."""
+    _see_through_boolean_casts(program.graph)
     flat = _called_flat(program, signature)
     with noise_kept() as noise:
         try:
@@ -251,6 +252,16 @@ def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decom
     return Decomposed(
         new.graph, new.graph_signature, new.graph_module, new.constants, dict(new.range_constraints)
     )
+
+
+def _see_through_boolean_casts(graph: Graph) -> None:
+    """Take the condition itself where it is cast to an integer and compared with 1: torch 2.11 cannot trace that again."""
+    for node in graph.find_nodes(op="call_function", target=operator.eq):
+        cast_node, one = node.args
+        name = getattr(cast_node.target, "__name__", "") if isinstance(cast_node, Node) else ""
+        if name == "cast_symbool_to_symint_guardless" and one == 1:
+            node.replace_all_uses_with(cast("Node", cast("Node", cast_node).args[0]))
+            graph.erase_node(node)
 
 
 @contextlib.contextmanager
