@@ -175,7 +175,9 @@ class Trial:
             chain, options["on_error"] = ["eager"], "raise"
         else:
             chain = ["torchscript", "eager"]
-        lowered = _try("lower", lambda: dovetail.lower(self.result, chain, cache=False, **options))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the graph has no regions to lower", UserWarning)
+            lowered = _try("lower", lambda: dovetail.lower(self.result, chain, cache=False, **options))
         self.behaves("lowered", lowered, runs=2, gradients=True)
         self.restores("lowered, inline", lowered)
 

@@ -26,7 +26,7 @@ _EXPORT_WARNS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 # Where a part is called otherwise than when it was traced, and cannot be traced so, a warning reports it.
 _FALLBACK = "a call runs the model as it is, for it cannot be captured: "
 # Parts that have the same class are called in many ways.
-_LIMIT = "the model was called in more than"
+_LIMIT = "the recompile limit of"
 _NOT_STEPS = ("build", "release", "undo")
 
 

@@ -316,4 +316,4 @@ def test_a_compiled_model_given_its_own_state_runs_its_own_forward() -> None:
             assert torch.equal(compiled(model.count), eager(eager.count))
     assert len(compiled.graphs) == 1
     with pytest.raises(dovetail.CaptureError, match="shares memory with the model's own 'count'"):
-        dovetail.compile(model, (model.count,), backends=["eager"])
+        dovetail.compile(model, (model.count,), backends=["eager"], on_error="raise")

@@ -200,9 +200,12 @@ def test_a_buffer_that_forward_rebinds_is_no_difference(how: str, is_inner: bool
     assert all(torch.equal(buffer, value) for buffer, value in zip(buffers, values, strict=True))
 
 
-def test_compile_does_not_check_if_told_so_or_if_nothing_is_compiled() -> None:
+def test_compile_checks_every_backend_unless_told_otherwise() -> None:
     model, x = Model(Deceives()).eval(), example()
-    assert dovetail.compile(model, (x,), backends="eager").graphs
+    with pytest.warns(UserWarning, match="differs from the model"):
+        fast = dovetail.compile(model, (x,), backends="eager")
+    assert not fast.graphs
+    assert torch.equal(fast(x), model(x))
     assert dovetail.compile(model, (x,), backends="eager", check_capture=False).graphs
     with pytest.raises(dovetail.InvalidArgument, match="check_capture"):
         dovetail.compile(model, (x,), check_capture="yes")  # pyright: ignore[reportArgumentType]

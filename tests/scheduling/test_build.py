@@ -69,8 +69,8 @@ def test_other_batch_sizes_and_the_other_mode_get_the_same_regions():
             torch.manual_seed(0)
             assert torch.equal(made, other(x[:rows]))
     programs = [form.program for form in runner.forms.made]
-    assert len(programs) == 5
-    assert [[r.kind for r in dovetail.regions(gm)] for gm in programs] == [["mlp"]] * 5
+    assert len(programs) == 4  # the second size is captured with the number of rows open
+    assert [[r.kind for r in dovetail.regions(gm)] for gm in programs] == [["mlp"]] * 4
 
 
 def test_weights_that_are_loaded_or_replaced_are_used():

@@ -26,8 +26,8 @@ class Diagnostic:
 class Diagnostics:
     """The events of one compiled model, each of them reported once.
 
-    All are logged as warnings under `dovetail`. All but recompilations, which are ordinary for inputs of several
-    shapes, are Python warnings too.
+    All are logged as warnings under `dovetail`. Where a model runs as it is, for it cannot be captured or a limit is
+    reached, it is a Python warning too.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,9 @@ class Diagnostics:
 
 
 def report(kind: Kind, message: str, *, stacklevel: int = 2) -> None:
-    """Log an event, and warn of it where it is no recompilation."""
-    if kind == "recompiled" or _LOG.hasHandlers():
+    """Log an event, and warn of it where something runs uncompiled because of it."""
+    is_warned = kind in ("fallback", "limit")
+    if not is_warned or _LOG.hasHandlers():
         _LOG.warning("%s", message)
-    if kind != "recompiled":
+    if is_warned:
         warnings.warn(message, stacklevel=stacklevel + 1)
