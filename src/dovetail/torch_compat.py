@@ -7,6 +7,7 @@ the check that needs it is weaker, which is logged once under `dovetail` and lis
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
@@ -56,17 +57,24 @@ class TorchName:
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that has the name, and the name in it."""
-        parts = self.path.split(".")
-        owner: Any = importlib.import_module(parts[0])
-        for at, part in enumerate(parts[1:-1], start=2):
-            inner = getattr(owner, part, None)
-            if inner is None:
-                with contextlib.suppress(ImportError):
-                    inner = importlib.import_module(".".join(parts[:at]))
-            if inner is None:
-                return None, parts[-1]
-            owner = inner
-        return owner, parts[-1]
+        path, _, attribute = self.path.rpartition(".")
+        return _resolved(path), attribute
+
+
+@functools.cache
+def _resolved(path: str) -> Any:
+    """The module or class of a dotted name; None where there is none."""
+    parts = path.split(".")
+    owner: Any = importlib.import_module(parts[0])
+    for at, part in enumerate(parts[1:], start=2):
+        inner = getattr(owner, part, None)
+        if inner is None:
+            with contextlib.suppress(ImportError):
+                inner = importlib.import_module(".".join(parts[:at]))
+        if inner is None:
+            return None
+        owner = inner
+    return owner
 
 
 def weaker_checks() -> list[str]:

@@ -247,7 +247,7 @@ class _Unlifting:
         if not isinstance(target.meta.get("val"), Tensor) or not _may_be_kept(owner):
             return
         readers = list(owner.users)
-        first = next(node for node in self.graph.nodes if node in owner.users)
+        first = min(readers)
         with self.graph.inserting_before(first):
             clone = self._cloned(owner)
         clone.meta.update({k: first.meta[k] for k in ("stack_trace", "nn_module_stack") if k in first.meta})
