@@ -313,3 +313,16 @@ def test_graphs_of_functions_and_methods() -> None:
     fused = dovetail.fuse(graph, LINEAR + GATES)
     assert assert_references(fused) == 3
     assert torch.allclose(fused(X)[2], graph(X)[2])
+
+
+def test_a_near_miss_lists_every_matched_operation() -> None:
+    # Traced, `out=` makes the addition several operations, of which the pattern covers one.
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch._C._nn.linear, (x, x))
+    other = graph.call_function(torch.nn.functional.dropout, (product, 0.5, True))
+    graph.output(graph.call_function(torch.add, (product, product), {"out": other}))
+    for _ in range(5):
+        gm = dovetail.capture(torch.fx.GraphModule({}, graph), (torch.randn(2, 3),))
+        declined = dovetail.explain(dovetail.fuse(gm)).declined
+        assert [r.nodes for r in declined if r.rule == "linear_residual"] == [("linear", "add")]

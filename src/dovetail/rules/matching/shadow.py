@@ -78,15 +78,10 @@ class Shadow:
 
     def members(self, nodes: Iterable[Node]) -> tuple[set[int], Node | None]:
         """The operations that nodes stand for, and one of the others that an operation only partly covered also is."""
-        wanted = set(nodes)
-        found: set[int] = set()
-        for node in wanted:
-            for i in self.origins.get(node, ()):
-                found.add(i)
-                for other in self.parts.get(i, ()):
-                    if other not in wanted:
-                        return found, other
-        return found, None
+        matched = dict.fromkeys(nodes)
+        members = {i: None for node in matched for i in self.origins.get(node, ())}
+        others = (other for i in members for other in self.parts.get(i, ()) if other not in matched)
+        return set(members), next(others, None)
 
 
 def shadow_of(scene: Scene) -> Shadow:
