@@ -46,6 +46,8 @@ def overrides(model_type: str) -> dict[str, Any]:
             return {"config": {"rope_parameters": {"full_attention": ROPE}}}
         case "bamba":
             return {"config": {"attn_layer_indices": [1]}}
+        case "recurrent_gemma":
+            return {"config": {"block_types": ["recurrent", "attention"]}}
         case "chameleon" | "emu3":
             return {"config": {"vocabulary_map": {"<image>": 5}}}
         case "dbrx":
