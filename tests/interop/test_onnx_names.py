@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,16 @@ class Pair(NamedTuple):
     right: Tensor
 
 
+@dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor | None = None
+    states: list[Tensor] | None = None
+
+
+torch.export.register_dataclass(Answer)
+
+
 def session(path: Path) -> Any:
     return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
@@ -65,6 +76,13 @@ def written(function: Any, path: Path, *args: Any, fuse: bool = True, **options:
         (lambda x: Pair(x + 1, x * 2), ["left", "right"]),
         (lambda x: OrderedDict(b=x + 1, a=Pair(x * 2, x * 3)), ["b", "a.left", "a.right"]),
         (lambda x: (x + 1, {"k": x * 2}), ["output_0", "output_1.k"]),
+        (lambda x: Answer(x + 1, states=[x * 2, x * 3]), ["logits", "states.0", "states.1"]),
+        (lambda x: [Answer(x + 1)], ["output_0.logits"]),
+        # What is None is left out, and the others keep their names.
+        (lambda x: (None, x + 1), ["output_1"]),
+        (lambda x: {"loss": None, "logits": x * 2}, ["logits"]),
+        # An empty name is that of an input which is left out.
+        (lambda x: {"": x + 1, "a": {"": x * 2}}, ["output", "a."]),
         # A result that is an input, one that comes twice, and one that is called as an input is.
         (lambda x: {"x": x, "add": x + 1}, ["x_1", "add"]),
         (lambda x: dict.fromkeys(("a", "b"), x + 1), ["a", "b"]),
@@ -74,7 +92,8 @@ def test_results_are_named_by_what_the_model_returns(function: Any, names: list[
     path = written(function, tmp_path, X)
     onnx.checker.check_model(onnx.load(path), full_check=True)
     assert [o.name for o in session(path).get_outputs()] == names
-    for result, expected in zip(ran(path, X), tree_leaves(function(X)), strict=True):
+    returned = [x for x in tree_leaves(function(X)) if x is not None]
+    for result, expected in zip(ran(path, X), returned, strict=True):
         torch.testing.assert_close(result, expected)
 
 
@@ -198,6 +217,24 @@ def test_forms_of_ones_own(outlined: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(ran(packet, X), [both(X)])
 
 
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (lambda op, x, by: op.Add(x, op.Constant(value=torch.full((4,), 2.0))), X + 2),
+        (lambda op, x, by: op.Add(x, op.Reshape(torch.full((1, 1), 2.0), [])), X + 2),
+    ],
+    ids=["a tensor as an attribute", "an empty list"],
+)
+def test_what_a_form_may_give(form: Any, expected: Tensor, tmp_path: Path) -> None:
+    path = written(lambda x: shifted(x, 2.0), tmp_path, X, operators={SHIFTED: form})
+    torch.testing.assert_close(ran(path, X), [expected])
+
+
+def test_a_graph_that_returns_no_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match="returns no tensor"):
+        written(lambda x: {"loss": None}, tmp_path, X)
+
+
 def test_a_form_may_have_another_domain_and_stand_for_an_operator_that_has_one(tmp_path: Path) -> None:
     def fast(op: Any, x: str) -> str:
         assert op.node.meta["val"].dtype is torch.float32
@@ -219,7 +256,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an unknown attribute": (lambda op, x, by: op.Add(x, by, alpha=2), "uses 'Add' wrongly"),
     "an unknown input": (lambda op, x, by: op.Add("y", by), "reads 'y', which is no value"),
     "an object": (lambda op, x, by: op.Add(x, object()), "reads a object"),
-    "an exception": (lambda op, x, by: 1 / 0, "raised ZeroDivisionError"),
+    "an exception": (lambda op, x, by: 1 / 0, "default raised ZeroDivisionError: division"),
     "too few arguments": (lambda op, x: op.Relu(x), "raised TypeError"),
     "another dtype": (lambda op, x, by: op.Cast(x, to=7), "the model is not valid"),
 }

@@ -25,7 +25,7 @@ class OnnxOperators:
     """Appends ONNX nodes: `op.Relu(x)` is the name of a ReLU of the value named x.
 
     Inputs are names of values, numbers, lists of numbers, tensors, or None for one that is left out. Keywords are
-    attributes, save `domain` ("" for ONNX's own operators) and `outputs`, how many results there are. `node` is the
+    attributes (numbers, texts, tensors, and lists of them), save `domain` ("" for ONNX's own operators) and `outputs`, how many results there are. `node` is the
     operation that is written, with `node.meta["val"]` for its dtype and sizes.
     """
 
@@ -40,7 +40,8 @@ class OnnxOperators:
             if not domain:
                 self._check_known(kind)
             names = [self._value(value) for value in inputs]
-            result = self._writer.op(kind, *names, results=outputs, domain=domain, **attributes)
+            held = {k: packed(v) if isinstance(v, Tensor) else v for k, v in attributes.items()}
+            result = self._writer.op(kind, *names, results=outputs, domain=domain, **held)
             if not domain:
                 self._check_node(kind, self._writer.nodes[-1])
             return result
@@ -58,7 +59,8 @@ class OnnxOperators:
             return self._writer.op("Constant", value=packed(value), label="constant")
         numbers: list[Any] = list(cast("list[Any]", value)) if isinstance(value, (list, tuple)) else [value]
         for kind, dtype in ((bool, torch.bool), (int, torch.int64), ((int, float), torch.float32)):
-            if all(isinstance(n, kind) for n in numbers):
+            # An empty list is of sizes or axes.
+            if all(isinstance(n, kind) for n in numbers) and (numbers or kind is int):
                 return self._writer.constant(value, dtype)
         raise self._wrong(f"reads a {type(value).__name__}; inputs are names of values, numbers and tensors")
 
@@ -103,7 +105,7 @@ class CustomForm:
             raise
         except Exception as error:  # whatever a user's function raises
             raise SaveError(
-                f"the form given for {self.target} raised {type(error).__name__}: {in_a_line(error)}.",
+                f"the form given for {self.target} raised {in_a_line(error).removesuffix('.')}.",
                 node.name,
             ) from error
         value = node.meta.get("val")

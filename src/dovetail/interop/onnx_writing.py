@@ -56,7 +56,7 @@ def to_onnx(
     several have one kind, the names of all but the first end in a number. Weights are initialisers under the names of the state dict,
     beyond 2 GiB in a file of their own beside the model. Inputs and results are those of the graph, flat, in its order.
     Results are named by their place in what the model returns: keys, fields and positions with dots between them, a
-    position alone as `output_0`, a lone tensor as `output`. Sizes given as `torch.export.Dim` keep their names.
+    position alone as `output_0`, a lone tensor as `output`; None is left out. Sizes given as `torch.export.Dim` keep their names.
     `operators` has forms of one's own: functions that are called with a writer of ONNX nodes (`op.Relu(x)`) and the
     arguments of the operator, tensors as the names of values, and return the name of the result, or a tuple of names.
     Raises SaveError, with every operator that has no form, where ONNX cannot hold the graph; then nothing is written.
@@ -308,8 +308,13 @@ class _Model:
                 writer.names[node] = writer.name(node.name)
                 if node.users or isinstance(node.meta.get("val"), Tensor):
                     inputs.append(self._described(writer.names[node], node))
-        flat = pytree.tree_leaves(listed[-1].args)
-        labels = [writer.name(label) for label in self._labels(len(flat))]
+        returned = pytree.tree_leaves(listed[-1].args)
+        labelled = zip(self._labels(len(returned)), returned, strict=True)
+        # None is no tensor, and what is returned in its place has its own name.
+        kept = [(writer.name(label), value) for label, value in labelled if value is not None]
+        if not kept:
+            raise SaveError("the graph returns no tensor, and an ONNX model has to.")
+        labels, flat = [label for label, _ in kept], [value for _, value in kept]
         for node in listed:
             if node.op == "get_attr" and isinstance(attribute(self.gm, cast("str", node.target)), Tensor):
                 writer.names[node] = self._initialiser(node)
@@ -392,7 +397,7 @@ def _label(path: tuple[Any, ...]) -> str:
     """A place in a structure as a name: keys, fields and positions with dots between them."""
     named = bool(path) and not isinstance(path[0], int)
     first = str(path[0]) if named else f"output_{path[0]}" if path else "output"
-    return ".".join([first, *(str(step) for step in path[1:])])
+    return ".".join([first or "output", *(str(step) for step in path[1:])])
 
 
 def _rename(nodes: Iterable[Any], names: Mapping[str, str]) -> None:

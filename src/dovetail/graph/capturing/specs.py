@@ -194,8 +194,12 @@ def _steps(spec: TreeSpec, count: int) -> Sequence[Any]:
     fields = getattr(context, "_fields", None)
     if fields is not None and len(fields) == count:
         return fields
-    # Classes with keys or fields have their names as context, alone or first, as those of transformers do.
-    for names in (context, *(cast("tuple[Any, ...]", context) if isinstance(context, tuple) else ())):
+    # Classes with keys or fields have their names as context, alone or first: in a tuple, as those of transformers, or,
+    # as dataclasses, in a list. Keys of a dict may be tuples, but no lists.
+    parts = cast("Sequence[Any]", context) if isinstance(context, (list, tuple)) else ()
+    if isinstance(context, list):
+        parts = [part for part in parts if isinstance(part, list)]
+    for names in (context, *parts):
         if isinstance(names, (list, tuple)) and len(cast("list[Any]", names)) == count:
             listed = cast("list[Any]", names)
             if all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in listed):
