@@ -33,6 +33,11 @@ def impossible_shape(q: Any, k: Any, v: Any, m: Any, wq: Any, wk: Any, wv: Any) 
     return F.scaled_dot_product_attention(*heads, m).view(7, 7)
 
 
+def costly_calls(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    once = F.scaled_dot_product_attention(a, b, c)
+    return F.scaled_dot_product_attention(once, d, e).view(7, 11, 13) + f
+
+
 def optional_operands(a: Any, b: Any = None, c: Any = None, d: Any = None, e: Any = None) -> Any:
     for other in (b, c, d, e):
         a = a if other is None else a @ other
@@ -56,6 +61,7 @@ def data_dependent(x: Any, w: Any) -> Any:
         (missing_argument, "linear", "F.linear(x @ w)"),
         (raises, "broken", "raise RuntimeError"),
         (impossible_shape, r"'\[7, 7\]' is invalid", ".view(7, 7)"),
+        (costly_calls, r"'\[7, 11, 13\]' is invalid", ".view(7, 11, 13)"),
         (optional_operands, r"'\[7, 7, 7\]' is invalid", "a.view(7, 7, 7)"),
         (alternatives, r"'\[3, 3, 3\]' is invalid", ".view(3, 3, 3)"),
         (data_dependent, "known only when it runs", "(x > 0).any()"),

@@ -299,3 +299,11 @@ def test_weights_viewed_by_heads_and_back() -> None:
         return torch.bmm(F.dropout(weights, 0.1), v)
 
     assert found(attention_of_batches, groupvit, *FLAT)["dropout"] == 0.1
+
+
+def test_weights_rounded_to_a_narrower_dtype_than_the_queries_are_refused_with_the_reason() -> None:
+    def in_two_precisions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 2.5).softmax(-1).to(v.dtype) @ v
+
+    q, k, v = HEADS
+    assert "is rounded to torch.float16" in why(attention_by_hand, in_two_precisions, q, k, v.half())

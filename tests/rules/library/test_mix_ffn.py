@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 
 import dovetail
 from dovetail.rules.library import ALL, MIX_FFN
@@ -79,3 +80,19 @@ def test_grids_of_two_sizes_and_a_grid_laid_out_otherwise() -> None:
         return F.linear(F.gelu(image.flatten(2).transpose(1, 2)), LAST)
 
     assert not candidates(RULE, graph_of(twisted, (X,)))
+
+
+def test_a_dynamic_grid_is_refused_with_the_reason() -> None:
+    class Image(nn.Module):
+        def forward(self, image: Tensor) -> Tensor:
+            batch, _, height, width = image.shape
+            hidden = F.linear(image.flatten(2).transpose(1, 2), FIRST)
+            mixed = F.conv2d(
+                hidden.transpose(1, 2).reshape(batch, HIDDEN, height, width), CONV, padding=1, groups=HIDDEN
+            )
+            return F.linear(F.gelu(mixed.flatten(2).transpose(1, 2)), LAST)
+
+    sizes = {"image": {2: Dim("height", min=2, max=64), 3: Dim("width", min=2, max=64)}}
+    graph = dovetail.capture(Image(), (torch.randn(B, IN, H, W),), dynamic_shapes=sizes)
+    (refusal,) = proposals(MIX_FFN, graph)
+    assert isinstance(refusal, Refusal) and "sizes of its grid are dynamic" in refusal.reason

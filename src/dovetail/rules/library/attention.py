@@ -94,7 +94,7 @@ def attention_by_hand(
         lambda: torch.where(mask, plain, filler),
         lambda: steps.laid(q @ columns, plain, mask, bias, second_bias),
     )
-    return steps.weights(hiding, q.dtype) @ values
+    return steps.weights(hiding, v.dtype) @ values
 
 
 attention.guard(can_be_said)

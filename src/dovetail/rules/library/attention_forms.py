@@ -82,7 +82,7 @@ def attention_of_columns(
 ) -> Tensor:
     """The same where the keys come as columns, so that no transpose is left to be done."""
     hiding = steps.laid(q @ columns, steps.scaled(q, columns, factor, divisor), mask, bias, second_bias)
-    return steps.weights(hiding, q.dtype) @ v
+    return steps.weights(hiding, v.dtype) @ v
 
 
 @attention_of_columns.guard
@@ -134,10 +134,10 @@ def attention_of_batches(
             lambda: over_heads().reshape(plain.shape),
             lambda: plain,
         )
-        return steps.weights(hiding, q.dtype)
+        return steps.weights(hiding, v.dtype)
 
     def parted() -> Tensor:
-        return steps.weights(over_heads(), q.dtype).reshape(plain.shape)
+        return steps.weights(over_heads(), v.dtype).reshape(plain.shape)
 
     return torch.bmm(either(together, parted), v)
 
@@ -177,7 +177,7 @@ def attention_causal(
         lambda: spread.masked_fill(later, steps.hidden),
         lambda: spread + torch.full(size, steps.hidden, dtype=spread.dtype, device=q.device).triu(1),
     )
-    return steps.weights(hiding, q.dtype) @ v
+    return steps.weights(hiding, v.dtype) @ v
 
 
 @attention_causal.guard
@@ -220,7 +220,7 @@ def attention_einsum(
 
     plain = steps.scaled(q, k, factor, divisor, multiply)
     hiding = steps.laid(multiply(q, k), plain, mask, bias, second_bias)
-    return torch.einsum(outward, steps.weights(hiding, q.dtype), v)
+    return torch.einsum(outward, steps.weights(hiding, v.dtype), v)
 
 
 @attention_einsum.guard
@@ -292,7 +292,7 @@ def attention_with_sinks(
 
     def weights(joined: Tensor) -> Tensor:
         shifted = either(lambda: joined - largest(joined), lambda: joined)
-        return softmax_of(shifted, q.dtype)
+        return softmax_of(shifted, v.dtype)
 
     kept = either(
         lambda: weights(torch.cat([scores, column], -1))[..., :-1],

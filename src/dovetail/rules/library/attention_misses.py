@@ -17,7 +17,7 @@ from dovetail.rules.scene import Scene
 
 _PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum"})
 _VIEWS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "expand", "clone"})
-_BEFORE = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
+_BEFORE = frozenset({"mul", "div", "add", "sub", "masked_fill", "where", "_to_copy"})
 _AFTER = frozenset({"_to_copy", "native_dropout", "dropout"})
 _SCALES = frozenset({"mul", "div"})
 _MOST_STEPS = 8

@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
 from dovetail.graph.normalform import as_number, by_name, op_name, value_of
 from dovetail.rules.library.known import Known, kind, known
@@ -22,10 +23,11 @@ from dovetail.rules.library.steps import (
 )
 from dovetail.rules.matching.choices import either
 from dovetail.rules.matching.shadow import shadow_of
-from dovetail.rules.rule import Candidate, Proposal, Rule, RuleSet
+from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleSet
 from dovetail.rules.scene import Scene
 
 Grid = tuple[int, int]
+_TURNS = frozenset({"transpose", "permute"})
 
 
 @kind("mix_ffn")
@@ -107,16 +109,24 @@ class MixFFN(Rule):
         self.name, self.kind, self.reference = "mix_ffn", "mix_ffn", mix_ffn_kind
 
     def propose(self, scene: Scene) -> Iterable[Proposal]:
-        grids = sorted(scene.fact(_grids))
-        proposals = [p for height, width in grids for p in _of_grid(height, width).propose(scene)]
+        grids = scene.fact(_grids)
+        known = sorted(grid for grid in grids.values() if grid is not None)
+        proposals = [
+            p for height, width in dict.fromkeys(known) for p in _of_grid(height, width).propose(scene)
+        ]
+        origins = scene.fact(shadow_of).origins
+        for node, grid in grids.items():
+            if grid is None and origins.get(node):
+                reason = "the sizes of its grid are dynamic, and the kind has them as numbers"
+                proposals.append(Refusal(self.name, tuple(origins[node]), reason, origins[node][-1]))
         matched = {p.members for p in proposals if isinstance(p, Candidate)}
         # What is refused for one grid may be of another.
         return [p for p in proposals if isinstance(p, Candidate) or p.members not in matched]
 
 
-def _grids(scene: Scene) -> set[Grid]:
-    """The sizes of images that depthwise convolutions read from a reshape."""
-    grids: set[Grid] = set()
+def _grids(scene: Scene) -> dict[Node, Grid | None]:
+    """The sizes of images that depthwise convolutions read from a reshape of tokens; None where they are dynamic."""
+    grids: dict[Node, Grid | None] = {}
     for node in scene.fact(shadow_of).nodes:
         if op_name(node.target) != "conv2d":
             continue
@@ -124,9 +134,14 @@ def _grids(scene: Scene) -> set[Grid]:
         image = value_of(arguments.get("input"))
         if not isinstance(image, Tensor) or arguments.get("groups") in (None, 1):
             continue
+        source = arguments["input"]
+        if op_name(source.target) != "reshape":
+            continue
         height, width = (as_number(n) for n in image.shape[-2:])
-        if height is not None and width is not None and op_name(arguments["input"].target) == "reshape":
-            grids.add((height, width))
+        if height is not None and width is not None:
+            grids[node] = (height, width)
+        elif op_name(source.args[0].target) in _TURNS:
+            grids[node] = None
     return grids
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -23,8 +24,10 @@ _RANKS = (3, 2, 4, 1, 0, 5)
 _SIZES = (8, 1, 16, 4, 32)
 _DTYPES = (torch.float32, torch.int64, torch.bool)
 _LITERALS = (0.61803, 1, False, None)
-# Most searches that succeed take a few hundred calls of torch; this many take about a second.
+# Most searches that succeed take a few hundred calls of torch; this many take about a second, unless they are of costly
+# functions: a call of attention takes as long as six of others.
 _MOST_CALLS = 12_000
+_MOST_SECONDS = 1.0
 # What a call on fake tensors costs, in calls on tensors of the meta device.
 _FAKE_COST = 8
 _MOST_VARIANTS = 512
@@ -140,7 +143,7 @@ class Prober:
     def __init__(self, function: Callable[..., Any], name: str, parameters: Parameters) -> None:
         self.function, self.name, self.parameters = function, name, parameters
         self.unknown = {n: _unknown(n) for n in parameters.operands}
-        self.calls, self.reached = 0, (-1, False, 0)
+        self.calls, self.seconds, self.reached = 0, 0.0, (-1, False, 0)
         self.quick, self.confirmed = True, True
         self.known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
         self.failure: Exception | None = None
@@ -253,19 +256,23 @@ class Prober:
             if shapes is None:
                 stack.pop()
                 continue
-            if self.calls > _MOST_CALLS:
+            if self.calls > _MOST_CALLS or self.seconds > _MOST_SECONDS:
                 raise RuleError(
                     self.name,
                     "its pattern cannot be traced: no shapes on which it runs were found in the bounded search for them"
                     f" ({_reason(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
                 ) from self.failure
             chooser.restart()
+            start = time.thread_time()
             wanted = self._run(chooser, absent, shapes, literals)
+            self.seconds += time.thread_time() - start
             if wanted is None and self.incurable:
                 return None
             if wanted is None:
                 continue
             if not wanted.names:
+                # What is bounded is the search for one combination of alternatives.
+                self.calls, self.seconds = 0, 0.0
                 return shapes
             stack.append(_shapes_for(wanted, shapes, size))
         return None
