@@ -248,7 +248,7 @@ def _edit(a: str, b: str) -> int | None:
     if len(a) == len(b):
         if a[at : at + 2] == b[at : at + 2][::-1] and a[at + 2 :] == b[at + 2 :]:
             return 1
-        return 3 if len(a) > 6 and a[at + 1 :] == b[at + 1 :] else None
+        return 3 if len(a) > 5 and a[at + 1 :] == b[at + 1 :] else None
     longer, shorter = (a, b) if len(a) > len(b) else (b, a)
     return 2 if len(longer) > 4 and longer[at + 1 :] == shorter[at:] and not longer[at].isdigit() else None
 

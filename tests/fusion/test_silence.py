@@ -104,6 +104,11 @@ def test_a_rule_that_matched_nothing_is_in_the_ledger(gm: Any) -> None:
     assert "matched nothing: absent" in str(ledger)
     assert dovetail.Ledger.from_json(ledger.to_json()).unmatched == ("absent",)
     assert "matched nothing" not in str(explain(fuse(gm, scaled())))
+    # Of a whole library only the user's own are listed.
+    among = explain(fuse(gm, [dovetail.rules.DEFAULT, rule(absent, kind="k")]))
+    assert len(among.unmatched) > 8
+    assert "matched nothing: absent" in str(among).splitlines()
+    assert "matched nothing" not in str(explain(fuse(gm)))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +118,9 @@ def test_a_rule_that_matched_nothing_is_in_the_ledger(gm: Any) -> None:
         ("gleu", "gelu"),
         ("LayerNorm", "layer_norm"),
         ("conv_2d", "conv2d"),
+        ("lineer", "linear"),
+        ("attentoin", "attention"),
+        ("swigluu", "swiglu"),
         ("aten.gelu.defualt", "aten.gelu.default"),
         ("aten.geluu", "aten.gelu"),
         ("torch.nn.functional.geluu", "gelu"),
@@ -122,6 +130,12 @@ def test_a_misspelled_operator_is_refused_with_the_nearest(name: str, meant: str
     for make in (lambda: capability({name, "add"}, kind="k"), lambda: dovetail.rules.siblings(of=name)):
         with pytest.raises(InvalidArgument, match=rf"Did you mean '{meant}'"):
             make()
+
+
+@pytest.mark.parametrize("name", ["F.gelu", "nn.functional.gelu"])
+def test_a_name_of_python_code_is_refused_with_that_of_the_operator(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="Give 'gelu'"):
+        capability({name}, kind="k")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +164,13 @@ def test_what_must_be_together_is_in_one_region_or_refused(gm: Any) -> None:
     fuse(gm, rules, must=["gelu", "tanh"])
     with pytest.raises(UnknownNode, match=r"'tnah'.*Did you mean 'tanh'"):
         fuse(gm, rules, must=[["gelu", "tnah"]])
+    for wrong in ({"gelu": "mul"}, b"gelu", [None], [["gelu", None]], [3]):
+        for option in ("must", "never"):
+            with pytest.raises(InvalidArgument, match=rf"{option}: .* is neither a node"):
+                fuse(gm, rules, **{option: wrong})
+    together = dovetail.Fuse(rules, must=[["gelu", "mul"]])
+    assert hash(together) == hash(dovetail.Fuse(rules, must=(("gelu", "mul"),)))
+    assert len(regions(together(gm))) == 2
     with pytest.raises(InvalidArgument, match="'scaled' names none"):
         fuse(gm, rules, must=[["gelu", "scaled"]])
     assert not regions(gm)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from dovetail import rules
+
 _MOST_KINDS = 20
 _MOST_REASONS = 15
 _MOST_PLACES = 2
@@ -65,11 +67,15 @@ def table(told: Told) -> str:
 
 
 def _unmatched(told: Told) -> list[str]:
-    """The rules that matched nothing, where they are few: most of a library match nothing in any one graph."""
-    names = told.unmatched
-    if not names or len(names) > _MOST_UNMATCHED:
+    """The rules that matched nothing; of many, those of the user: most of a library match nothing in any one graph."""
+    names = list(told.unmatched)
+    if len(names) > _MOST_UNMATCHED:
+        library = {rule.name for rule in rules.DEFAULT}
+        names = [name for name in names if name not in library]
+    if not names:
         return []
-    return [f"matched nothing: {', '.join(names)}"]
+    more = f" and {len(names) - _MOST_UNMATCHED} more" if len(names) > _MOST_UNMATCHED else ""
+    return [f"matched nothing: {', '.join(names[:_MOST_UNMATCHED])}{more}"]
 
 
 def _lowered(told: Told) -> list[str]:

@@ -85,24 +85,23 @@ def understand(gm: GraphModule, must: Any, never: Any, kinds: Iterable[str]) -> 
 
 def _grouped(items: Any) -> list[list[Any]]:
     """What must be, each by itself or, in a list of its own, several in one region."""
-    if (
-        isinstance(items, (Node, str))
-        or callable(items)
-        or not isinstance(items, Iterable)
-        or isinstance(items, Tensor)
-    ):
-        return [listed] if (listed := _listed(items)) else []
-    return [listed for item in cast("Iterable[Any]", items) if (listed := _listed(item))]
+    if items is None or _is_one(items):
+        return [_listed(items)] if items is not None else []
+    return [listed for item in items if (listed := _flat(item))]
 
 
 def _listed(items: Any) -> list[Any]:
-    if items is None:
-        return []
-    if isinstance(items, (Node, str)) or callable(items):
-        return [items]
-    if not isinstance(items, Iterable) or isinstance(items, Tensor):
-        return [items]
-    return [one for item in cast("Iterable[Any]", items) for one in _listed(item)]
+    return [] if items is None else _flat(items)
+
+
+def _flat(items: Any) -> list[Any]:
+    return [items] if _is_one(items) else [one for item in items for one in _flat(item)]
+
+
+def _is_one(item: Any) -> bool:
+    """Whether something is not a list; what names nothing at all is refused where it is looked up."""
+    single = isinstance(item, (Node, str, bytes, Mapping, Tensor)) or callable(item)
+    return single or not isinstance(item, Iterable)
 
 
 def _require_agreement(word: Word) -> None:

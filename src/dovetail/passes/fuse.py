@@ -56,9 +56,7 @@ class Fuse(Pass):
         require_cost(self.cost)
         require_on_error(self.on_error)
         for name in ("must", "never"):
-            given = getattr(self, name)
-            if isinstance(given, (list, set, frozenset)):
-                object.__setattr__(self, name, tuple(cast("list[Any]", given)))
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
 
     def run(self, gm: GraphModule) -> GraphModule:
         """The graph with what the rules asked for as regions."""
@@ -74,3 +72,10 @@ class Fuse(Pass):
             cost=self.cost,
             on_error=self.on_error,
         )
+
+
+def _frozen(given: Any) -> Any:
+    """Lists as tuples, also those inside, so that a pass can be hashed."""
+    if not isinstance(given, (list, tuple, set, frozenset)):
+        return given
+    return tuple(_frozen(one) for one in cast("list[Any]", given))

@@ -25,6 +25,8 @@ from dovetail.rules.growth.opnames import (
 from dovetail.rules.rule import Decline, Rule
 from dovetail.rules.scene import Scene
 
+_ABBREVIATED = frozenset({"F", "nn", "functional", "np", "numpy"})
+
 Predicate: TypeAlias = Callable[[Node], bool | Decline]
 
 
@@ -123,13 +125,19 @@ def _names(op: str) -> set[str]:
     space, dot, rest = op.replace("::", ".").partition(".")
     if not dot:
         # What is less alike may be a kind of regions.
-        meant = None if op in known_names() or op in _library_kinds() else misspelled(op, known_names())
+        known = known_names().union(_library_kinds())
+        meant = None if op in known else misspelled(op, known)
         if meant is not None:
             raise InvalidArgument(
                 f"no operator is called '{op}'. Did you mean '{meant}'? A kind of regions that is written so is given "
                 f"as the rule that makes it."
             )
         return {op, plain_name(op)}
+    if space in _ABBREVIATED:
+        raise InvalidArgument(
+            f"'{op}' names no operator: '{space}' is a name for a module in Python code. Give '{rest.rpartition('.')[2]}', "
+            f"or the function itself."
+        )
     spelled = {f"{space}.{name}" for name in operators_of(space)}
     if space == "torch":
         there: Any = torch
