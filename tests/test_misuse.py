@@ -185,6 +185,14 @@ def test_scripted_modules_are_refused_wherever_they_are() -> None:
                 dovetail.InvalidArgument, match=f"{what}.*TorchScript.*Give the Python module"
             ):
                 call(model)
+    for model in (scripted, traced):
+        with pytest.raises(dovetail.InvalidArgument, match=r"the model.*TorchScript"):
+            dovetail.schedule(model, (X,))
+    # Parts beside one can be scheduled.
+    beside = dovetail.schedule(nn.Sequential(scripted, nn.GELU()), (X,))
+    assert len(beside["1"].find(where=lambda n: "gelu" in str(n.target))) == 1
+    with pytest.raises(dovetail.ScheduleError, match="'0' is a TorchScript module"):
+        beside.find(where=lambda n: True)
 
 
 def test_inputs_that_the_model_does_not_take_are_named_with_the_module() -> None:
@@ -200,3 +208,20 @@ def test_inputs_that_the_model_does_not_take_are_named_with_the_module() -> None
         gm(torch.randn(2, 9))
     with pytest.raises(dovetail.CaptureError, match=r"dynamic_shapes do not fit"):
         dovetail.capture(model, (X,), dynamic_shapes={"y": {0: torch.export.Dim.AUTO}})
+    with pytest.raises(dovetail.InvalidArgument, match="not the class Wrapped"):
+        dovetail.capture(Wrapped, (X,))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({5: torch.export.Dim("b")}, "'x' has 2 dimensions, and none is 5"),
+        ({"0": torch.export.Dim.AUTO}, "'x' has 2 dimensions, and none is '0'"),
+        ({0: 3}, "dimension 0 of 'x' is 2, not 3"),
+        ({0: torch.export.Dim("b", min=5)}, "is 2, outside of the range of"),
+        ((torch.export.Dim("b", min=7, max=9), None), "is 2, outside of the range of"),
+    ],
+)
+def test_a_dynamic_dimension_that_the_inputs_contradict_is_named(entry: Any, reason: str) -> None:
+    with pytest.raises(dovetail.CaptureError, match=reason):
+        dovetail.capture(Wrapped(nn.ReLU()), (X,), dynamic_shapes={"x": entry})

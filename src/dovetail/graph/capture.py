@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -73,6 +73,8 @@ def capture(
     callables.refuse_scripted(model)
     if not callable(model):
         raise InvalidArgument(f"capture takes a module, a callable or a graph, not a {type(model).__name__}.")
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InvalidArgument(f"capture takes a module, not the class {model.__name__}; make one of it.")
     trees.prepare()
     if isinstance(model, nn.Module):
         _refuse_inference_tensors(model)
@@ -126,11 +128,12 @@ def _from_model(
     signature = callables.signature_of(model, len(args), list(kwargs))
     module = model if isinstance(model, nn.Module) else callables.as_module(model, signature)
     try:
-        signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise CaptureError(
             f"the example inputs do not fit the model's signature {signature}: {error}."
         ) from error
+    _require_dimensions(bound, dynamic_shapes)
     skeletons.refuse_reserved(module)
     try:
         # Another thread may call the model while it is exported.
@@ -146,7 +149,7 @@ def _from_model(
     if unlifted.mutated:
         _blame_shared_inputs(args, kwargs, None)
     captured = _finished(unlifted, decomposed, signature, module.training, seen, trains)
-    names = _dim_names(signature.bind(*args, **kwargs), dynamic_shapes, (args, kwargs), unlifted.inputs)
+    names = _dim_names(bound, dynamic_shapes, (args, kwargs), unlifted.inputs)
     if names:
         captured.meta[DIM_NAMES] = names
     return captured
@@ -161,25 +164,51 @@ def _dim_names(
         return {}
     node_of = {id(leaf): node for leaf, node in zip(leaves, inputs, strict=True)}
     names: dict[str, str] = {}
-    stack: list[tuple[Any, Any]] = [(dict(bound.arguments), dynamic_shapes)]
-    while stack:
-        value, spec = stack.pop()
-        if isinstance(value, Tensor):
-            node = node_of.get(id(value))
-            dims = spec.items() if isinstance(spec, Mapping) else enumerate(spec or ())
-            known = node.meta.get("val") if node is not None else None
-            for dim, size in cast("Iterable[tuple[Any, Any]]", dims):
-                symbol = known.shape[dim] if isinstance(known, Tensor) else None
-                name = getattr(size, "__name__", None)
-                if node is not None and isinstance(symbol, SymInt) and isinstance(name, str):
-                    names[f"{node.name}:{dim}"] = name
-        elif isinstance(value, Mapping) and isinstance(spec, Mapping):
-            stack.extend((value[k], s) for k, s in cast("Mapping[Any, Any]", spec).items() if k in value)
-        elif isinstance(spec, (list, tuple)):
-            parts = list(cast("Mapping[Any, Any]", value).values()) if isinstance(value, Mapping) else value
-            if isinstance(parts, (list, tuple)):
-                stack.extend(zip(cast("list[Any]", parts), cast("list[Any]", spec), strict=False))
+    for _, tensor, dim, size in _dimensions(bound, dynamic_shapes):
+        node, name = node_of.get(id(tensor)), getattr(size, "__name__", None)
+        known = node.meta.get("val") if node is not None else None
+        if node is None or not isinstance(known, Tensor) or not isinstance(name, str):
+            continue
+        if isinstance(known.shape[dim], SymInt):
+            names[f"{node.name}:{dim % known.dim()}"] = name
     return names
+
+
+def _dimensions(bound: inspect.BoundArguments, dynamic_shapes: Any) -> Iterator[tuple[str, Tensor, Any, Any]]:
+    """Each dimension that dynamic shapes have an entry for: the argument, the tensor in it, the dimension, the entry."""
+    stack: list[tuple[str, Any, Any]] = [("", dict(bound.arguments), dynamic_shapes)]
+    while stack:
+        name, value, spec = stack.pop()
+        if isinstance(value, Tensor):
+            dims: Any = spec.items() if isinstance(spec, Mapping) else ()
+            if isinstance(spec, (list, tuple)):
+                dims = enumerate(cast("Sequence[Any]", spec))
+            yield from ((name, value, dim, size) for dim, size in dims)
+        elif isinstance(value, Mapping) and isinstance(spec, Mapping):
+            inner = cast("Mapping[Any, Any]", value)
+            pairs = cast("Mapping[Any, Any]", spec).items()
+            stack.extend((name or str(k), inner[k], s) for k, s in pairs if k in inner)
+        elif isinstance(spec, (list, tuple)):
+            listed: Any = value if isinstance(value, (list, tuple)) else ()
+            parts = value.items() if isinstance(value, Mapping) else [(name, part) for part in listed]
+            entries = zip(cast("Iterable[Any]", parts), cast("Sequence[Any]", spec), strict=False)
+            stack.extend((name or str(key), part, entry) for (key, part), entry in entries)
+
+
+def _require_dimensions(bound: inspect.BoundArguments, dynamic_shapes: Any) -> None:
+    """Raise CaptureError for an entry of dynamic shapes that the dimensions of the example inputs contradict."""
+    for name, tensor, dim, size in _dimensions(bound, dynamic_shapes) if dynamic_shapes is not None else ():
+        what, rank = "dynamic_shapes do not fit the example inputs:", tensor.dim()
+        if not isinstance(dim, int) or not -rank <= dim < rank:
+            raise CaptureError(f"{what} '{name}' has {rank} dimensions, and none is {dim!r}.")
+        here, least, most = tensor.shape[dim], getattr(size, "min", None), getattr(size, "max", None)
+        where = f"dimension {dim} of '{name}' is {here}"
+        if isinstance(size, int) and size != here:
+            raise CaptureError(f"{what} {where}, not {size}. Leave it out, or give a torch.export.Dim.")
+        if (least is not None and here < least) or (most is not None and here > most):
+            raise CaptureError(
+                f"{what} {where}, outside of the range of {size}. Widen the range, or give other inputs."
+            )
 
 
 def _from_program(program: ExportedProgram) -> Program:

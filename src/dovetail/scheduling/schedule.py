@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError, checked_call
+from dovetail.graph.capturing.callables import refuse_scripted
 from dovetail.lowering.lower import settle_parts
 from dovetail.scheduling.history import History, described
 from dovetail.scheduling.installing import is_scheduled
@@ -146,6 +148,8 @@ def schedule(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"schedule takes a module, not a {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        refuse_scripted(model)
     if any(is_scheduled(module) for module in model.modules()):
         raise InvalidArgument("the model is built by a schedule; go on with that one, or `release` it first.")
     return Schedule(

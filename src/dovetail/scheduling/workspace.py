@@ -190,8 +190,13 @@ class Workspace:
     def _refuse_untraceable(self, path: str, module: nn.Module) -> None:
         import torch
 
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ScheduleError(f"{_named(path)} is a TorchScript module, which cannot be traced")
+        for inside, child in module.named_modules():
+            if isinstance(child, torch.jit.ScriptModule):
+                where = _named(joined(path, inside) if inside else path)
+                raise ScheduleError(
+                    f"{where} is a TorchScript module, which cannot be traced. Take the parts beside it, or put the Python "
+                    f"module that it was scripted from in its place"
+                )
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ScheduleError(
                 f"{_named(path)} is compiled by torch.compile. Schedule the module in it, and compile what `build` gives"

@@ -263,9 +263,9 @@ class Prober:
                     f" ({_reason(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
                 ) from self.failure
             chooser.restart()
-            start = time.thread_time()
+            before = time.thread_time()
             wanted = self._run(chooser, absent, shapes, literals)
-            self.seconds += time.thread_time() - start
+            self.seconds += time.thread_time() - before
             if wanted is None and self.incurable:
                 return None
             if wanted is None:
