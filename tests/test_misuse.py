@@ -225,3 +225,26 @@ def test_inputs_that_the_model_does_not_take_are_named_with_the_module() -> None
 def test_a_dynamic_dimension_that_the_inputs_contradict_is_named(entry: Any, reason: str) -> None:
     with pytest.raises(dovetail.CaptureError, match=reason):
         dovetail.capture(Wrapped(nn.ReLU()), (X,), dynamic_shapes={"x": entry})
+
+
+@pytest.mark.parametrize("name", [n for n in dovetail.backends.__all__ if n != "Backend"])
+def test_a_backend_refuses_options_that_it_does_not_have(name: str) -> None:
+    backend = getattr(dovetail.backends, name)
+    with pytest.raises(dovetail.InvalidArgument, match=rf"{name} has no argument 'optoins'\. (Did|Its|It)"):
+        backend(optoins={})
+    assert isinstance(backend(), dovetail.Backend)
+
+
+def test_renamed_arguments_are_refused_with_their_new_names() -> None:
+    gm = dovetail.capture(nn.ReLU(), (X,))
+    for call in (
+        lambda: dovetail.compile(nn.ReLU(), specialisations=3),  # type: ignore[call-arg]
+        lambda: dovetail.lower(gm, specialisations=3),  # type: ignore[call-arg]
+        lambda: dovetail.Lower(specialisations=3),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(dovetail.InvalidArgument, match="give recompile_limit"):
+            call()
+    with pytest.raises(dovetail.InvalidArgument, match="to `lower` or `compile`"):
+        dovetail.fuse(gm, backend="eager")  # type: ignore[call-arg]
+    with pytest.raises(dovetail.InvalidArgument, match="Cleanup has no argument 'deep'. It takes none"):
+        dovetail.Cleanup(deep=True)  # type: ignore[call-arg]

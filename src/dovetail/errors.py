@@ -292,11 +292,19 @@ def checked_init(**replaced: str) -> Callable[[type[_C]], type[_C]]:
     """The same for a class, whose constructor is called."""
 
     def decorate(cls: type[_C]) -> type[_C]:
-        made: Any = cls
-        made.__init__ = checked_call(**replaced)(made.__init__)
+        def without_arguments(self: object) -> None:
+            pass
+
+        without_arguments.__qualname__ = f"{cls.__qualname__}.__init__"
+        target: Any = cls
+        own = without_arguments if target.__init__ is object.__init__ else target.__init__
+        target.__init__ = checked_call(**replaced)(own)
         return cls
 
     return decorate
+
+
+_RENAMED = {"specialisations": "recompile_limit"}
 
 
 def _wrong_call(
@@ -313,7 +321,10 @@ def _wrong_call(
             return_annotation=signature.empty,
         )
         return f"{name}: {error}. It is called as {name}{spelled}."
-    if unknown in replaced:
-        return f"{name} has no argument '{unknown}'; give {replaced[unknown]}."
-    listed = f"Its arguments are {', '.join(names)}."
+    instead = replaced.get(unknown)
+    if instead is None and _RENAMED.get(unknown) in names:
+        instead = _RENAMED[unknown]
+    if instead is not None:
+        return f"{name} has no argument '{unknown}'; give {instead}."
+    listed = f"Its arguments are {', '.join(names)}." if names else "It takes none."
     return f"{name} has no argument '{unknown}'. {did_you_mean(unknown, names, otherwise=listed)}"

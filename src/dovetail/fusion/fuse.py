@@ -42,7 +42,11 @@ _OUT_OF_FUEL = "the fuel was used up"
 _MOST_WHYS = 8
 
 
-@checked_call(strict="on_error='raise'", backends="them to `lower` or `compile`")
+@checked_call(
+    strict="on_error='raise'",
+    backends="them to `lower` or `compile`",
+    backend="it to `lower` or `compile` as `backends`",
+)
 def fuse(
     gm: GraphModule,
     rules: Rule | RuleSet | Iterable[Any] | None = None,

@@ -75,7 +75,7 @@ def lower(
     if not _is_empty(backends) and not regions(gm):
         fused = LEDGER in gm.meta
         what = (
-            "no rule made any; `dovetail.explain` says why"
+            "no rule made any; `dovetail.explain` lists the reasons"
             if fused
             else "`dovetail.fuse` makes them, and comes first"
         )

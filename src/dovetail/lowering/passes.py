@@ -18,7 +18,7 @@ from dovetail.lowering.options import Options
 from dovetail.passes.base import Pass
 
 
-@checked_init()
+@checked_init(strict="on_error='raise'")
 @dataclass(frozen=True, repr=False)
 class Lower(Pass):
     """Give regions to backends, as `dovetail.lower` does; its options are the same.

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from dovetail.errors import checked_init
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.backends.common import operand_devices, quiet, why_not_fixed, why_not_plain
@@ -17,6 +18,7 @@ from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
 
+@checked_init()
 class Aoti(Backend):
     """Compiles a region with AOTInductor, for inference and for the sizes of its operands; options are Inductor's.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, checked_init
 from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backend import Answer, Backend, Compiled, identity, resolve, saves, setting
 from dovetail.lowering.backends.common import operand_devices, why_not_fixed, why_not_plain
@@ -22,6 +22,7 @@ from dovetail.rules.rule import Decline
 _WARM_UPS = 3
 
 
+@checked_init()
 class CudaGraphs(Backend):
     """Compiles with another backend, and records what it made in the first call of each region, to be replayed.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from dovetail.errors import checked_init
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.flattening import flat
 from dovetail.outlining.region import Region
 
 
+@checked_init()
 class Eager(Backend):
     """Runs a region's body as it is."""
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from dovetail import torch_compat
+from dovetail.errors import checked_init
 from dovetail.graph.forking import on_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
@@ -28,6 +29,7 @@ from dovetail.rules.rule import Decline
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
+@checked_init()
 class Inductor(Backend):
     """Compiles a region with `torch._inductor.standalone_compile`; options are those of `torch._inductor.config`."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CallMismatch, InvalidArgument
+from dovetail.errors import CallMismatch, InvalidArgument, checked_init
 from dovetail.graph.forking import released_by_fork
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
@@ -33,6 +33,7 @@ _CALLS = 4
 _BOUND = 0.05
 
 
+@checked_init()
 class Int8(Backend):
     """Runs regions with products in int8: linear layers and convolutions, with the batch norm and activation behind.
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dovetail.errors import checked_init
 from dovetail.lowering.backends.foreign import Session, installed
 from dovetail.lowering.backends.onnx_based import OnnxBackend, require_in_range
 from dovetail.lowering.onnx.layouts import Layout
@@ -16,6 +17,7 @@ from dovetail.lowering.onnx.types import ELEMENTS
 from dovetail.lowering.onnx.writer import Dialect
 
 
+@checked_init()
 class OnnxRuntime(OnnxBackend):
     """Runs regions in ONNX Runtime, in float32, with as many threads as torch has.
 

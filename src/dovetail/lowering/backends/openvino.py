@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dovetail.errors import checked_init
 from dovetail.lowering.backends.common import values_of
 from dovetail.lowering.backends.foreign import WHOLE, Session, installed
 from dovetail.lowering.backends.onnx_based import OnnxBackend, input_names, require_in_range
 from dovetail.lowering.onnx.layouts import Layout
 
 
+@checked_init()
 class OpenVino(OnnxBackend):
     """Runs regions in OpenVINO on the CPU, with as many threads as torch has.
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
+from dovetail.errors import checked_init
 from dovetail.graph.module import Body
 from dovetail.lowering.backend import Answer, Backend, Compiled
 from dovetail.lowering.backends.common import quiet, why_not_fixed, why_not_plain
@@ -22,6 +23,7 @@ _WARM_UPS = 2
 _UNTRACED = ("data", "grad")
 
 
+@checked_init()
 class TorchScript(Backend):
     """Traces a region with `torch.jit.trace`, for the sizes of its operands.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from dovetail.errors import checked_init
 from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.foreign import Session, installed, joined, loaded, parted
 from dovetail.lowering.backends.judging import Judge, Judged, why_risky
@@ -25,6 +26,7 @@ from dovetail.lowering.backends.tvm_mending import MENDS
 from dovetail.lowering.onnx.layouts import Layout
 
 
+@checked_init()
 class Tvm(Judged):
     """Compiles regions of fixed sizes with TVM for the CPU, in float32.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from dovetail.errors import checked_init
 from dovetail.graph.forking import released_by_fork
 from dovetail.lowering.backends.foreign import (
     WHOLE,
@@ -32,6 +33,7 @@ from dovetail.lowering.stablehlo.mending import MENDS
 # Not by way of torchax: its latest version cannot be imported with torch 2.13, and makes jax arrays, not StableHLO.
 
 
+@checked_init()
 class Xla(Judged):
     """Compiles regions of fixed sizes with XLA for the CPU, with as many threads as torch has.
 
