@@ -17,7 +17,7 @@ COLUMNS = {
     "fused": "fused, equal bit for bit",
     "inverse": "inlined again, the same graph",
     "gradients": "gradients as in eager mode",
-    "compiled": "compiled, equal to eager",
+    "compiled": "through `dovetail.compile` without a backend, equal to eager",
 }
 MOST_NAMES = 40
 UNBUILT = {

@@ -57,3 +57,14 @@ def test_well_known_types_reach_every_column(tmp_path: Path, types: tuple[str, .
     }
     again = rows(tmp_path, "--only", *types)
     assert again == results
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("captured", "code"), [(True, 0), ("CaptureError: no", 1)])
+def test_a_type_that_is_exported_and_not_captured_fails_the_census(
+    tmp_path: Path, captured: Any, code: int
+) -> None:
+    row = {"type": "bert", **dict.fromkeys(COLUMNS, True), "captured": captured, "gradients": "no"}
+    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
+    command = [sys.executable, "-m", "tests.census", "--out", str(tmp_path), "--summarize"]
+    assert subprocess.run(command, cwd=ROOT, check=False, capture_output=True, timeout=300).returncode == code
