@@ -16,7 +16,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("built", "exports", "captured", "equal", "faithful", "fused", "inverse", "gradients", "compiled")
+COLUMNS = (
+    "built",
+    "exports",
+    "unrun",
+    "captured",
+    "equal",
+    "faithful",
+    "fused",
+    "inverse",
+    "gradients",
+    "compiled",
+)
 # What is promised of every type that torch.export takes; the census fails where it does not hold.
 PROMISED = ("captured", "equal", "fused", "inverse")
 

@@ -95,6 +95,7 @@ class Subject:
             try:
                 config = build()
                 model = build_model(cls, config)
+                self.unrun_model = copy.deepcopy(model)
                 prepare()  # a model may bring a cache class of its own
             except Exception as error:
                 reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -132,15 +133,20 @@ class Subject:
         model, kwargs = self.fresh()
         return torch.export.export(model, (), kwargs, strict=False)
 
+    def unrun(self) -> None:
+        """Capture the model before it was ever called: what it sets in its first call is a side effect then."""
+        self._captured(lambda: copy.deepcopy(self.unrun_model))
+
     def captured(self) -> None:
+        self.graph, self.refused_gradients = self._captured(lambda: copy.deepcopy(self.model))
+
+    def _captured(self, model: Callable[[], nn.Module]) -> tuple[Any, Exception | None]:
+        """The graph, and why it is for inference only, if it is."""
         try:
-            model, kwargs = self.fresh()
-            self.graph = dovetail.capture(model, (), kwargs)
+            return dovetail.capture(model(), (), self.fresh()[1]), None
         except dovetail.DovetailError as refusal:
-            self.refused_gradients = refusal
             with torch.no_grad():
-                model, kwargs = self.fresh()
-                self.graph = dovetail.capture(model, (), kwargs)
+                return dovetail.capture(model(), (), self.fresh()[1]), refusal
 
     def equal(self) -> None:
         theirs = _outputs(self.program.module(), self.fresh()[1])

@@ -11,7 +11,8 @@ TITLE = "Model types of transformers, built small"
 COLUMNS = {
     "built": "built and run",
     "exports": "torch.export takes it",
-    "captured": "captured",
+    "unrun": "captured before its first call",
+    "captured": "captured after a call",
     "equal": "equal to the exported program, bit for bit",
     "faithful": "the exported program equals eager mode",
     "fused": "fused, equal bit for bit",

@@ -13,7 +13,18 @@ import pytest
 
 pytest.importorskip("transformers")
 
-COLUMNS = ("built", "exports", "captured", "equal", "faithful", "fused", "inverse", "gradients", "compiled")
+COLUMNS = (
+    "built",
+    "exports",
+    "unrun",
+    "captured",
+    "equal",
+    "faithful",
+    "fused",
+    "inverse",
+    "gradients",
+    "compiled",
+)
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -267,13 +267,13 @@ def _refill(container: Any, copy: Any) -> None:
 
 def _note_attribute(seen: Seen, path: str, module: nn.Module, name: str, value: object) -> None:
     shown = f"self.{name}" + (f" of '{path}'" if path else "") + f" ({type(module).__name__})"
-    tensor = isinstance(value, Tensor)
+    advice = f"Make it a buffer (self.register_buffer({name!r}, torch.tensor(...))), return it, or drop it."
+    if isinstance(value, Tensor):
+        advice = f"Register it in __init__: self.register_buffer({name!r}, ...); buffer updates are captured."
     seen.note(
         f"forward sets {shown}, a Python side effect that a graph cannot hold",
         blame.of_attribute(module, name),
-        f"Register it in __init__: self.register_buffer({name!r}, ...); buffer updates are captured."
-        if tensor
-        else f"Make it a buffer (self.register_buffer({name!r}, torch.tensor(...))), return it, or drop it.",
+        f"{advice} If later calls leave it as it is, call the model once before it is captured.",
     )
 
 
