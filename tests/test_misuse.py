@@ -246,5 +246,5 @@ def test_renamed_arguments_are_refused_with_their_new_names() -> None:
             call()
     with pytest.raises(dovetail.InvalidArgument, match="to `lower` or `compile`"):
         dovetail.fuse(gm, backend="eager")  # type: ignore[call-arg]
-    with pytest.raises(dovetail.InvalidArgument, match="Cleanup has no argument 'deep'. It takes none"):
+    with pytest.raises(dovetail.InvalidArgument, match=r"Cleanup has no argument 'deep'\. It takes none"):
         dovetail.Cleanup(deep=True)  # type: ignore[call-arg]
