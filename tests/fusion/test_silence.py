@@ -210,3 +210,13 @@ def test_names_are_refused_with_the_nearest(gm: Any) -> None:
 def test_alternatives_are_no_failures(gm: Any) -> None:
     fused = fuse(gm, rule(lambda x: either(F.gelu(x), F.relu(x)) * 2, kind="k", name="either"))
     assert len(regions(fused)) == 1
+
+
+def test_operators_that_are_registered_later_are_known() -> None:
+    with torch.library._scoped_library("silence_test", "FRAGMENT") as library:
+        library.define("first(Tensor x) -> Tensor")
+        capability({"silence_test.first"}, kind="k")
+        with pytest.raises(InvalidArgument, match=r"Did you mean 'silence_test\.first"):
+            capability({"silence_test.frist"}, kind="k")
+        library.define("second(Tensor x) -> Tensor")
+        capability({"silence_test.second", "silence_test::second.default"}, kind="k")

@@ -63,20 +63,20 @@ def understand(gm: GraphModule, must: Any, never: Any, kinds: Iterable[str]) -> 
     Raises UnknownNode for what names nothing in the graph, and InvalidArgument where `must` and `never` contradict
     each other or are neither nodes, names, kinds, module paths nor predicates.
     """
-    wanted, unwanted = _grouped(must), _listed(never)
-    if not wanted and not unwanted:
+    required, excluded = _grouped(must), _listed(never)
+    if not required and not excluded:
         return Word()
     place = _Place(gm, frozenset(kinds))
-    found = [tuple(place.find("must", item) for item in items) for items in wanted]
-    together = tuple(group for group in found if len(group) > 1)
+    resolved = [tuple(place.find("must", item) for item in items) for items in required]
+    together = tuple(group for group in resolved if len(group) > 1)
     for asked in (one for group in together for one in group if not one.groups):
         raise InvalidArgument(
             f"must: a list in the list names operations that belong into one region, and {asked.text} names none. "
             f"Give it by itself."
         )
     word = Word(
-        tuple(asked for group in found for asked in group),
-        tuple(place.find("never", item) for item in unwanted),
+        tuple(asked for group in resolved for asked in group),
+        tuple(place.find("never", item) for item in excluded),
         together,
     )
     _require_agreement(word)
@@ -283,7 +283,7 @@ def pending(word: Word, nodes: list[Node]) -> Pending:
 def apart(word: Word, nodes: list[Node]) -> list[tuple[str, str, str]]:
     """Of each group that is in no common region, what was asked for and two operations that are apart."""
     held = [{m.name for m in walk(call)} for node in nodes if (call := call_of(node.meta)) is not None]
-    found: list[tuple[str, str, str]] = []
+    separated: list[tuple[str, str, str]] = []
     for asked in word.together:
         groups = [group for one in asked for group in one.groups]
         if any(all(not names.isdisjoint(group) for group in groups) for names in held):
@@ -291,8 +291,8 @@ def apart(word: Word, nodes: list[Node]) -> list[tuple[str, str, str]]:
         home = next((names for names in held if not names.isdisjoint(groups[0])), set[str]())
         other = next((g for g in groups[1:] if home.isdisjoint(g)), groups[-1])
         names = ", ".join(one.text.partition("=")[2] for one in asked)
-        found.append((f"must=[{names}]", min(groups[0]), min(other)))
-    return found
+        separated.append((f"must=[{names}]", min(groups[0]), min(other)))
+    return separated
 
 
 def unmet(word: Word, nodes: list[Node]) -> list[tuple[Asked, frozenset[str]]]:

@@ -96,7 +96,7 @@ class CustomForm:
         self.used = False
 
     def write(self, writer: Writer, node: Node) -> Any:
-        """Append what the form says; SaveError where it is wrong."""
+        """Append the nodes of the form; SaveError where it is wrong."""
         self.used = True
         args, kwargs = map_arg(bound(node), writer.of)
         try:
@@ -114,9 +114,9 @@ class CustomForm:
         expected = len(cast("tuple[Any, ...]", value)) if several else 1
         wrong = not all(isinstance(n, str) and writer.has(n) for n in names) or len(names) != expected
         if wrong or several != isinstance(result, (tuple, list)):
-            wanted = f"a tuple of {expected} names" if several else "the name"
+            form = f"a tuple of {expected} names" if several else "the name"
             raise SaveError(
-                f"the form given for {self.target} returned {result!r}; return {wanted} of what its last "
+                f"the form given for {self.target} returned {result!r}; return {form} of what its last "
                 f"ONNX operators gave.",
                 node.name,
             )

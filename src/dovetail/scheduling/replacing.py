@@ -266,17 +266,17 @@ def check_fits(
 def check_order(adapter: Adapter, probe: Probe) -> None:
     """Raise where a module called with the operands in this order computes something else than its own operations.
 
-    A graph does not tell which operand was which argument; they are ordered by where they are first read.
+    A graph does not record which operand was which argument; they are ordered by where they are first read.
     """
     if len(adapter.order) < 2:
         return
-    operands, wanted, drawn = probe.calls[0]
+    operands, expected, drawn = probe.calls[0]
     try:
-        made, _ = _tried(adapter, operands, drawn)
-        compare([made[i] for i in adapter.results], wanted, "it", adapter.results, values=True)
+        results, _ = _tried(adapter, operands, drawn)
+        compare([results[i] for i in adapter.results], expected, "it", adapter.results, values=True)
     except ScheduleError as error:
         raise ScheduleError(
-            f"which operand is which argument of the module cannot be told from the graph: called with them in the order "
+            f"which operand is which argument of the module is not known from the graph: called with them in the order "
             f"in which they are first read, it computes something else ({error}). Replace it before anything around it is "
             f"traced"
         ) from error

@@ -138,6 +138,8 @@ def _names(op: str) -> set[str]:
             f"'{op}' names no operator: '{space}' is a name for a module in Python code. Give '{rest.rpartition('.')[2]}', "
             f"or the function itself."
         )
+    if rest not in operators_of(space):
+        operators_of.cache_clear()  # operators may have been registered since
     spelled = {f"{space}.{name}" for name in operators_of(space)}
     if space == "torch":
         there: Any = torch

@@ -125,13 +125,13 @@ def plain_name(name: str) -> str:
 @functools.cache
 def operators_of(namespace: str) -> frozenset[str]:
     """The registered operators of a namespace, with and without their overloads; empty where it has none."""
-    found: set[str] = set()
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, rest = name.partition("::")
+    names: set[str] = set()
+    for qualified in torch._C._dispatch_get_all_op_names():
+        space, _, rest = qualified.partition("::")
         if space == namespace:
             base, _, overload = rest.partition(".")
-            found.update((base, f"{base}.{overload or 'default'}"))
-    return frozenset(found)
+            names.update((base, f"{base}.{overload or 'default'}"))
+    return frozenset(names)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def attention_of_columns(
     divisor: Tensor,
 ) -> Tensor:
     """The same where the keys come as columns, so that no transpose is left to be done."""
-    hiding = steps.laid(q @ columns, steps.scaled(q, columns, factor, divisor), mask, bias, second_bias)
+    hiding = steps.scores(q, columns, mask, bias, second_bias, factor, divisor)
     return steps.weights(hiding, v.dtype) @ v
 
 
@@ -218,8 +218,7 @@ def attention_einsum(
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         return torch.einsum(inward, a, b)
 
-    plain = steps.scaled(q, k, factor, divisor, multiply)
-    hiding = steps.laid(multiply(q, k), plain, mask, bias, second_bias)
+    hiding = steps.scores(q, k, mask, bias, second_bias, factor, divisor, multiply)
     return torch.einsum(outward, steps.weights(hiding, v.dtype), v)
 
 
@@ -280,9 +279,7 @@ def attention_with_sinks(
 ) -> Tensor:
     """softmax(QKᵀ)V where one more column of scores takes part in the softmax, as gpt-oss has it for each head."""
     keys, values = shared(q, k, v)
-    columns = columns_of(keys)
-    plain = steps.scaled(q, columns, factor, divisor)
-    scores = steps.laid(q @ columns, plain, mask, bias, second_bias)
+    scores = steps.scores(q, columns_of(keys), mask, bias, second_bias, factor, divisor)
 
     def of_heads() -> Tensor:
         column = either(lambda: sinks.reshape(1, -1, 1, 1), lambda: sinks[None, :, None, None])

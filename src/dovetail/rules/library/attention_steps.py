@@ -188,6 +188,21 @@ class Steps:
             lambda: multiply(q, columns),
         )
 
+    def scores(
+        self,
+        q: Tensor,
+        columns: Tensor,
+        mask: Tensor,
+        bias: Tensor,
+        second_bias: Tensor,
+        factor: Tensor,
+        divisor: Tensor,
+        multiply: Product = torch.matmul,
+    ) -> Tensor:
+        """A product with its scale, its biases and its mask."""
+        plain = self.scaled(q, columns, factor, divisor, multiply)
+        return self.laid(multiply(q, columns), plain, mask, bias, second_bias)
+
     def laid(self, product: Tensor, plain: Tensor, mask: Tensor, bias: Tensor, second_bias: Tensor) -> Tensor:
         """Scores with their biases and their mask; a bias may be scaled along with the `product` it is added to."""
 
@@ -213,11 +228,11 @@ class Steps:
         )
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Scores with a mask added, subtracted, or filled in where it says so."""
+        """Scores with a mask added, subtracted, or filled in where it is set."""
         return either(lambda: x + mask, lambda: x - mask, lambda: self.filled(x, mask))
 
     def filled(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Scores with a value of their own where a mask says so."""
+        """Scores replaced by a value where a boolean mask is set, or is not."""
         return either(
             lambda: x.masked_fill(mask, self.hidden),
             lambda: torch.where(mask, x, self.hidden),

@@ -56,7 +56,7 @@ def mix_ffn_kind(
 
 @functools.cache
 def _of_grid(height: int, width: int) -> Known:
-    """The rule for one grid: what a reshape makes of tokens is told by numbers, not by operands."""
+    """The rule for one grid: a reshape has its sizes as numbers, not as operands."""
     tokens = torch.empty(2, height * width, 16, device="meta")
     square, vector = torch.empty(16, 16, device="meta"), torch.empty(16, device="meta")
 
