@@ -301,9 +301,18 @@ def test_weights_viewed_by_heads_and_back() -> None:
     assert found(attention_of_batches, groupvit, *FLAT)["dropout"] == 0.1
 
 
-def test_weights_rounded_to_a_narrower_dtype_than_the_queries_are_refused_with_the_reason() -> None:
-    def in_two_precisions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT / 2.5).softmax(-1).to(v.dtype) @ v
-
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_are_rounded_to_the_values_where_queries_are_wider(dtype: torch.dtype) -> None:
     q, k, v = HEADS
-    assert "is rounded to torch.float16" in why(attention_by_hand, in_two_precisions, q, k, v.half())
+    ways = [
+        attend(lambda q, k: q @ k.mT / 2.5, lambda x: x.softmax(-1).to(dtype)),
+        attend(lambda q, k: (q @ k.mT + BIAS) / 2.5, lambda x: x.softmax(-1).to(dtype)),
+    ]
+    assert [a["scale"] for a in found_each(attention_by_hand, ways, q, k, v.to(dtype))] == [0.4, 0.4]
+    # Rounded before the softmax, or to another dtype than that of the values.
+    early = attend(lambda q, k: (q @ k.mT / 2.5).to(dtype))
+    refused_each(attention_by_hand, [early], q, k, v.to(dtype))
+    wide = attend(lambda q, k: q @ k.mT / 2.5, lambda x: x.softmax(-1).to(dtype).float())
+    refused_each(attention_by_hand, [wide], q, k, v)
+    double = attend(lambda q, k: q @ k.mT / 2.5, lambda x: x.softmax(-1).float())
+    refused_each(attention_by_hand, [double], q.double(), k.double(), v)

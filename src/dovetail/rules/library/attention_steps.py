@@ -37,7 +37,12 @@ BIAS, SCALAR = example(1, 1), example()
 Scores = Annotated[Tensor | None, "broadcast to the scores [..., queries, keys]"]
 
 
-@kind("attention", version=4, draws="one dropout mask of the shape of the scores, as one random operation")
+@kind(
+    "attention",
+    version=4,
+    draws="one dropout mask of the shape of the scores, as one random operation",
+    rounds_to="v",
+)
 def attention_kind(
     q: Annotated[Tensor, "[..., heads, queries, width]"],
     k: Annotated[Tensor | None, "[..., heads / groups, keys, width]"] = None,

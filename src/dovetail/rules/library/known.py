@@ -44,13 +44,15 @@ class Kind:
     """The contract of a kind: `reference(**arguments, **attrs)` computes the results of every region of it.
 
     Parameters of the reference that are not keyword-only are the arguments, None where an optional one is absent;
-    keyword-only ones are the attributes, all of which every region has. `draws` states the order of random draws.
+    keyword-only ones are the attributes, all of which every region has. `draws` states the order of random draws;
+    `rounds_to` names the argument to whose dtype the reference rounds what it computed of float32.
     """
 
     name: str
     version: int
     reference: Callable[..., Any]
     draws: str = ""
+    rounds_to: str = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reference(*args, **kwargs)
@@ -95,9 +97,11 @@ class Kind:
         )
 
 
-def kind(name: str, *, version: int = 1, draws: str = "") -> Callable[[Callable[..., Any]], Kind]:
+def kind(
+    name: str, *, version: int = 1, draws: str = "", rounds_to: str = ""
+) -> Callable[[Callable[..., Any]], Kind]:
     """Make a kind of its reference, as a decorator."""
-    return lambda reference: Kind(name, version, reference, draws)
+    return lambda reference: Kind(name, version, reference, draws, rounds_to)
 
 
 class Known(PatternRule):
@@ -125,7 +129,7 @@ class Known(PatternRule):
         self.reference = kind
         self.needs = tuple(frozenset(word.split("|")) for word in needs.split())
         self.attrs_of, self.results_of, self.when = attrs_of, results_of, when
-        self.guard(keeps_precision)
+        self.guard(lambda match: keeps_precision(match, kind.rounds_to))
         unknown = [name for name in self.parameters.operands if name not in kind.arguments]
         if unknown:
             raise RuleError(self.name, f"'{unknown[0]}' is not an argument of the kind '{kind.name}'")
@@ -166,15 +170,18 @@ class Known(PatternRule):
         return self.results_of(match) if self.results_of is not None else super().results(match)
 
 
-def keeps_precision(match: Match) -> Decline | None:
+def keeps_precision(match: Match, rounds_to: str = "") -> Decline | None:
     """Refuse steps in a narrower dtype than the first floating operand has, and casts from float64 of any operand.
 
-    A reference computes in the dtypes of the operands.
+    A reference computes in the dtypes of the operands; it may round to that of the operand `rounds_to`.
     """
     values = [v for v in match.operands.values() if v is not None and _float_bits(v.value)]
     doubles = {v.aten: v for v in values if _float_bits(v.value) == _DOUBLE}
+    narrow = match.operands.get(rounds_to) if not doubles else None
     for aten, node in match.aten.items():
         bits = _float_bits(aten.meta.get("val"))
+        if narrow is not None and bits and aten.meta["val"].dtype == narrow.dtype:
+            continue
         cast = [
             doubles[n] for n in aten.all_input_nodes if n in doubles and op_name(aten.target) == "_to_copy"
         ]
