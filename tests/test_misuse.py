@@ -171,6 +171,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*Python 3.14:DeprecationWarning")
 def test_scripted_modules_are_refused_wherever_they_are() -> None:
     scripted, traced = torch.jit.script(nn.ReLU()), torch.jit.trace(nn.ReLU(), X)
