@@ -19,6 +19,10 @@ def model(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(F.gelu(x) * 2) + torch.sigmoid(x)
 
 
+def model_as_module() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.GELU(), torch.nn.Tanh())
+
+
 def scaled(**options: Any) -> Any:
     def pattern(x: Any) -> Any:
         return F.gelu(x) * 2
@@ -104,6 +108,11 @@ def test_a_rule_that_matched_nothing_is_in_the_ledger(gm: Any) -> None:
     assert "matched nothing: absent" in str(ledger)
     assert dovetail.Ledger.from_json(ledger.to_json()).unmatched == ("absent",)
     assert "matched nothing" not in str(explain(fuse(gm, scaled())))
+    # Fusing again, as `compile` does for what is left, keeps the first and adds nothing that has matched.
+    again = explain(fuse(fuse(gm, [scaled(), rule(absent, kind="k")]), scaled()))
+    assert again.unmatched == ("absent",)
+    compiled = dovetail.compile(model_as_module(), (X,), rules=rule(absent, kind="k"), backends="eager")
+    assert "matched nothing: absent" in str(explain(compiled))
     # Of a whole library only the user's own are listed.
     among = explain(fuse(gm, [dovetail.rules.DEFAULT, rule(absent, kind="k")]))
     assert len(among.unmatched) > 8
@@ -220,3 +229,10 @@ def test_operators_that_are_registered_later_are_known() -> None:
             capability({"silence_test.frist"}, kind="k")
         library.define("second(Tensor x) -> Tensor")
         capability({"silence_test.second", "silence_test::second.default"}, kind="k")
+
+
+@pytest.mark.filterwarnings("ignore:rule .* failed:RuntimeWarning")
+def test_why_not_names_a_rule_that_failed(gm: Any) -> None:
+    guarded = scaled()
+    guarded.guard(misspelled_attribute)
+    assert "rule 'pattern' failed" in str(explain(fuse(gm, guarded)).why_not("gelu", "mul"))

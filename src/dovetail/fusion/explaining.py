@@ -41,6 +41,7 @@ class Recorded:
     never: Mapping[str, str]
     limits: Limits
     rules: RuleSet
+    errors: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def why_not(gm: GraphModule, first: str | Node, second: str | Node, told: Record
     found += _as_one(scene, a, b)
     found += _recorded(told.declined, a, b)
     found += [reason for reason in _by_rules(scene, told, a, b) if not _is_said(reason, found)]
+    if not found:
+        found = [f"rule '{e.rule}' failed and was left out: {e.error}" for e in told.errors]
     if not found:
         found = ["nothing speaks against it; no rule has proposed them together."]
     return Reasons(dict.fromkeys(found))

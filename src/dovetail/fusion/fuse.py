@@ -127,7 +127,11 @@ class _Fusing:
                 break
         if self.gm is start:
             self.gm = copy.copy(start) if isinstance(start, Program) else as_program(start)
-        unmatched = tuple(rule.name for rule in self.rules if rule.name not in self.matched)
+        before = ledger_of(start)
+        # A rule that is asked again finds what it matched in regions.
+        matched = self.matched | {entry.rule for entry in (*before.saved, *before.refused)}
+        names = dict.fromkeys((*before.unmatched, *(rule.name for rule in self.rules)))
+        unmatched = tuple(name for name in names if name not in matched)
         ledger = self.writer.ledger(self.rules, self.options.limits, self.word.barred)
         write_ledger(self.gm, replace(ledger, unmatched=unmatched))
         self._require_must()

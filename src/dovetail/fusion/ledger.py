@@ -124,8 +124,8 @@ class Ledger:
     over all of them, also of those that are not kept; refusals that say nothing new are only counted, in `folded`.
     `rounds` counts the rounds that changed something. A region that was inlined again stays in the history. `never`
     has the operations that the user kept out, and why; `limits` are those of the last fusing. `lowered` is what
-    backends did since the graph was last lowered, calls that needed other code included. `unmatched` are the rules of
-    the last fusing that neither proposed nor declined anything; `diagnostics` are the recompilations, fallbacks and
+    backends did since the graph was last lowered, calls that needed other code included. `unmatched` are the rules
+    that neither proposed nor declined anything in any fusing; `diagnostics` are the recompilations, fallbacks and
     limits of a compiled model.
     """
 
@@ -165,7 +165,7 @@ class Ledger:
             raise InvalidArgument(
                 "this ledger is not that of a graph at hand; ask `explain(gm)` for one that is."
             )
-        told = Recorded(self.declined, self.never, self.limits, self._rules or RuleSet())
+        told = Recorded(self.declined, self.never, self.limits, self._rules or RuleSet(), self.errors)
         with without_collector():
             return why_not(self._graph, first, second, told)
 
