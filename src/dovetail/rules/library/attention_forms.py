@@ -16,6 +16,7 @@ from dovetail.rules.library.attention_steps import (
     MASK,
     SCALAR,
     SHARED,
+    Product,
     Q,
     Steps,
     attention_attrs,
@@ -61,6 +62,19 @@ def _has_columns(scene: Scene) -> bool:
     )
 
 
+def _scores(
+    steps: Steps,
+    q: Tensor,
+    columns: Tensor,
+    added: tuple[Tensor, Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    multiply: Product = torch.matmul,
+) -> Tensor:
+    """A product with its scale, its mask and its two biases; `scales` are a factor and a divisor."""
+    plain = steps.scaled(q, columns, *scales, multiply)
+    return steps.laid(multiply(q, columns), plain, *added)
+
+
 @known(
     attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm",
@@ -81,7 +95,7 @@ def attention_of_columns(
     divisor: Tensor,
 ) -> Tensor:
     """The same where the keys come as columns, so that no transpose is left to be done."""
-    hiding = steps.scores(q, columns, mask, bias, second_bias, factor, divisor)
+    hiding = _scores(steps, q, columns, (mask, bias, second_bias), (factor, divisor))
     return steps.weights(hiding, v.dtype) @ v
 
 
@@ -218,7 +232,7 @@ def attention_einsum(
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         return torch.einsum(inward, a, b)
 
-    hiding = steps.scores(q, k, mask, bias, second_bias, factor, divisor, multiply)
+    hiding = _scores(steps, q, k, (mask, bias, second_bias), (factor, divisor), multiply)
     return torch.einsum(outward, steps.weights(hiding, v.dtype), v)
 
 
@@ -279,7 +293,7 @@ def attention_with_sinks(
 ) -> Tensor:
     """softmax(QKᵀ)V where one more column of scores takes part in the softmax, as gpt-oss has it for each head."""
     keys, values = shared(q, k, v)
-    scores = steps.scores(q, columns_of(keys), mask, bias, second_bias, factor, divisor)
+    scores = _scores(steps, q, columns_of(keys), (mask, bias, second_bias), (factor, divisor))
 
     def of_heads() -> Tensor:
         column = either(lambda: sinks.reshape(1, -1, 1, 1), lambda: sinks[None, :, None, None])

@@ -37,12 +37,10 @@ BIAS, SCALAR = example(1, 1), example()
 Scores = Annotated[Tensor | None, "broadcast to the scores [..., queries, keys]"]
 
 
-@kind(
-    "attention",
-    version=4,
-    draws="one dropout mask of the shape of the scores, as one random operation",
-    rounds_to="v",
-)
+_DRAWS = "one dropout mask of the shape of the scores, as one random operation"
+
+
+@kind("attention", version=4, draws=_DRAWS, rounds_to="v")
 def attention_kind(
     q: Annotated[Tensor, "[..., heads, queries, width]"],
     k: Annotated[Tensor | None, "[..., heads / groups, keys, width]"] = None,
@@ -192,21 +190,6 @@ class Steps:
             lambda: multiply(q, columns / _scalar(divisor)),
             lambda: multiply(q, columns),
         )
-
-    def scores(
-        self,
-        q: Tensor,
-        columns: Tensor,
-        mask: Tensor,
-        bias: Tensor,
-        second_bias: Tensor,
-        factor: Tensor,
-        divisor: Tensor,
-        multiply: Product = torch.matmul,
-    ) -> Tensor:
-        """A product with its scale, its biases and its mask."""
-        plain = self.scaled(q, columns, factor, divisor, multiply)
-        return self.laid(multiply(q, columns), plain, mask, bias, second_bias)
 
     def laid(self, product: Tensor, plain: Tensor, mask: Tensor, bias: Tensor, second_bias: Tensor) -> Tensor:
         """Scores with their biases and their mask; a bias may be scaled along with the `product` it is added to."""
