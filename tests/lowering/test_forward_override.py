@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import inspect
 import pickle
 import threading
 from collections.abc import Generator
@@ -64,6 +65,31 @@ def compiled(model: nn.Module) -> Any:
 
 def is_clean(model: nn.Module) -> bool:
     return "forward" not in vars(model)
+
+
+class Inspecting(Predictor):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return torch.tanh(self.linear(x)) * (1.0 if scale is None else scale)
+
+    def generate(self, x: Tensor) -> Tensor:
+        takes_scale = "scale" in inspect.signature(self.forward).parameters
+        return self(x, scale=torch.full((), 3.0)) if takes_scale else self(x)
+
+
+def test_callers_see_the_signature_of_the_models_forward() -> None:
+    torch.manual_seed(0)
+    model = Inspecting().eval()
+    own, expected = inspect.signature(model.forward), model.generate(X)
+    fast = compiled(model)
+    assert inspect.signature(fast.forward) == own
+    assert torch.equal(fast.generate(X), expected)
+    assert inspect.signature(copy.deepcopy(fast).forward) == own
+    assert inspect.signature(pickle.loads(pickle.dumps(fast)).forward) == own
+    model.forward = fast.forward
+    assert torch.equal(model.generate(X), expected)
+    restored = pickle.loads(pickle.dumps(model))
+    assert torch.equal(restored.generate(X), expected)
+    assert inspect.signature(restored.forward) == own
 
 
 @pytest.mark.parametrize("name", ["predict_step", "nested"])

@@ -14,7 +14,7 @@ from dovetail.errors import CaptureError, InvalidArgument, checked_call
 from dovetail.graph.module import Body, GraphOwner, Program
 from dovetail.lowering.diagnostics import Diagnostic
 from dovetail.lowering.forms import HOOKS, CudaGraphs, Forms, Recipe
-from dovetail.lowering.forward_override import ForwardOverride, MethodOverride
+from dovetail.lowering.forward_override import ForwardOverride, MethodOverride, own_forward, with_signature
 
 # What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
 _SHARED = (
@@ -30,6 +30,25 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+
+class _Forward:
+    """The `forward` of compiled models, with the signature that the model's own has."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self._function
+        return types.MethodType(instance.__dict__.get("_forward", self._function), instance)
+
+
+def _forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+    return self._captures.call(args, kwargs)
+
+
+_forward.__name__ = "forward"
 
 
 class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
@@ -68,6 +87,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
             fallback_at_first=True,
         )
         self.__dict__.update(_model=model, _forms=forms, _override=MethodOverride(model, self._run))
+        self.__dict__["_forward"] = with_signature(_forward, own_forward(model))
 
     @property
     def training(self) -> bool:
@@ -149,8 +169,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         self._original._apply(fn, recurse)
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._captures.call(args, kwargs)
+    forward = _Forward(_forward)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """What a call of the model by one of its methods runs: a `forward` that this module was given counts."""
@@ -222,7 +241,8 @@ def _restored(model: nn.Module, options: dict[str, Any], forms: Any) -> Compiled
     if "_modules" not in model.__dict__:
         # The model has this module's `forward` for its own, and is itself not done.
         made = CompiledModule.__new__(CompiledModule)
-        made.__dict__.update(_model=model, _put_off=options)
+        own = types.MethodType(type(model).forward, model)
+        made.__dict__.update(_model=model, _put_off=options, _forward=with_signature(_forward, own))
         return made
     made = CompiledModule(model, **options)
     made.__dict__["_forms"].adopt(forms)
