@@ -11,13 +11,14 @@ import functools
 import importlib
 import inspect
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+
+from dovetail.errors import user_stacklevel
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 """The first and the last version of torch that the whole test suite has passed on."""
@@ -94,16 +95,8 @@ def warn_if_untested() -> None:
         warnings.warn(
             f"dovetail was tested with torch {'.'.join(map(str, OLDEST))} to {newest}, and this is {version}. Compare "
             f"results (capture(..., check_capture=True), lower(..., verify=True)), or install torch {newest}.",
-            stacklevel=_levels_to_caller(),
+            stacklevel=user_stacklevel(),
         )
-
-
-def _levels_to_caller() -> int:
-    """How many frames of this package, with `warn_if_untested` the first, a warning has to skip."""
-    frame, levels = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dovetail":
-        frame, levels = frame.f_back, levels + 1
-    return levels
 
 
 @contextlib.contextmanager

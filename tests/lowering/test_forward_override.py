@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import inspect
 import pickle
 import threading
@@ -210,3 +211,53 @@ def test_methods_train(model: Predictor) -> None:
     model.zero_grad()
     model.predict_step(X).sum().backward()
     assert torch.equal(mine, model.linear.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["lambda", "partial", "call"])
+def test_a_forward_that_only_calls_the_compiled_model_is_refused_at_once(model: Predictor, form: str) -> None:
+    fast = compiled(model)
+    run = fast.forward
+    replacements: dict[str, Any] = {
+        "lambda": lambda x: run(x),
+        "partial": functools.partial(run),
+        "call": lambda x: fast(x),
+    }
+    model.forward = replacements[form]
+    with pytest.raises(dovetail.InvalidArgument, match=r"Assign `compiled\.forward` itself"):
+        model(X)
+    del model.forward
+    assert torch.equal(model(X), fast(X))
+
+
+def test_a_forward_around_the_models_own_is_no_recursion(model: Predictor) -> None:
+    own = model.forward
+    model.forward = lambda x: own(x) * 2
+    fast = compiled(model)
+    assert torch.equal(fast(X), own(X) * 2)
+    assert len(fast.graphs) == 1
+
+
+class Moody(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if self.training else x * 2
+
+
+@pytest.mark.parametrize("how", ["submodule", "forward", "torch.compile"])
+@torch.no_grad()
+def test_a_model_with_compiled_submodules_is_compiled(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Moody()).eval()
+    expected = {mode: model.train(mode)(X) for mode in (True, False)}
+    for i in range(2):
+        if how == "submodule":
+            model[i] = compiled(model[i])
+        elif how == "forward":
+            model[i].forward = compiled(model[i]).forward
+        else:
+            model[i] = torch.compile(model[i], backend="eager")
+    fast = compiled(model)
+    for mode in (False, True, False):
+        assert torch.equal(fast.train(mode)(X), expected[mode])
+    model[1].train()
+    assert torch.equal(fast(X), model(X))
+    assert not [d for d in fast.diagnostics if d.kind != "recompiled"]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any, Self
 
@@ -312,18 +313,18 @@ def attribute(root: nn.Module, target: str) -> Any:
     return value
 
 
-class GraphOwner:
-    """A module that is no graph itself: its calls run graphs, made as they come."""
+class GraphOwner(ABC):
+    """A module whose calls run graphs, captured when they are needed."""
 
     @property
+    @abstractmethod
     def graphs(self) -> tuple[GraphModule, ...]:
-        """The graphs made so far."""
-        raise NotImplementedError
+        """The graphs captured so far."""
 
     @property
+    @abstractmethod
     def diagnostics(self) -> tuple[Any, ...]:
-        """What it did that costs its user something."""
-        raise NotImplementedError
+        """Recompilations, fallbacks and limits reached so far."""
 
 
 def require_graph(gm: object) -> GraphModule:
@@ -344,6 +345,8 @@ def graphs_of(gm: object) -> tuple[GraphModule, ...]:
     if not isinstance(gm, GraphOwner):
         return (require_graph(gm),)
     if not gm.graphs:
+        if gm.diagnostics:
+            raise InvalidArgument(f"the compiled model has no graphs: {gm.diagnostics[-1].message}")
         raise InvalidArgument(
             "the compiled model has no graphs yet: call it, or give example inputs to `dovetail.compile`."
         )

@@ -51,7 +51,7 @@ def backend(
     except Exception as error:
         if recipe.options.strict:
             raise
-        report("fallback", f"a graph of torch.compile's runs as it is: {error}", stacklevel=2)
+        report("fallback", f"a graph of torch.compile's runs as it is: {error}")
         return gm.forward
     return _Captures(gm, recipe, first)
 
@@ -91,7 +91,7 @@ class _Captures:
                 self._refused += 1
                 reason = str(error)
         message = f"calls of a graph of torch.compile's run it as it is: {reason}"
-        self._diagnostics.report("fallback", message, stacklevel=5)
+        self._diagnostics.report("fallback", message)
         return self._gm.forward
 
 

@@ -102,6 +102,8 @@ class Forms:
         self._last: Form | None = None
         self._refused: list[Any] = []
         self._busy: int | None = None
+        # Threads that run a `forward` that the model's user has set.
+        self._running: set[int] = set()
         self._lock = lock or released_by_fork(threading.RLock())
         self._inherited = False
         on_fork(self)
@@ -163,7 +165,20 @@ class Forms:
 
     def run_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's own forward."""
-        return own_forward(self.model)(*args, **kwargs)
+        if instance_forward(self.model) is None:
+            return own_forward(self.model)(*args, **kwargs)
+        thread = threading.get_ident()
+        if thread in self._running or thread == self._busy:
+            raise InvalidArgument(
+                f"`forward` of the {type(self.model).__name__} was replaced by a function that calls the compiled model, "
+                f"so that each would call the other without end. Assign `compiled.forward` itself, or call the compiled "
+                f"model elsewhere."
+            )
+        self._running.add(thread)
+        try:
+            return own_forward(self.model)(*args, **kwargs)
+        finally:
+            self._running.discard(thread)
 
     def captured_elsewhere(self) -> bool:
         """Whether it is another thread's capture that is being noticed; it is over then.
@@ -200,6 +215,7 @@ class Forms:
     def after_fork(self) -> None:
         """Run the model's own forward from now on: this is a child, and captures are the parent's."""
         self._inherited, self._last, self._busy = True, None, None
+        self._running.clear()
 
     def _called(self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inherited:
@@ -251,7 +267,6 @@ class Forms:
             f"a call runs the model as it is, for it cannot be captured: {error}\n"
             f'  torch.compile(model, backend="dovetail") takes the pieces between what cannot be captured; '
             f'on_error="raise" raises this.',
-            stacklevel=6,
         )
 
     def _other_modes(self, modes: Modes) -> str:
@@ -283,7 +298,6 @@ class Forms:
                     f"the recompile limit of {limit} is reached: calls that none of the captures so far is for run the model "
                     f"as it is. Mark what varies (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes), or raise "
                     f"`recompile_limit`, here or as dovetail.config.recompile_limit.",
-                    stacklevel=5,
                 )
                 return None
             with nothing_noted():
@@ -294,7 +308,7 @@ class Forms:
                         raise
                     self._refused.append((self.modes(), _seen((args, dict(kwargs or {})))))
                     self.diagnostics.report(
-                        "fallback", f"calls run the model as it is: {error}", stacklevel=5
+                        "fallback", f"calls run the model as it is: {error}"
                     )
                     return None
                 with autocast_off():
@@ -327,44 +341,50 @@ class Forms:
         model = without_hooks(self.model)
         check = self.check_capture and not self.made
         if self.dynamic_shapes is not None:
+            graph = capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
             self._report_recompilation(cause)
-            return capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
+            return graph
         trees.prepare()
         dims = self.automatic.observe(model.forward, args, kwargs)
-        self._report_recompilation(cause, dims)
+        failure: CaptureError | None = None
         if dims:
             shapes = dims.as_dynamic_shapes(model.forward, args, kwargs)
             try:
-                return capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+                graph = capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+                self._report_recompilation(cause, dims)
+                return graph
             except CaptureMismatch:
                 raise
             except CaptureError as error:
-                dynamic_error = error
-        else:
-            return capture(model, args, kwargs, check_capture=check)
+                failure = error
         graph = capture(model, args, kwargs, check_capture=check)
+        if failure is None:
+            self._report_recompilation(cause, dims)
+            return graph
         self.automatic.keep_static(args, kwargs)
+        self._report_recompilation(cause)
         if self.made:
             self.diagnostics.report(
                 "recompiled",
-                f"sizes that vary are captured one by one, for they cannot be left open: {dynamic_error}",
+                f"sizes that vary are captured one by one, for they cannot be left open: {failure}",
             )
         return graph
 
     def _report_recompilation(self, cause: str, dims: Dimensions | None = None) -> None:
         if not self.made:
             return
+        again = "the model is captured and compiled again"
         if dims is not None and dims.changes:
-            became = "dynamic" if dims else "specialized for this call, as 0 and 1 always are"
             message = (
-                f"the model is captured and compiled again: {', '.join(dims.changes)}. What changed is {became}. Mark it "
-                f"beforehand (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes) to compile once; dynamic=False "
-                f"compiles for each size."
+                f"{again}: {', '.join(dims.changes)}. What changed is dynamic. Mark it beforehand (dynamic=True, "
+                f"torch._dynamo.mark_dynamic or dynamic_shapes) to compile once; dynamic=False compiles for each size."
             )
+        elif dims is not None and dims.specialized:
+            message = f"{again}: {', '.join(dims.specialized)}, and sizes 0 and 1 are always specialized."
         else:
             # Without what to do about it: it is being done.
             stated = cause.partition(" Capture the model again")[0] or "a call unlike earlier ones"
-            message = f"the model is captured and compiled again: {stated}"
+            message = f"{again}: {stated}"
         self.diagnostics.report("recompiled", message)
 
     def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
