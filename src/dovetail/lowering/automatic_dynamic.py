@@ -117,6 +117,7 @@ class AutomaticDynamic:
         kinds, sizes = [_kind(leaf) for leaf in leaves], [_sizes(leaf) for leaf in leaves]
         known = next((o for o in self._observed if o.spec == spec and o.kinds == kinds), None)
         changes: list[tuple[int, int, int]] = []
+        specialized: list[tuple[int, int, None]] = []
         if known is None:
             known = _Observed(spec, kinds, sizes, [set() for _ in leaves])
             self._observed.append(known)
@@ -128,19 +129,14 @@ class AutomaticDynamic:
                 changed = {d for d, (a, b) in enumerate(zip(was, now, strict=True)) if a != b}
                 changes += [(i, dim, was[dim]) for dim in sorted(changed - known.dynamic[i])]
                 known.dynamic[i] |= changed
+                # Broadcasting and emptiness are decided there.
+                specialized += [(i, dim, None) for dim in sorted(changed) if now[dim] in (0, 1)]
         known.sizes = sizes
         dims = tuple(
             {} if known.is_static else self._dims(leaf, opened, size)
             for leaf, opened, size in zip(leaves, known.dynamic, sizes, strict=True)
         )
         opened = [(i, d, was) for i, d, was in changes if d in dims[i]]
-        # Broadcasting and emptiness are decided there.
-        specialized = [
-            (i, d, None)
-            for i, (size, changed) in enumerate(zip(sizes, known.dynamic, strict=True))
-            for d in sorted(set(range(len(size))) if self.dynamic is True else changed)
-            if size[d] in (0, 1) and d not in dims[i] and not known.is_static
-        ]
         return Dimensions(
             spec,
             dims,

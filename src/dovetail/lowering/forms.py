@@ -101,6 +101,7 @@ class Forms:
         self.automatic = AutomaticDynamic(dynamic)
         self._last: Form | None = None
         self._refused: list[Any] = []
+        self._failures: list[tuple[Modes, bool, str]] = []
         self._busy: int | None = None
         # Threads that run a `forward` that the model's user has set.
         self._running: set[int] = set()
@@ -206,6 +207,7 @@ class Forms:
                     self.had_forms |= bool(self.made)
                     self.made.clear()
                     self._refused.clear()
+                    self._failures.clear()
                     self._last = None
                     self._makeup = Makeup(self.model)
                     found = self._makeup.settings()
@@ -240,7 +242,7 @@ class Forms:
                 form = refused = None
                 way = (modes, _seen((args, kwargs)))
                 try:
-                    if way not in self._refused:
+                    if way not in self._refused and not self._fails_alike(modes):
                         form = self.specialise(args, kwargs, mismatch or self._other_modes(modes))
                 except CaptureError as error:
                     if not (tried or self.had_forms) or self.recipe.strict:
@@ -257,8 +259,14 @@ class Forms:
         made = self.run_model(args, kwargs)
         if refused is not None:
             self._refused.append(way)
+            self._failures.append((modes, torch.is_grad_enabled(), str(refused)))
             self.report_fallback(refused)
         return made
+
+    def _fails_alike(self, modes: Modes) -> bool:
+        """Whether captures in these modes failed for inputs of several kinds for one reason: other inputs do not cure it."""
+        reasons = [f[2] for f in self._failures if f[:2] == (modes, torch.is_grad_enabled())]
+        return len(set(reasons)) < len(reasons)
 
     def report_fallback(self, error: CaptureError) -> None:
         """Report that calls run the model as it is, for they cannot be captured."""
@@ -405,15 +413,22 @@ class Forms:
 def _seen(given: Any) -> tuple[Any, ...]:
     """What tells ways of calling from each other: structure, numbers, and what is to be seen of tensors."""
     leaves, spec = pytree.tree_flatten(given)
-    told = [
-        (leaf.shape, leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype, leaf.device)
+    grad = torch.is_grad_enabled()
+    described = [
+        (
+            leaf.shape,
+            leaf.stride() if leaf.layout is torch.strided else None,
+            leaf.dtype,
+            leaf.device,
+            grad and leaf.requires_grad,
+        )
         if isinstance(leaf, torch.Tensor)
         else leaf
         if isinstance(leaf, (bool, int, float, str, type(None)))
         else type(leaf)
         for leaf in leaves
     ]
-    return spec, [(type(value), value) for value in told]
+    return spec, grad, [(type(value), value) for value in described]
 
 
 @contextmanager

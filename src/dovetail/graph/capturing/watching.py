@@ -35,6 +35,8 @@ _OWN = frozenset(
 )
 _CONTAINERS = (list, dict, set)
 _BOOKS = frozenset({"_flat_weights", "_flat_weight_refs"})
+# Set by transformers together with hooks that record outputs, in the first call that returns hidden states or attentions.
+_HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 _MISSING = object()
 # Formulas of torch itself that tracing keeps, or that only save memory.
 _HARMLESS = (
@@ -214,7 +216,7 @@ def _compare(before: Snapshot, seen: Seen) -> None:
         if type(module).__module__.startswith("torch."):
             continue  # torch's own layers keep books on their weights, which the exporter swaps
         now = module.__dict__
-        for name in [k for k in now if k not in _OWN and k not in attributes]:
+        for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
             _note_attribute(seen, path, module, name, now[name])
         for name, old in attributes.items():
             if name in _BOOKS:
@@ -230,7 +232,7 @@ def restore(before: Snapshot) -> None:
     """Put every attribute back."""
     for _, module, attributes, contents in before:
         now = module.__dict__
-        for name in [k for k in now if k not in _OWN and k not in attributes]:
+        for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
             del now[name]
         now.update(attributes)
         for name, copy in contents.items():
