@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import threading
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any, Self
 
@@ -313,7 +313,7 @@ def attribute(root: nn.Module, target: str) -> Any:
     return value
 
 
-class GraphOwner(ABC):
+class GraphOwner(metaclass=ABCMeta):
     """A module whose calls run graphs, captured when they are needed."""
 
     @property

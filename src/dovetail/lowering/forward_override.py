@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 import types
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +17,7 @@ from torch import nn
 _ACTIVE: ContextVar[tuple[MethodOverride, ...]] = ContextVar("_ACTIVE", default=())
 
 
-class ForwardOverride(ABC):
+class ForwardOverride(metaclass=ABCMeta):
     """Has a `forward` that runs compiled code of the module `overridden` in place of the module's own."""
 
     @property
