@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import threading
-from abc import ABCMeta, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any, Self
 
@@ -313,18 +312,18 @@ def attribute(root: nn.Module, target: str) -> Any:
     return value
 
 
-class GraphOwner(metaclass=ABCMeta):
+class GraphOwner:
     """A module whose calls run graphs, captured when they are needed."""
 
     @property
-    @abstractmethod
     def graphs(self) -> tuple[GraphModule, ...]:
         """The graphs captured so far."""
+        return ()
 
     @property
-    @abstractmethod
     def diagnostics(self) -> tuple[Any, ...]:
         """Recompilations, fallbacks and limits reached so far."""
+        return ()
 
 
 def require_graph(gm: object) -> GraphModule:

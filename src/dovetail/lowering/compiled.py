@@ -115,11 +115,6 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
             CompiledModule.__init__(self, self._original, **options)
 
     @property
-    def overridden(self) -> nn.Module:
-        """The model, whose `forward` this module's may take the place of."""
-        return self._original
-
-    @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
         """Recompilations, fallbacks and limits reached so far, each with its cause."""
         return tuple(self._captures.diagnostics.events)
@@ -169,7 +164,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         self._original._apply(fn, recurse)
         return self
 
-    forward = _Forward(_forward)
+    forward = _Forward(_forward)  # pyright: ignore[reportAssignmentType]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """What a call of the model by one of its methods runs: a `forward` that this module was given counts."""

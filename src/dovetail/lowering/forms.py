@@ -315,9 +315,7 @@ class Forms:
                     if self.recipe.strict:
                         raise
                     self._refused.append((self.modes(), _seen((args, dict(kwargs or {})))))
-                    self.diagnostics.report(
-                        "fallback", f"calls run the model as it is: {error}"
-                    )
+                    self.diagnostics.report("fallback", f"calls run the model as it is: {error}")
                     return None
                 with autocast_off():
                     program = self.recipe(graph)

@@ -6,7 +6,6 @@ import functools
 import inspect
 import threading
 import types
-from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,13 +16,15 @@ from torch import nn
 _ACTIVE: ContextVar[tuple[MethodOverride, ...]] = ContextVar("_ACTIVE", default=())
 
 
-class ForwardOverride(metaclass=ABCMeta):
+class ForwardOverride:
     """Has a `forward` that runs compiled code of the module `overridden` in place of the module's own."""
 
+    _model: nn.Module
+
     @property
-    @abstractmethod
     def overridden(self) -> nn.Module:
         """The module whose `forward` is replaced."""
+        return self._model
 
     @property
     def instance_forward(self) -> Any:
@@ -85,10 +86,6 @@ class MethodOverride(ForwardOverride):
         self._beneath: Any = None
         self._methods = 0
         self._lock = threading.Lock()
-
-    @property
-    def overridden(self) -> nn.Module:
-        return self._model
 
     @property
     def instance_forward(self) -> Any:

@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, CaptureError, DovetailError, ScheduleError
 from dovetail.graph.module import Program
-from dovetail.lowering.forward_override import with_signature
 from dovetail.lowering.forms import Form, Forms, Modes
+from dovetail.lowering.forward_override import with_signature
 from dovetail.lowering.makeup import has_hooks_on_all_modules
 from dovetail.lowering.site import is_watched
 from dovetail.scheduling.hooks import refuse_hooks

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.grad_mode import inference_mode
+from torch.utils.checkpoint import CheckpointFunction
 
 from dovetail import torch_compat
 from dovetail.errors import CaptureError
@@ -336,8 +337,7 @@ def _intercepted(seen: Seen, effects: TensorEffects, trains: bool) -> Generator[
             raise TypeError("not a method")
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = not cls.__module__.startswith(_HARMLESS)
-            if ours and torch.is_grad_enabled() and from_forward():
+            if not _is_traced_through(cls) and torch.is_grad_enabled() and from_forward():
                 _note_function(cls, (*args, *kwargs.values()), seen, trains)
             return torch_compat.bound(original, cls)(*args, **kwargs)
 
@@ -363,7 +363,20 @@ def _note_function(cls: Any, args: tuple[Any, ...], seen: Seen, trains: bool) ->
         seen.function = seen.function or cls.__name__
 
 
+def _is_traced_through(cls: Any) -> bool:
+    """Whether a function of torch itself has no backward formula that tracing drops."""
+    # A reentrant checkpoint runs its forward without gradients and records them in backward.
+    return cls is not CheckpointFunction and cls.__module__.startswith(_HARMLESS)
+
+
 def _note_dropped_formula(cls: Any, line: blame.Line | None, seen: Seen) -> None:
+    if cls is CheckpointFunction:
+        seen.note(
+            "forward uses a reentrant checkpoint, whose gradients tracing drops",
+            line,
+            "Give use_reentrant=False to torch.utils.checkpoint.checkpoint.",
+        )
+        return
     seen.note(
         f"forward applies {cls.__name__}, whose own backward formula tracing drops",
         line,
@@ -382,7 +395,7 @@ def _note_functions(results: Any, seen: Seen, trains: bool) -> None:
             continue
         visited.add(node)
         cls = getattr(node, "_forward_cls", None)
-        if cls is not None and not cls.__module__.startswith(_HARMLESS):
+        if cls is not None and not _is_traced_through(cls):
             if trains:
                 _note_dropped_formula(cls, None, seen)
             seen.function = seen.function or cls.__name__
