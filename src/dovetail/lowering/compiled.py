@@ -182,10 +182,10 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
-        made = _restored(model, self._captures.options, [])
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self._wrapper, memo))
-        return made
+        copied = _restored(model, self._captures.options, [])
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self._wrapper, memo))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         forms = self._captures.portable()
@@ -235,10 +235,10 @@ def refresh(compiled: nn.Module) -> int:
 def _restored(model: nn.Module, options: dict[str, Any], forms: Any) -> CompiledModule:
     if "_modules" not in model.__dict__:
         # The model has this module's `forward` for its own, and is itself not done.
-        made = CompiledModule.__new__(CompiledModule)
+        compiled = CompiledModule.__new__(CompiledModule)
         own = types.MethodType(type(model).forward, model)
-        made.__dict__.update(_model=model, _put_off=options, _forward=with_signature(_forward, own))
-        return made
-    made = CompiledModule(model, **options)
-    made.__dict__["_forms"].adopt(forms)
-    return made
+        compiled.__dict__.update(_model=model, _put_off=options, _forward=with_signature(_forward, own))
+        return compiled
+    compiled = CompiledModule(model, **options)
+    compiled.__dict__["_forms"].adopt(forms)
+    return compiled

@@ -73,7 +73,7 @@ class Forms:
     of a module, and another class or function of one capture again, up to the recompile limit; then the model's own
     forward runs. So it does while another tracer looks on, for a call that cannot be captured after others could, with
     `fallback_at_first` also for the first one, and in a child process that was forked from this one. Sizes that differ
-    from those of earlier calls are symbolic in the next capture, as `dynamic` says. Hooks of the model itself are the
+    from those of earlier calls are symbolic in the next capture, subject to `dynamic`. Hooks of the model itself are the
     caller's to run.
     """
 
@@ -293,7 +293,7 @@ class Forms:
     ) -> Form | None:
         """Capture and lower for calls like this one; None once there are as many as there may be.
 
-        None, too, while hooks are registered for all modules, which a graph has none of. `cause` says why earlier
+        None, too, while hooks are registered for all modules, which a graph has none of. `cause` is why earlier
         captures are not for such calls.
         """
         if self._inherited or has_hooks_on_all_modules():

@@ -50,7 +50,7 @@ from dovetail.graph.capturing.specs import dict_of, leaf_spec, tuple_of
 
 _LEAF = leaf_spec()
 _log = logging.getLogger(__name__)
-# What torch says of dynamic_shapes that are no tree like that of the inputs.
+# In torch's errors about dynamic_shapes of another structure than the inputs have.
 _MISFITS = ("mismatch between the structure", "top-level keys", "expected dynamic_shapes", "Unexpected")
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound")
 
@@ -387,7 +387,7 @@ def _translated(error: Exception, noise: list[str], called: str = "") -> Capture
             "promise a range of sizes."
         )
     elif kind == "UnsupportedOperatorException" or "no fake impl" in text:
-        what = f"the operator {_operator_in(text)} has no fake kernel, which tells the form of its results without running it"
+        what = f"the operator {_operator_in(text)} has no fake kernel, which gives shapes and dtypes of its results without running it"
         advice = (
             "Register one: torch.library.register_fake(name, function), where the function takes the same arguments and "
             "returns empty tensors of the right shape, dtype and strides."

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -299,17 +299,23 @@ def _only_sources(result: Tensor, sources: dict[int, blame.Line | None]) -> list
     if result.grad_fn is None:
         return [sources[id(result)]] if id(result) in sources else []
     reached: list[blame.Line | None] = []
-    seen: set[Any] = set()
-    waiting: list[Any] = [result.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_history([result]):
         variable = getattr(node, "variable", None)
         if variable is not None:
             if id(variable) not in sources:
                 return []
             reached.append(sources[id(variable)])
-        waiting.extend(following for following, _ in node.next_functions)
     return reached
+
+
+def autograd_history(results: Iterable[Any]) -> Iterator[Any]:
+    """Every autograd node that the gradients of the tensors among `results` reach, each once."""
+    waiting: list[Any] = [result.grad_fn for result in results if isinstance(result, Tensor)]
+    visited: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        waiting.extend(following for following, _ in node.next_functions)

@@ -21,7 +21,7 @@ from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame, trees
 from dovetail.graph.capturing.rebinding import Rebinding
-from dovetail.graph.capturing.tensor_effects import TensorEffects
+from dovetail.graph.capturing.tensor_effects import TensorEffects, autograd_history
 
 _OWN = frozenset(
     {
@@ -387,19 +387,12 @@ def _note_dropped_formula(cls: Any, line: blame.Line | None, seen: Seen) -> None
 
 def _note_functions(results: Any, seen: Seen, trains: bool) -> None:
     """Notice functions with a backward formula of their own in the autograd history of results."""
-    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    visited: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
+    for node in autograd_history(pytree.tree_leaves(results)):
         cls = getattr(node, "_forward_cls", None)
         if cls is not None and not _is_traced_through(cls):
             if trains:
                 _note_dropped_formula(cls, None, seen)
             seen.function = seen.function or cls.__name__
-        waiting.extend(following for following, _ in node.next_functions)
 
 
 def _dispatch_codes() -> frozenset[types.CodeType]:
