@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
@@ -304,8 +305,8 @@ class Forms:
                 self.diagnostics.report(
                     "limit",
                     f"the recompile limit of {limit} is reached: calls that none of the captures so far is for run the model "
-                    f"as it is. Mark what varies (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes), or raise "
-                    f"`recompile_limit`, here or as dovetail.config.recompile_limit.",
+                    f"as it is. Mark what varies (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes), pass numbers as "
+                    f"tensors, or raise `recompile_limit`, here or as dovetail.config.recompile_limit.",
                 )
                 return None
             with nothing_noted():
@@ -389,7 +390,7 @@ class Forms:
             message = f"{again}: {', '.join(dims.specialized)}, and sizes 0 and 1 are always specialized."
         else:
             # Without what to do about it: it is being done.
-            stated = cause.partition(" Capture the model again")[0] or "a call unlike earlier ones"
+            stated = re.split(r"\. (?=[A-Z])", cause)[0] or "a call unlike earlier ones"
             message = f"{again}: {stated}"
         self.diagnostics.report("recompiled", message)
 
