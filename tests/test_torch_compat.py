@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import dovetail
 from dovetail import torch_compat
 from dovetail.graph import holding
+from tests.graph.test_capture_refusals import Hooks
 
 SOURCE = Path(dovetail.__file__).parent
 X = torch.ones(2, 4)
@@ -44,13 +45,6 @@ class Plain(nn.Module):
 class Negates(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return Negated.apply(self.linear(x)).relu()
-
-
-class Hooks(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        y.register_hook(lambda grad: grad * 2)
-        return y
 
 
 class Infers(Plain):
@@ -130,7 +124,7 @@ def test_a_function_is_noticed_in_the_history_where_apply_cannot_be_replaced(
     ("name", "kind"), [("GRADIENT_HOOKS", Hooks), ("INFERENCE_MODE", Infers), ("DISPATCH", Negates)]
 )
 def test_a_name_that_is_there_refuses_what_its_absence_lets_pass(
-    name: str, kind: type[Plain], monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(dovetail.CaptureError):
         dovetail.capture(kind(), (X,))

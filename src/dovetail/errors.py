@@ -257,10 +257,15 @@ def _folded(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def user_stacklevel() -> int:
-    """The `stacklevel` of a warning given where this is called, that puts it at the caller's line outside of dovetail."""
+def user_stacklevel(*others: str) -> int:
+    """The `stacklevel` of a warning given where this is called, that puts it at the caller's line outside of dovetail.
+
+    `others` are packages that are skipped as dovetail is.
+    """
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dovetail":
+    # The code of FX graphs has no module.
+    skipped = ("dovetail", "", *others)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
         frame, level = frame.f_back, level + 1
     return max(level, 1)
 

@@ -11,13 +11,14 @@ import functools
 import importlib
 import inspect
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+
+from dovetail.errors import user_stacklevel
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 """The first and the last version of torch that the whole test suite has passed on."""
@@ -94,16 +95,8 @@ def warn_if_untested() -> None:
         warnings.warn(
             f"dovetail was tested with torch {'.'.join(map(str, OLDEST))} to {newest}, and this is {version}. Compare "
             f"results (capture(..., check_capture=True), lower(..., verify=True)), or install torch {newest}.",
-            stacklevel=_levels_to_caller(),
+            stacklevel=user_stacklevel(),
         )
-
-
-def _levels_to_caller() -> int:
-    """How many frames of this package, with `warn_if_untested` the first, a warning has to skip."""
-    frame, levels = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dovetail":
-        frame, levels = frame.f_back, levels + 1
-    return levels
 
 
 @contextlib.contextmanager
@@ -204,12 +197,12 @@ DISPATCH = tuple(
 )
 GENERATOR_METACLASS = TorchName(
     "torch._C._set_generator_metaclass",
-    "tells that torch's tracer lifts generators into a graph (since 2.12)",
+    "present where torch's tracer lifts generators into a graph (since 2.12)",
     "models that draw from a torch.Generator of their own are refused",
 )
 DICT_VERSION = TorchName(
     "torch._C._dynamo.guards.dict_version",
-    "tells that no attribute of a module was written since the last call",
+    "shows whether no attribute of a module was written since the last call",
     "attributes are looked up in every call, which is slower",
 )
 TENSOR_GUARDS = TorchName(
@@ -229,24 +222,24 @@ REDUCTION_TAG = TorchName(
 )
 EFFECT_OF_OPERATOR = TorchName(
     "torch._higher_order_ops.effects._get_effect",
-    "tells whether an operator was registered with an effect",
+    "gives the effect that an operator was registered with",
     "only operators without results count as effects, so one that was registered with an effect and returns something "
     "may be moved or dropped",
     is_check=True,
 )
 COMPOSITE_OPERATOR = TorchName(
     "torch._export.utils._is_cia_op",
-    "tells which operators decomposition may take apart, so that a program is decomposed without tracing it again",
+    "decides which operators decomposition may take apart, so that a program is decomposed without tracing it again",
     "torch decomposes the program by tracing it again, which takes longer",
 )
 PRESERVED_OPERATOR = TorchName(
     "torch._export.utils._is_preservable_cia_op",
-    "tells which composite operators decomposition keeps",
+    "decides which composite operators decomposition keeps",
     "torch decomposes the program by tracing it again, which takes longer",
 )
 BATCHED_TENSOR = TorchName(
     "torch._C._functorch.is_batchedtensor",
-    "tells the tensors that vmap passes to a function, which have no storage of their own",
+    "recognizes the tensors that vmap passes to a function, which have no storage of their own",
     "models that write in place inside of vmap are not captured",
 )
 FUNCTORCH_UNWRAPPED = TorchName(
@@ -256,12 +249,12 @@ FUNCTORCH_UNWRAPPED = TorchName(
 )
 AVX512 = TorchName(
     "torch.cpu._is_avx512_supported",
-    "tells which vector instructions there are, so that Inductor need not build programs to find out",
+    "detects which vector instructions there are, so that Inductor need not build programs to find out",
     "Inductor finds out by itself, in about 7 s",
 )
 VNNI = TorchName(
     "torch.cpu._is_vnni_supported",
-    "tells whether sums of bytes are exact on this processor",
+    "detects whether sums of bytes are exact on this processor",
     "nothing runs in int8",
 )
 COMPILE_POOL = TorchName(

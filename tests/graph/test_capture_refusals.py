@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dovetail.errors import CaptureError, InvalidArgument
 from dovetail.graph.capture import capture
@@ -76,6 +77,11 @@ class Reverses(Base):
         return Reverse.apply(self.linear(x))
 
 
+class Checkpoints(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.linear, self.linear(x), use_reentrant=True)
+
+
 class Hooks(Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -105,6 +111,7 @@ class Borrows(Base):
 
 REFUSED = [
     (Branches, "if x.sum() > 0:", "torch.cond"),
+    (Checkpoints, "return checkpoint(", "use_reentrant=False"),
     (Prints, 'print("shape", x.shape)', "Print outside"),
     (Counts, "self.calls += 1", "buffer"),
     (Logs, "self.log.append(1)", "buffer"),

@@ -166,3 +166,21 @@ def test_bloom_is_captured_for_inference() -> None:
         assert torch.equal(fused(ids).logits, expected)
     with pytest.raises(CallMismatch, match="own backward formula"):
         fused(ids)
+
+
+class Chooses(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: self.linear(y), (self.linear(x),))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_branches_of_values_with_gradients() -> None:
+    model = Chooses()
+    graph = dovetail.capture(model, (X,))
+    for x in (X + 2, X - 2):
+        gradients: list[list[Tensor | None]] = []
+        for run in (model, graph):
+            model.zero_grad()
+            run(x).sum().backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(a is not None and torch.equal(a, b) for a, b in zip(*gradients, strict=True))

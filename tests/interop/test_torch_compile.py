@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dovetail
 from dovetail import zoo
@@ -224,3 +225,29 @@ def test_bad_options() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="mode='reduce-overhead' is Inductor's"):
         torch.compile(torch.sin, backend=backend, mode="reduce-overhead")(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return checkpoint(torch.tanh, self.linear(x), use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(checkpoint(self._inner, x, use_reentrant=False))
+
+
+def test_checkpoints_are_compiled_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Checkpointed(), torch.randn(2, 4)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    fast = compiled(model, on_error="raise")
+    with caplog.at_level("WARNING", "dovetail"):
+        fast(x).sum().backward()
+    assert "checkpoints are not kept" in caplog.text
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -67,6 +67,34 @@ def test_the_dimension_is_reported_once(caplog: pytest.LogCaptureFixture) -> Non
     assert "from 4 to 6" in str(dovetail.explain(fast))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_0_and_1_are_reported_as_specialized(dynamic: bool | None) -> None:
+    fast = dovetail.compile(Affine(), backends="eager", dynamic=dynamic)
+    for n in (4, 1, 0):
+        fast(rows(n))
+    assert ["dynamic" in message for message in recompilations(fast)] == [False, False]
+    assert "dimension 0 of 'x' is 1, and sizes 0 and 1 are always specialized" in recompilations(fast)[0]
+
+
+def test_a_size_that_cannot_be_captured_is_not_reported_as_recompiled() -> None:
+    fast = dovetail.compile(Affine(), backends="eager")
+    fast(rows(4))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        fast(torch.randn(4, 9))
+    assert not recompilations(fast)
+
+
+@pytest.mark.parametrize("mark", ["mark_unbacked", "maybe_mark_dynamic"])
+def test_other_marks(mark: str) -> None:
+    model = Affine()
+    fast = dovetail.compile(model, backends="eager")
+    first = rows(4)
+    getattr(torch._dynamo.decorators, mark)(first, 0)
+    for x in (first, rows(6), rows(7)):
+        assert torch.equal(fast(x), model(x))
+    assert len(fast.graphs) == 1
+
+
 def test_gradients_of_a_dynamic_capture() -> None:
     model, fast_model = Affine(), Affine()
     fast_model.load_state_dict(model.state_dict())

@@ -317,3 +317,10 @@ def test_what_is_no_model() -> None:
     fast = dovetail.compile(Blocks(), backends="eager")
     with pytest.raises(dovetail.InvalidArgument, match="compiled already"):
         dovetail.compile(fast)
+
+
+def test_a_model_without_operations_is_compiled() -> None:
+    x = torch.ones(2)
+    fast = dovetail.compile(nn.Identity(), backends="eager", on_error="raise")
+    assert torch.equal(fast(x), x)
+    assert not dovetail.regions(fast)

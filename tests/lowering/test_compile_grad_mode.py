@@ -1,10 +1,13 @@
 """`compile` captures for inference and for training as they come, where a model does not differentiate as its graph does."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.lowering import forms
 
 
 class Straight(torch.autograd.Function):
@@ -58,3 +61,39 @@ def test_one_capture_where_both_are_alike() -> None:
     fast(X).sum().backward()
     assert len(fast.graphs) == 1
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:a call runs the model as it is")
+def test_inference_is_captured_after_training_was_refused() -> None:
+    model, x = Quantised(), torch.ones(2, 4)
+    fast = dovetail.compile(model, backends="eager")
+    fast(x).sum().backward()
+    assert not fast.graphs
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+    assert len(fast.graphs) == 1
+    fast(x).sum().backward()
+    assert len(fast.graphs) == 1
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+@pytest.mark.filterwarnings("ignore:a call runs the model as it is")
+def test_a_failure_that_no_input_cures_is_not_tried_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[Any] = []
+    original = forms.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        attempts.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(forms, "capture", counted)
+    fast = dovetail.compile(Branching(), backends="eager")
+    for n in range(2, 12):
+        assert torch.equal(fast(torch.ones(n)), torch.ones(n) + 1)
+    # A static one, and one with a dynamic size that is repeated without.
+    assert len(attempts) == 3
+    assert [d.kind for d in fast.diagnostics] == ["fallback"]

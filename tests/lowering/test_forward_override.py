@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import functools
+import inspect
 import pickle
 import threading
 from collections.abc import Generator
@@ -64,6 +66,31 @@ def compiled(model: nn.Module) -> Any:
 
 def is_clean(model: nn.Module) -> bool:
     return "forward" not in vars(model)
+
+
+class Inspecting(Predictor):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return torch.tanh(self.linear(x)) * (1.0 if scale is None else scale)
+
+    def generate(self, x: Tensor) -> Tensor:
+        takes_scale = "scale" in inspect.signature(self.forward).parameters
+        return self(x, scale=torch.full((), 3.0)) if takes_scale else self(x)
+
+
+def test_callers_see_the_signature_of_the_models_forward() -> None:
+    torch.manual_seed(0)
+    model = Inspecting().eval()
+    own, expected = inspect.signature(model.forward), model.generate(X)
+    fast = compiled(model)
+    assert inspect.signature(fast.forward) == own
+    assert torch.equal(fast.generate(X), expected)
+    assert inspect.signature(copy.deepcopy(fast).forward) == own
+    assert inspect.signature(pickle.loads(pickle.dumps(fast)).forward) == own
+    model.forward = fast.forward
+    assert torch.equal(model.generate(X), expected)
+    restored = pickle.loads(pickle.dumps(model))
+    assert torch.equal(restored.generate(X), expected)
+    assert inspect.signature(restored.forward) == own
 
 
 @pytest.mark.parametrize("name", ["predict_step", "nested"])
@@ -184,3 +211,53 @@ def test_methods_train(model: Predictor) -> None:
     model.zero_grad()
     model.predict_step(X).sum().backward()
     assert torch.equal(mine, model.linear.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["lambda", "partial", "call"])
+def test_a_forward_that_only_calls_the_compiled_model_is_refused_at_once(model: Predictor, form: str) -> None:
+    fast = compiled(model)
+    run = fast.forward
+    replacements: dict[str, Any] = {
+        "lambda": lambda x: run(x),
+        "partial": functools.partial(run),
+        "call": lambda x: fast(x),
+    }
+    model.forward = replacements[form]
+    with pytest.raises(dovetail.InvalidArgument, match=r"Assign `compiled\.forward` itself"):
+        model(X)
+    del model.forward
+    assert torch.equal(model(X), fast(X))
+
+
+def test_a_forward_around_the_models_own_is_no_recursion(model: Predictor) -> None:
+    own = model.forward
+    model.forward = lambda x: own(x) * 2
+    fast = compiled(model)
+    assert torch.equal(fast(X), own(X) * 2)
+    assert len(fast.graphs) == 1
+
+
+class Moody(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if self.training else x * 2
+
+
+@pytest.mark.parametrize("how", ["submodule", "forward", "torch.compile"])
+@torch.no_grad()
+def test_a_model_with_compiled_submodules_is_compiled(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Moody()).eval()
+    expected = {mode: model.train(mode)(X) for mode in (True, False)}
+    for i in range(2):
+        if how == "submodule":
+            model[i] = compiled(model[i])
+        elif how == "forward":
+            model[i].forward = compiled(model[i]).forward
+        else:
+            model[i] = torch.compile(model[i], backend="eager")
+    fast = compiled(model)
+    for mode in (False, True, False):
+        assert torch.equal(fast.train(mode)(X), expected[mode])
+    model[1].train()
+    assert torch.equal(fast(X), model(X))
+    assert not [d for d in fast.diagnostics if d.kind != "recompiled"]

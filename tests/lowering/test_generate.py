@@ -94,6 +94,27 @@ def test_llama() -> None:
     check("llama", 30, 2)
 
 
+def test_padding_is_masked_as_by_the_model() -> None:
+    # `generate` derives the mask from the padding if `forward` has a parameter for it.
+    model = build("llama")
+    fast = dovetail.compile(model, backends="eager")
+    ids = prompt("llama", 6)["input_ids"].repeat(2, 1)
+    ids[0, :3] = 0
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(fast.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_hidden_states_are_captured() -> None:
+    # Hooks that record them are installed by the first call that returns them.
+    model, ids = build("llama"), prompt("llama")["input_ids"]
+    expected = build("llama")(ids, output_hidden_states=True, use_cache=False).hidden_states
+    options = {"output_hidden_states": True, "use_cache": False}
+    graph = dovetail.capture(model, (ids,), options)
+    for states in (graph(ids, **options).hidden_states, model(ids, **options).hidden_states):
+        assert len(states) == len(expected) == 3
+        assert all(torch.equal(a, b) for a, b in zip(states, expected, strict=True))
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral", "gpt2", "t5", "whisper"])

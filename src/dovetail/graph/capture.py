@@ -278,16 +278,16 @@ def _carried(
     slots: tuple[specs.Slot, ...], out_spec: Any, caches: tuple[tuple[str | int, int], ...]
 ) -> tuple[trees.Carried, ...]:
     names = [slot.name for slot in slots]
-    found = trees.find_caches(out_spec)
+    returned = trees.find_caches(out_spec)
     carried: list[trees.Carried] = []
     for cache, place in caches:
         slot = cache if isinstance(cache, int) else names.index(cache) if cache in names else None
-        if slot is None or place >= len(found):
+        if slot is None or place >= len(returned):
             raise CaptureError(
                 "the model updates a cache that it was given in a way that cannot be followed. "
                 "Pass the cache as a parameter of its own, or capture with use_cache=False."
             )
-        carried.append(trees.Carried(slot, *found[place]))
+        carried.append(trees.Carried(slot, *returned[place]))
     return tuple(carried)
 
 

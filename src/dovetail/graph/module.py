@@ -313,17 +313,17 @@ def attribute(root: nn.Module, target: str) -> Any:
 
 
 class GraphOwner:
-    """A module that is no graph itself: its calls run graphs, made as they come."""
+    """A module whose calls run graphs, captured when they are needed."""
 
     @property
     def graphs(self) -> tuple[GraphModule, ...]:
-        """The graphs made so far."""
-        raise NotImplementedError
+        """The graphs captured so far."""
+        return ()
 
     @property
     def diagnostics(self) -> tuple[Any, ...]:
-        """What it did that costs its user something."""
-        raise NotImplementedError
+        """Recompilations, fallbacks and limits reached so far."""
+        return ()
 
 
 def require_graph(gm: object) -> GraphModule:
@@ -344,6 +344,8 @@ def graphs_of(gm: object) -> tuple[GraphModule, ...]:
     if not isinstance(gm, GraphOwner):
         return (require_graph(gm),)
     if not gm.graphs:
+        if gm.diagnostics:
+            raise InvalidArgument(f"the compiled model has no graphs: {gm.diagnostics[-1].message}")
         raise InvalidArgument(
             "the compiled model has no graphs yet: call it, or give example inputs to `dovetail.compile`."
         )

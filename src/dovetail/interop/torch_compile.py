@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -12,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch._guards
 from torch import SymFloat, SymInt, Tensor, nn
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.export import Dim
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
@@ -24,6 +26,7 @@ from dovetail.lowering.options import Options, compilation_limit
 from dovetail.lowering.recipe import Recipe
 from dovetail.lowering.situation import autocast_off, autocasting
 
+_log = logging.getLogger("dovetail")
 _RECIPE = ("backends", "rules", "pipeline")
 _OPTIONS = (*_RECIPE, *(f.name for f in fields(Options) if f.name != "grad"))
 
@@ -51,7 +54,7 @@ def backend(
     except Exception as error:
         if recipe.options.strict:
             raise
-        report("fallback", f"a graph of torch.compile's runs as it is: {error}", stacklevel=2)
+        report("fallback", f"a graph of torch.compile's runs as it is: {error}")
         return gm.forward
     return _Captures(gm, recipe, first)
 
@@ -91,12 +94,13 @@ class _Captures:
                 self._refused += 1
                 reason = str(error)
         message = f"calls of a graph of torch.compile's run it as it is: {reason}"
-        self._diagnostics.report("fallback", message, stacklevel=5)
+        self._diagnostics.report("fallback", message)
         return self._gm.forward
 
 
 def _lowered(gm: GraphModule, example_inputs: Sequence[Any], recipe: Recipe) -> Callable[..., Any]:
     _refuse_lost_gradients(gm, example_inputs)
+    gm = _without_checkpoints(gm)
     gm, floats = _with_floats_specialized(gm, example_inputs)
     known = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     with torch._guards.tracing(None):
@@ -112,6 +116,31 @@ def _lowered(gm: GraphModule, example_inputs: Sequence[Any], recipe: Recipe) -> 
             return run(*args)
 
     return cast_already
+
+
+def _without_checkpoints(gm: GraphModule) -> GraphModule:
+    """The graph with bodies of activation checkpoints called as they are: capture keeps no checkpoints."""
+    checkpoints = gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
+    if not checkpoints:
+        return gm
+    _log.warning(
+        "activation checkpoints are not kept (%d in this graph): what backward needs is stored, not computed again.",
+        len(checkpoints),
+    )
+    graph = copy.deepcopy(gm.graph)
+    bodies: dict[str, GraphModule] = {}
+    for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
+        name = cast("str", node.args[0].target)
+        bodies[name] = _without_checkpoints(cast("GraphModule", gm.get_submodule(name)))
+        with graph.inserting_before(node):
+            call = graph.call_module(name, tuple(node.args[1:]))
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
+    inlined = GraphModule(gm, graph)
+    for name, body in bodies.items():
+        setattr(inlined, name, body)
+    return inlined
 
 
 def _with_floats_specialized(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +16,16 @@ from torch.utils._pytree import MappingKey, SequenceKey, TreeSpec
 
 from dovetail.graph.capturing import trees
 
-# What torch._dynamo.mark_dynamic, maybe_mark_dynamic and mark_static leave on a tensor.
-_MARKED, _MAYBE_MARKED, _STATIC = (
+# What torch._dynamo.mark_dynamic, mark_unbacked, maybe_mark_dynamic and mark_static leave on a tensor.
+_MARKED, _UNBACKED, _MAYBE_MARKED, _STATIC = (
     "_dynamo_dynamic_indices",
+    "_dynamo_unbacked_indices",
     "_dynamo_weak_dynamic_indices",
     "_dynamo_static_indices",
 )
 _MARKS = (
     _MARKED,
+    _UNBACKED,
     _MAYBE_MARKED,
     _STATIC,
     "_has_symbolic_sizes",
@@ -49,12 +51,14 @@ class _Observed:
 class Dimensions:
     """The sizes to leave open: for each leaf of the arguments its dimensions, an integer being of dimension 0.
 
-    `changes` describes those that are open because they changed since the last such call, and were not before.
+    `changes` describes those that are open because they changed since the last such call, and were not before;
+    `specialized` those that would be open if they were not 0 or 1.
     """
 
     spec: TreeSpec
     leaves: tuple[dict[int, Any], ...]
     changes: tuple[str, ...] = ()
+    specialized: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any(self.leaves)
@@ -113,6 +117,7 @@ class AutomaticDynamic:
         kinds, sizes = [_kind(leaf) for leaf in leaves], [_sizes(leaf) for leaf in leaves]
         known = next((o for o in self._observed if o.spec == spec and o.kinds == kinds), None)
         changes: list[tuple[int, int, int]] = []
+        specialized: list[tuple[int, int, None]] = []
         if known is None:
             known = _Observed(spec, kinds, sizes, [set() for _ in leaves])
             self._observed.append(known)
@@ -124,13 +129,20 @@ class AutomaticDynamic:
                 changed = {d for d, (a, b) in enumerate(zip(was, now, strict=True)) if a != b}
                 changes += [(i, dim, was[dim]) for dim in sorted(changed - known.dynamic[i])]
                 known.dynamic[i] |= changed
+                # Broadcasting and emptiness are decided there.
+                specialized += [(i, dim, None) for dim in sorted(changed) if now[dim] in (0, 1)]
         known.sizes = sizes
         dims = tuple(
             {} if known.is_static else self._dims(leaf, opened, size)
             for leaf, opened, size in zip(leaves, known.dynamic, sizes, strict=True)
         )
-        described = _described(forward, args, kwargs, changes) if changes else ()
-        return Dimensions(spec, dims, described)
+        opened = [(i, d, was) for i, d, was in changes if d in dims[i]]
+        return Dimensions(
+            spec,
+            dims,
+            _described(forward, args, kwargs, opened),
+            _described(forward, args, kwargs, specialized),
+        )
 
     def keep_static(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Leave no sizes of such calls open from now on: they could not be captured so."""
@@ -143,11 +155,11 @@ class AutomaticDynamic:
     def _dims(self, leaf: Any, opened: set[int], sizes: tuple[int, ...]) -> dict[int, Any]:
         if self.dynamic is True:
             opened = set(range(len(sizes)))
-        # A size of 0 or 1 is always specialized: there broadcasting and emptiness are decided.
         dims: dict[int, Any] = {d: Dim.AUTO for d in sorted(opened) if sizes[d] not in (0, 1)}
         if isinstance(leaf, Tensor):
             dims |= dict.fromkeys(sorted(getattr(leaf, _MAYBE_MARKED, ())), Dim.AUTO)
-            dims |= dict.fromkeys(sorted(getattr(leaf, _MARKED, ())), Dim.DYNAMIC)
+            for name in (_UNBACKED, _MARKED):
+                dims |= dict.fromkeys(sorted(getattr(leaf, name, ())), Dim.DYNAMIC)
             for dim in getattr(leaf, _STATIC, ()):
                 dims.pop(dim, None)
         return dims
@@ -211,17 +223,21 @@ def _described(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    changes: list[tuple[int, int, int]],
+    changes: Sequence[tuple[int, int, int | None]],
 ) -> tuple[str, ...]:
-    """Each change in words; of several in one argument that are alike, the first."""
+    """Each size and, if given, what it was before; of several in one argument that are alike, the first."""
+    if not changes:
+        return ()
     paths, leaves = zip(*pytree.tree_flatten_with_path((args, dict(kwargs)))[0], strict=True)
     names = _positional_names(forward, len(args))
-    lines: dict[tuple[Any, int, int], str] = {}
+    lines: dict[tuple[Any, int, int | None], str] = {}
     for i, dim, was in changes:
         what = f"'{_shown(paths[i], names)}'"
         if isinstance(leaves[i], Tensor):
             what = f"dimension {dim} of {what}"
-        lines.setdefault((paths[i][:2], dim, was), f"{what} from {was} to {_sizes(leaves[i])[dim]}")
+        size = _sizes(leaves[i])[dim]
+        change = f"is {size}" if was is None else f"from {was} to {size}"
+        lines.setdefault((paths[i][:2], dim, was), f"{what} {change}")
     shown = list(lines.values())
     rest = len(shown) - _MOST_SHOWN
     return (*shown[:_MOST_SHOWN], f"{rest} more") if rest > 0 else tuple(shown)

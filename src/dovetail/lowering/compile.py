@@ -56,8 +56,8 @@ def compile(
     `generate` for one, run compiled code. `rules` are fused before blocks that repeat
     are made one body each; `pipeline` takes the place of all passes. With `cuda_graphs` "auto", calls without
     gradients on a GPU are recorded and replayed as one where nothing prevents it; what does is in the ledger. With
-    `check_capture` the first graph is compared with the model on the inputs it was captured with; where they differ the model's own forward runs and a warning says so, or CaptureMismatch is raised
-    with `on_error="raise"`. The rest is for `lower`.
+    `check_capture` the first graph is compared with the model on the inputs it was captured with; where they differ the model's own forward runs, with a
+    warning, or CaptureMismatch is raised with `on_error="raise"`. The rest is for `lower`.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
@@ -109,7 +109,7 @@ def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
         )
     require_dynamic_shapes(dynamic_shapes)
     if dynamic is not None and dynamic_shapes is not None:
-        raise InvalidArgument("give `dynamic` or `dynamic_shapes`: the latter says which sizes are dynamic.")
+        raise InvalidArgument("give `dynamic` or `dynamic_shapes`: the latter names the dynamic sizes.")
 
 
 def make_recipe(

@@ -14,7 +14,7 @@ from dovetail.errors import CaptureError, InvalidArgument, checked_call
 from dovetail.graph.module import Body, GraphOwner, Program
 from dovetail.lowering.diagnostics import Diagnostic
 from dovetail.lowering.forms import HOOKS, CudaGraphs, Forms, Recipe
-from dovetail.lowering.forward_override import ForwardOverride, MethodOverride
+from dovetail.lowering.forward_override import ForwardOverride, MethodOverride, own_forward, with_signature
 
 # What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
 _SHARED = (
@@ -30,6 +30,25 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+
+class _Forward:
+    """The `forward` of compiled models, with the signature that the model's own has."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self._function
+        return types.MethodType(instance.__dict__.get("_forward", self._function), instance)
+
+
+def _forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+    return self._captures.call(args, kwargs)
+
+
+_forward.__name__ = "forward"
 
 
 class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
@@ -68,6 +87,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
             fallback_at_first=True,
         )
         self.__dict__.update(_model=model, _forms=forms, _override=MethodOverride(model, self._run))
+        self.__dict__["_forward"] = with_signature(_forward, own_forward(model))
 
     @property
     def training(self) -> bool:
@@ -93,11 +113,6 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         options = self.__dict__.pop("_put_off", None)
         if options is not None:
             CompiledModule.__init__(self, self._original, **options)
-
-    @property
-    def overridden(self) -> nn.Module:
-        """The model, whose `forward` this module's may take the place of."""
-        return self._original
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
@@ -149,8 +164,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         self._original._apply(fn, recurse)
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._captures.call(args, kwargs)
+    forward = _Forward(_forward)  # pyright: ignore[reportAssignmentType]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """What a call of the model by one of its methods runs: a `forward` that this module was given counts."""
@@ -168,10 +182,10 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
-        made = _restored(model, self._captures.options, [])
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self._wrapper, memo))
-        return made
+        copied = _restored(model, self._captures.options, [])
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self._wrapper, memo))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         forms = self._captures.portable()
@@ -221,9 +235,10 @@ def refresh(compiled: nn.Module) -> int:
 def _restored(model: nn.Module, options: dict[str, Any], forms: Any) -> CompiledModule:
     if "_modules" not in model.__dict__:
         # The model has this module's `forward` for its own, and is itself not done.
-        made = CompiledModule.__new__(CompiledModule)
-        made.__dict__.update(_model=model, _put_off=options)
-        return made
-    made = CompiledModule(model, **options)
-    made.__dict__["_forms"].adopt(forms)
-    return made
+        compiled = CompiledModule.__new__(CompiledModule)
+        own = types.MethodType(type(model).forward, model)
+        compiled.__dict__.update(_model=model, _put_off=options, _forward=with_signature(_forward, own))
+        return compiled
+    compiled = CompiledModule(model, **options)
+    compiled.__dict__["_forms"].adopt(forms)
+    return compiled

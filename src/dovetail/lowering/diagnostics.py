@@ -7,6 +7,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+from dovetail.errors import user_stacklevel
+
 _LOG = logging.getLogger("dovetail")
 
 Kind = Literal["recompiled", "fallback", "limit", "failed"]
@@ -33,19 +35,19 @@ class Diagnostics:
     def __init__(self) -> None:
         self.events: list[Diagnostic] = []
 
-    def report(self, kind: Kind, message: str, *, stacklevel: int = 2) -> None:
+    def report(self, kind: Kind, message: str) -> None:
         """Log an event unless the very same was logged before."""
         event = Diagnostic(kind, message)
         if event in self.events:
             return
         self.events.append(event)
-        report(kind, message, stacklevel=stacklevel + 1)
+        report(kind, message)
 
 
-def report(kind: Kind, message: str, *, stacklevel: int = 2) -> None:
+def report(kind: Kind, message: str) -> None:
     """Log an event, and warn of it where something runs uncompiled because of it."""
     is_warned = kind in ("fallback", "limit")
     if not is_warned or _LOG.hasHandlers():
         _LOG.warning("%s", message)
     if is_warned:
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warnings.warn(message, stacklevel=user_stacklevel("torch"))

@@ -159,7 +159,6 @@ class Dispatcher:
                     f"code of '{backend.name}' for region '{self.unit.region.name}' raised in a call and is not used any "
                     f"more: {fault.reason}. The next backend takes its place, or the operations as they are; "
                     f"dovetail.explain(...).lowering has the traceback.",
-                    stacklevel=4,
                 )
                 if not self.strict:
                     entry.dropped = True
@@ -171,10 +170,11 @@ class Dispatcher:
     def _warn(self, limit: int) -> None:
         if not self._warned:
             self._warned = True
-            report(
-                "limit",
+            reason = (
                 f"the recompile limit of {limit} is reached for region '{self.unit.region.name}': calls unlike those it was "
                 f"compiled for run it uncompiled. Capture with dynamic_shapes, or raise `recompile_limit`, here or as "
-                f"dovetail.config.recompile_limit.",
-                stacklevel=4,
+                f"dovetail.config.recompile_limit."
             )
+            names = " or ".join(backend.name for backend in self.backends)
+            self.tell(Fault(self.unit.region.name, names, "recompile limit", reason))
+            report("limit", reason)

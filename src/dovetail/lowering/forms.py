@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
@@ -73,7 +74,7 @@ class Forms:
     of a module, and another class or function of one capture again, up to the recompile limit; then the model's own
     forward runs. So it does while another tracer looks on, for a call that cannot be captured after others could, with
     `fallback_at_first` also for the first one, and in a child process that was forked from this one. Sizes that differ
-    from those of earlier calls are symbolic in the next capture, as `dynamic` says. Hooks of the model itself are the
+    from those of earlier calls are symbolic in the next capture, subject to `dynamic`. Hooks of the model itself are the
     caller's to run.
     """
 
@@ -101,7 +102,10 @@ class Forms:
         self.automatic = AutomaticDynamic(dynamic)
         self._last: Form | None = None
         self._refused: list[Any] = []
+        self._failures: list[tuple[Modes, bool, str]] = []
         self._busy: int | None = None
+        # Threads that run a `forward` that the model's user has set.
+        self._running: set[int] = set()
         self._lock = lock or released_by_fork(threading.RLock())
         self._inherited = False
         on_fork(self)
@@ -163,7 +167,20 @@ class Forms:
 
     def run_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's own forward."""
-        return own_forward(self.model)(*args, **kwargs)
+        if instance_forward(self.model) is None:
+            return own_forward(self.model)(*args, **kwargs)
+        thread = threading.get_ident()
+        if thread in self._running or thread == self._busy:
+            raise InvalidArgument(
+                f"`forward` of the {type(self.model).__name__} was replaced by a function that calls the compiled model, "
+                f"so that each would call the other without end. Assign `compiled.forward` itself, or call the compiled "
+                f"model elsewhere."
+            )
+        self._running.add(thread)
+        try:
+            return own_forward(self.model)(*args, **kwargs)
+        finally:
+            self._running.discard(thread)
 
     def captured_elsewhere(self) -> bool:
         """Whether it is another thread's capture that is being noticed; it is over then.
@@ -191,6 +208,7 @@ class Forms:
                     self.had_forms |= bool(self.made)
                     self.made.clear()
                     self._refused.clear()
+                    self._failures.clear()
                     self._last = None
                     self._makeup = Makeup(self.model)
                     found = self._makeup.settings()
@@ -200,6 +218,7 @@ class Forms:
     def after_fork(self) -> None:
         """Run the model's own forward from now on: this is a child, and captures are the parent's."""
         self._inherited, self._last, self._busy = True, None, None
+        self._running.clear()
 
     def _called(self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inherited:
@@ -224,7 +243,7 @@ class Forms:
                 form = refused = None
                 way = (modes, _seen((args, kwargs)))
                 try:
-                    if way not in self._refused:
+                    if way not in self._refused and not self._fails_alike(modes):
                         form = self.specialise(args, kwargs, mismatch or self._other_modes(modes))
                 except CaptureError as error:
                     if not (tried or self.had_forms) or self.recipe.strict:
@@ -241,8 +260,14 @@ class Forms:
         made = self.run_model(args, kwargs)
         if refused is not None:
             self._refused.append(way)
+            self._failures.append((modes, torch.is_grad_enabled(), str(refused)))
             self.report_fallback(refused)
         return made
+
+    def _fails_alike(self, modes: Modes) -> bool:
+        """Whether captures in these modes failed for inputs of several kinds for one reason: other inputs do not cure it."""
+        reasons = [f[2] for f in self._failures if f[:2] == (modes, torch.is_grad_enabled())]
+        return len(set(reasons)) < len(reasons)
 
     def report_fallback(self, error: CaptureError) -> None:
         """Report that calls run the model as it is, for they cannot be captured."""
@@ -251,7 +276,6 @@ class Forms:
             f"a call runs the model as it is, for it cannot be captured: {error}\n"
             f'  torch.compile(model, backend="dovetail") takes the pieces between what cannot be captured; '
             f'on_error="raise" raises this.',
-            stacklevel=6,
         )
 
     def _other_modes(self, modes: Modes) -> str:
@@ -270,7 +294,7 @@ class Forms:
     ) -> Form | None:
         """Capture and lower for calls like this one; None once there are as many as there may be.
 
-        None, too, while hooks are registered for all modules, which a graph has none of. `cause` says why earlier
+        None, too, while hooks are registered for all modules, which a graph has none of. `cause` is why earlier
         captures are not for such calls.
         """
         if self._inherited or has_hooks_on_all_modules():
@@ -281,9 +305,8 @@ class Forms:
                 self.diagnostics.report(
                     "limit",
                     f"the recompile limit of {limit} is reached: calls that none of the captures so far is for run the model "
-                    f"as it is. Mark what varies (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes), or raise "
-                    f"`recompile_limit`, here or as dovetail.config.recompile_limit.",
-                    stacklevel=5,
+                    f"as it is. Mark what varies (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes), pass numbers as "
+                    f"tensors, or raise `recompile_limit`, here or as dovetail.config.recompile_limit.",
                 )
                 return None
             with nothing_noted():
@@ -293,9 +316,7 @@ class Forms:
                     if self.recipe.strict:
                         raise
                     self._refused.append((self.modes(), _seen((args, dict(kwargs or {})))))
-                    self.diagnostics.report(
-                        "fallback", f"calls run the model as it is: {error}", stacklevel=5
-                    )
+                    self.diagnostics.report("fallback", f"calls run the model as it is: {error}")
                     return None
                 with autocast_off():
                     program = self.recipe(graph)
@@ -327,44 +348,50 @@ class Forms:
         model = without_hooks(self.model)
         check = self.check_capture and not self.made
         if self.dynamic_shapes is not None:
+            graph = capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
             self._report_recompilation(cause)
-            return capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
+            return graph
         trees.prepare()
         dims = self.automatic.observe(model.forward, args, kwargs)
-        self._report_recompilation(cause, dims)
+        failure: CaptureError | None = None
         if dims:
             shapes = dims.as_dynamic_shapes(model.forward, args, kwargs)
             try:
-                return capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+                graph = capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+                self._report_recompilation(cause, dims)
+                return graph
             except CaptureMismatch:
                 raise
             except CaptureError as error:
-                dynamic_error = error
-        else:
-            return capture(model, args, kwargs, check_capture=check)
+                failure = error
         graph = capture(model, args, kwargs, check_capture=check)
+        if failure is None:
+            self._report_recompilation(cause, dims)
+            return graph
         self.automatic.keep_static(args, kwargs)
+        self._report_recompilation(cause)
         if self.made:
             self.diagnostics.report(
                 "recompiled",
-                f"sizes that vary are captured one by one, for they cannot be left open: {dynamic_error}",
+                f"sizes that vary are captured one by one, for they cannot be left open: {failure}",
             )
         return graph
 
     def _report_recompilation(self, cause: str, dims: Dimensions | None = None) -> None:
         if not self.made:
             return
+        again = "the model is captured and compiled again"
         if dims is not None and dims.changes:
-            became = "dynamic" if dims else "specialized for this call, as 0 and 1 always are"
             message = (
-                f"the model is captured and compiled again: {', '.join(dims.changes)}. What changed is {became}. Mark it "
-                f"beforehand (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes) to compile once; dynamic=False "
-                f"compiles for each size."
+                f"{again}: {', '.join(dims.changes)}. What changed is dynamic. Mark it beforehand (dynamic=True, "
+                f"torch._dynamo.mark_dynamic or dynamic_shapes) to compile once; dynamic=False compiles for each size."
             )
+        elif dims is not None and dims.specialized:
+            message = f"{again}: {', '.join(dims.specialized)}, and sizes 0 and 1 are always specialized."
         else:
             # Without what to do about it: it is being done.
-            stated = cause.partition(" Capture the model again")[0] or "a call unlike earlier ones"
-            message = f"the model is captured and compiled again: {stated}"
+            stated = re.split(r"\. (?=[A-Z])", cause)[0] or "a call unlike earlier ones"
+            message = f"{again}: {stated}"
         self.diagnostics.report("recompiled", message)
 
     def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
@@ -385,15 +412,22 @@ class Forms:
 def _seen(given: Any) -> tuple[Any, ...]:
     """What tells ways of calling from each other: structure, numbers, and what is to be seen of tensors."""
     leaves, spec = pytree.tree_flatten(given)
-    told = [
-        (leaf.shape, leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype, leaf.device)
+    grad = torch.is_grad_enabled()
+    described = [
+        (
+            leaf.shape,
+            leaf.stride() if leaf.layout is torch.strided else None,
+            leaf.dtype,
+            leaf.device,
+            grad and leaf.requires_grad,
+        )
         if isinstance(leaf, torch.Tensor)
         else leaf
         if isinstance(leaf, (bool, int, float, str, type(None)))
         else type(leaf)
         for leaf in leaves
     ]
-    return spec, [(type(value), value) for value in told]
+    return spec, grad, [(type(value), value) for value in described]
 
 
 @contextmanager

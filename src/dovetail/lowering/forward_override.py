@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -16,11 +17,14 @@ _ACTIVE: ContextVar[tuple[MethodOverride, ...]] = ContextVar("_ACTIVE", default=
 
 
 class ForwardOverride:
-    """Whatever has a `forward` that runs compiled code of the module `overridden` in place of the module's own."""
+    """Has a `forward` that runs compiled code of the module `overridden` in place of the module's own."""
+
+    _model: nn.Module
 
     @property
     def overridden(self) -> nn.Module:
-        raise NotImplementedError
+        """The module whose `forward` is replaced."""
+        return self._model
 
     @property
     def instance_forward(self) -> Any:
@@ -42,6 +46,23 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
         return module.forward
     of_instance = instance_forward(module)
     return types.MethodType(type(module).forward, module) if of_instance is None else of_instance
+
+
+def with_signature(method: types.FunctionType, forward: Callable[..., Any]) -> types.FunctionType:
+    """A copy of a method with the signature of a module's `forward`.
+
+    Callers inspect it: `generate` passes an attention mask only to a model whose `forward` has a parameter of that name.
+    """
+    copied = types.FunctionType(
+        method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__
+    )
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):
+        return copied
+    owner = inspect.Parameter("__self", inspect.Parameter.POSITIONAL_ONLY)
+    cast("Any", copied).__signature__ = signature.replace(parameters=[owner, *signature.parameters.values()])
+    return copied
 
 
 def is_overridden(module: nn.Module) -> bool:
@@ -67,10 +88,6 @@ class MethodOverride(ForwardOverride):
         self._lock = threading.Lock()
 
     @property
-    def overridden(self) -> nn.Module:
-        return self._model
-
-    @property
     def instance_forward(self) -> Any:
         return self._beneath
 
@@ -94,7 +111,8 @@ class MethodOverride(ForwardOverride):
             self._methods += 1
             if self._methods == 1:
                 self._beneath = self._model.__dict__.get("forward")
-                self._model.__dict__["forward"] = self.forward
+                function = with_signature(MethodOverride.forward, own_forward(self._model))
+                self._model.__dict__["forward"] = types.MethodType(function, self)
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from dovetail.graph.holding import dict_version
-from dovetail.lowering.forward_override import instance_forward
+from dovetail.lowering.forward_override import ForwardOverride, instance_forward
 
 # What every module has is torch's own business; of that only the mode is baked into a capture.
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
@@ -48,6 +48,8 @@ class Makeup:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
+        # A compiled submodule has the mode of the module that it was compiled from.
+        modules += [m.overridden for m in modules if isinstance(m, ForwardOverride)]
         self._tables = [t for m in modules for t in (m._parameters, m._buffers, m._modules)]
         self._parts = _values(self._tables)
         self._parameters = [m._parameters for m in modules]
@@ -233,8 +235,9 @@ def _is_own(module: nn.Module, forward: Any) -> bool:
 
 def _baked(attributes: dict[str, Any]) -> list[str]:
     names = sorted(n for n, v in attributes.items() if n not in _OWN and _is_baked(v))
-    # `itemgetter` gives a tuple for two names or more.
-    return [*names, "training"]
+    # `itemgetter` gives a tuple for two names or more. The mode of some wrappers is a property.
+    always = "training" if "training" in attributes else "_parameters"
+    return [*names, always, always]
 
 
 def _is_baked(value: Any) -> bool:

@@ -118,7 +118,7 @@ def _with_numbered_symbols(situation: Situation) -> Situation:
     pattern = re.compile(rf"\b({'|'.join(names)})\b")
 
     def renamed(size: Any) -> Any:
-        return pattern.sub(lambda found: names[found[0]], size) if isinstance(size, str) else size
+        return pattern.sub(lambda match: names[match[0]], size) if isinstance(size, str) else size
 
     operands = tuple(
         replace(spec, sizes=tuple(map(renamed, spec.sizes)), strides=tuple(map(renamed, spec.strides)))

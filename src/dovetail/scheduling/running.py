@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from dovetail.errors import CallMismatch, CaptureError, DovetailError, ScheduleError
 from dovetail.graph.module import Program
 from dovetail.lowering.forms import Form, Forms, Modes
+from dovetail.lowering.forward_override import with_signature
 from dovetail.lowering.makeup import has_hooks_on_all_modules
 from dovetail.lowering.site import is_watched
 from dovetail.scheduling.hooks import refuse_hooks
@@ -94,7 +96,9 @@ class Installed(ABC):
         """What is called as the module's forward; hooks of the module run around it."""
 
     def install(self) -> None:
-        self.module.__dict__["forward"] = self.run
+        own = own_forward(self.module) or types.MethodType(type(self.module).forward, self.module)
+        function = with_signature(type(self).run, own)
+        self.module.__dict__["forward"] = types.MethodType(function, self)
 
     def remove(self) -> None:
         if self.own is None:

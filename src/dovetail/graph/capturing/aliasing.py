@@ -74,7 +74,7 @@ def see_through_identities(program: ExportedProgram) -> None:
                 with graph.inserting_before(node):
                     added = graph.call_function(torch.ops.aten.unsqueeze.default, (source, 0))
                 added.meta = dict(node.meta)
-                with cast(Any, node.meta["val"]).fake_mode:
+                with node.meta["val"].fake_mode:
                     added.meta["val"] = source.meta["val"].unsqueeze(0)
                 source = added
             node.replace_all_uses_with(source)
@@ -85,7 +85,9 @@ def see_through_identities(program: ExportedProgram) -> None:
 
 
 def _is_idle_dropout(node: Node) -> bool:
-    return node.target in _DROPOUTS and len(node.args) == 3 and (node.args[2] is False or node.args[1] == 0)
+    if node.target not in _DROPOUTS or len(node.args) != 3:
+        return False
+    return node.args[2] is False or bool(node.args[1] == 0)
 
 
 def _added_dimensions(node: Node, written: set[int]) -> int | None:

@@ -30,10 +30,10 @@ def refuse_distributed(model: nn.Module) -> None:
         # The hooks with which `fully_shard` gathers parameters run around the calls of a compiled module.
         gathered = not path and isinstance(module, sharded[:1]) and not module._forward_pre_hooks
         if isinstance(module, (*parallel, *sharded)) and not gathered:
-            made = "fully_shard" if isinstance(module, sharded[:1]) else type(module).__name__
+            wrapper = "fully_shard" if isinstance(module, sharded[:1]) else type(module).__name__
             raise CaptureError(
-                f"{where} is wrapped by {made}, which communicates around each call; a graph cannot hold that. Compile "
-                f"what is wrapped instead: {made}(dovetail.compile(model))."
+                f"{where} is wrapped by {wrapper}, which communicates around each call; a graph cannot hold that. Compile "
+                f"what is wrapped instead: {wrapper}(dovetail.compile(model))."
             )
         for name, parameter in module._parameters.items():
             if tensors is not None and isinstance(parameter, getattr(tensors, "DTensor", ())):
@@ -44,7 +44,7 @@ def refuse_distributed(model: nn.Module) -> None:
 
 
 def refuse_scripted(model: Any) -> None:
-    """InvalidArgument for a model that is, or holds, what TorchScript made, which no tracer sees into."""
+    """InvalidArgument for a model that is, or holds, compiled by TorchScript, which no tracer sees into."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     for path, module in modules:
         if isinstance(module, torch.jit.ScriptModule):

@@ -135,8 +135,8 @@ class Convention:
         if self._single and len(out) == 1:
             return out[0]
         if not self.carried or given is None:
-            made = pytree.tree_unflatten(out, self.out_spec)
-            return made[0] if self.appended else made
+            results = pytree.tree_unflatten(out, self.out_spec)
+            return results[0] if self.appended else results
         outer, inner = self._split
         updated: dict[int, Any] = {}
         for carried in sorted(self.carried, key=lambda c: c.start, reverse=True):
@@ -145,8 +145,8 @@ class Convention:
                 new = pytree.tree_unflatten(out[state], inner[carried.start])
                 updated[carried.slot] = hand_back(given[carried.slot], new)
             out[state] = [updated[carried.slot]]
-        made = pytree.tree_unflatten(out, outer)
-        return made[0] if self.appended else made
+        results = pytree.tree_unflatten(out, outer)
+        return results[0] if self.appended else results
 
     @functools.cached_property
     def _split(self) -> tuple[TreeSpec, dict[int, TreeSpec]]:

@@ -50,7 +50,7 @@ from dovetail.graph.capturing.specs import dict_of, leaf_spec, tuple_of
 
 _LEAF = leaf_spec()
 _log = logging.getLogger(__name__)
-# What torch says of dynamic_shapes that are no tree like that of the inputs.
+# In torch's errors about dynamic_shapes of another structure than the inputs have.
 _MISFITS = ("mismatch between the structure", "top-level keys", "expected dynamic_shapes", "Unexpected")
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound")
 
@@ -105,6 +105,8 @@ def _export(
     with noise_kept() as noise:
         try:
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
+        except InvalidArgument:
+            raise
         except Exception as error:
             raise _translated(error, noise, _called_with(model, args, kwargs, error)) from error
 
@@ -385,7 +387,7 @@ def _translated(error: Exception, noise: list[str], called: str = "") -> Capture
             "promise a range of sizes."
         )
     elif kind == "UnsupportedOperatorException" or "no fake impl" in text:
-        what = f"the operator {_operator_in(text)} has no fake kernel, which tells the form of its results without running it"
+        what = f"the operator {_operator_in(text)} has no fake kernel, which gives shapes and dtypes of its results without running it"
         advice = (
             "Register one: torch.library.register_fake(name, function), where the function takes the same arguments and "
             "returns empty tensors of the right shape, dtype and strides."
@@ -398,6 +400,9 @@ def _translated(error: Exception, noise: list[str], called: str = "") -> Capture
     elif "dynamic_shapes" in text and any(word in text for word in _MISFITS):
         what = f"dynamic_shapes do not fit the example inputs: {_first_lines(text, 4)}"
         advice = "Give one entry for each argument, of the structure that it has."
+    elif kind == "ConstraintViolationError" and "not in range" in text:
+        what = f"a size of the inputs is not in the range that dynamic_shapes gives: {_first_lines(text, 2)}"
+        advice = "Widen the range (`min` and `max` of the Dim), or leave it out."
     elif "Constraints violated" in text or "dynamic_shapes" in text or "Dim." in text:
         what = f"the model does not hold for all of the dynamic sizes asked for: {_first_lines(text, 12)}"
         advice = "Narrow dynamic_shapes as suggested, or mark the dimension static."
@@ -405,8 +410,8 @@ def _translated(error: Exception, noise: list[str], called: str = "") -> Capture
         what = f"torch.export cannot trace this model{called}: {kind}: {_first_lines(text, 6)}"
         then = "rewrite the line above, or try strict=True" if line is not None else "try strict=True"
         advice = f"Check that the model itself runs on these inputs; if it does, {then}."
-    for part in noise:
-        _log.debug("while failing, torch said: %s", part)
+    for part in filter(str.strip, noise):
+        _log.debug("torch logged while the export failed: %s", part)
     return CaptureError(watching.describe(what, line, advice))
 
 

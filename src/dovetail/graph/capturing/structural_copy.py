@@ -86,7 +86,13 @@ class _Redirect:
     def copy_of(self, value: Any, otherwise: Any = None) -> Any:
         """The copy of a module of the model; `otherwise` for anything else."""
         own = value.__dict__.get("_modules") if isinstance(value, nn.Module) else None
-        return otherwise if own is None else self.copies.get(id(own), otherwise)
+        copy = None if own is None else self.copies.get(id(own))
+        if copy is None:
+            return otherwise
+        if not (isinstance(copy, type(value)) or isinstance(value, type(copy))):
+            # A wrapper with the children of what it wraps.
+            raise _Uncopied
+        return copy
 
     def redirected(self, value: Any, depth: int = 0) -> Any:
         """A value with references to modules of the model replaced; itself where it has none."""

@@ -8,12 +8,13 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode
 
 from dovetail import torch_compat
@@ -144,8 +145,10 @@ class TensorEffects(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Dynamo, which traces the branches of control flow, traces this as well.
-        if not torch.compiler.is_dynamo_compiling():
+        # Dynamo, which traces the branches of control flow, traces this as well, and shows fake tensors as real ones.
+        in_dynamo = torch.compiler.is_dynamo_compiling()
+        # Between that it runs code of its own here, and restores the state of the default generator afterwards.
+        if not in_dynamo and CompileContext.current_compile_id() is None:
             if self._is_reseeded():
                 self._note_seeding(blame.of_caller())
             self._advance()
@@ -153,7 +156,7 @@ class TensorEffects(TorchFunctionMode):
             parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)
             for part in parts:
                 if type(part) in _REAL:
-                    if part.requires_grad:
+                    if not in_dynamo and part.requires_grad:
                         self._note_stranger()
                 elif isinstance(part, torch.Generator):
                     self._check_generator(part)
@@ -296,17 +299,23 @@ def _only_sources(result: Tensor, sources: dict[int, blame.Line | None]) -> list
     if result.grad_fn is None:
         return [sources[id(result)]] if id(result) in sources else []
     reached: list[blame.Line | None] = []
-    seen: set[Any] = set()
-    waiting: list[Any] = [result.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_history([result]):
         variable = getattr(node, "variable", None)
         if variable is not None:
             if id(variable) not in sources:
                 return []
             reached.append(sources[id(variable)])
-        waiting.extend(following for following, _ in node.next_functions)
     return reached
+
+
+def autograd_history(results: Iterable[Any]) -> Iterator[Any]:
+    """Every autograd node that the gradients of the tensors among `results` reach, each once."""
+    waiting: list[Any] = [result.grad_fn for result in results if isinstance(result, Tensor)]
+    visited: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        waiting.extend(following for following, _ in node.next_functions)

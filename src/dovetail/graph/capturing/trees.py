@@ -132,9 +132,9 @@ def _unflatten(values: Any, context: Any, *, kind: type) -> Any:
         return (tuple if form == "tuple" else list)(restored(item) for item in rest[0])
 
     def filled(owner: Any, attributes: Any) -> Any:
-        made = owner.__new__(owner)
-        vars(made).update({name: restored(value) for name, value in attributes})
-        return made
+        instance = owner.__new__(owner)
+        vars(instance).update({name: restored(value) for name, value in attributes})
+        return instance
 
     return filled(kind, context)
 

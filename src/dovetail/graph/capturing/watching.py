@@ -15,12 +15,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.grad_mode import inference_mode
+from torch.utils.checkpoint import CheckpointFunction
 
 from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame, trees
 from dovetail.graph.capturing.rebinding import Rebinding
-from dovetail.graph.capturing.tensor_effects import TensorEffects
+from dovetail.graph.capturing.tensor_effects import TensorEffects, autograd_history
 
 _OWN = frozenset(
     {
@@ -35,6 +36,8 @@ _OWN = frozenset(
 )
 _CONTAINERS = (list, dict, set)
 _BOOKS = frozenset({"_flat_weights", "_flat_weight_refs"})
+# Set by transformers together with hooks that record outputs, in the first call that returns hidden states or attentions.
+_HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 _MISSING = object()
 # Formulas of torch itself that tracing keeps, or that only save memory.
 _HARMLESS = (
@@ -214,7 +217,7 @@ def _compare(before: Snapshot, seen: Seen) -> None:
         if type(module).__module__.startswith("torch."):
             continue  # torch's own layers keep books on their weights, which the exporter swaps
         now = module.__dict__
-        for name in [k for k in now if k not in _OWN and k not in attributes]:
+        for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
             _note_attribute(seen, path, module, name, now[name])
         for name, old in attributes.items():
             if name in _BOOKS:
@@ -230,7 +233,7 @@ def restore(before: Snapshot) -> None:
     """Put every attribute back."""
     for _, module, attributes, contents in before:
         now = module.__dict__
-        for name in [k for k in now if k not in _OWN and k not in attributes]:
+        for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
             del now[name]
         now.update(attributes)
         for name, copy in contents.items():
@@ -334,8 +337,7 @@ def _intercepted(seen: Seen, effects: TensorEffects, trains: bool) -> Generator[
             raise TypeError("not a method")
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = not cls.__module__.startswith(_HARMLESS)
-            if ours and torch.is_grad_enabled() and from_forward():
+            if not _is_traced_through(cls) and torch.is_grad_enabled() and from_forward():
                 _note_function(cls, (*args, *kwargs.values()), seen, trains)
             return torch_compat.bound(original, cls)(*args, **kwargs)
 
@@ -361,7 +363,20 @@ def _note_function(cls: Any, args: tuple[Any, ...], seen: Seen, trains: bool) ->
         seen.function = seen.function or cls.__name__
 
 
+def _is_traced_through(cls: Any) -> bool:
+    """Whether a function of torch itself has no backward formula that tracing drops."""
+    # A reentrant checkpoint runs its forward without gradients and records them in backward.
+    return cls is not CheckpointFunction and cls.__module__.startswith(_HARMLESS)
+
+
 def _note_dropped_formula(cls: Any, line: blame.Line | None, seen: Seen) -> None:
+    if cls is CheckpointFunction:
+        seen.note(
+            "forward uses a reentrant checkpoint, whose gradients tracing drops",
+            line,
+            "Give use_reentrant=False to torch.utils.checkpoint.checkpoint.",
+        )
+        return
     seen.note(
         f"forward applies {cls.__name__}, whose own backward formula tracing drops",
         line,
@@ -372,19 +387,12 @@ def _note_dropped_formula(cls: Any, line: blame.Line | None, seen: Seen) -> None
 
 def _note_functions(results: Any, seen: Seen, trains: bool) -> None:
     """Notice functions with a backward formula of their own in the autograd history of results."""
-    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    visited: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
+    for node in autograd_history(pytree.tree_leaves(results)):
         cls = getattr(node, "_forward_cls", None)
-        if cls is not None and not cls.__module__.startswith(_HARMLESS):
+        if cls is not None and not _is_traced_through(cls):
             if trains:
                 _note_dropped_formula(cls, None, seen)
             seen.function = seen.function or cls.__name__
-        waiting.extend(following for following, _ in node.next_functions)
 
 
 def _dispatch_codes() -> frozenset[types.CodeType]:

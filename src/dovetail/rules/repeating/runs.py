@@ -94,6 +94,8 @@ class Names:
 
         What covers most comes first.
         """
+        if not self.levels:
+            return []
         found: dict[int, dict[int, Stretch]] = {}
         for k in range(min(least.bit_length(), len(self.levels)) - 1, len(self.levels)):
             for start, distance, covered in self._best(k, least):
