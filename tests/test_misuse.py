@@ -236,6 +236,12 @@ def test_a_backend_refuses_options_that_it_does_not_have(name: str) -> None:
     assert isinstance(backend(), dovetail.Backend)
 
 
+def test_an_empty_name_is_no_backend() -> None:
+    with pytest.raises(dovetail.InvalidArgument, match="there is no backend ''"):
+        dovetail.compile(nn.ReLU(), (X,), backends="")
+    assert dovetail.compile(nn.ReLU(), (X,), backends=[])(X).equal(nn.ReLU()(X))
+
+
 def test_renamed_arguments_are_refused_with_their_new_names() -> None:
     gm = dovetail.capture(nn.ReLU(), (X,))
     for call in (

@@ -130,7 +130,7 @@ def _backends(backends: Any) -> tuple[tuple[Any, ...], Any]:
     if isinstance(backends, Mapping):
         wanted = {key: resolve(value) for key, value in backends.items()}
         return tuple(b for chain in wanted.values() for b in chain), wanted
-    if hasattr(backends, "__len__") and len(backends) == 0:
+    if isinstance(backends, (list, tuple)) and not backends:
         return (), []
     chain = resolve(backends)
     return chain, chain
