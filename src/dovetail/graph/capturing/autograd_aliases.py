@@ -27,6 +27,7 @@ from dovetail.graph.capturing.alias_groups import (
     all_required,
     grouped,
     is_float,
+    is_recorded,
     operator_name,
     refused,
     same_memory,
@@ -48,7 +49,7 @@ _LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xo
 
 @dataclass(frozen=True)
 class DetachedInputs:
-    """Inputs written through `detach` only; `read_after` are those whose new values forward reads itself.
+    """Inputs written through `detach` or below autograd only; `read_after` are those whose new values forward reads itself.
 
     `ungraded` are the inputs that must not require gradients, for the functional form would be another one; `graded` are
     those that require them.
@@ -317,7 +318,11 @@ def _detached_inputs(program: ExportedProgram, groups: Groups) -> DetachedInputs
     placeholders = {groups.of[n]: n.name for n in nodes}
     for write in groups.writes:
         if write.group in placeholders:
-            direct.add(placeholders[write.group])
+            if is_recorded(write.node):
+                direct.add(placeholders[write.group])
+            else:
+                # What forward reads afterwards is a clone with the history of the input, as in eager mode.
+                written.setdefault(placeholders[write.group], False)
         for group in groups.others(write.group):
             if group in placeholders:
                 later = groups.uses_after(group, write.position)
