@@ -175,9 +175,11 @@ def state_kept(*roots: nn.Module) -> Generator[None]:
     ]
     state: dict[int, Any] = {id(t): t for _, held in holders for t in held.values() if t is not None}
     size = sum(t.numel() * t.element_size() for t in state.values())
-    copied = state if size <= _MOST_COPIED else {id(t): t for m in modules for t in m._buffers.values()}
-    copied = {**copied, **{id(t): t for m in modules for t in vars(m).values()}}
-    copies: list[tuple[Tensor, Tensor]] = [(t, t.detach().clone()) for t in copied.values() if _is_plain(t)]
+    copied: dict[int, Any] = dict(state)
+    if size > _MOST_COPIED:
+        copied = {id(t): t for m in modules for t in m._buffers.values()}
+    copied |= {id(t): t for m in modules for t in vars(m).values()}
+    copies = [(t, t.detach().clone()) for t in copied.values() if _is_plain(t)]
     gradients = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in state.values() if t.is_leaf]
     streams = [(generator, generator.get_state()) for root in roots for generator in generators_of(root)]
     try:
