@@ -309,17 +309,11 @@ def _of_first_row(x: Tensor) -> Tensor:
     return x * 3
 
 
-def _of_flattened(x: Tensor) -> Tensor:
-    OPS.accumulate(x.view(-1)[1:3], torch.ones(2))
-    return x.t()
-
-
 WRITES_TO_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
     "read afterwards": lambda x: _written(OPS.accumulate, x, torch.ones(4)).sin(),
     "not read": lambda x: OPS.accumulate_twice(x, torch.ones(4)).detach(),
     "written by a value computed from it": lambda x: _written(OPS.accumulate, x, x.detach().sigmoid()),
     "a part of it": _of_first_row,
-    "a view is returned": _of_flattened,
     "after a write with history": lambda x: _written(OPS.accumulate, x.mul_(2), torch.ones(4)) * 3,
     "before a write with history": lambda x: _written(OPS.accumulate, x, torch.ones(4)).mul_(2) * 3,
 }
