@@ -170,8 +170,8 @@ def state_kept(*roots: nn.Module) -> Generator[None]:
     """
     attributes = [watching.snapshot(root) for root in roots if not isinstance(root, GraphModule)]
     modules = [m for root in roots for m in root.modules()]
-    holders: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (holder, dict(holder)) for m in modules for holder in (m._buffers, m._parameters)
+    holders: list[tuple[Any, dict[str, Any]]] = [
+        (holder, dict(holder.items())) for m in modules for holder in (m._buffers, m._parameters)
     ]
     state: dict[int, Any] = {id(t): t for _, held in holders for t in held.values() if t is not None}
     size = sum(t.numel() * t.element_size() for t in state.values())
@@ -191,8 +191,9 @@ def state_kept(*roots: nn.Module) -> Generator[None]:
         for each in attributes:
             watching.restore(each)
         for holder, held in holders:
-            holder.clear()
-            holder.update(held)
+            if isinstance(holder, dict):  # those of TorchScript cannot be refilled
+                holder.clear()
+                holder.update(held)
         with torch.no_grad():
             for tensor, copy in copies:
                 # A write of something with a gradient gave it a history.
