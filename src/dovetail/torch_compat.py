@@ -227,6 +227,11 @@ EFFECT_OF_OPERATOR = TorchName(
     "may be moved or dropped",
     is_check=True,
 )
+CUSTOM_OPERATOR = TorchName(
+    "torch._library.custom_ops._maybe_get_opdef",
+    "tells operators of torch.library.custom_op, which write to their operands without a gradient history",
+    "a graph in which such an operator writes to an input raises where that input is a leaf that requires gradients",
+)
 COMPOSITE_OPERATOR = TorchName(
     "torch._export.utils._is_cia_op",
     "decides which operators decomposition may take apart, so that a program is decomposed without tracing it again",
@@ -279,6 +284,7 @@ NAMES: tuple[TorchName, ...] = (
     EFFECT_OF_OPERATOR,
     BATCHED_TENSOR,
     FUNCTORCH_UNWRAPPED,
+    CUSTOM_OPERATOR,
     COMPOSITE_OPERATOR,
     PRESERVED_OPERATOR,
     AVX512,

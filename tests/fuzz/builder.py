@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, TypeVar
@@ -112,7 +113,10 @@ class Builder:
         self, op: str, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Ref | None:
         try:
-            value = run(*substitute(args, self.of), **substitute(kwargs, self.of))
+            with warnings.catch_warnings():
+                # Torch warns of some steps that it takes: masked_fill_ of an expanded tensor.
+                warnings.simplefilter("ignore")
+                value = run(*substitute(args, self.of), **substitute(kwargs, self.of))
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError):
             return None  # does not fit the values: another step will
         if isinstance(value, torch.Tensor) and value.numel() > 64:

@@ -204,7 +204,8 @@ def draw(b: Builder) -> None:
     elif way == 12:
         b.call("F.dropout", _written(b), 0.25, inplace=True)
     elif way == 13:
-        b.call("F.rrelu", x, training=True)
+        # Of other strides torch's fake kernel gives its result those of the operand, and its real one does not.
+        b.call("F.rrelu", b.method("contiguous", x), training=True)
     elif way == 14:
         b.call("torch.bernoulli", b.call(f"{A}.sigmoid.default", x))
     elif way == 15:

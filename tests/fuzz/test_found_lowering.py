@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -224,3 +225,80 @@ def test_the_tracer_is_not_given_what_it_takes_for_constants() -> None:
     given = torch.randn(2, 3)
     assert torch.equal(made(given), gm(given))
     assert "takes for a constant" in dovetail.explain(made).lowered[0].reason
+
+
+def with_values(function: Any, *args: torch.Tensor) -> GraphModule:
+    gm = torch.fx.symbolic_trace(function)
+    FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*args)
+    return gm
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    v = x * 2
+    v.t_()
+    return x @ v
+
+
+def _turned_by_its_result(x: torch.Tensor) -> torch.Tensor:
+    v = x * 2
+    v.unsqueeze_(0).squeeze_(0).t_()
+    return x @ v
+
+
+def _turned_after_a_write(x: torch.Tensor) -> torch.Tensor:
+    v = x * 2
+    v.t_()
+    v.add_(1)
+    return x @ v
+
+
+def _turned_twice(x: torch.Tensor) -> torch.Tensor:
+    v = x * 2
+    w = v.t_()
+    v.t_()
+    return x @ w.t()
+
+
+def _view_stays(x: torch.Tensor) -> torch.Tensor:
+    v = x * 2
+    w = v[:, :]
+    v.t_()
+    return x @ w.t()
+
+
+def _input_turned(x: torch.Tensor) -> torch.Tensor:
+    v = x * 2
+    x.t_()
+    return v @ x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_turned, _turned_by_its_result, _turned_after_a_write, _turned_twice, _view_stays, _input_turned],
+)
+def test_examples_have_the_form_that_operands_have_at_the_call(function: Any) -> None:
+    gm = with_values(function, torch.ones(2, 3))
+    product = next(n for n in gm.graph.nodes if n.target is operator.matmul)
+    members = [product, *(n for n in product.all_input_nodes if n.target == "t")]
+    outlined = dovetail.outline(gm, members, kind="piece")
+    dovetail.check(outlined)
+    (region,) = dovetail.regions(outlined)
+    shapes = [tuple(n.meta["val"].shape) for n in region.body.graph.find_nodes(op="placeholder")]
+    expected = {_view_stays: [(2, 3), (2, 3)], _turned_twice: [(2, 3), (2, 3)]}
+    assert shapes == expected.get(function, [(2, 3), (3, 2)])
+    low = dovetail.lower(outlined, "eager", smallest=1, cache=False, on_error="raise")
+    x = torch.linspace(-1, 1, 6).reshape(2, 3)
+    assert torch.equal(low(x.clone()), function(x.clone()))
+    assert dovetail.explain(low).lowered[0].outcome == "compiled"
+    assert dovetail.text(dovetail.inline(outlined)) == dovetail.text(gm)
+
+
+def test_an_operand_that_a_region_turned_is_of_unknown_form() -> None:
+    gm = with_values(_turned, torch.ones(2, 3))
+    turn, product = (next(n for n in gm.graph.nodes if n.target == t) for t in ("t_", operator.matmul))
+    outlined = dovetail.outline(dovetail.outline(gm, [turn], kind="turn"), [product.name], kind="piece")
+    dovetail.check(outlined)
+    low = dovetail.lower(outlined, "eager", smallest=1, cache=False, on_error="raise")
+    assert torch.equal(low(torch.ones(2, 3)), _turned(torch.ones(2, 3)))
+    reasons = [entry.reason or "" for entry in dovetail.explain(low).lowered]
+    assert any("nothing is known of its operand 'mul'" in reason for reason in reasons)

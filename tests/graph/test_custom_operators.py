@@ -304,6 +304,47 @@ def test_derivatives_survive_strict_capture_and_files(form: str, tmp_path: Path)
     _assert_equal(_run(loaded, x), expected)
 
 
+def _of_first_row(x: Tensor) -> Tensor:
+    OPS.accumulate(x[0], torch.ones(4))
+    return x * 3
+
+
+WRITES_TO_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "read afterwards": lambda x: _written(OPS.accumulate, x, torch.ones(4)).sin(),
+    "not read": lambda x: OPS.accumulate_twice(x, torch.ones(4)).detach(),
+    "written by a value computed from it": lambda x: _written(OPS.accumulate, x, x.detach().sigmoid()),
+    "a part of it": _of_first_row,
+    "after a write with history": lambda x: _written(OPS.accumulate, x.mul_(2), torch.ones(4)) * 3,
+    "before a write with history": lambda x: _written(OPS.accumulate, x, torch.ones(4)).mul_(2) * 3,
+}
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "not a leaf"])
+@pytest.mark.parametrize("was_required", [True, False], ids=["required", "not required"])
+@pytest.mark.parametrize("write", WRITES_TO_INPUT)
+def test_inputs_are_written_below_autograd(write: str, was_required: bool, is_leaf: bool) -> None:
+    """An operator of custom_op may write to a leaf that requires gradients, and gives no operand another history."""
+    if is_leaf and write.endswith("with history"):
+        pytest.skip("eager mode refuses it too")
+
+    def given(requires_grad: bool) -> tuple[Tensor, Tensor]:
+        leaf = torch.linspace(-1, 2, 8).view(2, 4).requires_grad_(requires_grad)
+        return leaf, leaf if is_leaf else leaf * 2
+
+    def run(function: Callable[[Tensor], Tensor]) -> list[Any]:
+        leaf, x = given(True)
+        history = x.grad_fn
+        result = function(x)
+        total = result.sum() + x.sum()
+        (gradient,) = torch.autograd.grad(total, leaf)
+        kept = x.grad_fn is history or write.endswith("with history")
+        return [result.tolist(), x.tolist(), x.is_leaf, kept, gradient.tolist()]
+
+    function = WRITES_TO_INPUT[write]
+    graph = dovetail.capture(function, (given(was_required)[1],))
+    assert run(graph) == run(function)
+
+
 def test_an_operator_without_a_derivative_refuses_backward_as_in_eager_mode() -> None:
     model, x = Around(lambda h, x: OPS.square(h)), torch.randn(2, 4)
     graph = dovetail.capture(model, (x,))

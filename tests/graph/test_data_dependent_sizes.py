@@ -37,9 +37,20 @@ def _halves(y: Tensor) -> Tensor:
     return y[:, :2].add_(1) * y[:, 2:].mul_(2)
 
 
+def _turned(y: Tensor) -> Tensor:
+    """Another name of a tensor that is turned in place."""
+    y = y * 2
+    same = y.add_(1)
+    y.t_()
+    return same.mul_(3)
+
+
 STEPS: dict[str, Step] = {
     "add_ of a transpose": lambda y: y.t().add_(1),
     "transpose_": lambda y: (y * 2).transpose_(0, 1).add_(1),
+    "t_": _turned,
+    "squeeze_ and unsqueeze_": lambda y: (y * 2).t_().unsqueeze_(0).squeeze_(0).mul_(2),
+    "swapaxes_": lambda y: (y * 2).swapaxes_(0, 1).mul_(y.t()),
     "masked_fill_ of a transpose": lambda y: (y * 2).t().masked_fill_(y.t() > 1, 0.0),
     "cumsum_ of a transpose": lambda y: (y * 2).t().cumsum_(0),
     "assignment to a column": _assigned,
@@ -52,6 +63,7 @@ STEPS: dict[str, Step] = {
 def test_writes_are_exact_for_every_number_of_rows(step: Step) -> None:
     model = Selects(step)
     graph = dovetail.capture(model, (torch.randn(6, 4),))
+    parameters = list(model.parameters())
     for positive in (0, 1, 4):
         x = torch.randn(6, 4)
         x[:, 0] = -1.0
@@ -59,7 +71,10 @@ def test_writes_are_exact_for_every_number_of_rows(step: Step) -> None:
         torch.manual_seed(0)
         expected = model(x)
         torch.manual_seed(0)
-        assert torch.equal(graph(x), expected)
+        result = graph(x)
+        assert torch.equal(result, expected)
+        gradients = (torch.autograd.grad(r.square().sum(), parameters)[0] for r in (result, expected))
+        torch.testing.assert_close(*gradients)
 
 
 def test_draws_whose_order_depends_on_unknown_strides_are_refused() -> None:

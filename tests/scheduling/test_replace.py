@@ -5,12 +5,14 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
 from dovetail import zoo
+from dovetail.errors import ScheduleError
 from dovetail.scheduling.schedule import schedule
 from tests.scheduling.models import mlp, net, trained
 from tests.scheduling.refusing import refused
@@ -372,3 +374,58 @@ def test_a_look_at_what_is_replaced_leaves_buffers_of_earlier_replacements_alone
     s.replace_all(torch.ops.aten.relu.default, lambda found: torch.relu, check=False)
     assert torch.equal(new.total, torch.ones(3))
     assert torch.equal(s.build()(x), expected)
+
+
+class Writes(nn.Module):
+    """Changes all that a module can own whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.unseen = nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.zeros(3))
+        self.table = torch.zeros(3)
+        self.generator = torch.Generator()
+        self.calls = 0
+        self.log: list[int] = []
+        self.inner = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.add_(1)
+            self.unseen.data.add_(1)
+            self.count.add_(1)
+            self.table.add_(1)
+        self.calls += 1
+        self.log.append(self.calls)
+        return self.inner(x) * torch.rand(3, generator=self.generator)
+
+    def owned(self) -> list[Any]:
+        tensors = (self.weight, self.unseen, self.count, self.table)
+        stream = self.generator.get_state().tolist()
+        return [*(t.tolist() for t in tensors), stream, self.calls, list(self.log)]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_trial_runs_leave_no_trace_in_the_model(check: bool) -> None:
+    model = nn.Sequential(Writes(), nn.Dropout(0.5))
+    before = model[0].owned()
+    s = schedule(model, (torch.linspace(-1, 1, 3),))
+    s["0.inner"].replace(nn.Tanh(), check=check)
+    s["1"].replace(nn.Dropout(0.5), check=check)
+    s.verify()
+    assert model[0].owned() == before
+    s.build()
+    model(torch.ones(3))
+    assert model[0].calls == 1
+    assert model[0].weight.tolist() == [2, 2, 2]
+
+
+def test_a_replacement_that_is_refused_keeps_its_state() -> None:
+    new = Writes()
+    before = new.owned()
+    model = nn.Sequential(nn.Linear(3, 4))
+    s = schedule(model, (torch.ones(3),))
+    with pytest.raises(ScheduleError, match=r"float32\[3\]"):
+        s["0"].replace(new)
+    assert new.owned() == before

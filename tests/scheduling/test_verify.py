@@ -195,9 +195,17 @@ def test_what_is_applied_as_one_step_is_verified_once_at_its_end() -> None:
     assert s.verify().runs == 2
 
 
+GENERATOR = random.Random(0)
+
+
 class Shuffled(nn.Module):
     """Draws from a generator that nobody puts back."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x * GENERATOR.random()
+
+
+class HostRandom(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * random.random()
 
@@ -209,6 +217,15 @@ def test_a_model_that_is_not_deterministic_is_told_apart_from_a_wrong_step() -> 
     with pytest.raises(VerificationError, match=r"the model is not deterministic.*result 0") as raised:
         s.verify()
     assert raised.value.step is None
+
+
+def test_runs_that_are_compared_draw_the_same_numbers_of_python() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), HostRandom())
+    s = schedule(model, (torch.randn(2, 4),))
+    s["0"].replace(copied(model[0]))
+    state = random.getstate()
+    s.verify()
+    assert random.getstate() == state
 
 
 class TwoFaced(nn.Module):

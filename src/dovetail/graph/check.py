@@ -66,7 +66,7 @@ def _check_one(path: str, gm: GraphModule, wants_values: bool) -> list[tuple[str
             if isinstance(value, GraphModule):
                 found.append((f"{path}/{node.target}" if path else str(node.target), value))
                 if node.op == "call_module":
-                    _check_call(node, value, place)
+                    _check_call(node, value, gm, place)
     _check_effects(gm, nodes, place)
     return found
 
@@ -81,7 +81,14 @@ def _check_arguments(node: Node, placed: set[Node], gm: GraphModule, place: str)
             raise InvalidGraph(f"'{used.name}' does not list it among its users{place}", node.name)
 
 
-def _check_call(node: Node, body: GraphModule, place: str) -> None:
+def _value_read(gm: GraphModule, operand: Node, call: Node) -> Any:
+    """What an operand is when a call reads it."""
+    nodes = list(gm.graph.nodes)
+    before = nodes[: nodes.index(call)]  # what comes after is not checked yet
+    return dependencies(gm, before).value_read(operand, len(before))
+
+
+def _check_call(node: Node, body: GraphModule, gm: GraphModule, place: str) -> None:
     """A call's operands and results against what its body takes and returns."""
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     is_region = REGION in node.meta
@@ -92,7 +99,7 @@ def _check_call(node: Node, body: GraphModule, place: str) -> None:
     for given, wanted in zip(node.args, inputs, strict=False):
         if isinstance(given, Node):
             have, want = given.meta.get("val"), wanted.meta.get("val")
-            if not same_kind(have, want):
+            if not same_kind(have, want) and not same_kind(_value_read(gm, given, node), want):
                 raise InvalidGraph(
                     f"operand '{given.name}' is {short(have)}, its body takes {short(want)} as '{wanted.name}'{place}",
                     node.name,

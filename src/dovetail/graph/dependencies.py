@@ -21,7 +21,8 @@ class Dependencies:
     """Effect edges of a graph by position; data edges are the nodes' own arguments.
 
     `before[i]` are earlier positions that must stay before `i`. `effects` has an entry for each node that is not
-    plainly a value. `written` tells of the nodes whose memory some node of the graph writes.
+    plainly a value. `written` tells of the nodes whose memory some node of the graph writes, `reshaping` are the
+    positions of those that may give what they write other sizes or strides.
     """
 
     nodes: list[Node]
@@ -30,6 +31,36 @@ class Dependencies:
     effects: dict[int, Effects]
     written: set[int] = field(default_factory=set[int])
     switches_modes: bool = False
+    reshaping: set[int] = field(default_factory=set[int])
+
+    def value_read(self, node: Node, position: int) -> Any:
+        """What is known of a value where the node at a position reads it: `t_` and the like may have changed its form.
+
+        None after a call of a graph that does so.
+        """
+        if not self.reshaping:
+            return node.meta.get("val")
+        first = node
+        while (written := self._is_returned(first)) is not None:
+            first = written
+        same, latest = [first], self.position[node]
+        for each in same:
+            for user in each.users:
+                at = self.position.get(user, position)
+                if at < position and each in self.effects.get(at, PURE).writes:
+                    latest = max(latest, at) if at in self.reshaping else latest
+                    if self._is_returned(user) is each:
+                        same.append(user)
+        is_known = self.nodes[latest] in same or self.nodes[latest] is node
+        return self.nodes[latest].meta.get("val") if is_known else None
+
+    def _is_returned(self, node: Node) -> Node | None:
+        """The operand that an in-place operator writes and returns."""
+        told = self.effects.get(self.position[node], PURE)
+        is_operator = node.op in ("call_function", "call_method")
+        return (
+            told.writes[0] if is_operator and len(told.writes) == 1 and told.writes == told.aliases else None
+        )
 
     def why(self, first: int, second: int) -> str:
         """Why the effect edge between two positions is there."""
@@ -65,12 +96,15 @@ def dependencies(root: nn.Module, nodes: list[Node], position: dict[Node, int] |
     _chain(edges, [i for i, e in found.items() if e.random])
     _chain(edges, [i for i, e in found.items() if e.world])
     written: set[int] = set()
+    reshaping: set[int] = set()
     if any(e.writes or e.state_written for e in found.values()):
-        written = _order_memory(root, nodes, found, edges)
+        inner = _Inner(root)
+        reshaping = {i for i, e in found.items() if e.writes and inner.reshapes(nodes[i])}
+        written = _order_memory(root, nodes, found, edges, inner, reshaping)
     switches_modes = any(e.barrier for e in found.values())
     if switches_modes:
         _order_barriers(nodes, found, edges)
-    return Dependencies(nodes, position, edges, found, written, switches_modes)
+    return Dependencies(nodes, position, edges, found, written, switches_modes, reshaping)
 
 
 class _Cheap:
@@ -101,15 +135,14 @@ def _order_memory(
     nodes: list[Node],
     found: dict[int, Effects],
     edges: dict[int, list[int]],
+    inner: _Inner,
+    reshaping: set[int],
 ) -> set[int]:
     """Reads and writes of one memory keep their order. Returns the positions whose memory is written."""
     classes = storages(root, nodes, [found.get(i, PURE) for i in range(len(nodes))])
-    inner = _Inner(root)
     written = {classes.of(w) for e in found.values() for w in e.writes}
     written |= {classes.of_state(t) for e in found.values() for t in e.state_written}
-    reshaped = {
-        classes.of(w) for i, e in found.items() if e.writes and inner.reshapes(nodes[i]) for w in e.writes
-    }
+    reshaped = {classes.of(w) for i in reshaping for w in found[i].writes}
     listed = _views_from_lists(nodes, found, inner)
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}

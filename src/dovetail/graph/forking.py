@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
+import torch
+
 Lock = TypeVar("Lock")
 
 
@@ -66,6 +68,9 @@ def _in_child() -> None:
     global _tracing, _forked_while_tracing
     _forked_while_tracing |= _tracing > 0
     _tracing = 0
+    # torch makes its pool of threads anew at the next use. Since torch.export has registered devices that are not there,
+    # a first backward starts a thread for each of them, which would make the pool at once and find none.
+    torch.set_num_threads(torch.get_num_threads())
     for lock in list(_LOCKS):
         lock._at_fork_reinit()
     for inheritor in list(_INHERITORS):

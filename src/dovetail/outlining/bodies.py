@@ -68,14 +68,22 @@ class Refs(dict[Node, str]):
 
 
 def signature(
-    root: nn.Module, operands: Sequence[Node], inside: Sequence[Node], outputs: Sequence[Node]
+    root: nn.Module,
+    operands: Sequence[Node],
+    inside: Sequence[Node],
+    outputs: Sequence[Node],
+    values: Sequence[Any] | None = None,
 ) -> Signature:
-    """A value that is equal for bodies that are exactly equal, argument order included, within this process."""
+    """A value that is equal for bodies that are exactly equal, argument order included, within this process.
+
+    `values` are what the operands are when the body is called, if that is not what they were made as.
+    """
     refs = Refs()
     rows: list[Any] = []
     for node in operands:
         refs.add(node)
-        rows.append(describe(node.meta.get("val")))
+    for value in values if values is not None else [n.meta.get("val") for n in operands]:
+        rows.append(describe(value))
     for node in inside:
         target: Any = node.target
         if node.op == "get_attr" or node.op == "call_module":
@@ -132,16 +140,17 @@ class Bodies:
         inside: Sequence[Node],
         outputs: Sequence[Node],
         owner: GraphModule | None = None,
+        values: Sequence[Any] | None = None,
     ) -> tuple[Body, str]:
         """The body that computes `outputs`, a new one only if no equal one is there, and its attribute's name.
 
-        `owner` has what the nodes name, if that is not the graph itself.
+        `owner` has what the nodes name, if that is not the graph itself; `values` are as `signature` takes them.
         """
         owner = owner or self._root
-        key = signature(owner, operands, inside, outputs)
+        key = signature(owner, operands, inside, outputs, values)
         found = self._known.get(key)
         if found is None:
-            body = _build(self._lent(owner, inside), kind, operands, inside, outputs)
+            body = _build(self._lent(owner, inside), kind, operands, inside, outputs, values)
             _SIGNATURES[body] = key
             name = self._free_name(kind.replace(".", "_"))
             self.added[name] = body
@@ -176,13 +185,20 @@ class Bodies:
 
 
 def _build(
-    root: nn.Module, kind: str, operands: Sequence[Node], inside: Sequence[Node], outputs: Sequence[Node]
+    root: nn.Module,
+    kind: str,
+    operands: Sequence[Node],
+    inside: Sequence[Node],
+    outputs: Sequence[Node],
+    values: Sequence[Any] | None,
 ) -> Body:
     graph = Graph()
     env: dict[Node, Node] = {}
-    for node in operands:
+    for i, node in enumerate(operands):
         operand = env[node] = graph.create_node("placeholder", node.name, name=node.name)
         operand.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+        if values is not None and values[i] is not node.meta.get("val"):
+            operand.meta = {"val": values[i]}
     borrowed: dict[str, tuple[Any, str]] = {}
     for node in inside:
         target = None

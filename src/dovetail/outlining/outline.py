@@ -131,7 +131,7 @@ class _Builder:
         operands = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in own))
         outputs = [nodes[i] for i in draft.outputs]
         kind = draft.identity.kind
-        _, target = self.bodies.share(kind, operands, inside, outputs)
+        _, target = self.bodies.share(kind, operands, inside, outputs, values=self._values(draft, operands))
         name = self._name(kind.replace(".", "_"))
         call = self.graph.create_node("call_module", target, tuple(self.env[n] for n in operands), name=name)
         rank = min(self.ranks[i] for i in draft.members)
@@ -166,6 +166,16 @@ class _Builder:
             self.env[node] = result
             self.new_ranks[result.name] = rank
         return call.name
+
+    def _values(self, draft: Draft, operands: list[Node]) -> list[Any] | None:
+        """What the operands are when the region runs, where something changes the form of tensors in place."""
+        found = self.index.dependencies
+        if not found.reshaping:
+            return None
+        first = {
+            n: i for i in sorted(draft.inside, reverse=True) for n in self.index.nodes[i].all_input_nodes
+        }
+        return [found.value_read(node, first[node]) for node in operands]
 
     def _member(self, position: int, draft: Draft) -> Member:
         node = self.index.nodes[position]

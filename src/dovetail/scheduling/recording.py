@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from dovetail.errors import ScheduleError
-from dovetail.lowering.examples import random_state_kept
+from dovetail.graph.capturing.checking import state_kept
 from dovetail.lowering.situation import trial_run
 
 
@@ -121,7 +121,7 @@ def _opened(value: Any, around: tuple[Any, ...]) -> Any:
 def record(model: nn.Module, paths: Iterable[str], example: Example) -> dict[str, list[Call]]:
     """The calls of some parts in one run of the model, one for each signature, in the order they came.
 
-    Buffers, gradients and random state are as they were afterwards.
+    State, gradients and random streams are as they were afterwards.
     """
     wanted = {path: model.get_submodule(path) for path in paths}
     calls: dict[str, list[Call]] = {path: [] for path in wanted}
@@ -201,24 +201,6 @@ class _Restoring:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Generator[None]:
-    """Run a model and put back what that changes: buffers, random state, gradients."""
-    modules = list(model.modules())
-    buffers = [
-        (m, name, b, b.detach().clone()) for m in modules for name, b in m._buffers.items() if b is not None
-    ]
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
-    with random_state_kept(), trial_run():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    module._buffers[name] = buffer
-                    if not buffer.is_leaf and not buffer._is_view():
-                        buffer.detach_()  # a write of something with a gradient gave it a history
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-                for parameter, gradient, value in gradients:
-                    parameter.grad = gradient
-                    if gradient is not None and value is not None and not torch.equal(gradient, value):
-                        gradient.copy_(value)
+    """Run a model and put back what that changes: parameters, buffers, gradients, attributes, random state."""
+    with state_kept(model), trial_run():
+        yield

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
+from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.graph.capturing import blame
 from dovetail.graph.capturing.aliasing import storage_of
@@ -137,7 +138,11 @@ def _visit(groups: Groups, node: Node, position: int) -> None:
         if group is None:
             continue
         others = [groups.of[n] for n in node.all_input_nodes if n is not operand and n in groups.of]
-        has_gradient = operator_name(node) not in _INPLACE_DRAWS and any(g in groups.gradient for g in others)
+        has_gradient = (
+            any(g in groups.gradient for g in others)
+            and operator_name(node) not in _INPLACE_DRAWS
+            and is_recorded(node)
+        )
         groups.writes.append(Write(position, node, operand, group, has_gradient))
         if has_gradient and is_float(operand.meta.get("val")):
             groups.gradient.setdefault(group, position)
@@ -182,6 +187,15 @@ def written_operands(node: Node) -> list[Node]:
             parts: Any = value if isinstance(value, (list, tuple)) else (value,)
             operands += [part for part in parts if isinstance(part, Node)]
     return operands
+
+
+def is_recorded(node: Node) -> bool:
+    """Whether autograd records the writes of an operation.
+
+    Operators of `torch.library.custom_op` write below autograd: an operand keeps the history it had, or is still a leaf.
+    """
+    definition = torch_compat.CUSTOM_OPERATOR.value
+    return definition is None or not isinstance(node.target, OpOverload) or definition(node.target) is None
 
 
 def operator_name(node: Node) -> str:

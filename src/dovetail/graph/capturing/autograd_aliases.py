@@ -27,6 +27,7 @@ from dovetail.graph.capturing.alias_groups import (
     all_required,
     grouped,
     is_float,
+    is_recorded,
     operator_name,
     refused,
     same_memory,
@@ -40,6 +41,16 @@ from dovetail.graph.capturing.sharing import overlaps_itself
 
 _aten = torch.ops.aten
 _LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
+_IN_PLACE_VIEWS = {
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.swapaxes_.default: _aten.swapaxes.default,
+    _aten.swapdims_.default: _aten.swapdims.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
 STORAGE_WRITES = ("set_", "resize_", "resize_as_")
 _RELATIONS = ("not_equal", "less", "less_equal", "greater", "greater_equal")
 COMPARISONS = frozenset(f"{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge", *_RELATIONS))
@@ -48,7 +59,7 @@ _LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xo
 
 @dataclass(frozen=True)
 class DetachedInputs:
-    """Inputs written through `detach` only; `read_after` are those whose new values forward reads itself.
+    """Inputs written through `detach` or below autograd only; `read_after` are those whose new values forward reads itself.
 
     `ungraded` are the inputs that must not require gradients, for the functional form would be another one; `graded` are
     those that require them.
@@ -64,7 +75,7 @@ def separate(program: ExportedProgram) -> DetachedInputs:
     """Give groups that are written with gradients memory of their own; edits the program's graph."""
     graph = program.graph
     state = state_requires_grad(program)
-    changed = any([_replace_resizing(graph), _replace_detach_in_place(graph)])
+    changed = any([_replace_resizing(graph), _replace_in_place_views(graph), _replace_detach_in_place(graph)])
     groups = grouped(graph, state)
     separated = _planned(groups, state)
     placeholders = graph.find_nodes(op="placeholder")
@@ -164,6 +175,40 @@ def _replace_resizing(graph: Graph) -> bool:
         graph.erase_node(node)
         is_changed = True
     return is_changed
+
+
+def _replace_in_place_views(graph: Graph) -> bool:
+    """Let what follows `y.t_()` read `y.t()` where sizes are symbols: torch 2.15 cannot trace the first again."""
+    calls = [n for n in graph.nodes if n.target in _IN_PLACE_VIEWS and _has_symbols(n.meta.get("val"))]
+    position = {node: i for i, node in enumerate(graph.nodes)} if calls else {}
+    for node in calls:
+        with graph.inserting_before(node):
+            view = graph.call_function(_IN_PLACE_VIEWS[node.target], node.args, node.kwargs)
+        view.meta = dict(node.meta)
+        for member in _same_tensor(cast(Node, node.args[0])):
+            for user in [user for user in member.users if position.get(user, -1) > position[node]]:
+                user.replace_input_with(member, view)
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _has_symbols(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(type(n) is not int for n in (*value.shape, *value.stride()))
+
+
+def _same_tensor(node: Node) -> list[Node]:
+    """The nodes that are the very tensor that a node is: in-place operators return what they write."""
+
+    def returned(call: Node) -> list[Node]:
+        return written_operands(call) if isinstance(call.meta.get("val"), Tensor) else []
+
+    while len(written := returned(node)) == 1:
+        node = written[0]
+    same = [node]
+    for each in same:
+        same += [user for user in each.users if returned(user) == [each]]
+    return same
 
 
 def _refuse_lost_history(groups: Groups, write: Write) -> None:
@@ -317,7 +362,11 @@ def _detached_inputs(program: ExportedProgram, groups: Groups) -> DetachedInputs
     placeholders = {groups.of[n]: n.name for n in nodes}
     for write in groups.writes:
         if write.group in placeholders:
-            direct.add(placeholders[write.group])
+            if is_recorded(write.node):
+                direct.add(placeholders[write.group])
+            else:
+                # What forward reads afterwards is a clone with the history of the input, as in eager mode.
+                written.setdefault(placeholders[write.group], False)
         for group in groups.others(write.group):
             if group in placeholders:
                 later = groups.uses_after(group, write.position)

@@ -91,7 +91,7 @@ class _Trial:
             if torch.cuda.is_initialized():
                 for i, state in enumerate(torch.cuda.get_rng_state_all()):
                     values[f"the random stream of cuda:{i}"] = state
-            for i, generator in enumerate(self._generators()):
+            for i, generator in enumerate(generators_of(self.state)):
                 values[f"the stream of generator {i}"] = generator.get_state()
         return _Run(values, str(spec))
 
@@ -158,49 +158,58 @@ class _Trial:
 
         return pytree.tree_map(copied, (self.args, self.kwargs))
 
-    def _generators(self) -> list[torch.Generator]:
-        return generators_of(self.state)
+    def _restored(self) -> contextlib.AbstractContextManager[None]:
+        return state_kept(self.state, self.graph)
 
-    @contextlib.contextmanager
-    def _restored(self) -> Generator[None]:
-        """Put back parameters, buffers, gradients, attributes and random streams."""
-        roots = (self.state, self.graph)
-        attributes = watching.snapshot(self.state)
-        holders: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (holder, dict(holder))
-            for root in roots
-            for m in root.modules()
-            for holder in (m._buffers, m._parameters)
-        ]
-        state = {id(t): t for _, held in holders for t in held.values() if t is not None}
-        size = sum(t.numel() * t.element_size() for t in state.values())
-        buffers = {id(b) for root in roots for b in root.buffers()}
-        copies = [(t, t.detach().clone()) for t in state.values() if size <= _MOST_COPIED or id(t) in buffers]
-        gradients = [
-            (t, t.grad, None if t.grad is None else t.grad.clone()) for t in state.values() if t.is_leaf
-        ]
-        streams = [(generator, generator.get_state()) for generator in self._generators()]
-        try:
-            with rng_kept():
-                yield
-        finally:
-            for generator, stream in streams:
-                generator.set_state(stream)
-            watching.restore(attributes)
-            for holder, held in holders:
+
+@contextlib.contextmanager
+def state_kept(*roots: nn.Module) -> Generator[None]:
+    """Put back parameters, buffers, gradients and random streams of modules, and attributes but for those of graphs.
+
+    The parameters of more than 2 GiB are not copied, so that what is written to them stays.
+    """
+    attributes = [watching.snapshot(root) for root in roots if not isinstance(root, GraphModule)]
+    modules = [m for root in roots for m in root.modules()]
+    holders: list[tuple[Any, dict[str, Any]]] = [
+        (holder, dict(holder.items())) for m in modules for holder in (m._buffers, m._parameters)
+    ]
+    state: dict[int, Any] = {id(t): t for _, held in holders for t in held.values() if t is not None}
+    size = sum(t.numel() * t.element_size() for t in state.values())
+    copied: dict[int, Any] = dict(state)
+    if size > _MOST_COPIED:
+        copied = {id(t): t for m in modules for t in m._buffers.values()}
+    copied |= {id(t): t for m in modules for t in vars(m).values()}
+    copies = [(t, t.detach().clone()) for t in copied.values() if _is_plain(t)]
+    gradients = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in state.values() if t.is_leaf]
+    streams = [(generator, generator.get_state()) for root in roots for generator in generators_of(root)]
+    try:
+        with rng_kept():
+            yield
+    finally:
+        for generator, stream in streams:
+            generator.set_state(stream)
+        for each in attributes:
+            watching.restore(each)
+        for holder, held in holders:
+            if isinstance(holder, dict):  # those of TorchScript cannot be refilled
                 holder.clear()
                 holder.update(held)
-            with torch.no_grad():
-                for tensor, copy in copies:
-                    # Version counters miss what batch norm writes.
-                    if not torch.equal(tensor, copy):
-                        if not tensor.is_leaf:
-                            tensor.detach_()
-                        tensor.copy_(copy)
-                for tensor, gradient, copy in gradients:
-                    tensor.grad = gradient
-                    if gradient is not None and copy is not None and not torch.equal(gradient, copy):
-                        gradient.copy_(copy)
+        with torch.no_grad():
+            for tensor, copy in copies:
+                # A write of something with a gradient gave it a history.
+                if not tensor.is_leaf and not tensor._is_view():
+                    tensor.detach_()
+                # Version counters miss what batch norm writes.
+                if not torch.equal(tensor, copy):
+                    tensor.copy_(copy)
+            for tensor, gradient, copy in gradients:
+                tensor.grad = gradient
+                if gradient is not None and copy is not None and not torch.equal(gradient, copy):
+                    gradient.copy_(copy)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta
 
 
 def _state_of(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:

@@ -65,7 +65,8 @@ def make_differentiable(graph: Graph) -> None:
             if is_spread:
                 source = _call(graph, node, torch.ops.aten.expand.default, (source, list(has.shape)), {})
             if has.dim():
-                new = _call(graph, node, torch.ops.aten.slice_scatter.default, (target, source), {})
+                # Its value is that of the copy: torch 2.11 cannot infer it where strides vary with the data.
+                new = graph.call_function(torch.ops.aten.slice_scatter.default, (target, source))
             else:
                 row, new = (_call(graph, node, _VIEW, (n, [1]), {}) for n in (target, source))
                 row = _call(graph, node, torch.ops.aten.slice_scatter.default, (row, new), {})
