@@ -68,6 +68,7 @@ class TensorEffects(TorchFunctionMode):
         self._default_seed = 0
         self._last_seed = _SENTINEL_SEED
         self._is_running = False
+        self._compile_id: Any = None
         self._host_state: Any = None
         self._forward_line: blame.Line | None = None
         self._lifts_generators = torch_compat.GENERATOR_METACLASS.value is not None
@@ -77,6 +78,8 @@ class TensorEffects(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
         self._is_running = True
+        # Newer versions of torch.export have a compile context of their own; that of Dynamo is another one.
+        self._compile_id = CompileContext.current_compile_id()
         default = torch.default_generator
         self._default_seed = default.initial_seed()
         for generator in [*([default] if _is_alone() else []), *generators_of(model)]:
@@ -148,7 +151,7 @@ class TensorEffects(TorchFunctionMode):
         # Dynamo, which traces the branches of control flow, traces this as well, and shows fake tensors as real ones.
         in_dynamo = torch.compiler.is_dynamo_compiling()
         # Between that it runs code of its own here, and restores the state of the default generator afterwards.
-        if not in_dynamo and CompileContext.current_compile_id() is None:
+        if not in_dynamo and CompileContext.current_compile_id() == self._compile_id:
             if self._is_reseeded():
                 self._note_seeding(blame.of_caller())
             self._advance()
