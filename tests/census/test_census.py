@@ -11,20 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.census.__main__ import COLUMNS
+
 pytest.importorskip("transformers")
 
-COLUMNS = (
-    "built",
-    "exports",
-    "unrun",
-    "captured",
-    "equal",
-    "faithful",
-    "fused",
-    "inverse",
-    "gradients",
-    "compiled",
-)
 ROOT = Path(__file__).parent.parent.parent
 
 

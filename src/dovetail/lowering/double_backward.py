@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx import Node
 
 from dovetail.errors import LoweringError
+from dovetail.graph.capturing.tensor_effects import autograd_history
 from dovetail.graph.module import Body
 from dovetail.lowering.flattening import flat
 from dovetail.lowering.situation import autocast_off, has_saving_hooks
@@ -266,15 +267,7 @@ def _single_node(results: Any, operands: Sequence[Any]) -> tuple[Any, list[Tap]]
 
 def _reached(results: Any, operands: Sequence[Any]) -> Iterator[Any]:
     """The autograd nodes between results and operands."""
-    seen = {edge[0] for edge in map(_edge, operands) if edge is not None}
-    waiting = [value.grad_fn for value in results if isinstance(value, Tensor)]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(following for following, _ in node.next_functions)
+    return autograd_history(results, (edge[0] for edge in map(_edge, operands) if edge is not None))
 
 
 def _depends_on_written(body: Body, writes: frozenset[int], results: Sequence[int]) -> bool:

@@ -311,10 +311,10 @@ def _only_sources(result: Tensor, sources: dict[int, blame.Line | None]) -> list
     return reached
 
 
-def autograd_history(results: Iterable[Any]) -> Iterator[Any]:
-    """Every autograd node that the gradients of the tensors among `results` reach, each once."""
+def autograd_history(results: Iterable[Any], end: Iterable[Any] = ()) -> Iterator[Any]:
+    """Every autograd node that the gradients of the tensors among `results` reach before those of `end`, each once."""
     waiting: list[Any] = [result.grad_fn for result in results if isinstance(result, Tensor)]
-    visited: set[Any] = set()
+    visited = set(end)
     while waiting:
         node = waiting.pop()
         if node is None or node in visited:
