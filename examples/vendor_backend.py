@@ -289,7 +289,6 @@ def main() -> None:
         path = dovetail.to_onnx(dovetail.fuse(fused), Path(folder) / "fused.onnx")
         calls: Counter[str] = Counter()
         print(f"off by at most {_off(compiled_from(path, calls)(x), model(x)):.0e}:", dict(calls))
-        print("read back:", *[region.kind for region in dovetail.regions(dovetail.from_onnx(path))])
 
 
 def _off(made: Tensor, wanted: Tensor) -> float:

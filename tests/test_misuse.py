@@ -157,8 +157,8 @@ def test_what_is_wrong_is_refused_in_words_of_our_own(name: str) -> None:
 def test_the_sweep_covers_every_public_function() -> None:
     functions = [n for n in dovetail.__all__ if n[0].islower()]
     called = {word for name in CALLS for word in name.split()}
-    # What only makes values of values, or reads other people's files.
-    assert set(functions) - called == {"either", "from_onnx"}
+    # What only makes values of values.
+    assert set(functions) - called == {"either"}
 
 
 class Wrapped(nn.Module):

@@ -77,7 +77,6 @@ PUBLIC = [
     "diff",
     "either",
     "explain",
-    "from_onnx",
     "fuse",
     "fuse_modules",
     "inline",
@@ -166,7 +165,6 @@ POSITIONAL = {
     "compile": ["model", "args", "kwargs"],
     "either": ["alternatives"],
     "explain": ["gm"],
-    "from_onnx": ["path"],
     "fuse": ["gm", "rules"],
     "load": ["path"],
     "lower": ["gm", "backends"],
@@ -310,6 +308,8 @@ def test_no_name_is_public_by_accident() -> None:
         dovetail.Any  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match="Did you mean 'fuse'"):
         dovetail.fuze  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'dovetail\.from_onnx' was removed\. Load the file with"):
+        dovetail.from_onnx  # type: ignore[attr-defined]  # noqa: B018
 
 
 BACKENDS = """

@@ -68,7 +68,6 @@ from dovetail.rules.scene import Scene
 
 if _TYPE_CHECKING:
     from dovetail.interop.loading import load
-    from dovetail.interop.onnx_reading import from_onnx
     from dovetail.interop.onnx_writing import to_onnx
     from dovetail.interop.replacement import replace_region
     from dovetail.interop.saving import save
@@ -143,7 +142,6 @@ __all__ = [
     "diff",
     "either",
     "explain",
-    "from_onnx",
     "fuse",
     "fuse_modules",
     "inline",
@@ -166,7 +164,6 @@ __all__ = [
 _LATER = {
     "Part": "dovetail.scheduling.part",
     "Schedule": "dovetail.scheduling.schedule",
-    "from_onnx": "dovetail.interop.onnx_reading",
     "fuse_modules": "dovetail.scheduling.fuse_modules",
     "load": "dovetail.interop.loading",
     "replace_region": "dovetail.interop.replacement",
@@ -176,8 +173,16 @@ _LATER = {
     "to_stablehlo": "dovetail.interop.stablehlo",
 }
 
+# Names that there were, with what to do instead.
+_REMOVED = {
+    "from_onnx": "Load the file with ONNX's own tools (onnx.load, onnxruntime); `dovetail.save` and `dovetail.load` keep "
+    "a graph with its regions.",
+}
+
 
 def __getattr__(name: str) -> _Any:
+    if name in _REMOVED:
+        raise AttributeError(f"'dovetail.{name}' was removed. {_REMOVED[name]}")
     if name not in _LATER:
         hint = _did_you_mean(name, __all__)
         raise AttributeError(f"module 'dovetail' has no attribute {name!r}. {hint}".rstrip(" "))

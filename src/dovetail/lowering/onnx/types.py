@@ -20,8 +20,6 @@ ELEMENTS: dict[torch.dtype, int] = {
 }
 """By torch's dtype, the number that `onnx.TensorProto` has for it."""
 
-DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in ELEMENTS.items()}
-
 
 def is_number(size: Any) -> bool:
     """Whether a size is known, and no symbol."""
