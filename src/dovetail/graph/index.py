@@ -105,63 +105,9 @@ class Index:
                 above.update(j for j in self.before[i] if j in below)
         return above
 
-    @cached_property
-    def post_dominators(self) -> list[int]:
-        """For each position the nearest position that every path from it to the end goes through.
-
-        `len(self)` stands for the end itself. Nodes that nothing depends on are followed by the end.
-        """
-        count = len(self.nodes)
-        tree = _JumpTree(count + 1)
-        tree.add(count, count)
-        found = [count] * count
-        for i in range(count - 1, -1, -1):
-            later = self.after[i]
-            meet = later[0] if later else count
-            for j in later[1:]:
-                meet = tree.meet(meet, j)
-            found[i] = meet
-            tree.add(i, meet)
-        return found
-
 
 def _walk_back(came: dict[int, int], target: int) -> list[int]:
     chain = [target]
     while came[chain[-1]] != chain[-1]:
         chain.append(came[chain[-1]])
     return chain[::-1]
-
-
-class _JumpTree:
-    """A tree that grows by leaves and finds where two branches meet in logarithmic time.
-
-    Every vertex has its parent and one longer jump, chosen so that jumps nest: constant work per leaf.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.parent = [0] * size
-        self.jump = [0] * size
-        self.depth = [0] * size
-
-    def add(self, leaf: int, parent: int) -> None:
-        self.parent[leaf] = parent
-        if leaf == parent:
-            self.jump[leaf] = leaf
-            return
-        self.depth[leaf] = self.depth[parent] + 1
-        skip = self.jump[parent]
-        even = self.depth[parent] - self.depth[skip] == self.depth[skip] - self.depth[self.jump[skip]]
-        self.jump[leaf] = self.jump[skip] if even else parent
-
-    def meet(self, a: int, b: int) -> int:
-        depth, jump, parent = self.depth, self.jump, self.parent
-        if depth[a] < depth[b]:
-            a, b = b, a
-        while depth[a] > depth[b]:
-            a = jump[a] if depth[jump[a]] >= depth[b] else parent[a]
-        while a != b:
-            if jump[a] == jump[b]:
-                a, b = parent[a], parent[b]
-            else:
-                a, b = jump[a], jump[b]
-        return a
