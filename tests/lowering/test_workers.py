@@ -1,6 +1,6 @@
 """Compiling in processes of their own: what happens there costs one body, and nothing is left running."""
 
-import io
+import logging
 import os
 import sys
 import threading
@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 import dovetail
 from dovetail import LoweringError
 from dovetail.lowering.lower import lower
-from dovetail.lowering.progress import Progress
 from dovetail.lowering.situation import situation_of
 from dovetail.lowering.unit import unit_of
 from dovetail.lowering.workers import WorkerFailed, Workers, stopped_by
@@ -174,31 +173,13 @@ def test_a_job_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     assert not any(map(is_running, numbers))
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.mark.parametrize("wanted", [True, False])
+def test_progress_is_logged_where_it_is_wanted(wanted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dovetail"):
+        lower(small(), faulty.Sound(), cache=False, progress=wanted)
+    assert caplog.messages == ["lowering: 1 of 1 bodies, k_0"] * wanted
 
 
-def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    told = Progress(2, True)
-    told.finished("layer_0")
-    told.finished("head_0")
-    assert "\n" not in shown.getvalue()
-    assert "1 of 2 bodies, layer_0" in shown.getvalue()
-    assert shown.getvalue().split("\r")[-1].strip() == "lowering: 2 of 2 bodies, head_0"
-    told.close()
-    assert shown.getvalue().endswith("\r"), "the line is wiped"
-
-
-@pytest.mark.parametrize(
-    ("terminal", "wanted", "lines"), [(False, None, 0), (False, True, 1), (True, False, 0)]
-)
-def test_progress_is_told_where_it_is_wanted(
-    terminal: bool, wanted: Any, lines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr(sys, "stderr", shown)
-    lower(small(), faulty.Sound(), cache=False, progress=wanted)
-    assert shown.getvalue() == "lowering: 1 of 1 bodies, k_0\n" * lines
+def test_nothing_is_shown_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    lower(small(), faulty.Sound(), cache=False)
+    assert capsys.readouterr() == ("", "")

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import count
 
 from dovetail.lowering.backend import setting
 from dovetail.lowering.dispatch import Dispatcher
-from dovetail.lowering.progress import Progress
 from dovetail.lowering.situation import Situation
 from dovetail.lowering.workers import stopped_by
 
 Job = tuple[Dispatcher, Situation]
 
+_LOG = logging.getLogger(__name__)
 
-def make_all(jobs: Iterable[Job], progress: bool | None) -> None:
-    """Make each entry, equal ones once. The first error is raised, and what still compiles is killed."""
+
+def make_all(jobs: Iterable[Job], progress: bool) -> None:
+    """Make each entry, equal ones once. The first error is raised, and what still compiles is killed.
+
+    With `progress` a line is logged for each that is done.
+    """
     distinct = list(dict.fromkeys(jobs))
     isolated = [job for job in distinct if _is_isolated(job[0])]
     inline = [job for job in distinct if not _is_isolated(job[0])]
-    told = Progress(len(distinct), progress)
-    stop = threading.Event()
+    stop, lock, done = threading.Event(), threading.Lock(), count(1)
 
     def make(job: Job) -> None:
         dispatcher, situation = job
         with stopped_by(stop):
             dispatcher.entry_for(situation)
-        told.finished(dispatcher.unit.region.name)
+        if progress:
+            with lock:
+                _LOG.info(
+                    "lowering: %d of %d bodies, %s", next(done), len(distinct), dispatcher.unit.region.name
+                )
 
     pool = ThreadPoolExecutor(_at_once(len(isolated)), "dovetail-lowering")
     try:
@@ -40,7 +49,6 @@ def make_all(jobs: Iterable[Job], progress: bool | None) -> None:
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-        told.close()
 
 
 def _is_isolated(dispatcher: Dispatcher) -> bool:

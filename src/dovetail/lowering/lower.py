@@ -44,7 +44,7 @@ def lower(
     cache: bool | str | Path = True,
     grad: bool | None = None,
     weight_check_interval: int | None = CHECK_INTERVAL,
-    progress: bool | None = None,
+    progress: bool = True,
 ) -> GraphModule:
     """A graph that computes the same, its regions run by backends; the input graph is untouched.
 
@@ -52,10 +52,10 @@ def lower(
     others; names or objects; None is the default, and `[]` takes every lowering back. Whatever goes wrong with a
     backend moves a region to the next one that takes it and finally to its own body; `explain(gm).lowered` tells.
     Code is made now for calls with gradients if `grad` says so, or if it is None and the graph is in train mode; for
-    others when they come; a terminal is shown how far that is unless `progress` is False. With `verify` compiled code
-    is compared with the body on made-up operands, which says nothing of later calls. Where a backend copies weights,
-    their contents are compared once in `weight_check_interval` calls, for writes that version counters do not show;
-    with None never.
+    others when they come. Each body that is done is a line of level INFO in the log, unless `progress` is False. With
+    `verify` compiled code is compared with the body on made-up operands, which says nothing of later calls. Where a
+    backend copies weights, their contents are compared once in `weight_check_interval` calls, for writes that version
+    counters do not show; with None never.
     """
     require_graph(gm)
     options = Options(
@@ -70,8 +70,8 @@ def lower(
         grad=grad,
         weight_check_interval=weight_check_interval,
     )
-    if progress is not None and not isinstance(progress, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"progress {progress!r}; give True, False, or None to show it on a terminal.")
+    if not isinstance(progress, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"progress {progress!r}; give True, or False to log nothing.")
     if not _is_empty(backends) and not regions(gm):
         fused = LEDGER in gm.meta
         what = (
@@ -84,7 +84,7 @@ def lower(
 
 
 def lower_with(
-    gm: GraphModule, backends: Any, options: Options, progress: bool | None = None, *, whole: bool = True
+    gm: GraphModule, backends: Any, options: Options, progress: bool = True, *, whole: bool = True
 ) -> GraphModule:
     """What `lower` returns, for options that were checked already.
 
@@ -157,7 +157,7 @@ def _own(name: str) -> str:
 
 
 def _compile_all(
-    gm: GraphModule, lowering: Lowering, wanted: list[Region], grad: bool, progress: bool | None
+    gm: GraphModule, lowering: Lowering, wanted: list[Region], grad: bool, progress: bool
 ) -> None:
     """Make the code that the first calls will need; other situations are met when they come."""
     flags = Foresight().operands(gm)
