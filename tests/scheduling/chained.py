@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import dovetail
-from dovetail.scheduling.fuse_modules import fused_graphs
+from dovetail.scheduling.fuse_modules import fusing_of
 
 CONV_BN_RELU = [["conv", "bn", "relu"]]
 
@@ -95,6 +96,18 @@ def evaluated(model: nn.Module, *args: Tensor) -> Tensor:
 def targets(gm: Any) -> list[str]:
     flat = dovetail.inline(gm)
     return [str(node.target) for node in flat.graph.nodes if node.op == "call_function"]
+
+
+def fused_graphs(model: nn.Module) -> dict[str, list[GraphModule]]:
+    """The graphs that `fuse_modules` made so far, by the path of the module that runs them.
+
+    Those with folded batch norms come first. Without example inputs there are none before the first call.
+    """
+    return {
+        path: [form.program for forms in (fusing.folded, fusing.kept) for form in forms.made]
+        for path, module in model.named_modules()
+        if (fusing := fusing_of(module)) is not None
+    }
 
 
 def norms(model: nn.Module) -> int:

@@ -11,10 +11,19 @@ from torch import Tensor, nn
 import dovetail
 from dovetail.errors import ScheduleError
 from dovetail.lowering.backends.int8 import Int8
-from dovetail.scheduling.fuse_modules import fuse_modules, fused_graphs
+from dovetail.scheduling.fuse_modules import fuse_modules
 from dovetail.zoo import resnet
 from tests.lowering.int8_helpers import integers, needs_int8, off
-from tests.scheduling.chained import CONV_BN_RELU, Net, awaken, evaluated, image, norms, regions_of
+from tests.scheduling.chained import (
+    CONV_BN_RELU,
+    Net,
+    awaken,
+    evaluated,
+    fused_graphs,
+    image,
+    norms,
+    regions_of,
+)
 
 
 def resnet_groups(model: nn.Module) -> list[list[str]]:

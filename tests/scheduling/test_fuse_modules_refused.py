@@ -8,9 +8,18 @@ import torch
 from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
-from dovetail.scheduling.fuse_modules import fuse_modules, fused_graphs
+from dovetail.scheduling.fuse_modules import fuse_modules
 from dovetail.scheduling.schedule import schedule
-from tests.scheduling.chained import CONV_BN_RELU, Between, Net, NormFirst, SharedReLU, evaluated, image
+from tests.scheduling.chained import (
+    CONV_BN_RELU,
+    Between,
+    Net,
+    NormFirst,
+    SharedReLU,
+    evaluated,
+    fused_graphs,
+    image,
+)
 
 
 @pytest.mark.parametrize(

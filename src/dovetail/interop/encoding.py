@@ -183,7 +183,6 @@ class Encoder:
         )
 
 
-NAME = re.compile(r"[^\W\d]\w*")
 _ATOM = r"[^.\"'\\{}\x00-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]+"
 PATH = re.compile(rf"{_ATOM}(\.{_ATOM})*")
 """Where a graph keeps something: it is written into generated code, so what ends a text there has no place in it."""

@@ -74,7 +74,6 @@ class Artefact:
 
     run: Compiled
     backend: Any
-    expected: Expected
     seconds: float = 0.0
     source: str = ""
     untried: str = ""
@@ -229,7 +228,7 @@ class _Job:
             reason = self.workshop.verify(unit, run, examples, self.situation, bound)
         if reason is not None:
             return Fault(name, backend, self.stage, reason)
-        return Artefact(run, self.backend, expected, untried=untried)
+        return Artefact(run, self.backend, untried=untried)
 
 
 class _Untried(Exception):

@@ -67,7 +67,6 @@ class Dispatcher:
         self.limit, self.strict = limit, strict
         self.body = unit.region.body
         self.entries: dict[Situation, Entry] = {}
-        self.compilations = 0
         self._writes = tuple(sorted(unit.effects.writes))
         self._lock = released_by_fork(threading.RLock())
         self._inherited = False
@@ -91,7 +90,6 @@ class Dispatcher:
 
     def _made(self, situation: Situation, after: Any = None) -> Entry:
         """An entry by the first backend that has no trouble; with `after`, by the first of those that come after it."""
-        self.compilations += 1
         rest = iter(self.backends)
         if after is not None:
             next(backend for backend in rest if backend is after)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from dovetail.errors import InvalidArgument, ScheduleError, checked_call
@@ -73,17 +72,6 @@ def fuse_modules(
     if backend is not None and not model.training:
         settle_parts(model, [backend])
     return model
-
-
-def fused_graphs(model: nn.Module) -> dict[str, list[GraphModule]]:
-    """The graphs that `fuse_modules` made so far, by the path of the module that runs them.
-
-    Those with folded batch norms come first. Without example inputs there are none before the first call.
-    """
-    return {
-        path: [form.program for forms in (fusing.folded, fusing.kept) for form in forms.made]
-        for path, fusing in _there(model).items()
-    }
 
 
 @dataclass(frozen=True, eq=False)
