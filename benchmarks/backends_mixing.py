@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import dovetail
-from dovetail.lowering.backend import by_name
-from dovetail.lowering.recipe import blocks, default_pipeline
+from dovetail.lowering.backend_protocol import by_name
+from dovetail.runtime.presets import blocks, default_pipeline
 
 _TURNS = 7
 

@@ -26,8 +26,8 @@ import dovetail
 from benchmarks.outline import machine
 from benchmarks.results import write_section
 from dovetail import zoo
-from dovetail.graph.capturing import direct
-from dovetail.graph.capturing.parting import Unsure
+from dovetail.frontend import decompose_program as direct
+from dovetail.frontend.decompose_ops import Unsure
 
 TITLE = "Capture against torch.export"
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

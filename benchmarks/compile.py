@@ -93,7 +93,7 @@ def cold(method: str, layers: int, device: str, seq: int) -> dict[str, Any]:
         torch.cuda.synchronize()
     found: dict[str, Any] = {"seconds": time.perf_counter() - start}
     if method == "dovetail":
-        from dovetail.lowering.lowering import lowering_of
+        from dovetail.lowering.lowered_state import lowering_of
 
         events = [e for g in run.graphs for e in lowering_of(g).events]  # type: ignore[union-attr]
         found["compilations"] = sum(e.outcome == "compiled" for e in events)

@@ -36,10 +36,9 @@ from benchmarks.outline import floor, machine, peak_megabytes
 from benchmarks.programs import PROGRAMS, QUARTERS, Program
 from benchmarks.results import write_section
 from benchmarks.shapes import Sketch
-from dovetail.rules.capability import capability
-from dovetail.rules.groups import groups
-from dovetail.rules.rule import Candidate, Rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.partition import capability
+from dovetail.rules.rule import Candidate, Rule, RuleContext
+from dovetail.rules.vertical import groups
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.linear.default, aten.matmul.default)
@@ -88,7 +87,7 @@ def drawn(program: Program, *, distinct: bool) -> GraphModule:
 
 def plan(gm: GraphModule, rule: Rule) -> list[dovetail.Request]:
     """Everything a rule proposes for a graph, from the graph alone, as requests."""
-    scene = Scene(gm)
+    scene = RuleContext(gm)
     nodes = scene.nodes
     found: list[dovetail.Request] = []
     for c in rule.propose(scene):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import dovetail
 from benchmarks.outline import machine
 from benchmarks.results import write_section
-from dovetail.lowering.backends.int8 import Int8
+from dovetail.backends.int8.int8_backend import Int8
 from dovetail.zoo import bert, resnet
 
 TITLE = "Linear layers and convolutions in int8"

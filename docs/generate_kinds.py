@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 
 from dovetail.rules.library import ALL, KINDS
-from dovetail.rules.library.known import Kind, Required
+from dovetail.rules.library.library_rule import Kind, Required
 
 PAGE = Path(__file__).parent / "kinds.md"
 HEAD = """# The kinds of the library

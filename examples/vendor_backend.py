@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail import Const
-from dovetail.backends import OnnxRuntime
+from dovetail.backends.external.onnxruntime import OnnxRuntime
 from dovetail.rules import library
 
 # 1. What the accelerator runs: a kernel for each kind.
@@ -129,7 +129,7 @@ class Claim(dovetail.Rule):
     def __init__(self, kind: str, found: dovetail.Rule, *says: str) -> None:
         self.name, self.kind, self.found, self.says = f"npu.{found.name}", kind, found, says
 
-    def propose(self, scene: dovetail.Scene) -> Iterable[dovetail.Candidate | dovetail.Refusal]:
+    def propose(self, scene: dovetail.RuleContext) -> Iterable[dovetail.Candidate | dovetail.Refusal]:
         for proposal in self.found.propose(scene):
             if isinstance(proposal, dovetail.Refusal):
                 yield replace(proposal, rule=self.name)

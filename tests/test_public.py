@@ -56,10 +56,10 @@ PUBLIC = [
     "Repeat",
     "Request",
     "Rule",
+    "RuleContext",
     "RuleError",
     "RuleSet",
     "SaveError",
-    "Scene",
     "Schedule",
     "ScheduleError",
     "Traffic",
@@ -152,10 +152,10 @@ POSITIONAL = {
     "Repeat.walk": ["self", "gm", "leaf", "place"],
     "Rule.propose": ["self", "scene"],
     "Rule.why_not": ["self", "scene", "first", "second"],
-    "Scene.fact": ["self", "make"],
-    "Scene.kind_of": ["self", "position"],
-    "Scene.module_path": ["self", "position"],
-    "Scene.value": ["self", "position"],
+    "RuleContext.fact": ["self", "make"],
+    "RuleContext.kind_of": ["self", "position"],
+    "RuleContext.module_path": ["self", "position"],
+    "RuleContext.value": ["self", "position"],
     "Traffic.apart": ["self", "figures", "draft"],
     "Traffic.freed": ["self", "figures", "position"],
     "Traffic.gain": ["self", "figures", "draft"],
@@ -316,7 +316,7 @@ BACKENDS = """
 import sys
 from dovetail.backends import Int8, OnnxRuntime, __all__
 import dovetail.backends as b
-from dovetail.lowering.backend import built_in, by_name
+from dovetail.lowering.backend_protocol import built_in, by_name
 assert not {"onnxruntime", "openvino", "tvm", "jax", "torch._inductor"} & set(sys.modules)
 assert all(issubclass(getattr(b, name), b.Backend) for name in __all__)
 assert {"Backend", *(type(by_name(name)).__name__ for name in built_in())} == set(__all__)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail import torch_compat
-from dovetail.graph import holding
-from tests.graph.test_capture_refusals import Hooks
+from dovetail.ir import weight_guard as holding
+from tests.frontend.test_capture_refusals import Hooks
 
 SOURCE = Path(dovetail.__file__).parent
 X = torch.ones(2, 4)

@@ -31,47 +31,43 @@ from dovetail.errors import (
     VerificationError,
 )
 from dovetail.errors import did_you_mean as _did_you_mean
+from dovetail.frontend.capture import capture
 from dovetail.fusion.cost import Cost, CostModel, Gain, Traffic
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import Ledger, explain
-from dovetail.graph.capture import capture
-from dovetail.graph.check import check
-from dovetail.graph.declaring import declare
-from dovetail.graph.text import diff, text
-from dovetail.lowering.backend import Backend
-from dovetail.lowering.bisect import bisect_lowering
-from dovetail.lowering.compile import compile
-from dovetail.lowering.compiled import refresh
-from dovetail.lowering.lower import lower
-from dovetail.lowering.passes import Lower
+from dovetail.ir.effects import declare
+from dovetail.ir.printer import diff, text
+from dovetail.ir.verifier import check
+from dovetail.lowering.backend_protocol import Backend
+from dovetail.lowering.bisect_lowering import bisect_lowering
+from dovetail.lowering.lower import Lower, lower
 from dovetail.outlining.inline import inline
 from dovetail.outlining.outline import outline
-from dovetail.outlining.record import Escape
 from dovetail.outlining.region import Region, regions
-from dovetail.outlining.requests import Request
-from dovetail.passes.base import Pass
-from dovetail.passes.bisect import bisect
+from dovetail.outlining.region import RegionWriter as _RegionWriter
+from dovetail.outlining.region import install_writers as _install_writers
+from dovetail.outlining.region_call import Escape
+from dovetail.outlining.request import Request
+from dovetail.passes.bisect_passes import bisect
 from dovetail.passes.cleanup import Cleanup
 from dovetail.passes.fold_constants import FoldConstants
 from dovetail.passes.fold_conv_batch_norm import FoldConvBatchNorm
-from dovetail.passes.fuse import Fuse
-from dovetail.passes.inline import Inline
-from dovetail.passes.merge_parallel import MergeParallel
-from dovetail.passes.outline import Outline
-from dovetail.passes.pipeline import Pipeline, Repeat
-from dovetail.rules.limits import Limits
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.matching.match import Match, Value
-from dovetail.rules.pattern import rule
-from dovetail.rules.rule import Candidate, Decline, Refusal, Rule, RuleSet
-from dovetail.rules.scene import Scene
+from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
+from dovetail.passes.pass_manager import Pass, Pipeline, Repeat
+from dovetail.passes.region_passes import Fuse, Inline, Outline
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.match_state import Match, Value
+from dovetail.rules.patterns.pattern_rule import rule
+from dovetail.rules.rule import Candidate, Decline, Limits, Refusal, Rule, RuleContext, RuleSet
+from dovetail.runtime.compile import compile
+from dovetail.runtime.compiled_module import refresh
 
 if _TYPE_CHECKING:
-    from dovetail.interop.loading import load
-    from dovetail.interop.onnx_writing import to_onnx
-    from dovetail.interop.replacement import replace_region
-    from dovetail.interop.saving import save
-    from dovetail.interop.stablehlo import to_stablehlo
+    from dovetail.formats.archive.load import load
+    from dovetail.formats.archive.save import save
+    from dovetail.formats.onnx.to_onnx import to_onnx
+    from dovetail.formats.stablehlo import to_stablehlo
+    from dovetail.lowering.replace_region import replace_region
     from dovetail.scheduling.fuse_modules import fuse_modules
     from dovetail.scheduling.part import Part
     from dovetail.scheduling.schedule import Schedule, schedule
@@ -121,10 +117,10 @@ __all__ = [
     "Repeat",
     "Request",
     "Rule",
+    "RuleContext",
     "RuleError",
     "RuleSet",
     "SaveError",
-    "Scene",
     "Schedule",
     "ScheduleError",
     "Traffic",
@@ -160,17 +156,32 @@ __all__ = [
     "to_stablehlo",
 ]
 
-# Loaded when first asked for: who only fuses graphs need not wait for it.
+
+def _artifact_writer() -> _RegionWriter:
+    from dovetail.formats.region_artifact import write
+
+    return write
+
+
+def _reproducer_writer() -> _RegionWriter:
+    from dovetail.formats.reproducer import write
+
+    return write
+
+
+_install_writers(export=_artifact_writer, reproducer=_reproducer_writer)
+
+# Imported on first access, so that `import dovetail` stays short.
 _LATER = {
     "Part": "dovetail.scheduling.part",
     "Schedule": "dovetail.scheduling.schedule",
     "fuse_modules": "dovetail.scheduling.fuse_modules",
-    "load": "dovetail.interop.loading",
-    "replace_region": "dovetail.interop.replacement",
-    "save": "dovetail.interop.saving",
+    "load": "dovetail.formats.archive.load",
+    "replace_region": "dovetail.lowering.replace_region",
+    "save": "dovetail.formats.archive.save",
     "schedule": "dovetail.scheduling.schedule",
-    "to_onnx": "dovetail.interop.onnx_writing",
-    "to_stablehlo": "dovetail.interop.stablehlo",
+    "to_onnx": "dovetail.formats.onnx.to_onnx",
+    "to_stablehlo": "dovetail.formats.stablehlo",
 }
 
 # Names that there were, with what to do instead.
@@ -180,7 +191,15 @@ _REMOVED = {
 }
 
 
+_RENAMED = {"Scene": "RuleContext"}
+
+
 def __getattr__(name: str) -> _Any:
+    if name in _RENAMED:
+        import warnings
+
+        warnings.warn(f"dovetail.{name} is now dovetail.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
     if name in _REMOVED:
         raise AttributeError(f"'dovetail.{name}' was removed. {_REMOVED[name]}")
     if name not in _LATER:

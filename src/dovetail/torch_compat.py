@@ -22,7 +22,6 @@ from dovetail.errors import user_stacklevel
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 """The first and the last version of torch that the whole test suite has passed on."""
-
 _MISSING = object()
 _log = logging.getLogger("dovetail")
 _reported: set[str] = set()
@@ -267,7 +266,6 @@ COMPILE_POOL = TorchName(
     "renews the threads that Inductor builds C++ with after a fork",
     "a process that was forked after a compilation may wait for threads that it does not have",
 )
-
 NAMES: tuple[TorchName, ...] = (
     FUNCTION_APPLY,
     INFERENCE_MODE,

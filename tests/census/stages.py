@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.graph.capturing.trees import prepare
+from dovetail.frontend.pytree_specs import prepare
 
 from .configs import build_model, model_class, small_configs
 from .inputs import calls, with_placeholders

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail import zoo
-from dovetail.lowering.backends.cuda_graphs import CudaGraphs, Recorded
+from dovetail.backends.cuda_graphs import CudaGraphs, RecordedGraph
 from tests.device.test_cuda import moved
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def recorded(lowered: Any) -> list[Recorded]:
-    from dovetail.lowering.lowering import lowering_of
+def recorded(lowered: Any) -> list[RecordedGraph]:
+    from dovetail.lowering.lowered_state import lowering_of
 
     lowering = lowering_of(lowered)
     assert lowering is not None
@@ -35,7 +35,7 @@ def test_calls_are_replayed_and_results_stay() -> None:
     assert {r.backend for r in dovetail.regions(lowered)} == {"cuda_graphs(counting)"}
     assert torch.equal(lowered(x), model(x))
     assert not [e for e in events(lowered) if e.outcome == "prepare"]
-    assert all(isinstance(r, Recorded) for r in recorded(lowered))
+    assert all(isinstance(r, RecordedGraph) for r in recorded(lowered))
     calls = mine.calls
     first = lowered(x)
     kept = first.clone()
@@ -93,7 +93,7 @@ def test_random_numbers_go_on_from_call_to_call_and_follow_the_seed() -> None:
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     lowered = dovetail.lower(dovetail.outline(gm, calls, kind="noisy"), [CudaGraphs("eager")], cache=False)
     lowered(x)
-    assert all(isinstance(r, Recorded) for r in recorded(lowered))
+    assert all(isinstance(r, RecordedGraph) for r in recorded(lowered))
     torch.cuda.manual_seed(3)
     first, second = lowered(x), lowered(x)
     assert not torch.equal(first, second)
@@ -124,7 +124,7 @@ def test_what_cannot_be_recorded_runs_as_it_was_compiled() -> None:
     # A recording that failed is in nobody's way.
     sound = dovetail.lower(fused(model, x), [CudaGraphs("eager")], cache=False)
     assert torch.equal(sound(x), model(x))
-    assert all(isinstance(r, Recorded) for r in recorded(sound))
+    assert all(isinstance(r, RecordedGraph) for r in recorded(sound))
 
 
 @torch.no_grad()

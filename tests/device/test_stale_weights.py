@@ -8,7 +8,7 @@ import torch
 
 import dovetail
 from tests.lowering.helpers import Counting
-from tests.lowering.weight_writes import COUNTED, X, data, load, net, other_data, same, train_forward
+from tests.runtime.weight_writes import COUNTED, X, data, load, net, other_data, same, train_forward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,8 +12,7 @@ from torch.fx import GraphModule
 import dovetail
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import explain
-from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal, run
 
 Names = str | Iterable[str]
@@ -39,7 +38,7 @@ class Fixed(Rule):
         self.divisible, self.escapes, self.min_size = divisible, escapes, min_size
         self.refusals = [(_split(s), reason) for s, reason in refusals]
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         at = {n.name: i for i, n in enumerate(scene.nodes) if n.target is not operator.getitem}
         for names in self.sets:
             members = tuple(at[n] for n in names if n in at)

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.fusion.cost import Cost, Gain, Traffic
-from dovetail.fusion.figures import Figures
-from dovetail.graph.index import Index
+from dovetail.fusion.cost import Cost, Figures, Gain, Traffic
+from dovetail.ir.dependencies import Index
 from dovetail.outlining.escapes import settle
-from dovetail.outlining.requests import Draft, Request, drafts
+from dovetail.outlining.request import RegionDraft, Request, drafts
 
 X = torch.randn(4, 8)
 N = X.nbytes
@@ -31,7 +30,7 @@ class Call(nn.Module):
 
 def drafted(
     function: Any, names: str, *args: Tensor, escapes: str = "auto", **options: Any
-) -> tuple[Figures, Draft]:
+) -> tuple[Figures, RegionDraft]:
     gm = dovetail.capture(Call(function), args, **options)
     index = Index(gm)
     (draft,) = drafts(index, [Request(names.split(), "k", escapes=escapes)])

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule
 
 import dovetail
-from dovetail.fusion.exact import best_choice
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import explain
-from dovetail.rules.limits import Limits
-from dovetail.rules.rule import Candidate, Proposal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.fusion.select import best_choice
+from dovetail.rules.rule import Candidate, Limits, Proposal, Rule, RuleContext
 from tests.outlining.helpers import equal
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -92,7 +90,7 @@ class Numbered(Rule):
         self.divisible, self.priority = facts.get("divisible", False), facts.get("priority", 0)
         self.escapes = facts.get("escapes", "auto")
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         where = {n.name: i for i, n in enumerate(scene.nodes) if n.target is not operator.getitem}
         for chosen in self.sets:
             members = tuple(where[self.at[i]] for i in chosen if self.at[i] in where)

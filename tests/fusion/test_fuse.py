@@ -16,9 +16,7 @@ from dovetail.errors import InvalidArgument, RuleError
 from dovetail.fusion.cost import Gain, Traffic
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import explain
-from dovetail.rules.limits import Limits
-from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, Limits, Proposal, Refusal, Rule, RuleContext
 from tests.fusion.helpers import Fixed, fused, held, reasons, refused
 from tests.outlining.helpers import trace
 
@@ -40,14 +38,14 @@ class Says(Rule):
         self.name = self.kind = name
         self.proposals = proposals
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         yield from self.proposals
 
 
 class Breaks(Rule):
     name = kind = "breaks"
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         yield Candidate(self.name, self.kind, (1, 2))
         raise LookupError("no such table")
 
@@ -101,7 +99,7 @@ def test_a_rule_that_returns_nothing() -> None:
     class Silent(Rule):
         name = kind = "silent"
 
-        def propose(self, scene: Scene) -> Any:
+        def propose(self, scene: RuleContext) -> Any:
             return None
 
     assert "propose returned a NoneType" in refused(trace(chain), RuleError, Silent(), on_error="raise")
@@ -160,7 +158,7 @@ class Wraps(Rule):
     def __init__(self, *kinds: str) -> None:
         self.kind, self.kinds = kinds[0], kinds
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         for i in scene.calls:
             yield Candidate(self.name, f"{self.kind}{scene.round}", (i,))
 
@@ -181,7 +179,7 @@ def test_a_region_is_not_wrapped_in_its_own_kind() -> None:
         name = kind = "pair"
         nests = True
 
-        def propose(self, scene: Scene) -> Iterator[Proposal]:
+        def propose(self, scene: RuleContext) -> Iterator[Proposal]:
             yield from (Candidate(self.name, self.kind, (i,)) for i in scene.calls)
 
     gm = fuse(trace(chain), PAIR)
@@ -221,7 +219,7 @@ class Stretches(Rule):
 
     name = kind = "stretch"
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         plain = [i for i, n in enumerate(scene.nodes) if n.op == "call_function" and i not in scene.calls]
         plain.sort(key=scene.order.__getitem__)
         for k in range(0, len(plain) - 4, 3):

@@ -17,8 +17,7 @@ import dovetail
 from dovetail.errors import InvalidArgument, UnknownNode
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import MOST, Ledger, explain
-from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleContext
 from tests.fusion.helpers import Fixed
 from tests.outlining.helpers import drawn, node, trace
 
@@ -172,7 +171,7 @@ class Many(Rule):
 
     name = kind = "many"
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         plain = [i for i, n in enumerate(scene.nodes) if n.op == "call_function" and n.target is torch.sin]
         for k in range(0, len(plain) - 1, 2):
             yield Candidate(self.name, self.kind, (plain[k], plain[k + 1]))
@@ -313,7 +312,7 @@ def test_rules_speak_of_operations_inside_regions_as_if_these_were_open() -> Non
 
 
 class Picky(Fixed):
-    def why_not(self, scene: Scene, first: int, second: int) -> list[str]:
+    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
         if scene.nodes[first].name == "exp":
             raise LookupError("no table")
         return [f"'{scene.nodes[second].name}' is not to its taste"]

@@ -12,9 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 
 import dovetail
 from dovetail import rules
-from dovetail.graph.commuting import commutes
-from dovetail.graph.index import Index
-from dovetail.graph.labels import structural_order
+from dovetail.ir.dependencies import Index
+from dovetail.ir.op_traits import commutes
+from dovetail.ir.structural_hash import structural_order
 from tests.fuzz.generate import FLAVOURS, draw_program
 from tests.fuzz.program import NotAProgram, build
 

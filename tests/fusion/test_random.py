@@ -15,10 +15,8 @@ from torch.fx import GraphModule
 import dovetail
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import explain
-from dovetail.graph.index import Index
-from dovetail.rules.limits import Limits
-from dovetail.rules.rule import Candidate, Proposal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.ir.dependencies import Index
+from dovetail.rules.rule import Candidate, Limits, Proposal, Rule, RuleContext
 from tests.fuzz.generate import FLAVOURS, draw_program
 from tests.fuzz.observe import Snapshot, difference, observe
 from tests.fuzz.program import NotAProgram, build, make_inputs
@@ -41,7 +39,7 @@ class Scattered(Rule):
             chosen = rng.sample(near, rng.randrange(1, len(near) + 1))
             self.sets.append((chosen, rng.choice(POLICIES)))
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         at = {n.name: i for i, n in enumerate(scene.nodes) if n.target is not operator.getitem}
         for chosen, policy in self.sets:
             members = tuple(at[n] for n in chosen if n in at and at[n] not in scene.barred)

@@ -13,8 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import explain
-from dovetail.rules.rule import Candidate, Proposal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 
 aten = torch.ops.aten
 Case = tuple[GraphModule, list[tuple[str, ...]]]
@@ -26,7 +25,7 @@ class Named(Rule):
     def __init__(self, sets: list[tuple[str, ...]], *, divisible: bool = False) -> None:
         self.sets, self.divisible = sets, divisible
 
-    def propose(self, scene: Scene) -> Iterator[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
         if scene.round == 1:
             at = scene.index.names
             for names in self.sets:

@@ -21,7 +21,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail.interop.archive import GRAPH, HEADER
+from dovetail.formats.archive.container import GRAPH, HEADER
 
 _DEEP = "\0deep\0"
 """Stands in a tree of JSON for lists nested deeper than Python can recurse: they are put into the text."""

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail.graph.weight_guard import is_dense
+from dovetail.ir.weight_guard import is_dense
 
 from .observe import Snapshot, difference, loose_difference, observe
 from .program import Case, NotAProgram, make_inputs

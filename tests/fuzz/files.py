@@ -17,7 +17,7 @@ from typing import Any
 
 import dovetail
 from dovetail.errors import DovetailError, InvalidFile
-from dovetail.interop.loading import load
+from dovetail.formats.archive.load import load
 
 from .archives import mutant, originals
 

@@ -14,8 +14,9 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 import dovetail
-from dovetail.graph.dependencies import dependencies
-from dovetail.graph.effects import effects, target_name
+from dovetail.ir.dependencies import dependencies
+from dovetail.ir.effects import effects
+from dovetail.ir.op_traits import target_name
 
 from .fusing import why_not_settled
 from .observe import Snapshot, difference, observe

@@ -12,12 +12,11 @@ import torch
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail.lowering.kernels import contract_of
-from dovetail.lowering.unit import unit_of
-from dovetail.lowering.verify import reference_mismatch
+from dovetail.lowering.backend_protocol import contract_of
+from dovetail.lowering.compile_unit import unit_of
+from dovetail.lowering.verify_region import reference_mismatch
 from dovetail.rules.library import ALL
-from dovetail.rules.rule import Candidate
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, RuleContext
 from tests.rules.library.helpers import request_for
 
 
@@ -91,7 +90,7 @@ def check(family: Family, seed: str) -> Coverage:
             return coverage
         raise
     rule = ALL[family.rule]
-    for proposal in rule.propose(Scene(graph)):
+    for proposal in rule.propose(RuleContext(graph)):
         if isinstance(proposal, Candidate) and _compare(graph, proposal, family.rule, seed, spelling):
             coverage.matches += 1
             coverage.variations.update(spelling.variations)

@@ -9,8 +9,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Interpreter, Node
 
-from dovetail.graph.effects import Effects, effects
-from dovetail.graph.storages import Storages, storages
+from dovetail.ir.alias_analysis import Storages, storages
+from dovetail.ir.effects import Effects, effects
 
 from . import ops
 from .observe import Snapshot

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.interop import archive, loading
+from dovetail.formats.archive import container as archive
+from dovetail.formats.archive import load as loading
 
 from . import files, jobs
 from .archives import mutant, originals

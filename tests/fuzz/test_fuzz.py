@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dovetail.graph import index
-from dovetail.graph.dependencies import Dependencies
+from dovetail.ir import dependencies as index
+from dovetail.ir.dependencies import Dependencies
 from dovetail.outlining import escapes, outline
-from dovetail.scheduling import recording
-from dovetail.scheduling.workspace import Workspace
+from dovetail.scheduling import call_recording as recording
+from dovetail.scheduling.session import ScheduleSession
 
 from .hunt import Found, draw, hunt
 
@@ -138,7 +138,9 @@ def test_a_broken_outliner_is_caught(
 
 
 def _undoes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Workspace, "undo", lambda self, count: [self.done.pop().entry for _ in range(count)])
+    monkeypatch.setattr(
+        ScheduleSession, "undo", lambda self, count: [self.done.pop().entry for _ in range(count)]
+    )
 
 
 def _keeps_buffers_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dovetail.lowering.backend import Answer, Backend, Compiled
+from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
 from dovetail.outlining.region import Region
 
 # How often code is run before it is used.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import dovetail
-from dovetail.lowering.artefacts import COMPILING
+from dovetail.lowering.compile_region import COMPILING
 
 _PATIENCE = 60.0
 

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail import Backend, Decline, Region
-from dovetail.lowering.lowering import Event, lowering_of
+from dovetail.lowering.lowered_state import Event, lowering_of
 
 
 class Counting(Backend):

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail.graph.keys import LOWERING
+from dovetail.ir.meta_keys import LOWERING
 from dovetail.lowering import cache as caching
-from dovetail.lowering import surroundings
-from dovetail.lowering.backend import Compiled
+from dovetail.lowering import cache as surroundings
+from dovetail.lowering.backend_protocol import Compiled
 from dovetail.lowering.cache import Cache, default_folder, open_cache, tool_folder
+from dovetail.lowering.compile_unit import unit_of
+from dovetail.lowering.guards import specialization_of
 from dovetail.lowering.lower import lower
-from dovetail.lowering.situation import situation_of
-from dovetail.lowering.unit import unit_of
 from dovetail.outlining.region import Region
 from tests.lowering.faulty import Sound
 
@@ -304,7 +304,7 @@ def test_the_key_tells_apart_what_code_depends_on(tmp_path: Path, monkeypatch: p
     cache = Cache(tmp_path)
 
     def key(gm: GraphModule, backend: Any, *args: Any) -> str:
-        return cache.key(unit_of(dovetail.regions(gm)[0]), backend, situation_of(args or (x, x)))
+        return cache.key(unit_of(dovetail.regions(gm)[0]), backend, specialization_of(args or (x, x)))
 
     x = torch.ones(2, 3)
     first = key(program(), Saves())
@@ -378,5 +378,6 @@ def test_looking_up_starts_no_process(tmp_path: Path, monkeypatch: pytest.Monkey
     x = torch.ones(2, 3)
     cache = Cache(tmp_path)
     assert (
-        cache.read(cache.key(unit_of(dovetail.regions(program())[0]), Saves(), situation_of((x, x)))) is None
+        cache.read(cache.key(unit_of(dovetail.regions(program())[0]), Saves(), specialization_of((x, x))))
+        is None
     )

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import dovetail
 from dovetail import Backend, LoweringError, Region
-from dovetail.lowering.flattening import flat
 from dovetail.lowering.lower import lower
-from tests.lowering.foreign_models import whole
+from dovetail.outlining.inline import flat
+from tests.backends.external_models import whole
 
 
 class Aot(Backend):

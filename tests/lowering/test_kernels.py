@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail import Backend, Decline, Request
-from dovetail.lowering.kernels import Unfit, kernel_call, misfit
+from dovetail.lowering.backend_protocol import Unfit, kernel_call, misfit
 from tests.lowering.helpers import events
 
 X, W = torch.randn(3, 4), torch.randn(4)

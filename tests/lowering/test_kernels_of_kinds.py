@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail import Backend
-from dovetail.lowering.kernels import misfit
+from dovetail.lowering.backend_protocol import misfit
 from dovetail.rules.library import ALL, KINDS
 from tests.lowering.helpers import events
 

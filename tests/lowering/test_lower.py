@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.lowering.lowering import lowering_of
+from dovetail.lowering.lowered_state import lowering_of
 from dovetail.zoo.common import RMSNorm
 from tests.lowering.helpers import Blocks, Counting, events, fused
 

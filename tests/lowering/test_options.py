@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule
 
 import dovetail
 from dovetail import InvalidArgument
-from dovetail.interop.torch_compile import backend
 from dovetail.lowering.options import Options
+from dovetail.runtime.torch_compile import backend
 from tests.lowering.helpers import Blocks, fused
 
 WRONG = [

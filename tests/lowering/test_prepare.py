@@ -11,8 +11,8 @@ from torch import Tensor
 
 import dovetail
 from dovetail.errors import LoweringError
-from dovetail.lowering.lowering import lowering_of
-from dovetail.lowering.site import CallSite
+from dovetail.lowering.dispatch import CallSite
+from dovetail.lowering.lowered_state import lowering_of
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
 

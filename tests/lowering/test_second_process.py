@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import json, os, sys
 import torch, dovetail
-from dovetail.graph.keys import LOWERING
+from dovetail.ir.meta_keys import LOWERING
 from dovetail.lowering.lower import lower
 
 device, cache = sys.argv[1:]

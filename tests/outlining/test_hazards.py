@@ -192,7 +192,7 @@ def test_hooks_of_a_called_graph_are_effects():
     inner.register_forward_hook(lambda *_: None)
     gm = drawn(draw, inner=inner)
     assert dovetail.regions(dovetail.outline(gm, ["m"], kind="k"))
-    from dovetail.graph.effects import effects
+    from dovetail.ir.effects import effects
 
     assert effects(node(gm, "m"), gm).world
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import dovetail
 from dovetail import InvalidArgument, Request, UnknownRegion
-from dovetail.graph.capture import capture
+from dovetail.frontend.capture import capture
 from tests.outlining.helpers import drawn, equal, names, outlined, refused, run, trace
 
 aten = torch.ops.aten

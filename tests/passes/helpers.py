@@ -12,10 +12,10 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 import dovetail
-from dovetail.graph.commuting import base_name
-from dovetail.graph.module import Program, copy_graph, rebuild
-from dovetail.passes.base import Finding, Pass
-from dovetail.passes.changes import same_graph
+from dovetail.ir.graph_module import Program, copy_graph, rebuild
+from dovetail.ir.op_traits import base_name
+from dovetail.passes.graph_equality import same_graph
+from dovetail.passes.pass_manager import Finding, Pass
 
 aten = torch.ops.aten
 

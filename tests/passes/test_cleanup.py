@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import dovetail
 from dovetail.passes.cleanup import Cleanup
-from dovetail.passes.pipeline import Pipeline
+from dovetail.passes.pass_manager import Pipeline
 from dovetail.zoo import MODELS
 from tests.outlining.helpers import equal, run
 

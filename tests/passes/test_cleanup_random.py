@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import dovetail
-from dovetail.graph.effects import PURE
+from dovetail.ir.effects import PURE
 from dovetail.passes import cleanup
-from dovetail.passes.changes import same_graph
 from dovetail.passes.cleanup import Cleanup
+from dovetail.passes.graph_equality import same_graph
 from tests.fuzz.generate import FLAVOURS, draw_program
 from tests.fuzz.observe import Snapshot, difference, observe
 from tests.fuzz.plan import carry_out, draw_case

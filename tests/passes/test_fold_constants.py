@@ -16,7 +16,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import dovetail
 from dovetail import FoldConstants, zoo
-from dovetail.graph.module import as_program
+from dovetail.ir.graph_module import as_program
 from dovetail.passes import fold_constants
 from tests.fuzz.generate import FLAVOURS, draw_program
 from tests.fuzz.observe import Snapshot, difference, observe

@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule
 
 import dovetail
 from dovetail.passes.fold_conv_batch_norm import FoldConvBatchNorm, folded_weights
-from dovetail.passes.merge_parallel import MergeParallel
-from dovetail.passes.pipeline import Pipeline
+from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
+from dovetail.passes.pass_manager import Pipeline
 from dovetail.zoo import MODELS
 
 from .helpers import applied, aten, called, captured, drawn, left_alone, node, run

@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dovetail
-from dovetail.passes.changes import same_graph
 from dovetail.passes.cleanup import Cleanup
-from dovetail.passes.merge_parallel import MergeParallel
-from dovetail.passes.pipeline import Pipeline, Repeat
+from dovetail.passes.graph_equality import same_graph
+from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
+from dovetail.passes.pass_manager import Pipeline, Repeat
 from dovetail.zoo import MODELS
 
 from .helpers import called, captured, gradients, node, run

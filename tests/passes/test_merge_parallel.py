@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import dovetail
-from dovetail.passes.merge_parallel import MergeParallel
+from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
 
 from .helpers import applied, aten, called, captured, drawn, gradients, node
 from .models import IMAGE, QKV, Branches, X

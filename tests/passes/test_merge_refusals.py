@@ -12,8 +12,8 @@ from torch.fx import Graph
 
 import dovetail
 from dovetail.errors import PassError
-from dovetail.passes.merge_parallel import MergeParallel
-from dovetail.passes.parallel.guards import Branch, pays
+from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
+from dovetail.passes.merge_parallel.merge_plan import Branch, pays
 from dovetail.rules.rule import Decline
 
 from .helpers import applied, aten, called, captured, drawn, gradients, left_alone

@@ -7,13 +7,14 @@ from typing import Any
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail.rules.rule import Candidate, Refusal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal, run
 
 
-def proposals(rule: Rule, gm: GraphModule, **options: Any) -> tuple[list[Candidate], list[Refusal], Scene]:
-    scene = Scene(gm, **options)
+def proposals(
+    rule: Rule, gm: GraphModule, **options: Any
+) -> tuple[list[Candidate], list[Refusal], RuleContext]:
+    scene = RuleContext(gm, **options)
     before = dovetail.text(gm)
     said = list(rule.propose(scene))
     assert dovetail.text(gm) == before, "a rule must not edit"

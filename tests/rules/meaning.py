@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from dovetail.rules.matching.choices import Chooser, choosing
-from dovetail.rules.matching.match import Match
-from dovetail.rules.pattern import PatternRule
-from dovetail.rules.scene import Scene
+from dovetail.rules.patterns.alternatives import Chooser, choosing
+from dovetail.rules.patterns.match_state import Match
+from dovetail.rules.patterns.pattern_rule import PatternRule
+from dovetail.rules.rule import RuleContext
 
 
 class _Values(Interpreter):
@@ -57,7 +57,7 @@ def says_so(rule: PatternRule, match: Match, values: dict[Node, Any]) -> bool:
 
 def wrong(rule: PatternRule, gm: GraphModule, inputs: list[Any]) -> list[list[str]]:
     """The matches of a rule that do not mean what it says."""
-    matches = rule.matches(Scene(gm))
+    matches = rule.matches(RuleContext(gm))
     if not matches:
         return []
     values = values_of(gm, inputs)

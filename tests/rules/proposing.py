@@ -10,11 +10,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import dovetail
-from dovetail.graph.commuting import commutes
-from dovetail.graph.index import Index
-from dovetail.graph.labels import Labeller
-from dovetail.rules.rule import Candidate, Refusal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.ir.dependencies import Index
+from dovetail.ir.op_traits import commutes
+from dovetail.ir.structural_hash import Labeller
+from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal, run
 
 
@@ -25,7 +24,7 @@ def captured(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[Gr
     return dovetail.capture(function, inputs), inputs
 
 
-def candidates(scene: Scene, rule: Rule) -> list[Candidate]:
+def candidates(scene: RuleContext, rule: Rule) -> list[Candidate]:
     return [p for p in rule.propose(scene) if isinstance(p, Candidate)]
 
 
@@ -37,24 +36,24 @@ def moved(candidate: Candidate) -> list[int]:
 
 def proposed(gm: GraphModule, rule: Rule, **about: Any) -> list[list[str]]:
     """The names of the operations of each candidate, in the graph's order, smallest candidate first."""
-    scene = Scene(gm, **about)
+    scene = RuleContext(gm, **about)
     found = [[scene.nodes[i].name for i in sorted(c.members)] for c in candidates(scene, rule)]
     return sorted(found, key=lambda names: (len(names), names))
 
 
 def refusals(gm: GraphModule, rule: Rule, **about: Any) -> dict[tuple[str, ...], str]:
     """The reason by the names of what was refused, in the graph's order."""
-    scene = Scene(gm, **about)
+    scene = RuleContext(gm, **about)
     found = [p for p in rule.propose(scene) if isinstance(p, Refusal)]
     return {tuple(scene.nodes[i].name for i in sorted(r.members)): r.reason for r in found}
 
 
 def why_not(gm: GraphModule, rule: Rule, first: str, second: str, **about: Any) -> list[str]:
-    scene = Scene(gm, **about)
+    scene = RuleContext(gm, **about)
     return rule.why_not(scene, scene.index.names[first], scene.index.names[second])
 
 
-def requests(scene: Scene, rule: Rule) -> list[dovetail.Request]:
+def requests(scene: RuleContext, rule: Rule) -> list[dovetail.Request]:
     """Everything a rule proposes, as one request each."""
     nodes = scene.nodes
     return [
@@ -73,7 +72,7 @@ def requests(scene: Scene, rule: Rule) -> list[dovetail.Request]:
 def fused(gm: GraphModule, rule: Rule, *inputs: Any, **about: Any) -> GraphModule:
     """Make all that a rule proposes, in one sweep, and prove that nothing changed."""
     before = dovetail.text(gm)
-    wanted = requests(Scene(gm, **about), rule)
+    wanted = requests(RuleContext(gm, **about), rule)
     new = dovetail.outline(gm, wanted) if wanted else gm
     assert dovetail.text(gm) == before
     dovetail.check(new)
@@ -120,7 +119,7 @@ def _release(index: Index, done: int, waiting: list[int], ready: list[int]) -> N
 
 def structure(gm: GraphModule, rule: Rule, **about: Any) -> list[tuple[int, ...]]:
     """The candidates by what their operations compute, the same for a graph that was listed otherwise."""
-    scene = Scene(gm, **about)
+    scene = RuleContext(gm, **about)
     labels = Labeller(scene.index).forward()
     return sorted(tuple(sorted(labels[i] for i in c.members)) for c in candidates(scene, rule))
 
@@ -130,7 +129,7 @@ def bodies(gm: GraphModule) -> int:
     return len({id(region.body) for region in dovetail.regions(gm)})
 
 
-def is_legal(scene: Scene, number: Mapping[int, int]) -> bool:
+def is_legal(scene: RuleContext, number: Mapping[int, int]) -> bool:
     """Whether regions, given by number for each member, are free of circles when each is drawn together."""
     unit = [("region", number[i]) if i in number else ("node", i) for i in range(len(scene.nodes))]
     needs: dict[Any, set[Any]] = {u: set() for u in unit}
@@ -147,7 +146,7 @@ def is_legal(scene: Scene, number: Mapping[int, int]) -> bool:
     return True
 
 
-def is_connected(scene: Scene, members: Sequence[int]) -> bool:
+def is_connected(scene: RuleContext, members: Sequence[int]) -> bool:
     """Whether data edges, in either direction, lead from each member to each other."""
     inside, seen, stack = set(members), {members[0]}, [members[0]]
     while stack:

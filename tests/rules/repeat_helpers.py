@@ -14,24 +14,23 @@ from torch.fx import GraphModule, symbolic_trace
 
 import dovetail
 from dovetail import Request
-from dovetail.graph.index import Index
-from dovetail.rules.repeats import repeats
-from dovetail.rules.rule import Candidate, Refusal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.ir.dependencies import Index
+from dovetail.rules.repeated_blocks.repeats_rule import repeats
+from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal
 
 
-def proposed(rule: Rule, gm: GraphModule, **scene: Any) -> tuple[Scene, list[Candidate], list[Refusal]]:
+def proposed(rule: Rule, gm: GraphModule, **scene: Any) -> tuple[RuleContext, list[Candidate], list[Refusal]]:
     """What a rule says of a graph, which it leaves as it was."""
     before = dovetail.text(gm)
-    look = Scene(gm, **scene)
+    look = RuleContext(gm, **scene)
     said = list(rule.propose(look))
     assert dovetail.text(gm) == before
     candidates = [p for p in said if isinstance(p, Candidate)]
     return look, candidates, [p for p in said if isinstance(p, Refusal)]
 
 
-def requests(scene: Scene, candidates: list[Candidate]) -> list[Request]:
+def requests(scene: RuleContext, candidates: list[Candidate]) -> list[Request]:
     return [
         Request(
             [scene.nodes[i] for i in c.members],
@@ -66,7 +65,7 @@ def to_the_end(rule: Rule, gm: GraphModule, rounds: int = 8) -> GraphModule:
     raise AssertionError(f"{rule.name} goes on after {rounds} rounds")
 
 
-def member_names(scene: Scene, candidates: list[Candidate]) -> list[list[str]]:
+def member_names(scene: RuleContext, candidates: list[Candidate]) -> list[list[str]]:
     return [[scene.nodes[i].name for i in c.members] for c in candidates]
 
 

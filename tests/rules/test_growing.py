@@ -15,12 +15,10 @@ from torch.fx import GraphModule, Node
 
 import dovetail
 from dovetail import zoo
-from dovetail.rules.capability import capability
-from dovetail.rules.groups import groups
-from dovetail.rules.limits import Limits
-from dovetail.rules.rule import Refusal, Rule
-from dovetail.rules.scene import Scene
-from dovetail.rules.siblings import siblings
+from dovetail.rules.horizontal import siblings
+from dovetail.rules.partition import capability
+from dovetail.rules.rule import Limits, Refusal, Rule, RuleContext
+from dovetail.rules.vertical import groups
 from tests.outlining.helpers import equal, run
 from tests.rules.proposing import (
     candidates,
@@ -53,7 +51,7 @@ def test_all_that_is_proposed_is_legal_together_and_changes_nothing(
 ) -> None:
     gm = built(program, values=values)
     limits = Limits(nodes=nodes)
-    scene = Scene(gm, limits=limits)
+    scene = RuleContext(gm, limits=limits)
     found = candidates(scene, rule)
     members = [i for c in found for i in c.members]
     assert len(members) == len(set(members))
@@ -68,7 +66,7 @@ def test_all_that_is_proposed_is_legal_together_and_changes_nothing(
 def test_each_set_of_siblings_is_legal_and_changes_nothing(program: list[Step]) -> None:
     gm = built(program)
     for rule in (siblings(), siblings(follow=True), siblings({"sin", "add", "mul"}, alike=False)):
-        scene = Scene(gm)
+        scene = RuleContext(gm)
         for request in requests(scene, rule):
             new = dovetail.outline(gm, [request])
             assert equal(run(new, *inputs()), run(gm, *inputs()))
@@ -89,7 +87,7 @@ def test_listing_and_names_and_operand_order_do_not_matter(
 @given(program=steps(effects=True, most=16), picks=st.lists(st.integers(0, 3), min_size=40, max_size=40))
 def test_no_two_neighbouring_regions_could_be_one(program: list[Step], picks: list[int]) -> None:
     gm = built(program, values=False)
-    scene = Scene(gm)
+    scene = RuleContext(gm)
     wanted = {node for node, pick in zip(scene.nodes, picks * 3, strict=False) if pick}
     rule = capability(lambda node: node in wanted, "wanted", min_size=1)
     number = {i: k for k, c in enumerate(candidates(scene, rule)) for i in c.members}
@@ -109,11 +107,11 @@ def test_no_two_neighbouring_regions_could_be_one(program: list[Step], picks: li
 def test_fusing_what_is_fused_changes_nothing(program: list[Step], rule: Rule) -> None:
     gm = built(program)
     for _ in range(6):
-        wanted = requests(Scene(gm), rule)
+        wanted = requests(RuleContext(gm), rule)
         if not wanted:
             break
         gm = dovetail.outline(gm, wanted)
-    assert not requests(Scene(gm), rule)
+    assert not requests(RuleContext(gm), rule)
 
 
 def every_fourth_is_not(gm: GraphModule) -> Rule:
@@ -147,7 +145,7 @@ def test_time_grows_with_the_graph(
         gm = built(shape(n), values=False)
         best = 1e9
         for _ in range(2):
-            scene, rule = Scene(gm), make(gm)
+            scene, rule = RuleContext(gm), make(gm)
             _ = scene.order
             start = time.perf_counter()
             refused = [p for p in rule.propose(scene) if isinstance(p, Refusal)]
@@ -164,7 +162,7 @@ def test_models_of_the_zoo(name: str) -> None:
     gm = dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs)
     anchors = {"linear", "matmul", "conv2d", "einsum"}
     for rule in (groups(), capability(lambda node: not _calls(node, anchors), "rest")):
-        wanted = requests(Scene(gm), rule)
+        wanted = requests(RuleContext(gm), rule)
         assert wanted
         new = dovetail.outline(gm, wanted)
         torch.manual_seed(0)

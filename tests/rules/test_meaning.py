@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import dovetail
-from dovetail.rules.pattern import PatternRule, rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.patterns.pattern_rule import PatternRule, rule
+from dovetail.rules.rule import RuleContext
 from tests.rules.meaning import wrong
 
 Step = tuple[str, tuple[Any, ...]]
@@ -97,7 +97,7 @@ def test_a_part_of_a_program_is_found_in_it_and_every_match_means_it(seed: int) 
     for _ in range(3):
         inner, root = part(rng, program)
         made = pattern_of(program, inner, root)
-        matches = made.matches(Scene(gm))
+        matches = made.matches(RuleContext(gm))
         outside = {r for i in inner for r in program[i][1] if r not in inner}
         # Where an operand is itself computed from the match, there is no place for it outside.
         needs = {i for r in outside if r >= 0 for i in _ancestors(program, r)}

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dovetail
-from dovetail.rules.matching.choices import Const
-from dovetail.rules.pattern import rule
+from dovetail.rules.patterns.alternatives import Const
+from dovetail.rules.patterns.pattern_rule import rule
 from tests.rules.helpers import declined, found, outlined, proposals
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import dovetail
-from dovetail.rules.matching.choices import Const, optional
-from dovetail.rules.pattern import rule
+from dovetail.rules.patterns.alternatives import Const, optional
+from dovetail.rules.patterns.pattern_rule import rule
 from dovetail.rules.rule import Decline
 from tests.rules.helpers import declined, found, outlined, proposals
 from tests.rules.meaning import wrong

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import dovetail
-from dovetail.graph.canonical import canonicalise
-from dovetail.rules.matching import template, variants
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.matching.recording import NotPlain, record
-from dovetail.rules.matching.tracing import Stage, taken_apart, trace
-from dovetail.rules.pattern import PatternRule, rule
-from dovetail.rules.scene import Scene
+from dovetail.ir.canonicalize import canonicalize
+from dovetail.rules.patterns import template, variants
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.pattern_rule import PatternRule, rule
+from dovetail.rules.patterns.trace import NotPlain, Stage, record, taken_apart, trace
+from dovetail.rules.rule import RuleContext
 from tests.rules.helpers import found
 
 
@@ -46,7 +45,7 @@ def test_the_quick_way_gives_the_graph_of_the_long_way(function: Any, dtype: tor
         values = [stage.stand_in(torch.empty(s, dtype=dtype)) for s in sizes]
         if quick:
             recorded, _ = record(function, values, taken_apart())
-            program = canonicalise(recorded)[0]
+            program = canonicalize(recorded)[0]
         else:
             program = trace(function, values)
         number = {n: i for i, n in enumerate(program.graph.nodes)}
@@ -136,7 +135,7 @@ def casts(first: torch.dtype, second: torch.dtype) -> tuple[PatternRule, list[li
 
     x, weight = torch.randn(2, 4).to(first), torch.randn(4).to(second)
     return norm, [
-        [n.name for n in m.nodes] for m in norm.matches(Scene(dovetail.capture(model, (x, weight))))
+        [n.name for n in m.nodes] for m in norm.matches(RuleContext(dovetail.capture(model, (x, weight))))
     ]
 
 

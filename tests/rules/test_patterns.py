@@ -12,8 +12,8 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dovetail
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.pattern import rule
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.pattern_rule import rule
 from tests.rules.helpers import declined, found, outlined, proposals
 
 
@@ -375,7 +375,7 @@ def test_the_same_form_with_a_permute_of_the_wrong_axes_is_refused() -> None:
 def test_patterns_are_taken_apart_as_captured_graphs_are() -> None:
     from torch._export.utils import _collect_all_valid_cia_ops
 
-    from dovetail.rules.matching.tracing import taken_apart
+    from dovetail.rules.patterns.trace import taken_apart
 
     kept = _collect_all_valid_cia_ops()
     assert not kept & taken_apart().keys()

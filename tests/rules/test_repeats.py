@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
 from dovetail.outlining.bodies import signature
-from dovetail.rules.repeats import repeats
+from dovetail.rules.repeated_blocks.repeats_rule import repeats
 from tests.rules.repeat_helpers import (
     an_input,
     applied,

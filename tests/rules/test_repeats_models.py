@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dovetail
 from dovetail import zoo
-from dovetail.rules.repeats import repeats
-from dovetail.rules.scene import Scene
+from dovetail.rules.repeated_blocks.repeats_rule import repeats
+from dovetail.rules.rule import RuleContext
 from tests.rules.repeat_helpers import applied, bodies, proposed, relisted, requests, same_run, to_the_end
 
 transformers = pytest.importorskip("transformers")
@@ -52,7 +52,7 @@ def layer_of(node: Any, prefix: str) -> str | None:
     return None
 
 
-def covers_layers(scene: Scene, candidates: list[Any], prefix: str) -> None:
+def covers_layers(scene: RuleContext, candidates: list[Any], prefix: str) -> None:
     """Each candidate is one layer: all of its operations, and nothing else."""
     by_layer: dict[str, set[int]] = {}
     for i, node in enumerate(scene.nodes):
@@ -63,7 +63,7 @@ def covers_layers(scene: Scene, candidates: list[Any], prefix: str) -> None:
     assert {frozenset(c.members) for c in candidates} == {frozenset(m) for m in by_layer.values()}
 
 
-def one_body_for_all(scene: Scene, candidates: list[Any]) -> GraphModule:
+def one_body_for_all(scene: RuleContext, candidates: list[Any]) -> GraphModule:
     assert len(candidates) == LAYERS
     out = dovetail.outline(scene.gm, requests(scene, candidates))
     dovetail.check(out)

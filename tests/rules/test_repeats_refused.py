@@ -12,8 +12,8 @@ from torch.fx import symbolic_trace
 import dovetail
 from dovetail import InvalidArgument
 from dovetail.errors import RuleError
-from dovetail.rules.limits import Limits
-from dovetail.rules.repeats import Repeats, repeats
+from dovetail.rules.repeated_blocks.repeats_rule import Repeats, repeats
+from dovetail.rules.rule import Limits
 from tests.rules.repeat_helpers import (
     an_input,
     applied,

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import dovetail
 from dovetail.errors import InvalidArgument, RuleError
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.matching.match import Match
-from dovetail.rules.pattern import rule
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.match_state import Match
+from dovetail.rules.patterns.pattern_rule import rule
 from dovetail.rules.rule import Candidate, Decline, RuleSet
 from tests.rules.helpers import declined, found, proposals
 
@@ -85,11 +85,11 @@ def test_a_guard_that_raises_or_answers_nonsense_is_an_error_that_names_the_rule
     swiglu = swiglu_rule()
     swiglu.guard(lambda m: 1 / 0)
     with pytest.raises(RuleError, match=r"rule 'swiglu'.*guard.*ZeroDivisionError"):
-        list(swiglu.propose(dovetail.rules.scene.Scene(gm)))
+        list(swiglu.propose(dovetail.RuleContext(gm)))
     other = swiglu_rule()
     other.guard(lambda m: True)  # type: ignore[arg-type,return-value]
     with pytest.raises(RuleError, match="returned True; return None to accept or Decline"):
-        list(other.propose(dovetail.rules.scene.Scene(gm)))
+        list(other.propose(dovetail.RuleContext(gm)))
 
 
 def test_attributes_can_be_computed_from_the_match() -> None:

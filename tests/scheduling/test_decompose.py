@@ -14,7 +14,7 @@ import dovetail
 from dovetail import zoo
 from dovetail.errors import ScheduleError
 from dovetail.outlining.inline import inline_named
-from dovetail.scheduling.decomposing import can_be_taken_apart, decomposed
+from dovetail.scheduling.decompose import can_be_taken_apart, decomposed
 from dovetail.scheduling.schedule import schedule
 from tests.scheduling.models import mlp, net, trained
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_taken_apart_is_refused(
 
 
 def test_equal_operations_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dovetail.scheduling.decomposing as module
+    import dovetail.scheduling.decompose as module
 
     traced: list[Any] = []
     trace = module.trace

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.backends.int8.int8_backend import Int8
 from dovetail.errors import ScheduleError
-from dovetail.lowering.backends.int8 import Int8
 from dovetail.scheduling.fuse_modules import fuse_modules
 from dovetail.zoo import resnet
-from tests.lowering.int8_helpers import integers, needs_int8, off
+from tests.backends.int8_helpers import integers, needs_int8, off
 from tests.scheduling.chained import (
     CONV_BN_RELU,
     Net,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.lowering.situation import is_trial
+from dovetail.lowering.guards import is_trial
 from dovetail.scheduling.history import History
 from dovetail.scheduling.schedule import Schedule, schedule
 

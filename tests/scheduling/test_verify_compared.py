@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.errors import InvalidArgument, VerificationError
-from dovetail.lowering.backend import Backend
+from dovetail.lowering.backend_protocol import Backend
 from dovetail.scheduling.schedule import schedule
 
 from .models import Net, mlp, net

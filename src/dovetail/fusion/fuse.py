@@ -6,36 +6,118 @@ import copy
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.fx import GraphModule
 
-from dovetail.errors import RegionError, RuleError, checked_call, user_stacklevel
-from dovetail.fusion.arguments import (
-    require_cost,
-    require_count,
-    require_limits,
-    require_on_error,
-    require_priorities,
-    require_rules,
+from dovetail.errors import (
+    InvalidArgument,
+    RegionError,
+    RuleError,
+    checked_call,
+    did_you_mean,
+    user_stacklevel,
 )
-from dovetail.fusion.choose import choose
-from dovetail.fusion.cost import CostModel
-from dovetail.fusion.entries import accepted_entry, declined_entry, folded, near_miss, quoted, said
-from dovetail.fusion.ledger import Declined, Writer, explain, ledger_of, write_ledger
-from dovetail.fusion.plan import Plan, Planner, Proposed, Refused
-from dovetail.fusion.proposals import Failure, Proposals, collect
-from dovetail.fusion.wishes import Wish, Word, apart, locate, pending, understand, unmet
-from dovetail.graph.index import Index
-from dovetail.graph.module import Program, as_program, require_graph, without_collector
+from dovetail.fusion.candidates import (
+    PlannedRegion,
+    Planner,
+    Proposals,
+    Proposed,
+    Refused,
+    RuleFailure,
+    collect,
+)
+from dovetail.fusion.constraints import Constraints, Wish, apart, locate, pending, resolve_constraints, unmet
+from dovetail.fusion.cost import CostModel, Traffic
+from dovetail.fusion.ledger import (
+    Declined,
+    LedgerWriter,
+    accepted_entry,
+    declined_entry,
+    explain,
+    folded,
+    ledger_of,
+    near_miss,
+    quoted,
+    said,
+    write_ledger,
+)
+from dovetail.fusion.select import choose
+from dovetail.ir.dependencies import Index
+from dovetail.ir.graph_module import Program, as_program, require_graph, without_collector
+from dovetail.ir.nodes import is_projection
 from dovetail.outlining.outline import outline_drafts
-from dovetail.outlining.record import call_of
-from dovetail.outlining.requests import is_projection
-from dovetail.rules.limits import Limits
-from dovetail.rules.rule import Rule, RuleSet
-from dovetail.rules.scene import Scene
+from dovetail.outlining.region_call import call_of
+from dovetail.rules.rule import UNLIMITED, Limits, Rule, RuleContext, RuleSet, as_rules
+
+
+def require_rules(rules: Any) -> RuleSet:
+    if rules is None:
+        # The library traces its patterns when it is first asked for.
+        from dovetail.rules import DEFAULT
+
+        rules = DEFAULT
+    chosen = as_rules(rules)
+    for rule in chosen:
+        for name, kind in (("name", str), ("kind", str), ("priority", int)):
+            if not isinstance(getattr(rule, name, None), kind):
+                label = str(getattr(rule, "name", type(rule).__name__))
+                raise RuleError(label, f"its {name} is not a {kind.__name__}")
+    return chosen
+
+
+def require_count(name: str, value: Any, least: int) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidArgument(f"{name}={value!r} is neither None nor an int of {least} or more.")
+    return value
+
+
+def require_on_error(on_error: Any) -> Literal["fallback", "raise"]:
+    if on_error not in ("fallback", "raise"):
+        raise InvalidArgument(f"on_error {on_error!r}; give 'fallback' or 'raise'.")
+    return on_error
+
+
+def require_limits(limits: Any) -> Limits:
+    if limits is None:
+        return UNLIMITED
+    if not isinstance(limits, Limits):
+        raise InvalidArgument(f"limits is a {type(limits).__name__}; give a Limits.")
+    return limits
+
+
+def require_cost(cost: Any) -> CostModel:
+    if cost is None:
+        return Traffic()
+    methods: list[Callable[..., Any] | None] = [getattr(cost, n, None) for n in ("gain", "freed")]
+    if isinstance(cost, type) or not all(callable(m) for m in methods):
+        raise InvalidArgument(f"cost {cost!r} is not a cost model: it needs methods `gain` and `freed`.")
+    return cost
+
+
+def require_priorities(priorities: Any, rules: RuleSet) -> Mapping[str, int]:
+    if priorities is None:
+        return {}
+    if not isinstance(priorities, Mapping):
+        raise InvalidArgument(
+            f"priorities is a {type(priorities).__name__}; give a mapping from rule or kind."
+        )
+    known = dict.fromkeys([*(r.name for r in rules), *(r.kind for r in rules)])
+    given = cast("Mapping[Any, Any]", priorities)
+    for key, value in given.items():
+        if key not in known:
+            there = f"There are {', '.join(list(known)[:8])}."
+            raise InvalidArgument(
+                f"priorities: no rule or kind {key!r}. {did_you_mean(str(key), known, otherwise=there)}"
+            )
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidArgument(f"priorities: {value!r} for '{key}' is not an int.")
+    return dict(given)
+
 
 _LOG = logging.getLogger(__name__)
 _OUT_OF_FUEL = "the fuel was used up"
@@ -78,7 +160,7 @@ def fuse(
         cost=require_cost(cost),
         strict=require_on_error(on_error) == "raise",
     )
-    word = understand(gm, must, never, [rule.kind for rule in chosen])
+    word = resolve_constraints(gm, must, never, [rule.kind for rule in chosen])
     with without_collector():
         return _Fusing(gm, chosen, word, options).run()
 
@@ -99,7 +181,7 @@ class _Fusing:
 
     gm: GraphModule
     rules: RuleSet
-    word: Word
+    word: Constraints
     options: _Options
     made: int = 0
     failed: set[str] = field(default_factory=set[str])
@@ -109,7 +191,7 @@ class _Fusing:
 
     def run(self) -> GraphModule:
         start, options = self.gm, self.options
-        self.writer = Writer(ledger_of(start))
+        self.writer = LedgerWriter(ledger_of(start))
         idle, done, size = 0, 0, _size(start)
         while options.rounds is None or done < options.rounds:
             if options.fuel is not None and self.made >= options.fuel:
@@ -137,12 +219,12 @@ class _Fusing:
         self._require_must()
         return self.gm
 
-    def _round(self) -> tuple[Plan, ...]:
+    def _round(self) -> tuple[PlannedRegion, ...]:
         number = self.writer.rounds + 1
         index = Index(self.gm)
         index.require_order()
         barred = {i: self.word.barred[n] for n, i in locate(index.nodes, self.word.barred).items()}
-        scene = Scene(self.gm, index=index, limits=self.options.limits, barred=barred, round=number)
+        scene = RuleContext(self.gm, index=index, limits=self.options.limits, barred=barred, round=number)
         found = collect(
             scene,
             self.rules,
@@ -195,9 +277,9 @@ class _Fusing:
 
     def _write(
         self,
-        scene: Scene,
+        scene: RuleContext,
         found: Proposals,
-        accepted: tuple[Plan, ...],
+        accepted: tuple[PlannedRegion, ...],
         names: list[str],
         refused: list[Refused],
     ) -> None:
@@ -219,7 +301,7 @@ class _Fusing:
         if self.word.must:
             self.concerns.extend(entries)
 
-    def _is_unkept(self, scene: Scene, refused: Refused) -> bool:
+    def _is_unkept(self, scene: RuleContext, refused: Refused) -> bool:
         """Whether a refusal breaks a `must` by kind: nothing else that must be stands in its way."""
         candidate = refused.proposed.candidate
         if not any(candidate.kind in asked.kinds for asked in self.word.must) or candidate.divisible:
@@ -264,13 +346,13 @@ class _Fusing:
         more = f"; and {len(listed) - _MOST_WHYS} more" if len(listed) > _MOST_WHYS else ""
         return f"Why: {'; '.join(listed[:_MOST_WHYS])}{more}."
 
-    def _stop_growth(self, accepted: tuple[Plan, ...]) -> None:
+    def _stop_growth(self, accepted: tuple[PlannedRegion, ...]) -> None:
         """Rules that wrap what they have wrapped before would never come to an end."""
         for name in sorted({plan.proposed.rule.name for plan in accepted}):
             what = "makes new regions round after round without taking anything more in; fusing was stopped"
             if self.options.strict:
                 raise RuleError(name, what)
-            failure = Failure(name, what, "", self.writer.rounds)
+            failure = RuleFailure(name, what, "", self.writer.rounds)
             self.writer.fail(failure)
             _warn(self.rules[name], failure)
 
@@ -279,7 +361,7 @@ class _Fusing:
 _WARNED: weakref.WeakKeyDictionary[Rule, set[str]] = weakref.WeakKeyDictionary()
 
 
-def _warn(rule: Rule, failure: Failure) -> None:
+def _warn(rule: Rule, failure: RuleFailure) -> None:
     """Warn of a rule that failed, once for the same rule and error."""
     try:
         known = _WARNED.setdefault(rule, set())

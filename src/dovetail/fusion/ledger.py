@@ -10,13 +10,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import DovetailError, InvalidArgument, checked_call
-from dovetail.fusion.explaining import Reasons, Recorded, why_not
-from dovetail.fusion.proposals import Failure
-from dovetail.fusion.tables import generic, table
-from dovetail.graph.keys import LEDGER, LOWERING
-from dovetail.graph.module import GraphOwner, graphs_of, without_collector
-from dovetail.rules.limits import UNLIMITED, Limits
-from dovetail.rules.rule import RuleSet
+from dovetail.fusion.candidates import PlannedRegion, Refused, RuleFailure
+from dovetail.fusion.ledger_report import generic, table
+from dovetail.fusion.why_not import FusionRecord, Reasons, why_not
+from dovetail.ir.graph_module import GraphOwner, graphs_of, without_collector
+from dovetail.ir.meta_keys import LEDGER, LOWERING
+from dovetail.rules.rule import UNLIMITED, Limits, Refusal, RuleContext, RuleSet
 
 # How much is kept word for word; beyond that only sums grow.
 MOST = 1000
@@ -24,6 +23,7 @@ _MOST_ALIKE = 100
 _MOST_SUMS = 200
 _MOST_NODES = 64
 _MOST_LETTERS = 1000
+
 # Refusals that were counted once are not counted again by a later call; this many are remembered in this process.
 _MOST_TOLD = 100_000
 _OTHER = "other reasons"
@@ -131,7 +131,7 @@ class Ledger:
 
     accepted: tuple[Accepted, ...] = ()
     declined: tuple[Declined, ...] = ()
-    errors: tuple[Failure, ...] = ()
+    errors: tuple[RuleFailure, ...] = ()
     saved: tuple[Saved, ...] = ()
     refused: tuple[Tally, ...] = ()
     folded: int = 0
@@ -165,7 +165,7 @@ class Ledger:
             raise InvalidArgument(
                 "this ledger is not that of a graph at hand; ask `explain(gm)` for one that is."
             )
-        told = Recorded(self.declined, self.never, self.limits, self._rules or RuleSet(), self.errors)
+        told = FusionRecord(self.declined, self.never, self.limits, self._rules or RuleSet(), self.errors)
         with without_collector():
             return why_not(self._graph, first, second, told)
 
@@ -183,7 +183,7 @@ class Ledger:
             return cls(
                 accepted=tuple(_read(Accepted, row) for row in data["accepted"]),
                 declined=tuple(_read(Declined, row) for row in data["declined"]),
-                errors=tuple(_read(Failure, row) for row in data["errors"]),
+                errors=tuple(_read(RuleFailure, row) for row in data["errors"]),
                 saved=tuple(_read(Saved, row) for row in data["saved"]),
                 refused=tuple(_read(Tally, row) for row in data["refused"]),
                 folded=int(data["folded"]),
@@ -337,7 +337,7 @@ def short(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names[:_MOST_NODES])
 
 
-class Writer:
+class LedgerWriter:
     """Adds to a ledger, within its bounds."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -385,7 +385,7 @@ class Writer:
         self._alike[key] = self._alike.get(key, 0) + 1
         return key
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: RuleFailure) -> None:
         """Note a rule that failed, once for the same error."""
         if (failure.rule, failure.error) not in self._failed and len(self.errors) < _MOST_ALIKE:
             self._failed.add((failure.rule, failure.error))
@@ -410,3 +410,126 @@ class Writer:
             _rules=RuleSet(*known.values()),
             _told=frozenset(self._known),
         )
+
+
+# How many near-misses at one operation a further one is compared with.
+_MOST_NEAR = 16
+
+
+def accepted_entry(scene: RuleContext, plan: PlannedRegion, region: str) -> Accepted:
+    """The entry for a plan that became a region of this name."""
+    candidate, gain, bonus = plan.proposed.candidate, plan.gain, plan.bonus
+    names = _names(scene, plan.draft.inside)
+    return Accepted(
+        region,
+        candidate.kind,
+        candidate.rule,
+        scene.round,
+        short(names),
+        len(names),
+        gain.bytes_saved + bonus.bytes_saved,
+        gain.launches_saved + bonus.launches_saved,
+        gain.bytes_recomputed,
+    )
+
+
+def near_miss(scene: RuleContext, refusal: Refusal) -> Declined:
+    """The entry for what a rule itself refused."""
+    return Declined(
+        refusal.rule,
+        short(_names(scene, refusal.members)),
+        refusal.reason.rstrip("."),
+        _name(scene, refusal.at),
+        refusal.matched,
+        refusal.wanted,
+        scene.round,
+        len(refusal.members),
+    )
+
+
+def declined_entry(scene: RuleContext, refused: Refused, regions: Mapping[PlannedRegion, str]) -> Declined:
+    """The entry for a candidate that was not taken. `regions` are the names of those that were."""
+    return Declined(
+        refused.proposed.candidate.rule,
+        short(_names(scene, refused.members)),
+        _reason(refused, regions),
+        _name(scene, refused.at),
+        round=scene.round,
+        size=len(refused.members),
+        folded=any(_holds(plan, refused) for plan in refused.others if plan in regions),
+    )
+
+
+def _holds(plan: PlannedRegion, refused: Refused) -> bool:
+    """Whether a region has all of a candidate, and more or as the same kind."""
+    inside = plan.draft.members | plan.draft.clones
+    if not inside.issuperset(refused.members):
+        return False
+    return len(inside) > len(refused.members) or plan.draft.identity.kind == refused.proposed.candidate.kind
+
+
+def folded(
+    entries: Iterable[Declined], kinds: Mapping[str, str], accepted: Iterable[Accepted]
+) -> list[Declined]:
+    """Near-misses, those folded that say nothing new. `kinds` has the kind of each rule by name.
+
+    Where one of a kind got further, those on the same operations or on some of them are folded; where a region of
+    the kind was made, all on its operations are.
+    """
+    known: dict[tuple[str, str], list[set[str]]] = {}
+
+    def note(kind: str, nodes: Iterable[str]) -> None:
+        inside = set(nodes)
+        for name in inside:
+            known.setdefault((kind, name), []).append(inside)
+
+    def is_known(kind: str, nodes: tuple[str, ...]) -> bool:
+        return bool(nodes) and any(s.issuperset(nodes) for s in known.get((kind, nodes[0]), ())[:_MOST_NEAR])
+
+    for region in accepted:
+        note(region.kind, region.nodes)
+    listed = list(entries)
+    nearest = sorted(range(len(listed)), key=lambda k: (-listed[k].matched, listed[k].wanted, k))
+    for k in nearest:
+        entry = listed[k]
+        if not entry.wanted:
+            continue
+        kind = kinds.get(entry.rule, entry.rule)
+        if is_known(kind, entry.nodes):
+            listed[k] = replace(entry, folded=True)
+        else:
+            note(kind, entry.nodes)
+    return listed
+
+
+def _reason(refused: Refused, regions: Mapping[PlannedRegion, str]) -> str:
+    if not refused.others:
+        return refused.reason.rstrip(".")
+    others = [
+        f"region '{regions[p]}' (rule '{p.proposed.candidate.rule}')"
+        if p in regions
+        else f"another candidate (kind '{p.draft.identity.kind}', rule '{p.proposed.candidate.rule}')"
+        for p in sorted(refused.others, key=lambda p: p.places)
+    ]
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return f"{refused.reason} {', '.join(others[:3])}{more}"
+
+
+def said(entry: Declined) -> str:
+    """A refusal in one line."""
+    near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
+    return f"rule '{entry.rule}' on {quoted(entry.nodes)}: {entry.reason}{near}"
+
+
+def quoted(names: Iterable[str]) -> str:
+    """The first few of some names."""
+    listed = [f"'{name}'" for name in names]
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+
+
+def _names(scene: RuleContext, positions: Iterable[int]) -> tuple[str, ...]:
+    return tuple(scene.nodes[i].name for i in positions)
+
+
+def _name(scene: RuleContext, position: int | None) -> str | None:
+    return None if position is None else scene.nodes[position].name

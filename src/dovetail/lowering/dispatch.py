@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from dovetail.graph.forking import on_fork, released_by_fork
-from dovetail.lowering.artefacts import Artefact, Workshop, obtain
-from dovetail.lowering.backend import setting
-from dovetail.lowering.diagnostics import report
-from dovetail.lowering.faults import Fault, fault_of
+from dovetail.ir.process_state import on_fork, released_by_fork
+from dovetail.ir.tensor_spec import Specialization
+from dovetail.ir.weight_guard import Checksums, ContentGuard, write_state
+from dovetail.lowering.backend_protocol import Compiled, setting
+from dovetail.lowering.compile_region import CompileContext, CompiledRegion, obtain
+from dovetail.lowering.compile_unit import CompileUnit
+from dovetail.lowering.double_backward import TwiceDifferentiable
+from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of, report
+from dovetail.lowering.guards import Fit, Unguardable, autocast_now, fit_for, nothing_noted, specialization_of
 from dovetail.lowering.options import compilation_limit
-from dovetail.lowering.situation import (
-    Fit,
-    Situation,
-    Unguardable,
-    autocast_now,
-    fit_for,
-    nothing_noted,
-    situation_of,
-)
-from dovetail.lowering.unit import Unit
+from dovetail.outlining.region import Region
 
 Tell = Callable[[Any], None]
 
@@ -36,7 +34,9 @@ class Entry:
 
     __slots__ = ("artefact", "dropped", "fits", "run", "situation")
 
-    def __init__(self, situation: Situation, run: Callable[..., Any], artefact: Artefact | None) -> None:
+    def __init__(
+        self, situation: Specialization, run: Callable[..., Any], artefact: CompiledRegion | None
+    ) -> None:
         self.situation, self.run, self.artefact, self.dropped = situation, run, artefact, False
         self.fits: Fit = fit_for(situation)
 
@@ -55,9 +55,9 @@ class Dispatcher:
 
     def __init__(
         self,
-        unit: Unit,
+        unit: CompileUnit,
         backends: Sequence[Any],
-        workshop: Workshop,
+        workshop: CompileContext,
         tell: Tell,
         *,
         limit: int | None,
@@ -66,14 +66,14 @@ class Dispatcher:
         self.unit, self.backends, self.workshop, self.tell = unit, tuple(backends), workshop, tell
         self.limit, self.strict = limit, strict
         self.body = unit.region.body
-        self.entries: dict[Situation, Entry] = {}
+        self.entries: dict[Specialization, Entry] = {}
         self._writes = tuple(sorted(unit.effects.writes))
         self._lock = released_by_fork(threading.RLock())
         self._inherited = False
         on_fork(self)
         self._warned = False
 
-    def entry_for(self, situation: Situation) -> Entry:
+    def entry_for(self, situation: Specialization) -> Entry:
         """The specialisation for a situation, made now if there is none."""
         found = self.entries.get(situation)
         if found is None:
@@ -83,12 +83,12 @@ class Dispatcher:
                     found = self.entries[situation] = self._made(situation)
         return found
 
-    def entry_now(self, situation: Situation | None = None) -> Entry | None:
+    def entry_now(self, situation: Specialization | None = None) -> Entry | None:
         """The specialisation that there is for a situation, else the one that was foreseen; None without any."""
         found = self.entries.get(situation) if situation is not None else None
         return found or next(iter(list(self.entries.values())), None)
 
-    def _made(self, situation: Situation, after: Any = None) -> Entry:
+    def _made(self, situation: Specialization, after: Any = None) -> Entry:
         """An entry by the first backend that has no trouble; with `after`, by the first of those that come after it."""
         rest = iter(self.backends)
         if after is not None:
@@ -96,11 +96,11 @@ class Dispatcher:
         for backend in rest:
             if situation.grad and not setting(backend, "trains"):
                 reason = f"autograd cannot go through what '{backend.name}' makes, and gradients are needed"
-                self.tell(Fault(self.unit.region.name, backend.name, "gradients", reason))
+                self.tell(LoweringFault(self.unit.region.name, backend.name, "gradients", reason))
                 continue
             made = obtain(self.unit, backend, situation, self.workshop)
             self.tell(made)
-            if isinstance(made, Artefact):
+            if isinstance(made, CompiledRegion):
                 return Entry(situation, made.run, made)
             if self.strict:
                 raise made.raised()
@@ -111,7 +111,7 @@ class Dispatcher:
         if self._inherited or autocast_now(args) or self.aliased(args):
             return None
         try:
-            situation = situation_of(args)
+            situation = specialization_of(args)
         except Unguardable:
             return None
         for entry in list(self.entries.values()):
@@ -174,5 +174,185 @@ class Dispatcher:
                 f"dovetail.config.recompile_limit."
             )
             names = " or ".join(backend.name for backend in self.backends)
-            self.tell(Fault(self.unit.region.name, names, "recompile limit", reason))
+            self.tell(LoweringFault(self.unit.region.name, names, "recompile limit", reason))
             report("limit", reason)
+
+
+@dataclass(frozen=True, eq=False)
+class CallSite:
+    """What `Backend.prepare` gets: one call of a region, the code made for it, and the operands of its first call.
+
+    `constants` are the numbers of the operands that are parameters, buffers or constants of the model, or views of
+    those. What is prepared is used until one of them is written or replaced; then it is prepared again. Writes that no
+    version counter shows are noticed by contents within `weight_check_interval` calls. For that what is prepared is
+    taken to copy all constants but those whose numbers are in its attribute `reads_in_place`, if it has one. `notes` is
+    for what is to be known when it is prepared again, or in copies and pickles of the graph; all calls of a graph share
+    it. `tell` writes a reason into the record.
+    """
+
+    name: str
+    region: Region
+    compiled: Compiled
+    operands: tuple[Any, ...]
+    constants: frozenset[int]
+    notes: dict[str, Any]
+    tell: Callable[[str], None]
+
+
+# It stops a forward that is run again in backward by raising, as soon as all is there that it was run for.
+_CHECKPOINTING = "torch.utils.checkpoint"
+
+
+class Site:
+    """Calls compiled code for one region, or its body; it knows its name, and what was prepared for it."""
+
+    def __init__(
+        self,
+        name: str,
+        dispatcher: Dispatcher,
+        lifted: tuple[str, ...],
+        notes: dict[str, Any] | None = None,
+        contents: ContentGuard | None = None,
+    ) -> None:
+        # Equal bodies share a dispatcher, but each call has constants of its own.
+        self.name, self.dispatcher, self.lifted = name, dispatcher, lifted
+        self.constants: frozenset[int] = frozenset()
+        self.notes = {} if notes is None else notes
+        self.__name__ = f"region_{name.replace('/', '__')}"
+        # One value, so that a thread never has the guard of one specialisation and the code of another.
+        self._first: _First = _NONE
+        self._latest: Specialization | None = None
+        self._prepared: dict[Entry, tuple[Callable[..., Any], _State]] = {}
+        self._contents = ContentGuard(None) if contents is None else contents
+        self._checksums: Checksums | None = None
+        # Numbers of the constants that some prepared state holds copies of.
+        self._copied: frozenset[int] = frozenset()
+        self._numbers: tuple[int, ...] = ()
+        self._generation = 0
+
+    @property
+    def entry(self) -> Entry | None:
+        """What runs calls like the last one, or, before there was one, those that were foreseen."""
+        return self.dispatcher.entry_now(self._latest)
+
+    def __call__(self, *args: Any, sentinels: Sequence[Tensor] = ()) -> Any:
+        """Run the region. The version counters of `sentinels` rise where its constants are written unseen."""
+        if torch.compiler.is_compiling() or is_watched():
+            return self.dispatcher.body(*args)
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+            with torch.profiler.record_function(f"region {self.name}"):
+                return self._called(args, sentinels)
+        return self._called(args, sentinels)
+
+    def _called(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Any:
+        fits, entry, run, state = self._first
+        if (
+            entry is None
+            or entry.dropped
+            or not fits(args)
+            or (state is not None and self._state(args, sentinels) != state)
+            or torch.is_autocast_enabled("cpu")
+            or torch.is_autocast_enabled("cuda")
+            or self.dispatcher.aliased(args)
+        ):
+            entry = self.dispatcher.find(args)
+            if entry is None:
+                return self.dispatcher.body(*args)
+            run = self._take(entry, args, sentinels)
+        try:
+            return run(*args)
+        except Exception as error:
+            if type(error).__module__ == _CHECKPOINTING:
+                raise
+            error.add_note(f"in region '{self.name}', lowered by '{entry.backend}'")
+            self._first = _NONE
+            self._prepared.pop(entry, None)
+            return self.dispatcher.failed(entry, error, args)
+
+    def _take(self, entry: Entry, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Callable[..., Any]:
+        """Make an entry the one that is tried first."""
+        run, fits, state = entry.run, fit_for(entry.situation, args), None
+        prepare = getattr(entry.artefact.backend, "prepare", None) if entry.artefact else None
+        if prepare is not None:
+            self._numbers = tuple(i for i in sorted(self.constants) if isinstance(args[i], Tensor))
+            run, seen = self._prepared.get(entry, (None, None))
+            state = self._state(args, sentinels)
+            if run is None or seen != state:
+                run, state = self._prepare(prepare, entry, args, sentinels)
+                self._prepared[entry] = (run, state)
+        if entry.artefact and entry.situation.grad and not setting(entry.artefact.backend, "double_backward"):
+            run = TwiceDifferentiable(run, self.dispatcher.unit, entry.artefact.backend.name)
+        self._first = fits, entry, run, state
+        self._latest = entry.situation
+        return run
+
+    def _prepare(
+        self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...], sentinels: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], _State]:
+        """Prepare an entry, and have the contents compared of what it copied; with the state that it is for."""
+        constants = self._numbers
+        # All before the weights are read: what is written meanwhile is noticed by the next call.
+        checksums = {i: Checksums([args[i]]) for i in constants}
+        known, copied = self._checksums, self._copied
+        if known is not None and known != Checksums.joined(checksums[i] for i in constants if i in copied):
+            # Another specialisation has copies of what the weights were.
+            self._written()
+        state = self._state(args, sentinels)
+        run = self._ready(prepare, entry, args)
+        in_place = constants if run is entry.run else getattr(run, "reads_in_place", ())
+        self._copied = copied | {i for i in constants if i not in in_place}
+        if self._copied:
+            self._checksums = Checksums.joined(checksums[i] for i in constants if i in self._copied)
+            self._contents.watch(self, self._checksums, self._written)
+        return run, state
+
+    def _written(self) -> None:
+        self._generation += 1
+
+    def _ready(self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """What a backend prepares for this call, or its code as it is where that fails."""
+        dispatcher = self.dispatcher
+        backend = str(entry.backend)
+        site = CallSite(
+            self.name,
+            dispatcher.unit.region,
+            entry.run,
+            args,
+            self.constants,
+            self.notes,
+            lambda reason: dispatcher.tell(LoweringFault(self.name, backend, "prepare", reason)),
+        )
+        try:
+            made = prepare(site)
+            if not callable(made):
+                raise LoweringFailure(f"it returned a {type(made).__name__}, not a callable")
+        except Exception as error:
+            fault = fault_of(self.name, backend, "prepare", error)
+            if dispatcher.strict:
+                raise fault.raised() from error
+            dispatcher.tell(fault)
+            return entry.run
+        return made
+
+    def _state(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> _State:
+        """What prepared state holds for: addresses and version counters of the constants, and no write unseen."""
+        return self._generation, write_state([*[args[i] for i in self._numbers], *sentinels])
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode, a transform or forward-mode AD is active: it must see the operations, not one call."""
+    transforms: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or transforms.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def _never(_: tuple[Any, ...]) -> bool:
+    return False
+
+
+_State = tuple[Any, ...]
+_First = tuple[Fit, Entry | None, Callable[..., Any], _State | None]
+_NONE: _First = (_never, None, _never, None)

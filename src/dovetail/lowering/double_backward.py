@@ -21,18 +21,17 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx import Node
 
 from dovetail.errors import LoweringError
-from dovetail.graph.capturing.tensor_effects import autograd_history
-from dovetail.graph.module import Body
-from dovetail.lowering.flattening import flat
-from dovetail.lowering.situation import autocast_off, has_saving_hooks
-from dovetail.lowering.unit import Unit
+from dovetail.frontend.tensor_effects import autograd_history
+from dovetail.ir.graph_module import Body
+from dovetail.lowering.compile_unit import CompileUnit
+from dovetail.lowering.guards import autocast_off, has_saving_hooks
+from dovetail.outlining.inline import flat
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 _VERSION = operator.attrgetter("_version")
 _BATCH_NORM_TRAINING = "aten._native_batch_norm_legit_functional"
 _RUNNING = ("running_mean", "running_var")
-
 Tap = tuple[int, int, bool]
 """The number of a result, that of the node's output it is, and whether it is a view of that output."""
 
@@ -44,7 +43,7 @@ class TwiceDifferentiable:
     results depend on an operand that it writes.
     """
 
-    def __init__(self, run: Callable[..., Any], unit: Unit, backend: str) -> None:
+    def __init__(self, run: Callable[..., Any], unit: CompileUnit, backend: str) -> None:
         self.run, self.unit, self.backend = run, unit, backend
         self._is_transparent = False
 

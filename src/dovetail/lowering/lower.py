@@ -2,31 +2,82 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, checked_call, user_stacklevel
-from dovetail.graph.keys import LEDGER, LOWERING
-from dovetail.graph.module import copy_graph, rebuild, require_graph
-from dovetail.graph.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.backend import DEFAULT, resolve
-from dovetail.lowering.choosing import ALL, Assigner, Granularity, preferences
-from dovetail.lowering.compiling import make_all
+from dovetail.errors import InvalidArgument, checked_call, checked_init, user_stacklevel
+from dovetail.ir.graph_module import copy_graph, rebuild, require_graph
+from dovetail.ir.meta_keys import LEDGER, LOWERING
+from dovetail.ir.tensor_spec import Specialization
+from dovetail.ir.weight_guard import CHECK_INTERVAL
+from dovetail.lowering.assign import ALL, Assigner, Granularity, preferences
+from dovetail.lowering.backend_protocol import DEFAULT, requested, resolve, setting
+from dovetail.lowering.compile_unit import GradAnalysis, unit_of
 from dovetail.lowering.dispatch import Dispatcher
-from dovetail.lowering.faults import fault_of
-from dovetail.lowering.gradients import Foresight
-from dovetail.lowering.lowering import Lowering
+from dovetail.lowering.failures import fault_of
+from dovetail.lowering.guards import Unguardable, autocast_off, expected_specialization
+from dovetail.lowering.lowered_state import LoweredState
 from dovetail.lowering.options import Options
-from dovetail.lowering.situation import Situation, Unguardable, autocast_off, expected_situation
-from dovetail.lowering.unit import unit_of
-from dovetail.outlining.record import call_of, write_call
+from dovetail.lowering.worker import stopped_by
 from dovetail.outlining.region import Region, regions
+from dovetail.outlining.region_call import call_of, write_call
+from dovetail.passes.pass_manager import Pass
+
+Job = tuple[Dispatcher, Specialization]
+_LOG = logging.getLogger(__name__)
+
+
+def make_all(jobs: Iterable[Job], progress: bool) -> None:
+    """Make each entry, equal ones once. The first error is raised, and what still compiles is killed.
+
+    With `progress` a line is logged for each that is done.
+    """
+    distinct = list(dict.fromkeys(jobs))
+    isolated = [job for job in distinct if _is_isolated(job[0])]
+    inline = [job for job in distinct if not _is_isolated(job[0])]
+    stop, lock, done = threading.Event(), threading.Lock(), count(1)
+
+    def make(job: Job) -> None:
+        dispatcher, situation = job
+        with stopped_by(stop):
+            dispatcher.entry_for(situation)
+        if progress:
+            with lock:
+                _LOG.info(
+                    "lowering: %d of %d bodies, %s", next(done), len(distinct), dispatcher.unit.region.name
+                )
+
+    pool = ThreadPoolExecutor(_at_once(len(isolated)), "dovetail-lowering")
+    try:
+        waiting = [pool.submit(make, job) for job in isolated]
+        for job in inline:
+            make(job)
+        for future in as_completed(waiting):
+            future.result()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _is_isolated(dispatcher: Dispatcher) -> bool:
+    return any(setting(b, "isolation") == "process" for b in dispatcher.backends)
+
+
+def _at_once(jobs: int) -> int:
+    """How many processes compile at a time: each keeps a core busy and holds a torch of its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(jobs, cores))
 
 
 @checked_call(rules="them to `fuse`, which comes before", strict="on_error='raise'")
@@ -97,7 +148,7 @@ def lower_with(
         return with_lowering(gm, None, {})
     wanted = preferences(_planned(options.plan, backends, found), found)
     assignment = Assigner(gm, wanted, options.granularity, options.smallest).assign()
-    lowering = Lowering(assignment.chains, options.assigned())
+    lowering = LoweredState(assignment.chains, options.assigned())
     units = {r.name: r for r in found if _own(r.name) in assignment.chains}
     by_name = {r.name: r for r in found}
     for fault in assignment.declined:
@@ -125,7 +176,7 @@ def settle_parts(model: nn.Module, backends: Iterable[Any]) -> None:
                 warnings.warn(f"'{backend.name}' cannot look at the model: {error}", stacklevel=3)
 
 
-def _settle(lowered: GraphModule, lowering: Lowering) -> None:
+def _settle(lowered: GraphModule, lowering: LoweredState) -> None:
     """Show a lowered graph to the backends that want to see it."""
     for backend in {id(b): b for chain in lowering.assigned.values() for b in chain}.values():
         if not callable(getattr(backend, "settle", None)):
@@ -157,11 +208,11 @@ def _own(name: str) -> str:
 
 
 def _compile_all(
-    gm: GraphModule, lowering: Lowering, wanted: list[Region], grad: bool, progress: bool
+    gm: GraphModule, lowering: LoweredState, wanted: list[Region], grad: bool, progress: bool
 ) -> None:
     """Make the code that the first calls will need; other situations are met when they come."""
-    flags = Foresight().operands(gm)
-    jobs: list[tuple[Dispatcher, Situation]] = []
+    flags = GradAnalysis().operands(gm)
+    jobs: list[tuple[Dispatcher, Specialization]] = []
     for region in wanted:
         situation = _foreseen(region, flags[region.name], grad)
         if situation is not None:
@@ -169,17 +220,17 @@ def _compile_all(
     make_all(jobs, progress)
 
 
-def _foreseen(region: Region, flags: tuple[bool, ...], grad: bool) -> Situation | None:
+def _foreseen(region: Region, flags: tuple[bool, ...], grad: bool) -> Specialization | None:
     unit = unit_of(region)
     padded = (*flags, *[False] * (len(unit.values) - len(flags)))
     try:
-        return expected_situation(unit.values, padded, grad=grad)
+        return expected_specialization(unit.values, padded, grad=grad)
     except Unguardable:
         return None
 
 
 def with_lowering(
-    gm: GraphModule, lowering: Lowering | None, backends: Mapping[str, str | None]
+    gm: GraphModule, lowering: LoweredState | None, backends: Mapping[str, str | None]
 ) -> GraphModule:
     """A copy of a graph that runs as a lowering says, or with None as it is; `backends` is what its regions tell."""
     graph = copy_graph(gm.graph)
@@ -191,3 +242,39 @@ def with_lowering(
     if lowering is not None:
         meta[LOWERING] = lowering
     return rebuild(gm, graph, meta=meta)
+
+
+@checked_init(strict="on_error='raise'")
+@dataclass(frozen=True, repr=False)
+class Lower(Pass):
+    """Give regions to backends, as `dovetail.lower` does; its options are the same.
+
+    Needs: regions. Leaves: the same graph with compiled state beside its bodies, values equal within tolerance.
+    """
+
+    backends: Any = None
+    plan: Mapping[str, Any] | None = field(default=None, hash=False)
+    on_error: Literal["fallback", "raise"] = "fallback"
+    verify: bool = False
+    granularity: Granularity = "outer"
+    smallest: int = 2
+    recompile_limit: int | None = None
+    timeout: float | None = None
+    cache: bool | str | Path = True
+    weight_check_interval: int | None = CHECK_INTERVAL
+
+    def __post_init__(self) -> None:
+        self._options()  # what is wrong is told where it is written
+        if isinstance(self.backends, Mapping):
+            for value in cast("Mapping[Any, Any]", self.backends).values():
+                requested(value)
+        else:
+            requested(self.backends)
+
+    def run(self, gm: GraphModule) -> GraphModule:
+        """The graph with its regions lowered."""
+        return lower_with(gm, self.backends, self._options())
+
+    def _options(self) -> Options:
+        given = vars(self)
+        return Options(**{f.name: given[f.name] for f in fields(Options) if f.name in given})

@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 
 from dovetail import config
 from dovetail.errors import InvalidArgument
-from dovetail.graph.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.choosing import Granularity
+from dovetail.ir.weight_guard import CHECK_INTERVAL
+from dovetail.lowering.assign import Granularity
 
 
 @dataclass(frozen=True)

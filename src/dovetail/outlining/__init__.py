@@ -1,0 +1,1 @@
+"""Regions: moving operations into bodies, and back."""

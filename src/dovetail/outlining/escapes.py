@@ -8,14 +8,14 @@ import torch
 from torch.fx import Node
 
 from dovetail.errors import EmptyRegion, EscapingValue
-from dovetail.graph.describe import makes_tuple, nbytes, same_kind
-from dovetail.graph.effects import is_subgraph
-from dovetail.graph.index import Index
-from dovetail.graph.spellings import traits
-from dovetail.outlining.requests import Draft, is_projection, is_viewed, readers_among
+from dovetail.ir.dependencies import Index
+from dovetail.ir.effects import is_subgraph
+from dovetail.ir.nodes import is_projection, makes_tuple, nbytes, same_kind
+from dovetail.ir.op_traits import traits
+from dovetail.outlining.request import RegionDraft, is_viewed, readers_among
 
 
-def settle(index: Index, draft: Draft) -> None:
+def settle(index: Index, draft: RegionDraft) -> None:
     """Decide for each escaping value whether it is returned, cloned or left out, and note why.
 
     Walks from the last operation to the first, so that the users of a value are settled before it: an operation
@@ -68,7 +68,7 @@ def settle(index: Index, draft: Draft) -> None:
         raise EmptyRegion(draft.label, "every operation was left outside")
 
 
-def _leave_out(index: Index, draft: Draft) -> set[int]:
+def _leave_out(index: Index, draft: RegionDraft) -> set[int]:
     """Drop what is to be left outside before anything is weighed, so that no decision depends on the listing."""
     nodes, at = index.nodes, index.position
     outside: set[int] = set()
@@ -95,7 +95,7 @@ def _with_projections(index: Index, position: int) -> set[int]:
     return {index.position[n] for n in [node, *parts]}
 
 
-def _decide(index: Index, draft: Draft, position: int) -> tuple[str, str]:
+def _decide(index: Index, draft: RegionDraft, position: int) -> tuple[str, str]:
     node = index.nodes[position]
     policy = draft.policy(position)
     if is_subgraph(index.gm, node):

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
 
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion, checked_call
-from dovetail.graph.index import Index
-from dovetail.graph.module import Body, Program, attribute, install, rebuild, require_graph, without_collector
+from dovetail.ir.dependencies import Index
+from dovetail.ir.graph_module import (
+    Body,
+    Program,
+    attribute,
+    install,
+    rebuild,
+    require_graph,
+    without_collector,
+)
+from dovetail.ir.nodes import is_projection
 from dovetail.outlining.bodies import Bodies, results
-from dovetail.outlining.order import SPACING, ascending, list_by_rank, priority, ranks_from, read_ranks
-from dovetail.outlining.record import (
-    Call,
+from dovetail.outlining.placement import SPACING, ascending, list_by_rank, priority, ranks_from, read_ranks
+from dovetail.outlining.region_call import (
     Member,
-    State,
+    OutlineState,
+    RegionCall,
     call_of,
     clone_of,
     mark_clone,
@@ -75,14 +85,14 @@ class _Choice:
     def __post_init__(self) -> None:
         object.__setattr__(self, "wanted", frozenset(self.names or ()))
 
-    def opens(self, call: Call, path: str, opened: int) -> bool:
+    def opens(self, call: RegionCall, path: str, opened: int) -> bool:
         if self.depth is not None and opened >= self.depth:
             return False
         if self.kind is not None and call.identity.kind != self.kind:
             return False
         return self.names is None or not self.wanted.isdisjoint(_ways(path))
 
-    def reaches_into(self, call: Call, path: str, opened: int) -> bool:
+    def reaches_into(self, call: RegionCall, path: str, opened: int) -> bool:
         """Whether something nested in a call that stays closed is to be opened."""
         if self.names is None and self.kind is None:
             return False
@@ -101,7 +111,7 @@ class _Choice:
             )
             raise UnknownRegion(f"the graph has no region of kind '{self.kind}'", kinds, self.kind)
 
-    def _require_names(self, calls: list[tuple[str, Call]]) -> None:
+    def _require_names(self, calls: list[tuple[str, RegionCall]]) -> None:
         known = {n for n, c in calls if self.kind in (None, c.identity.kind)}
         if not self.wanted <= known:
             inner = ((f"{n}/{way}", i) for n, c in calls for way, i in _nested(c))
@@ -124,9 +134,9 @@ def _ways(path: str) -> Iterator[str]:
         yield path
 
 
-def _nested(call: Call) -> list[tuple[str, Call]]:
-    found: list[tuple[str, Call]] = []
-    stack: list[tuple[str, Call]] = [("", call)]
+def _nested(call: RegionCall) -> list[tuple[str, RegionCall]]:
+    found: list[tuple[str, RegionCall]] = []
+    stack: list[tuple[str, RegionCall]] = [("", call)]
     while stack:
         path, at = stack.pop()
         for member in at.members:
@@ -166,7 +176,7 @@ class _Opener:
         self.bodies = Bodies(index.gm, {node.name for node in index.nodes})
         self.held: dict[str, Any] = {}
 
-    def open(self, state: State) -> GraphModule:
+    def open(self, state: OutlineState) -> GraphModule:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
         sheet = _Sheet(graph)
         facts = [
@@ -191,7 +201,7 @@ class _Opener:
                 install(new, target, value)
         _restore_order(new, sheet)
         ranks = {node.name: sheet.facts[node].rank for node in graph.nodes} if left else None
-        new.meta = with_state(self.gm.meta, State(state.counters, ranks, self.epoch))
+        new.meta = with_state(self.gm.meta, OutlineState(state.counters, ranks, self.epoch))
         return new
 
     def _read(self, frame: _Frame, sheet: _Sheet) -> None:
@@ -223,7 +233,7 @@ class _Opener:
         self._write(frame, node, member, sheet)
 
     def _open(
-        self, frame: _Frame, node: Node, member: Member, call: Call, path: str, sheet: _Sheet
+        self, frame: _Frame, node: Node, member: Member, call: RegionCall, path: str, sheet: _Sheet
     ) -> tuple[Any, ...]:
         """Write the operations of a call onto the sheet and return what its results are there."""
         arguments = [frame.env[a] if isinstance(a, Node) else a for a in node.args]
@@ -234,7 +244,7 @@ class _Opener:
         return tuple(inner.env[n] for n in results(inner.owner))
 
     def _inside(
-        self, frame: _Frame, node: Node, call: Call, arguments: Sequence[Any], path: str, opened: int
+        self, frame: _Frame, node: Node, call: RegionCall, arguments: Sequence[Any], path: str, opened: int
     ) -> _Frame:
         body = attribute(frame.owner, cast("str", node.target))
         if not isinstance(body, GraphModule):
@@ -247,7 +257,7 @@ class _Opener:
         env: dict[Node, Any] = dict(zip(inputs, arguments, strict=True))
         return _Frame(body, inside, call.members, env, path, opened, call.epoch)
 
-    def _rewrite(self, frame: _Frame, node: Node, call: Call, path: str) -> tuple[str, Call]:
+    def _rewrite(self, frame: _Frame, node: Node, call: RegionCall, path: str) -> tuple[str, RegionCall]:
         """A call that stays closed, with regions nested in it opened: another body, and the record to go with it."""
         sheet = _Sheet(Graph())
         body = cast("GraphModule", attribute(frame.owner, cast("str", node.target)))
@@ -385,3 +395,113 @@ def _takes_part(node: Node) -> bool:
 
 def _same(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> bool:
     return node.op == op and node.target == target and node.args == args and node.kwargs == kwargs
+
+
+Keep = Callable[[str], Any]
+"""What is called for the region of a name in place of its operations; None to write those out."""
+Held = Callable[[Node, str], Node]
+"""The node for an object that a body holds and that the outermost graph has at a target."""
+
+
+class Flattener:
+    """Writes operations into a graph, the bodies of regions in place of their calls.
+
+    Objects that bodies hold are asked for as the outermost graph names them, so what that owns when it runs is what
+    counts, and not what a body was made with.
+    """
+
+    def __init__(self, graph: Graph, keep: Keep, held: Held) -> None:
+        self.graph, self.keep, self.held = graph, keep, held
+
+    def write(self, owner: nn.Module, nodes: Iterable[Node], env: dict[Node, Any]) -> None:
+        """Append operations of the outermost graph. `env` has what stands for each node."""
+        for node in nodes:
+            self._node(owner, node, env, "", call_of(node.meta), node.name, None)
+
+    def write_body(
+        self, body: Body, given: Sequence[Any], prefix: str = "", call: RegionCall | None = None
+    ) -> tuple[Any, ...]:
+        """Append the operations of a body, called with what stands for its operands; its results.
+
+        With the record of the call, nested regions are named and known as that call has them.
+        """
+        listed = list(body.graph.nodes)
+        env: dict[Node, Any] = dict(zip((n for n in listed if n.op == "placeholder"), given, strict=True))
+        rest = [n for n in listed if n.op not in ("placeholder", "output")]
+        for i, node in enumerate(rest):
+            # One body serves many calls: what a nested call is named and was made of is told by the outer call.
+            meta, name = (
+                (node.meta, node.name) if call is None else (call.members[i].meta, call.members[i].name)
+            )
+            self._node(body, node, env, prefix, call_of(meta), name, body.borrowed)
+        return tuple(env[n] for n in results(body))
+
+    def _node(
+        self,
+        owner: nn.Module,
+        node: Node,
+        env: dict[Node, Any],
+        prefix: str,
+        call: RegionCall | None,
+        name: str,
+        borrowed: Mapping[str, str] | None,
+    ) -> None:
+        if call is not None:
+            env[node] = self._call(owner, node, env, f"{prefix}{name}", call)
+        elif borrowed is not None and node.op == "get_attr":
+            env[node] = self.held(node, borrowed[cast("str", node.target)])
+        elif is_projection(node) and isinstance(env.get(cast("Node", node.args[0])), tuple):
+            env[node] = env[cast("Node", node.args[0])][cast("int", node.args[1])]
+        else:
+            target: Any = node.target
+            if borrowed is not None and node.op == "call_module":
+                target = borrowed[target]
+            args, kwargs = (cast("Any", map_arg(v, env.__getitem__)) for v in (node.args, node.kwargs))
+            label = f"{prefix}{name}".replace("/", "__")
+            made = env[node] = self.graph.create_node(node.op, target, args, kwargs, label, node.type)
+            made.meta = dict(node.meta)
+
+    def _call(self, owner: nn.Module, node: Node, env: dict[Node, Any], name: str, call: RegionCall) -> Any:
+        body = cast("Body", attribute(owner, cast("str", node.target)))
+        given = [env[a] for a in cast("tuple[Node, ...]", node.args)]
+        kept = self.keep(name)
+        if kept is None:
+            return self.write_body(body, given, f"{name}/", call)
+        lifted = [self.held(node, target) for target in kept.lifted]
+        label = name.replace("/", "__")
+        made = self.graph.create_node("call_function", kept, (*given, *lifted), name=label)
+        made.meta = dict(node.meta)
+        return made
+
+
+def flat(body: Body) -> GraphModule:
+    """A plain graph module with a body's operations, those of regions inside written out; it returns a tuple."""
+    graph = Graph()
+    operands: list[Node] = []
+    objects: dict[str, Any] = {}
+    named: dict[str, str] = {}
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            operand = graph.create_node("placeholder", node.name, name=node.name)
+            operand.meta = dict(node.meta)
+            operands.append(operand)
+
+    def held(node: Node, target: str) -> Node:
+        name = named.setdefault(target, f"held_{len(named)}")
+        objects[name] = held_value(body, target)
+        return graph.create_node("get_attr", name)
+
+    graph.output(Flattener(graph, lambda _: None, held).write_body(body, operands))
+    return GraphModule(objects, graph)
+
+
+def held_value(body: Body, target: str) -> Any:
+    """What a body, or one nested in it, holds of what the outermost graph has at `target`."""
+    stack = [body]
+    while stack:
+        at = stack.pop()
+        for name, held in at.borrowed.items():
+            if held == target:
+                return at.__dict__[name]
+        stack.extend(m for m in at._modules.values() if isinstance(m, Body))
+    return None

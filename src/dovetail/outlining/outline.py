@@ -9,17 +9,16 @@ from typing import Any, cast
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import EmptyRegion, InvalidArgument, InvalidGraph, RegionError, checked_call
-from dovetail.graph.index import Index
-from dovetail.graph.module import copy_node, install, rebuild, require_graph, without_collector
+from dovetail.ir.dependencies import Index
+from dovetail.ir.graph_module import copy_node, install, rebuild, require_graph, without_collector
 from dovetail.outlining.bodies import Bodies, common_module_stack
 from dovetail.outlining.escapes import settle
-from dovetail.outlining.order import read_ranks
-from dovetail.outlining.placement import place
-from dovetail.outlining.record import (
-    Call,
+from dovetail.outlining.placement import place, read_ranks
+from dovetail.outlining.region_call import (
     Escape,
     Member,
-    State,
+    OutlineState,
+    RegionCall,
     call_of,
     mark_clone,
     state_of,
@@ -27,7 +26,7 @@ from dovetail.outlining.record import (
     with_state,
     write_call,
 )
-from dovetail.outlining.requests import Draft, Request, drafts, unread
+from dovetail.outlining.request import RegionDraft, Request, drafts, unread
 
 # Python calls a body from within the body around it: far deeper, its own stack would end first.
 DEEPEST = 64
@@ -60,7 +59,7 @@ def outline(
         return outline_drafts(index, made)[0]
 
 
-def outline_drafts(index: Index, made: list[Draft]) -> tuple[GraphModule, list[str]]:
+def outline_drafts(index: Index, made: list[RegionDraft]) -> tuple[GraphModule, list[str]]:
     """The graph in which settled drafts are regions, and the name of each draft's region.
 
     No operation is a member of two drafts; the same one may be cloned into several.
@@ -95,7 +94,9 @@ def _requests(nodes: Any, kind: str | None, version: int, attrs: Any, escapes: A
 class _Builder:
     """Writes the new graph, once everything is decided."""
 
-    def __init__(self, index: Index, made: list[Draft], ranks: list[int], epoch: int, state: State) -> None:
+    def __init__(
+        self, index: Index, made: list[RegionDraft], ranks: list[int], epoch: int, state: OutlineState
+    ) -> None:
         self.index, self.made, self.ranks, self.epoch = index, made, ranks, epoch
         self.counters = dict(state.counters)
         self.names = [""] * len(made)
@@ -118,13 +119,13 @@ class _Builder:
                 new_ranks[new.name] = ranks[key]
         gm = self.index.gm
         graph.set_codegen(gm.graph._codegen)
-        meta = with_state(gm.meta, State(self.counters, new_ranks, self.epoch))
+        meta = with_state(gm.meta, OutlineState(self.counters, new_ranks, self.epoch))
         new = rebuild(gm, graph, add=self.bodies.added, meta=meta)
         for target, program in self.bodies.converted.items():
             install(new, target, program)
         return new
 
-    def _call(self, draft: Draft) -> str:
+    def _call(self, draft: RegionDraft) -> str:
         nodes = self.index.nodes
         inside = [nodes[i] for i in draft.inside]
         own = set(inside)
@@ -141,7 +142,7 @@ class _Builder:
             raise RegionError(
                 f"region '{draft.label}' would nest {depth} deep; {DEEPEST} is the most. Inline some."
             )
-        record = Call(
+        record = RegionCall(
             identity=draft.identity,
             members=members,
             depth=depth,
@@ -167,7 +168,7 @@ class _Builder:
             self.new_ranks[result.name] = rank
         return call.name
 
-    def _values(self, draft: Draft, operands: list[Node]) -> list[Any] | None:
+    def _values(self, draft: RegionDraft, operands: list[Node]) -> list[Any] | None:
         """What the operands are when the region runs, where something changes the form of tensors in place."""
         found = self.index.dependencies
         if not found.reshaping:
@@ -177,14 +178,14 @@ class _Builder:
         }
         return [found.value_read(node, first[node]) for node in operands]
 
-    def _member(self, position: int, draft: Draft) -> Member:
+    def _member(self, position: int, draft: RegionDraft) -> Member:
         node = self.index.nodes[position]
         target = cast("str", node.target) if node.op in ("get_attr", "call_module") else None
         is_clone = position in draft.clones
         return Member(node.name, dict(node.meta), self.ranks[position], target, is_clone, node.type)
 
     @staticmethod
-    def _describe(call: Node, record: Call, inside: list[Node], outputs: list[Node]) -> None:
+    def _describe(call: Node, record: RegionCall, inside: list[Node], outputs: list[Node]) -> None:
         if all("val" in node.meta for node in outputs):
             call.meta["val"] = tuple(node.meta["val"] for node in outputs)
         traces = [t for node in reversed(inside) if (t := node.meta.get("stack_trace"))]

@@ -2,17 +2,83 @@
 
 from __future__ import annotations
 
+import heapq
+import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
+
+from torch.fx import Node
 
 from dovetail.errors import CyclicRegion, EffectOrder, RegionError
-from dovetail.graph.index import Index
-from dovetail.outlining.order import ascending, list_by_rank, priority
-from dovetail.outlining.requests import Draft
+from dovetail.ir.dependencies import Index
+from dovetail.outlining.region_call import OutlineState, call_of
+from dovetail.outlining.request import RegionDraft
+
+# How far apart two operations are ranked: clones of the first that stand beside it come in between.
+SPACING = 1 << 20
 
 
-def place(index: Index, made: list[Draft], ranks: list[int]) -> list[int]:
+def ascending(ranks: Sequence[float]) -> bool:
+    return all(a <= b for a, b in pairwise(ranks))
+
+
+def read_ranks(index: Index, state: OutlineState) -> tuple[int, list[int]]:
+    """The epoch and the rank of each position.
+
+    A graph that was edited by others since the last step is ranked anew, by its listing, in a new epoch.
+    """
+    table = state.ranks
+    if table is not None and list(table) == [node.name for node in index.nodes]:
+        return state.epoch, list(table.values())
+    return state.epoch + 1, _fresh(index.nodes)
+
+
+def priority(node: Node, rank: float) -> float:
+    """What to list a node by: its rank, but a region's results come right after its call."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return -1 if isinstance(source, Node) and call_of(source.meta) is not None else rank
+
+
+def _fresh(nodes: list[Node]) -> list[int]:
+    """Ranks by the listing, with room after each region's call for the operations it holds."""
+    return ranks_from(0, (node.meta for node in nodes))
+
+
+def ranks_from(first: int, metas: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Ranks for operations in a row, given by their meta."""
+    ranks: list[int] = []
+    at = first
+    for meta in metas:
+        ranks.append(at)
+        call = call_of(meta)
+        at += SPACING * (call.size + 1 if call is not None else 1)
+    return ranks
+
+
+def list_by_rank(before: Sequence[Iterable[int]], ranks: Sequence[float]) -> list[int]:
+    """A topological order that takes, of what is ready, the lowest rank; what is on a cycle is missing from it."""
+    waiting = [0] * len(ranks)
+    after: list[list[int]] = [[] for _ in ranks]
+    for i, earlier in enumerate(before):
+        for j in earlier:
+            after[j].append(i)
+            waiting[i] += 1
+    ready = [(ranks[i], i) for i, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    listed: list[int] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        listed.append(i)
+        for j in after[i]:
+            waiting[j] -= 1
+            if not waiting[j]:
+                heapq.heappush(ready, (ranks[j], j))
+    return listed
+
+
+def place(index: Index, made: list[RegionDraft], ranks: list[int]) -> list[int]:
     """The new listing: positions of what stays outside, and `-1 - r` where region `r` is called.
 
     Only the stretches of the graph that a region spans are sorted; everything else keeps its place.
@@ -32,7 +98,7 @@ def place(index: Index, made: list[Draft], ranks: list[int]) -> list[int]:
     return listing
 
 
-def _windows(index: Index, made: list[Draft], ranks: list[int]) -> list[tuple[int, int]]:
+def _windows(index: Index, made: list[RegionDraft], ranks: list[int]) -> list[tuple[int, int]]:
     """The stretches to be sorted, disjoint and in order."""
     if not ascending(ranks):
         return [(0, len(index) - 1)]
@@ -46,7 +112,7 @@ def _windows(index: Index, made: list[Draft], ranks: list[int]) -> list[tuple[in
 
 
 def _sort_window(
-    index: Index, made: list[Draft], owner: dict[int, int], ranks: list[int], low: int, high: int
+    index: Index, made: list[RegionDraft], owner: dict[int, int], ranks: list[int], low: int, high: int
 ) -> list[int]:
     first = owner.get(low)
     if first is not None and len(made[first].members) == high - low + 1:
@@ -87,7 +153,7 @@ def _sort_window(
     return [units[u] for u in order]
 
 
-def _explain(index: Index, made: list[Draft], owner: dict[int, int], stuck: list[int]) -> RegionError:
+def _explain(index: Index, made: list[RegionDraft], owner: dict[int, int], stuck: list[int]) -> RegionError:
     """The error for regions that would depend on themselves, with a shortest path that shows it."""
     effects = index.dependencies.before
 
@@ -112,7 +178,11 @@ def _explain(index: Index, made: list[Draft], owner: dict[int, int], stuck: list
 
 
 def _way_back(
-    index: Index, made: list[Draft], owner: dict[int, int], region: int, edges: Callable[[int], list[int]]
+    index: Index,
+    made: list[RegionDraft],
+    owner: dict[int, int],
+    region: int,
+    edges: Callable[[int], list[int]],
 ) -> list[int]:
     """A shortest chain from a member of `region`, through the outside, to a member; empty if there is none.
 

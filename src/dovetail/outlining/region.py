@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, InvalidGraph, checked_call
-from dovetail.graph.effects import declared_in, summary
-from dovetail.graph.keys import LOWERING
-from dovetail.graph.module import GraphOwner, attribute, graphs_of
-from dovetail.outlining.key import key_of
-from dovetail.outlining.record import Call, Escape, call_of
-from dovetail.outlining.requests import is_projection
+from dovetail.ir.effects import declared_in, summary
+from dovetail.ir.graph_module import GraphOwner, attribute, graphs_of
+from dovetail.ir.meta_keys import LOWERING
+from dovetail.ir.nodes import is_projection
+from dovetail.outlining.bodies import body_key
+from dovetail.outlining.region_call import Escape, RegionCall, call_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +50,13 @@ class Region:
     @property
     def key(self) -> str:
         """The canonical hash of the body, equal for equal computations in any process."""
-        return key_of(self.body)
+        return body_key(self.body)
 
     def reproducer(self, path: str | Path, *, seed: int = 0) -> Path:
         """Write the region alone, with made-up inputs of its shapes, as a script that runs by itself."""
         if not isinstance(path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
-        from dovetail.outlining.reproducer import write
-
-        return write(self, Path(path), seed=seed)
+        return _WRITERS["reproducer"]()(self, Path(path), seed=seed)
 
     def export(self, folder: str | Path, *, seed: int = 0) -> Path:
         """Write the region alone into a new folder: its body, made-up operands, what comes of them, and what it is.
@@ -69,9 +66,21 @@ class Region:
         """
         if not isinstance(folder, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"folder {folder!r} is neither a str nor a Path.")
-        # What knows files and examples stands above regions, which need none of it, and is loaded when asked for.
-        writer: Any = import_module("dovetail.interop.artefact")
-        return writer.write(self, Path(folder), seed=seed)
+        return _WRITERS["export"]()(self, Path(folder), seed=seed)
+
+
+class RegionWriter(Protocol):
+    """Writes one region to a path, with sample operands drawn from a seed."""
+
+    def __call__(self, region: Region, path: Path, /, *, seed: int) -> Path: ...
+
+
+_WRITERS: dict[str, Callable[[], RegionWriter]] = {}
+
+
+def install_writers(**writers: Callable[[], RegionWriter]) -> None:
+    """Set what the methods `export` and `reproducer` write with: functions that import the writer when called."""
+    _WRITERS.update(writers)
 
 
 @checked_call()
@@ -99,7 +108,7 @@ class _Collector:
         self.declared, self.nested, self.lowering = declared, nested, lowering
         self.found: list[Region] = []
 
-    def collect(self, owner: GraphModule, node: Node, call: Call, name: str) -> None:
+    def collect(self, owner: GraphModule, node: Node, call: RegionCall, name: str) -> None:
         body = attribute(owner, cast("str", node.target))
         if not isinstance(body, GraphModule):
             raise InvalidGraph(f"the region calls '{node.target}', which is not a graph", node.name)
@@ -114,7 +123,7 @@ class _Collector:
             if inner is not None:
                 self.collect(body, inner_node, inner, f"{name}/{member.name}")
 
-    def _snapshot(self, node: Node, call: Call, body: GraphModule, name: str) -> Region:
+    def _snapshot(self, node: Node, call: RegionCall, body: GraphModule, name: str) -> Region:
         results = [u for u in node.users if is_projection(u)]
         # The record is of the time of lowering; code that fails in a call is replaced after that.
         backend = self.lowering.backend_of(name, call.backend) if self.lowering is not None else call.backend
@@ -138,7 +147,7 @@ class _Collector:
         )
 
 
-def _originals(call: Call) -> tuple[str, ...]:
+def _originals(call: RegionCall) -> tuple[str, ...]:
     names: list[str] = []
     stack = list(reversed(call.members))
     while stack:

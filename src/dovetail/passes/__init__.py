@@ -1,1 +1,1 @@
-"""Graph in, graph out: passes, pipelines made of them, and the rewriting passes that come with the box."""
+"""Passes: functions from graph to graph, and what runs them."""

@@ -12,15 +12,15 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import checked_init
-from dovetail.graph.commuting import base_name
-from dovetail.graph.effects import PURE, is_subgraph
-from dovetail.graph.index import Index
-from dovetail.graph.module import Program, attribute, copy_node, rebuild, require_graph, without_collector
-from dovetail.graph.normalform import same_geometry
-from dovetail.graph.storages import storage_key, storages
-from dovetail.outlining.record import call_of, state_of, with_state
-from dovetail.passes.base import Pass
-from dovetail.passes.inferring import fake_mode, inferring, moved, storage_keys
+from dovetail.ir.alias_analysis import storage_key, storages
+from dovetail.ir.dependencies import Index
+from dovetail.ir.effects import PURE, is_subgraph
+from dovetail.ir.graph_module import Program, attribute, copy_node, rebuild, require_graph, without_collector
+from dovetail.ir.op_traits import base_name
+from dovetail.ir.schema import same_geometry
+from dovetail.ir.shape_prop import fake_mode, inferring, moved, storage_keys
+from dovetail.outlining.region_call import call_of, state_of, with_state
+from dovetail.passes.pass_manager import Pass
 
 # Operations that may hand on their operand. Not `detach`: autograd can tell it from its operand.
 _VIEW_NAMES = """

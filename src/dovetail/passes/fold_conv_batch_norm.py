@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import checked_init
-from dovetail.graph.index import Index
-from dovetail.graph.module import Program, attribute, copy_node, rebuild, require_graph, without_collector
-from dovetail.graph.normalform import by_name, normalised, op_name, same_geometry, written
-from dovetail.passes.base import Finding, Pass, require_fuel
-from dovetail.passes.constants import Constants, Names
-from dovetail.passes.inferring import fake_mode, inferring
+from dovetail.ir.dependencies import Index
+from dovetail.ir.graph_module import Program, attribute, copy_node, rebuild, require_graph, without_collector
+from dovetail.ir.schema import by_name, normalised, op_name, same_geometry, written
+from dovetail.ir.shape_prop import fake_mode, inferring
+from dovetail.passes.fold_constants import Constants, UniqueNames
+from dovetail.passes.pass_manager import Finding, Pass, require_fuel
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset(
@@ -181,7 +181,7 @@ class _Folding:
         self.index, self.pairs = index, pairs
         self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
         self.env: dict[Node, Node] = {}
-        self.names = Names(index.gm)
+        self.names = UniqueNames(index.gm)
         self.constants = Constants(index.gm, self.names)
 
     def write(self) -> Program:

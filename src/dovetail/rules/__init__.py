@@ -6,11 +6,11 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from dovetail.rules.capability import capability
-from dovetail.rules.groups import groups
-from dovetail.rules.modules import modules
-from dovetail.rules.repeats import repeats
-from dovetail.rules.siblings import siblings
+from dovetail.rules.by_module import modules
+from dovetail.rules.horizontal import siblings
+from dovetail.rules.partition import capability
+from dovetail.rules.repeated_blocks.repeats_rule import repeats
+from dovetail.rules.vertical import groups
 
 if _TYPE_CHECKING:
     from dovetail.rules import library
@@ -28,9 +28,12 @@ def __getattr__(name: str) -> _Any:
 
         return import_module("dovetail.rules.library")
     if name == "DEFAULT":
-        from dovetail.rules.default import DEFAULT
+        from dovetail.rules.library import ALL
+        from dovetail.rules.rule import RuleSet
 
-        return DEFAULT
+        # Groups do not take in well-known regions, so that their kinds stay visible.
+        value = globals()[name] = RuleSet(ALL, groups(grows=False))
+        return value
     raise AttributeError(f"module 'dovetail.rules' has no attribute {name!r}")
 
 

@@ -3,15 +3,116 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, RuleError, did_you_mean
-from dovetail.rules.scene import Scene
+from dovetail.errors import InvalidArgument, RuleError, checked_init, did_you_mean
+from dovetail.ir.dependencies import Index
+from dovetail.ir.structural_hash import structural_order
+from dovetail.outlining.region_call import RegionCall, call_of
+
+
+@checked_init()
+@dataclass(frozen=True)
+class Limits:
+    """The most that a region may have; None is no limit.
+
+    `nodes` counts the operations it computes, `operands` what it reads from outside, `outputs` what it returns,
+    `bytes` what operands and outputs take together.
+    """
+
+    nodes: int | None = None
+    operands: int | None = None
+    outputs: int | None = None
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidArgument(f"limit {limit.name}={value!r} is not a positive int.")
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether there is no limit at all."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+
+UNLIMITED = Limits()
+Fact = TypeVar("Fact")
+
+
+class RuleContext:
+    """What rules look at. Positions are those of `index`; facts are worked out when first asked for.
+
+    `barred` has the positions that no rule may take, each with the reason.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        *,
+        index: Index | None = None,
+        limits: Limits = UNLIMITED,
+        barred: Mapping[int, str] | None = None,
+        round: int = 1,
+    ) -> None:
+        self.gm = gm
+        self.index = index if index is not None else Index(gm)
+        self.limits = limits
+        self.barred: Mapping[int, str] = barred or {}
+        self.round = round
+        self._facts: dict[Any, Any] = {}
+
+    def fact(self, make: Callable[[RuleContext], Fact]) -> Fact:
+        """What `make` says of this scene, worked out once."""
+        if make not in self._facts:
+            self._facts[make] = make(self)
+        return self._facts[make]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes of the graph by position."""
+        return self.index.nodes
+
+    @cached_property
+    def order(self) -> list[int]:
+        """A place for each position that neither names nor the listing can change, for breaking ties."""
+        return structural_order(self.index)
+
+    @cached_property
+    def calls(self) -> dict[int, RegionCall]:
+        """The record of each position that calls a region."""
+        found: dict[int, RegionCall] = {}
+        for i, node in enumerate(self.nodes):
+            if node.op == "call_module":
+                call = call_of(node.meta)
+                if call is not None:
+                    found[i] = call
+        return found
+
+    def kind_of(self, position: int) -> str | None:
+        """The kind of the region called at a position, None for any other operation."""
+        call = self.calls.get(position)
+        return call.identity.kind if call is not None else None
+
+    def value(self, position: int) -> Any:
+        """What is known of a position's value: a fake tensor, a number, a tuple; None if nothing is."""
+        return self.nodes[position].meta.get("val")
+
+    def module_path(self, position: int) -> str:
+        """The path of the innermost module that an operation came from, "" if that is not known."""
+        stack = self.nodes[position].meta.get("nn_module_stack")
+        if not stack:
+            return ""
+        return str(cast("tuple[Any, ...]", list(cast("dict[str, Any]", stack).values())[-1])[0])
 
 
 @dataclass(frozen=True)
@@ -86,10 +187,10 @@ class Rule(ABC):
     reference: Any = None
 
     @abstractmethod
-    def propose(self, scene: Scene) -> Iterable[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
         """Candidates and refusals for the graph as the scene shows it; the graph is not to be touched."""
 
-    def why_not(self, scene: Scene, first: int, second: int) -> list[str]:
+    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
         """Why this rule would not put two positions into one region, as far as it can tell beforehand."""
         return []
 

@@ -1,1 +1,1 @@
-"""Finding, fusing and replacing parts of a model, step by step."""
+"""Schedules: a model changed step by step, each step checked and undoable."""

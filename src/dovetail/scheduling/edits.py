@@ -4,32 +4,111 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from dovetail.errors import ScheduleError
-from dovetail.graph.keys import LOWERING
-from dovetail.graph.module import copy_graph, rebuild
+from dovetail.ir.effects import effects
+from dovetail.ir.graph_module import copy_graph, rebuild
+from dovetail.ir.meta_keys import LOWERING
+from dovetail.ir.nodes import is_projection
+from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
 from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options
 from dovetail.outlining.inline import inline_named
 from dovetail.outlining.outline import outline
-from dovetail.outlining.record import call_of, make_identity, walk, write_call
 from dovetail.outlining.region import Region, regions
-from dovetail.outlining.requests import Request, is_projection
-from dovetail.rules.scene import Scene
-from dovetail.scheduling.checkpointing import Checkpoint, not_repeatable
-from dovetail.scheduling.decomposing import can_be_taken_apart, decomposed
-from dovetail.scheduling.finders import ByRegion, Finder
-from dovetail.scheduling.found import Found
-from dovetail.scheduling.paths import below
-from dovetail.scheduling.replacing import Replacement, with_replacement
+from dovetail.outlining.region_call import call_of, make_identity, walk, write_call
+from dovetail.outlining.request import Request
+from dovetail.rules.rule import Decline, RuleContext
+from dovetail.scheduling.call_recording import RecordedCall, undisturbed
+from dovetail.scheduling.decompose import can_be_taken_apart, decomposed
+from dovetail.scheduling.finders import ByRegion, Finder, PartMatch, below
+from dovetail.scheduling.replacement_checks import Replacement, with_replacement
 
-Look = Callable[[GraphModule], Scene]
+
+class Checkpoint(Backend):
+    """Runs a body and keeps none of its inner values for backward: they are computed again, by torch's own means."""
+
+    name = "checkpoint"
+    version = "1"
+    trains = True
+    double_backward = True
+
+    def supports(self, region: Region) -> Answer:
+        if any(word != "random" for word in region.effects):
+            return Decline(f"it has effects ({', '.join(region.effects)}) that would happen twice")
+        return True
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        body = region.body
+
+        def run(*operands: Any) -> Any:
+            return checkpoint(body, *operands, use_reentrant=False)
+
+        return run
+
+
+def not_repeatable(gm: GraphModule, names: Iterable[str]) -> dict[str, str]:
+    """Which regions of a graph would be computed again from other numbers, and why: what they read is written later."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    written = {w for node in gm.graph.nodes for w in effects(node, gm).writes}
+    found: dict[str, str] = {}
+    for name in names:
+        read = [source.name for source in nodes[name].all_input_nodes if source in written]
+        if read:
+            found[name] = (
+                f"it reads '{read[0]}', which is written later, so that it would be computed again from other numbers. "
+                f"Leave that out of the region"
+            )
+    return found
+
+
+def require_repeatable(path: str, module: nn.Module, calls: Iterable[RecordedCall]) -> None:
+    """Raise if a module does more than compute: what it writes when it is trained would be written twice."""
+    if type(module).forward is nn.Module.forward:
+        raise ScheduleError(
+            f"'{path}' is a {type(module).__name__} and is never called itself; checkpoint the modules in it: '{path}.*'"
+        )
+    written = [name for call in calls for name in _written(module, call)] or _statistics(module)
+    if written:
+        raise ScheduleError(
+            f"'{path or 'the model'}' cannot be checkpointed: it writes {', '.join(dict.fromkeys(written))}, which would "
+            f"happen twice. Checkpoint the modules around that"
+        )
+
+
+def _statistics(module: nn.Module) -> list[str]:
+    """Running statistics of norms, which are written in training whatever mode the module is in now."""
+    norms = (
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+    )
+    return [f"'{name}.running_mean'".replace("'.", "'") for name, part in norms if part.track_running_stats]
+
+
+def _written(module: nn.Module, call: RecordedCall) -> list[str]:
+    """What one run of a module changed: buffers, parameters, or what it was given."""
+    example = call.example.copied()
+    state = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    watched: list[tuple[str, Tensor, int]] = [(f"'{n}'", value, value._version) for n, value in state.items()]
+    given = [leaf for leaf in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(leaf, Tensor)]
+    watched += [(f"argument {i}", value, value._version) for i, value in enumerate(given)]
+    with undisturbed(module), torch.no_grad():
+        example.call(module.forward)
+        replaced = [f"'{name}'" for name, value in module.named_buffers() if state.get(name) is not value]
+        return [name for name, value, version in watched if value._version != version] + replaced
+
+
+Look = Callable[[GraphModule], RuleContext]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +139,13 @@ class Address:
     finder: Finder
     occurrence: int
 
-    def all(self, scene: Scene, root: str) -> list[Found]:
+    def all(self, scene: RuleContext, root: str) -> list[PartMatch]:
         """Every match of the finder in the part, in the graph of the traced part at `root`."""
         return self.finder.find(scene, below(self.path, root))[0]
 
     def resolve(
-        self, scene: Scene, root: str, known: dict[Any, tuple[list[Found], str]] | None = None
-    ) -> Found:
+        self, scene: RuleContext, root: str, known: dict[Any, tuple[list[PartMatch], str]] | None = None
+    ) -> PartMatch:
         """The match that is meant; `known` remembers what finders found for other addresses in the same graph."""
         key = (self.path, self.finder.identity)
         remembered = {} if known is None else known
@@ -103,14 +182,14 @@ class Edit(ABC):
         """The edit for a copy of the model."""
         return self
 
-    def _matches(self, part: PartGraph, root: str, look: Look) -> list[Found]:
+    def _matches(self, part: PartGraph, root: str, look: Look) -> list[PartMatch]:
         scene = look(part.gm)
-        known: dict[Any, tuple[list[Found], str]] = {}
+        known: dict[Any, tuple[list[PartMatch], str]] = {}
         return [target.resolve(scene, root, known) for target in self.targets]
 
 
 @dataclass(frozen=True, eq=False)
-class Fuse(Edit):
+class FuseEdit(Edit):
     """Matches made regions, each by itself or all in one."""
 
     kind: str | None = None
@@ -141,7 +220,7 @@ class Fuse(Edit):
                 require_lowered(made, wanted)
         return made, names
 
-    def _request(self, match: Found) -> Request:
+    def _request(self, match: PartMatch) -> Request:
         base = match.request
         assert base is not None
         return replace(
@@ -167,7 +246,7 @@ def outlined(gm: GraphModule, requests: list[Request]) -> tuple[GraphModule, lis
 
 
 @dataclass(frozen=True, eq=False)
-class Replace(Edit):
+class ReplaceEdit(Edit):
     """Matches, one after the other or all as one, called as something else."""
 
     new: Replacement | None = None
@@ -184,7 +263,7 @@ class Replace(Edit):
         return replace(self, new=replace(self.new, new=copy.deepcopy(self.new.new, memo)))
 
 
-def isolated(gm: GraphModule, found: list[Found]) -> tuple[GraphModule, Region]:
+def isolated(gm: GraphModule, found: list[PartMatch]) -> tuple[GraphModule, Region]:
     """The graph with the operations of matches as one region, which a single match of a region is already."""
     first = found[0]
     request = first.request
@@ -204,7 +283,7 @@ def isolated(gm: GraphModule, found: list[Found]) -> tuple[GraphModule, Region]:
 
 
 @dataclass(frozen=True, eq=False)
-class Decompose(Edit):
+class DecomposeEdit(Edit):
     """Regions back into their operations, and operations into simpler ones."""
 
     def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
@@ -219,7 +298,7 @@ class Decompose(Edit):
         return part.changed(gm), []
 
     @staticmethod
-    def _parts_of(match: Found) -> list[str]:
+    def _parts_of(match: PartMatch) -> list[str]:
         """The operation of a match, or of several those that have simpler forms."""
         nodes = [n for n in match.nodes if not is_projection(n)]
         if len(nodes) == 1:
@@ -231,7 +310,7 @@ class Decompose(Edit):
 
 
 @dataclass(frozen=True, eq=False)
-class Annotate(Edit):
+class AnnotateEdit(Edit):
     """Attributes added to regions."""
 
     attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -250,7 +329,7 @@ class Annotate(Edit):
 
 
 @dataclass(frozen=True, eq=False)
-class Lower(Edit):
+class LowerEdit(Edit):
     """Regions given to a backend."""
 
     backend: Any = None

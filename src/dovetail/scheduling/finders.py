@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,16 +14,158 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
-from dovetail.errors import DovetailError, InvalidArgument
-from dovetail.outlining.record import call_of
-from dovetail.outlining.requests import Request, is_projection
-from dovetail.rules.matching.match import Value
-from dovetail.rules.modulestack import Frame, class_name, frame, stack_of
-from dovetail.rules.pattern import PatternRule
-from dovetail.rules.rule import Candidate, Refusal, Rule
-from dovetail.rules.scene import Scene
-from dovetail.scheduling.found import Found, in_order, why_none
-from dovetail.scheduling.paths import below, is_within
+from dovetail.errors import DovetailError, InvalidArgument, UnknownPart, nearest
+from dovetail.ir.nodes import is_projection
+from dovetail.outlining.region import Region
+from dovetail.outlining.region_call import call_of
+from dovetail.outlining.request import Request
+from dovetail.rules.by_module import Frame, class_name, frame, matches_path, stack_of
+from dovetail.rules.patterns.match_state import Match, Value
+from dovetail.rules.patterns.pattern_rule import PatternRule
+from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
+
+
+@dataclass(frozen=True, eq=False)
+class PartMatch(Match):
+    """A match in a part of a schedule; `path` is the part, `module_path` the module within the model.
+
+    It stays good while its operations are where they were: later steps elsewhere do not matter.
+    """
+
+    path: str = ""
+    root: str = ""
+    form: int = 0
+    kind: str = ""
+    finder: Finder | None = field(default=None, repr=False)
+    request: Request | None = field(default=None, repr=False)
+    together: tuple[PartMatch, ...] = field(default=(), repr=False)
+    origin: object = field(default=None, repr=False)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of its operations."""
+        return frozenset(node.name for node in self.nodes)
+
+    def __repr__(self) -> str:
+        where = self.module_path or self.path or "the model"
+        listed = ", ".join(node.name for node in self.nodes)
+        return f"Match({self.rule} in {where}: {listed})"
+
+
+class Matches(list[PartMatch]):
+    """Matches in execution order, none overlapping another; `why` tells what came near if there are none."""
+
+    def __init__(self, found: list[PartMatch], why: str = "") -> None:
+        super().__init__(found)
+        self.why = why
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self or not self.why else f"[]  # {self.why}"
+
+
+@dataclass(frozen=True, eq=False)
+class PartRegion(Region):
+    """A region of a part of a schedule."""
+
+    path: str = ""
+    root: str = ""
+    form: int = 0
+    origin: object = field(default=None, repr=False)
+
+
+def in_order(found: list[PartMatch], position: dict[Node, int]) -> list[PartMatch]:
+    """Those that can be had together, by where they end; of two that overlap the larger, else the first."""
+    taken: set[Node] = set()
+    kept: list[PartMatch] = []
+    for match in sorted(found, key=lambda m: (-len(m.nodes), _span(m, position))):
+        if taken.isdisjoint(match.nodes):
+            taken.update(match.nodes)
+            kept.append(match)
+    return sorted(kept, key=lambda m: _span(m, position))
+
+
+def _span(match: PartMatch, position: dict[Node, int]) -> tuple[int, int]:
+    places = [position[node] for node in match.nodes]
+    return max(places), min(places)
+
+
+def why_none(refusals: list[Any]) -> str:
+    """What came nearest, of the refusals of a rule."""
+    if not refusals:
+        return "nothing came near"
+    best = sorted(refusals, key=lambda r: -(r.matched / r.wanted if r.wanted else 0.5))[:3]
+    told = [
+        f"{r.reason} ({r.matched} of {r.wanted} operations matched)" if r.wanted else r.reason for r in best
+    ]
+    return "; ".join(dict.fromkeys(told))
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_LISTED = 5
+
+
+def matching(model: nn.Module, pattern: str) -> tuple[str, ...]:
+    """The paths that a glob names, as `named_modules` lists them; UnknownPart if there are none.
+
+    `*` stands for one part of a path or a piece of it, `**` for any number of parts, `""` for the model itself.
+    """
+    known = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    if pattern == "":
+        return ("",)
+    found = tuple(path for path in known if path and matches_path(pattern, path))
+    if not found:
+        raise UnknownPart(pattern, _near(pattern, known))
+    return found
+
+
+def require_path(model: nn.Module, path: str) -> None:
+    """UnknownPart if a model has no module at a path."""
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        known = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        raise UnknownPart(path, _near(path, known)) from None
+
+
+def _near(pattern: str, known: list[str]) -> list[str]:
+    """Paths that may have been meant, layers folded into one."""
+    folded = sorted({_NUMBER.sub("*", path) for path in known if path})
+    wanted = _NUMBER.sub("*", pattern)
+    last = pattern.rpartition(".")[2]
+    near = dict.fromkeys(nearest(wanted, folded, most=_LISTED))
+    near.update(dict.fromkeys(path for path in folded if path.rpartition(".")[2] == last))
+    return list(near)[:_LISTED] or folded[:_LISTED]
+
+
+def joined(*parts: str) -> str:
+    """Paths one below the other as one."""
+    return ".".join(part for part in parts if part)
+
+
+def around(path: str) -> list[str]:
+    """The paths that a path lies in, itself first and the model last."""
+    found = [path] if path else []
+    while "." in path:
+        path = path.rpartition(".")[0]
+        found.append(path)
+    return [*found, ""]
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """Some paths without those that lie in others of them, each once."""
+    known = dict.fromkeys(paths)
+    return [path for path in known if not any(outer in known for outer in around(path) if outer != path)]
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Whether a path is `outer` or lies below it."""
+    return outer == "" or path == outer or path.startswith(f"{outer}.")
+
+
+def below(path: str, outer: str) -> str:
+    """A path as seen from one it lies in."""
+    return path if outer == "" else path[len(outer) + 1 :]
+
 
 _KIND = re.compile(r"\W+")
 
@@ -34,7 +177,7 @@ class Finder(ABC):
     kind: str
 
     @abstractmethod
-    def look(self, scene: Scene) -> tuple[list[Found], list[Refusal]]:
+    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         """Every match in a graph, and what came near."""
 
     @abstractmethod
@@ -50,7 +193,7 @@ class Finder(ABC):
         """The finder for a part at `scope` of a graph; others than it if what it looks for is told from there."""
         return self
 
-    def find(self, scene: Scene, scope: str) -> tuple[list[Found], str]:
+    def find(self, scene: RuleContext, scope: str) -> tuple[list[PartMatch], str]:
         """Matches with all operations in the module at `scope`, none overlapping, in execution order; why if none."""
         known = scene.fact(_remembered)
         finder = self.seen_from(scope)
@@ -66,7 +209,7 @@ class Finder(ABC):
         return [], why_none(near)
 
 
-def _remembered(scene: Scene) -> dict[Any, tuple[list[Found], list[Refusal]]]:
+def _remembered(scene: RuleContext) -> dict[Any, tuple[list[PartMatch], list[Refusal]]]:
     return {}
 
 
@@ -106,8 +249,8 @@ class ByRule(Finder):
     def identity(self) -> Any:
         return (ByRule, *(_identity(rule) for rule in self.rules))
 
-    def look(self, scene: Scene) -> tuple[list[Found], list[Refusal]]:
-        found: list[Found] = []
+    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+        found: list[PartMatch] = []
         refusals: list[Refusal] = []
         for rule in self.rules:
             for proposal in rule.propose(scene):
@@ -117,7 +260,7 @@ class ByRule(Finder):
                     found.append(self._match(scene, proposal))
         return found, refusals
 
-    def _match(self, scene: Scene, candidate: Candidate) -> Found:
+    def _match(self, scene: RuleContext, candidate: Candidate) -> PartMatch:
         nodes = scene.nodes
         operands = {
             name: Value(nodes[i], scene.value(i), scene.gm) for name, i in (candidate.arguments or {}).items()
@@ -150,13 +293,13 @@ def _identity(rule: Rule) -> Any:
 
 
 def _found(
-    finder: Finder, scene: Scene, members: tuple[Node, ...], outputs: tuple[Node, ...], request: Request
-) -> Found:
+    finder: Finder, scene: RuleContext, members: tuple[Node, ...], outputs: tuple[Node, ...], request: Request
+) -> PartMatch:
     inside = set(members)
     reads = dict.fromkeys(n for m in members for n in m.all_input_nodes if n not in inside)
     at = scene.index.position
     operands = {n.name: Value(n, scene.value(at[n]), scene.gm) for n in reads}
-    return Found(
+    return PartMatch(
         rule=finder.name,
         operands=operands,
         literals={},
@@ -204,8 +347,8 @@ class ByNode(Finder):
         is_operator = isinstance(self.what, (OpOverload, OpOverloadPacket))
         return {"operator": str(self.what)} if is_operator else {"predicate": self.what}
 
-    def look(self, scene: Scene) -> tuple[list[Found], list[Refusal]]:
-        found: list[Found] = []
+    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+        found: list[PartMatch] = []
         for node in scene.nodes:
             if (
                 node.op in ("placeholder", "get_attr", "output")
@@ -266,7 +409,7 @@ class ByModule(Finder):
     def spelled(self) -> dict[str, Any]:
         return {"module": self.what} if isinstance(self.what, type) else {"path": self.what.pattern}
 
-    def look(self, scene: Scene) -> tuple[list[Found], list[Refusal]]:
+    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         calls: dict[str, list[Node]] = {}
         frames: dict[str, Frame] = {}
         for node in scene.nodes:
@@ -287,13 +430,13 @@ class ByModule(Finder):
             return False
         return self.what.search(below(at.path, self.scope)) is not None
 
-    def _match(self, scene: Scene, at: Frame, nodes: list[Node]) -> Found:
+    def _match(self, scene: RuleContext, at: Frame, nodes: list[Node]) -> PartMatch:
         members = tuple(m for n in nodes for m in (n, *(u for u in n.users if is_projection(u))))
         outputs = _outputs(members)
         request = Request(members, self.kind, escapes="output")
         return replace(_found(self, scene, members, outputs, request), module_path=at.path)
 
-    def _nothing(self, scene: Scene) -> str:
+    def _nothing(self, scene: RuleContext) -> str:
         seen = {
             f.bare: below(f.path, self.scope)
             for n in scene.nodes
@@ -320,8 +463,8 @@ class ByRegion(Finder):
     def spelled(self) -> dict[str, Any]:
         return {"region": self.kind}
 
-    def look(self, scene: Scene) -> tuple[list[Found], list[Refusal]]:
-        found: list[Found] = []
+    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+        found: list[PartMatch] = []
         kinds: set[str] = set()
         for node in scene.nodes:
             call = call_of(node.meta)
@@ -344,3 +487,68 @@ def _named(node: Node) -> Iterator[tuple[str, Node]]:
     call = call_of(node.meta)
     for name, number in call.arguments if call is not None else ():
         yield name, cast("Node", node.args[number])
+
+
+_NO_NAME = re.compile(r"\W+")
+
+
+def finder_of(what: Any) -> Finder:
+    """What `find` was given as a finder."""
+    if isinstance(what, Finder):
+        return what
+    if isinstance(what, Rule):
+        return ByRule((what,))
+    if isinstance(what, RuleSet) and len(what):
+        return ByRule(what.rules)
+    if isinstance(what, (OpOverload, OpOverloadPacket)):
+        return ByNode(what)
+    if isinstance(what, type) and issubclass(what, nn.Module):
+        return ByModule(what)
+    if isinstance(what, (str, re.Pattern)):
+        return ByModule(_expression(what))
+    if isinstance(what, nn.Module):
+        raise InvalidArgument(
+            f"find takes a class of modules or a path, not a {type(what).__name__} itself: find({type(what).__name__})."
+        )
+    if callable(what) and not _has_signature(what):
+        raise InvalidArgument(
+            f"find cannot tell what {getattr(what, '__name__', repr(what))} takes; write a function that calls it, or give "
+            f"the operator of torch.ops."
+        )
+    if callable(what):
+        return (
+            ByNode(what) if _is_predicate(what) else ByRule((PatternRule(what, kind=_function_kind(what)),))
+        )
+    raise InvalidArgument(
+        f"find takes a pattern function or rule, a module class, a regular expression on module paths, a predicate "
+        f"on nodes or an operator, not {what!r}."
+    )
+
+
+def _expression(text: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise InvalidArgument(f"{text!r} is not a regular expression on module paths: {error}.") from error
+
+
+def _has_signature(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_predicate(function: Callable[..., Any]) -> bool:
+    """Whether a function looks at one node: its argument is called `node`, or annotated as one."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if len(parameters) != 1:
+        return False
+    only = parameters[0]
+    return only.name == "node" or only.annotation in (Node, "Node", "fx.Node", "torch.fx.Node")
+
+
+def _function_kind(function: Callable[..., Any]) -> str:
+    kind = _NO_NAME.sub("_", getattr(function, "__name__", "pattern")).strip("_")
+    return kind if kind and not kind[0].isdigit() else "pattern"

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from dovetail.errors import InvalidArgument, ScheduleError
-from dovetail.lowering.backend import Backend
-from dovetail.rules.pattern import PatternRule
+from dovetail.lowering.backend_protocol import Backend
+from dovetail.rules.patterns.pattern_rule import PatternRule
 from dovetail.rules.rule import Rule
-from dovetail.scheduling.descriptions import finder_of
-from dovetail.scheduling.finders import ByModule, ByNode, ByRegion, ByRule, Finder
+from dovetail.scheduling.finders import ByModule, ByNode, ByRegion, ByRule, Finder, finder_of
 
 VERSION = 1
 

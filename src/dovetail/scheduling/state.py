@@ -11,13 +11,27 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import ScheduleError
-from dovetail.lowering.forms import Forms, Modes
-from dovetail.scheduling.edits import Edit, Look, PartGraph, Replace
-from dovetail.scheduling.hooks import refuse_hooks
-from dovetail.scheduling.paths import around, below
-from dovetail.scheduling.recording import Call
-from dovetail.scheduling.running import Steps, plain
-from dovetail.scheduling.scenes import Scenes
+from dovetail.rules.rule import RuleContext
+from dovetail.runtime.capture_cache import CaptureCache, Modes
+from dovetail.scheduling.call_recording import RecordedCall
+from dovetail.scheduling.edits import Edit, Look, PartGraph, ReplaceEdit
+from dovetail.scheduling.finders import around, below
+from dovetail.scheduling.installed_forward import ReplayedSteps, plain, refuse_hooks
+
+
+class Scenes:
+    """Graphs as finders see them; what was found in one is remembered as long as it is among the last looked at."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._made: dict[GraphModule, RuleContext] = {}
+
+    def __call__(self, gm: GraphModule) -> RuleContext:
+        scene = self._made.pop(gm, None) or RuleContext(gm)
+        self._made[gm] = scene
+        while len(self._made) > self._most:
+            del self._made[next(iter(self._made))]
+        return scene
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +40,12 @@ class Trace:
 
     path: str
     module: nn.Module
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     captures: tuple[tuple[Modes, GraphModule], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class ScheduleState:
     """Everything that was done so far; each step makes another one, so that taking a step back is easy."""
 
     traces: Mapping[str, Trace] = field(default_factory=dict[str, Trace])
@@ -45,7 +59,7 @@ class State:
         """The traced part that a path lies in."""
         return next((outer for outer in around(path) if outer in self.traces), None)
 
-    def edited(self, edit: Edit, look: Look) -> tuple[State, list[str]]:
+    def edited(self, edit: Edit, look: Look) -> tuple[ScheduleState, list[str]]:
         """The state after an edit, and the names of the regions it made."""
         root = self.root_of(edit.root)
         assert root is not None
@@ -53,7 +67,7 @@ class State:
         part, names = edit.apply(self.graphs[place], root, look)
         return replace(self, graphs={**self.graphs, place: part}, edits=(*self.edits, edit)), names
 
-    def traced(self, traces: Iterable[Trace], look: Look, model: nn.Module) -> State:
+    def traced(self, traces: Iterable[Trace], look: Look, model: nn.Module) -> ScheduleState:
         """The state with more parts traced, none within another; steps on parts within them are done again there."""
         new = {trace.path: trace for trace in traces}
         inner = {path: outer for path in self.traces if (outer := _among(path, new)) is not None}
@@ -106,10 +120,12 @@ class State:
                 f"its steps would be lost there. Undo them first"
             )
 
-    def steps(self, root: str) -> Steps:
+    def steps(self, root: str) -> ReplayedSteps:
         """What does the steps of a traced part on another capture of it."""
         edits = self._by_root.get(root, ())
-        return Steps(Redo(tuple(edits), root), replaces=any(isinstance(e, Replace) for e in edits))
+        return ReplayedSteps(
+            Redo(tuple(edits), root), replaces=any(isinstance(e, ReplaceEdit) for e in edits)
+        )
 
     @cached_property
     def _by_root(self) -> dict[str, list[Edit]]:
@@ -150,10 +166,10 @@ class Redo:
         return Redo(tuple(edit.copied(memo) for edit in self.edits), self.root)
 
 
-def trace_part(path: str, module: nn.Module, calls: Iterable[Call]) -> Trace:
+def trace_part(path: str, module: nn.Module, calls: Iterable[RecordedCall]) -> Trace:
     """Capture a part for each way it is called."""
     refuse_hooks(path, module)
     listed = tuple(calls)
-    forms = Forms(plain(module), Steps(lambda gm: gm), cuda_graphs=False)
+    forms = CaptureCache(plain(module), ReplayedSteps(lambda gm: gm), cuda_graphs=False)
     captures = tuple(forms.captured(call.example.args, call.example.kwargs) for call in listed)
     return Trace(path, module, listed, captures)

@@ -13,11 +13,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail.graph.normalform import op_name
-from dovetail.outlining.requests import Request
+from dovetail.ir.schema import op_name
+from dovetail.outlining.request import Request
 from dovetail.rules.library import ALL
-from dovetail.rules.rule import Candidate, Refusal
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, Refusal, RuleContext
 from tests.rules.library.helpers import assert_references, request_for
 
 NORM = ("rms_norm", "layer_norm")
@@ -69,7 +68,7 @@ class Census:
     """The parts of a model by path, and what was proposed for its graph."""
 
     parts: dict[str, tuple[str, ...]]
-    scene: Scene
+    scene: RuleContext
     candidates: list[Candidate]
     refusals: list[Refusal]
 
@@ -114,7 +113,7 @@ def census(model: nn.Module, graph: GraphModule, extra: dict[str, tuple[str, ...
         name = type(module).__name__
         if path and NOTABLE.search(name) and not name.startswith("BatchNorm"):
             assert path in parts or name in WRAPPERS, f"'{path}' is a {name}: say what it should be found as"
-    scene = Scene(graph)
+    scene = RuleContext(graph)
     told: list[Any] = [p for rule in ALL for p in rule.propose(scene)]
     candidates = [p for p in told if isinstance(p, Candidate)]
     refusals = [p for p in told if isinstance(p, Refusal)]

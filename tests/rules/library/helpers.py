@@ -10,13 +10,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 import dovetail
-from dovetail.lowering.kernels import contract_of
-from dovetail.lowering.unit import unit_of
-from dovetail.lowering.verify import reference_mismatch
-from dovetail.outlining.requests import Request
+from dovetail.lowering.backend_protocol import contract_of
+from dovetail.lowering.compile_unit import unit_of
+from dovetail.lowering.verify_region import reference_mismatch
+from dovetail.outlining.request import Request
 from dovetail.rules.library import KINDS
-from dovetail.rules.rule import Candidate, Refusal, Rule
-from dovetail.rules.scene import Scene
+from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal
 
 Model = Callable[..., Any]
@@ -27,7 +26,7 @@ def graph_of(model: Model, inputs: tuple[Any, ...]) -> GraphModule:
 
 
 def proposals(rules: Rule | Iterable[Rule], graph: GraphModule) -> list[Candidate | Refusal]:
-    scene = Scene(graph)
+    scene = RuleContext(graph)
     return [p for rule in ([rules] if isinstance(rules, Rule) else rules) for p in rule.propose(scene)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dovetail.rules.library.attention import (
+from dovetail.rules.library.attention_variants import (
     attention,
     attention_by_hand,
     attention_causal,

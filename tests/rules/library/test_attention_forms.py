@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.rules.library import ATTENTION
-from dovetail.rules.library.attention_forms import attention_of_batches
+from dovetail.rules.library.attention_variants import attention_of_batches
 from dovetail.rules.rule import Refusal
 from tests.rules.library.helpers import candidates, found, graph_of, proposals, why
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail.rules.library import ATTENTION
-from dovetail.rules.library.attention import (
+from dovetail.rules.library.attention_variants import (
     attention_by_hand,
     attention_causal,
     attention_einsum,

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import dovetail
 from dovetail.errors import RuleError
-from dovetail.lowering.unit import unit_of
-from dovetail.lowering.verify import reference_mismatch
-from dovetail.outlining.requests import Request
+from dovetail.lowering.compile_unit import unit_of
+from dovetail.lowering.verify_region import reference_mismatch
+from dovetail.outlining.request import Request
 from dovetail.rules.library import ALL, KINDS
-from dovetail.rules.library.known import Kind, kind, known
+from dovetail.rules.library.library_rule import Kind, kind, known
 from tests.guides import ROOT
 
 

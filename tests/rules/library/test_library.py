@@ -15,10 +15,9 @@ from torch.fx import GraphModule, symbolic_trace
 import dovetail
 from dovetail.rules import library
 from dovetail.rules.library import ALL
-from dovetail.rules.library.known import Known
-from dovetail.rules.pattern import PatternRule
-from dovetail.rules.rule import Candidate, RuleSet
-from dovetail.rules.scene import Scene
+from dovetail.rules.library.library_rule import LibraryRule
+from dovetail.rules.patterns.pattern_rule import PatternRule
+from dovetail.rules.rule import Candidate, RuleContext, RuleSet
 from tests.rules.library.helpers import candidates, graph_of, proposals
 
 PATTERNS = [rule for rule in ALL if isinstance(rule, PatternRule)]
@@ -51,18 +50,18 @@ def test_importing_traces_nothing_and_a_graph_without_the_operators_neither() ->
     script = """
 import torch, dovetail
 from dovetail.rules.library import ALL
-from dovetail.rules.pattern import PatternRule
-from dovetail.rules.scene import Scene
+from dovetail.rules.patterns.pattern_rule import PatternRule
+from dovetail.rules.rule import RuleContext
 
 def traced():
     return [r.name for r in ALL if isinstance(r, PatternRule) and "examples" in vars(r.variants)]
 
 assert not traced(), traced()
 graph = dovetail.capture(lambda x: torch.sort(x).values.cumsum(0), (torch.randn(4),))
-assert not [p for rule in ALL for p in rule.propose(Scene(graph))]
+assert not [p for rule in ALL for p in rule.propose(RuleContext(graph))]
 assert not traced(), traced()
 graph = dovetail.capture(lambda x: torch.softmax(x, 0), (torch.randn(4),))
-assert [p.kind for rule in ALL for p in rule.propose(Scene(graph))] == ["softmax"]
+assert [p.kind for rule in ALL for p in rule.propose(RuleContext(graph))] == ["softmax"]
 assert traced() == ["softmax"], traced()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -137,7 +136,7 @@ def test_a_near_miss_of_what_every_graph_has_is_not_told() -> None:
 
 
 def test_what_was_looked_for_once_is_not_looked_for_again() -> None:
-    scene = Scene(graph_of(Block(), (torch.randn(2, 6, 16),)))
+    scene = RuleContext(graph_of(Block(), (torch.randn(2, 6, 16),)))
     rule = library.NORMS["layer_norm"]
     assert rule.propose(scene) is rule.propose(scene)
 
@@ -148,7 +147,7 @@ def test_nothing_is_said_of_what_no_rule_knows() -> None:
 
 
 def test_rules_say_what_they_need_in_names_of_operators() -> None:
-    known = [rule for rule in ALL if isinstance(rule, Known)]
+    known = [rule for rule in ALL if isinstance(rule, LibraryRule)]
     assert known
     for rule in known:
         for word in rule.needs:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.lowering.unit import unit_of
-from dovetail.lowering.verify import reference_mismatch
+from dovetail.lowering.compile_unit import unit_of
+from dovetail.lowering.verify_region import reference_mismatch
 from dovetail.rules.library.norms import (
     add_layer_norm,
     add_rms_norm,

@@ -8,13 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.library.rotary import (
-    rotary,
-    rotary_cached,
-    rotary_complex,
-    rotary_pair,
-    rotary_split,
-)
+from dovetail.rules.library.rotary import rotary, rotary_cached, rotary_complex, rotary_pair, rotary_split
 from tests.rules.library.helpers import (
     candidates,
     found,

@@ -8,20 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.rules.library.known import kind, known
-from dovetail.rules.library.steps import (
+from dovetail.rules.library.library_rule import (
     GELU_NAMES,
     Step,
     activate,
     approximation,
     close_to,
     gelu_constants,
+    kind,
+    known,
     real_numbers,
     relu6,
     with_gelu,
 )
-from dovetail.rules.matching.choices import Const, either
-from dovetail.rules.matching.match import Match
+from dovetail.rules.patterns.alternatives import Const, either
+from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 AnyShape = Annotated[Tensor, "any shape"]
@@ -140,6 +141,5 @@ def sixth_is_a_sixth(match: Match) -> Decline | None:
 
 
 ACTIVATIONS = RuleSet(softmax, gelu, sigmoid, hard_sigmoid)
-
 for _rule in (softmax, gelu, sigmoid, hard_sigmoid):
     _rule.guard(real_numbers)

@@ -1,112 +1,493 @@
-"""Attention: the operator, and softmax(QKᵀ)V by hand in its usual forms."""
+"""Attention as a kind, and the steps of one that is written out, in their usual spellings."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
-from dovetail.rules.library.attention_forms import (
-    attention_causal,
-    attention_einsum,
-    attention_of_batches,
-    attention_of_columns,
-    attention_with_sinks,
-)
-from dovetail.rules.library.attention_misses import AttentionUnusual
-from dovetail.rules.library.attention_steps import (
-    BIAS,
-    KV,
-    MASK,
-    SCALAR,
-    SHARED,
-    Q,
-    Steps,
-    attention_attrs,
-    attention_kind,
-    can_be_said,
-    columns_of,
-    shared,
-    with_steps,
-)
-from dovetail.rules.library.known import known
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.rule import RuleSet
+from dovetail.ir.graph_module import attribute
+from dovetail.ir.schema import as_number, by_name, op_name, value_of
+from dovetail.rules.library.library_rule import broadcasts, has, kind, taking
+from dovetail.rules.patterns.alternatives import either, optional
+from dovetail.rules.patterns.match_state import Match, Value
+from dovetail.rules.patterns.template import Unproven
+from dovetail.rules.rule import Decline
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
-@known(
-    attention_kind,
-    needs=(
-        "scaled_dot_product_attention|_scaled_dot_product_flash_attention_for_cpu"
-        "|_scaled_dot_product_flash_attention|_scaled_dot_product_efficient_attention"
-        "|_scaled_dot_product_cudnn_attention|_scaled_dot_product_fused_attention_overrideable|_softmax"
-    ),
-    attrs_of=attention_attrs,
-    examples=[(Q, SHARED, SHARED, MASK), (Q, KV, KV, MASK)],
-)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    dropout: Any = Const(0.1202),
-    causal: Any = Const(False),
-    scale: Any = Const(0.2503),
-    grouped: Any = Const(False),
+def example(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without data, to show a pattern's operands."""
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+Q, KV, SHARED = example(2, 4, 8, 16), example(2, 4, 8, 16), example(2, 2, 8, 16)
+MASK = example(2, 1, 8, 8, dtype=torch.bool)
+
+# Of one element, so that it broadcasts at every rank that is tried.
+BIAS, SCALAR = example(1, 1), example()
+Scores = Annotated[Tensor | None, "broadcast to the scores [..., queries, keys]"]
+_DRAWS = "one dropout mask of the shape of the scores, as one random operation"
+
+
+@kind("attention", version=4, draws=_DRAWS, rounds_to="v")
+def attention_kind(
+    q: Annotated[Tensor, "[..., heads, queries, width]"],
+    k: Annotated[Tensor | None, "[..., heads / groups, keys, width]"] = None,
+    v: Annotated[Tensor | None, "[..., heads / groups, keys, value width]"] = None,
+    mask: Scores = None,
+    bias: Scores = None,
+    columns: Annotated[Tensor | None, "[..., width, keys], instead of k"] = None,
+    mask_4d: Annotated[
+        Tensor | None, "[batch, heads or 1, queries, keys], q being [batch * heads, ...]"
+    ] = None,
+    filler: Annotated[Tensor | None, "[]: a tensor instead of mask_value"] = None,
+    second_bias: Annotated[Tensor | None, "as bias, added after it"] = None,
+    sinks: Annotated[Tensor | None, "[heads]: scores of one more key without a value"] = None,
+    sink_column: Annotated[Tensor | None, "[..., queries, 1], instead of sinks"] = None,
+    factor: Annotated[Tensor | None, "[]: a tensor that multiplies the scaled scores"] = None,
+    divisor: Annotated[Tensor | None, "[]: a tensor that divides the scaled scores"] = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    mask_type: str = "none",
+    mask_value: float | None = None,
+    bias_after_mask: bool = False,
+    bias_before_scale: bool = False,
+    softcap: float | None = None,
+    groups: int = 1,
+    equations: list[str] | None = None,
+    safe_softmax: bool = False,
 ) -> Tensor:
-    """The attention operator; where heads of keys and values are repeated for it, that too."""
-    keys, values = shared(q, k, v)
-    attend = F.scaled_dot_product_attention
+    """dropout(softmax(scale * QKᵀ + mask)) V; `scale` None is one over the root of the width.
+
+    A mask is "additive", "subtracted", or boolean: scores where a "keep" mask is False, or a "hide" mask True, become
+    `mask_value`, None for -inf. `causal` hides keys after the query's own position, counted from the first: their
+    scores become `mask_value`, or have it added if the mask is "additive". `softcap` c replaces scores s by
+    c * tanh(s / c) before bias and mask. With `bias_before_scale` the biases are added to the product and scaled with it.
+    `sinks` take part in the softmax as the scores of one more key, whose weights are dropped. `equations` are the einsums of the two products where q, k, v and the result
+    are laid out otherwise: i, j, d, e stand for queries, keys, width and value width. With `safe_softmax` a row of
+    scores that are all -inf gives zeros, otherwise NaN; without any mask, which only infinite scores bring about, it is
+    not specified which. Weights are rounded to the dtype of the values.
+    """
+    keys = cast("Tensor", k) if columns is None else columns.transpose(-1, -2)
+    values = cast("Tensor", v)
+    if groups > 1:
+        keys, values = (x.repeat_interleave(groups, dim=-3) for x in (keys, values))
+    biases = [x for x in (bias, second_bias) if x is not None]
+    scores = torch.einsum(equations[0], q, keys) if equations else q @ keys.transpose(-1, -2)
+    if bias_before_scale:
+        scores = sum(biases, scores)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if factor is None else scores * factor
+    scores = scores if divisor is None else scores / divisor
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if not bias_after_mask and not bias_before_scale:
+        scores = sum(biases, scores)
+    shape = scores.shape
+    if mask_4d is not None:
+        scores, mask = scores.reshape(mask_4d.shape[0], -1, *shape[1:]), mask_4d
+    hidden: Any = -math.inf if mask_value is None else mask_value
+    if mask is not None:
+        kept = mask if mask_type == "keep" else ~mask if mask_type == "hide" else None
+        added = -mask if mask_type == "subtracted" else mask
+        scores = (
+            scores + added
+            if kept is None
+            else torch.where(kept, scores, hidden if filler is None else filler)
+        )
+    if causal:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = torch.where(later, scores + hidden if mask_type == "additive" else hidden, scores)
+    scores = scores.reshape(shape) if mask_4d is not None else scores
+    if bias_after_mask:
+        scores = sum(biases, scores)
+    if sinks is not None:
+        sink_column = sinks.reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    if sink_column is not None:
+        weights = torch.softmax(torch.cat([scores, sink_column], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    if safe_softmax:
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    weights = F.dropout(weights.to(values.dtype), dropout)
+    return torch.einsum(equations[1], weights, values) if equations else weights @ values
+
+
+def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as they are, or each head of them repeated for its group of query heads."""
+
+    def count() -> int:
+        groups = q.shape[1] // k.shape[1] if q.dim() == k.dim() == 4 else 1
+        if groups < 2:
+            raise ValueError("heads come in no groups")
+        return groups
+
+    def spread(x: Tensor) -> Tensor:
+        groups = count()
+        batch, heads, length, width = x.shape
+        wide = x[:, :, None].expand(batch, heads, groups, length, width)
+        return wide.reshape(batch, heads * groups, length, width)
+
     return either(
-        lambda: attend(q, keys, values, mask, dropout, False, scale=scale, enable_gqa=grouped),
-        lambda: attend(q, keys, values, None, dropout, causal, scale=scale, enable_gqa=grouped),
+        lambda: (k, v),
+        lambda: (spread(k), spread(v)),
+        lambda: (k.repeat_interleave(count(), dim=1), v.repeat_interleave(count(), dim=1)),
     )
 
 
-@known(
-    attention_kind,
-    needs="softmax|_softmax|exp matmul|bmm|mm",
-    attrs_of=attention_attrs,
-    examples=[(Q, keys, keys, MASK, BIAS, SCALAR, BIAS, SCALAR, SCALAR) for keys in (SHARED, KV)],
-)
-@with_steps
-def attention_by_hand(
-    steps: Steps,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor,
-    filler: Tensor,
-    second_bias: Tensor,
-    factor: Tensor,
-    divisor: Tensor,
-    cap: Any = Const(30.5),
-) -> Tensor:
-    """softmax(QKᵀ)V from its steps; scores may be capped, a bias added to them, and a mask laid over them."""
-    keys, values = shared(q, k, v)
-    columns = columns_of(keys)
-    plain = optional(steps.scaled(q, columns, factor, divisor), lambda x: torch.tanh(x / cap) * cap)
-    hiding = either(
-        lambda: torch.where(mask, plain, filler) + bias,
-        lambda: torch.where(mask, plain, filler),
-        lambda: steps.laid(q @ columns, plain, mask, bias, second_bias),
+def columns_of(k: Tensor) -> Tensor:
+    """Kᵀ."""
+    rank = k.dim()
+    return either(lambda: k.transpose(-1, -2), lambda: k.permute(*range(rank - 2), rank - 1, rank - 2))
+
+
+def _scalar(x: Tensor) -> Tensor:
+    """A tensor that scales all scores alike."""
+    if x.dim():
+        raise Unproven("its scores are scaled by a tensor with dimensions, not by a literal or a scalar")
+    return x
+
+
+@dataclass(frozen=True)
+class ScoreSteps:
+    """What is done to scores on their way from one product to the next, with the literals in it."""
+
+    scale: Any
+    root: Any
+    hidden: Any
+    dropout: Any
+    late_scale: Any = None
+    late_root: Any = None
+    relax: Any = None
+
+    def scaled(
+        self, q: Tensor, columns: Tensor, factor: Tensor, divisor: Tensor, multiply: Product = torch.matmul
+    ) -> Tensor:
+        """A product with its scale: on itself, on one of its factors, or nowhere near."""
+        return either(
+            lambda: multiply(q, columns) * self.scale,
+            lambda: multiply(q, columns) / self.root,
+            lambda: multiply(q * self.scale, columns),
+            lambda: multiply(q / self.root, columns),
+            lambda: multiply(q, columns * self.scale),
+            lambda: multiply(q, columns) * _scalar(factor),
+            lambda: multiply(q, columns) / _scalar(divisor),
+            lambda: multiply(q * _scalar(factor), columns),
+            lambda: multiply(q / _scalar(divisor), columns),
+            lambda: multiply(q, columns / _scalar(divisor)),
+            lambda: multiply(q, columns),
+        )
+
+    def laid(self, product: Tensor, plain: Tensor, mask: Tensor, bias: Tensor, second_bias: Tensor) -> Tensor:
+        """Scores with their biases and their mask; a bias may be scaled along with the `product` it is added to."""
+
+        def biased(x: Tensor) -> Tensor:
+            total = x + bias
+            return either(lambda: total + second_bias, lambda: total + 0, lambda: total)
+
+        def late(x: Tensor) -> Tensor:
+            return either(lambda: x * self.late_scale, lambda: x / self.late_root)
+
+        # The first is what stands here where another alternative is taken below: it needs no bias.
+        shown = either(
+            lambda: plain,
+            lambda: plain + 0,
+            lambda: biased(plain),
+            lambda: late(biased(product)),
+        )
+        return either(
+            lambda: self.masked(shown, mask),
+            lambda: self.masked(plain, mask) + bias,
+            lambda: late(self.filled(product, mask)),
+            lambda: shown,
+        )
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Scores with a mask added, subtracted, or filled in where it is set."""
+        return either(lambda: x + mask, lambda: x - mask, lambda: self.filled(x, mask))
+
+    def filled(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Scores replaced by a value where a boolean mask is set, or is not."""
+        return either(
+            lambda: x.masked_fill(mask, self.hidden),
+            lambda: torch.where(mask, x, self.hidden),
+            lambda: torch.where(mask, self.hidden, x),
+            lambda: torch.where(mask, x, torch.full([], self.hidden, dtype=x.dtype, device=x.device)),
+        )
+
+    def weights(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The softmax of scores, in float32 or not, with dropout or without."""
+
+        def by_hand() -> Tensor:
+            powers = torch.exp(x - largest(x))
+            return powers / powers.sum(-1, keepdim=True)
+
+        def relaxed() -> Tensor:
+            # As CogView has it: the same scores, which cannot overflow in float16.
+            small = x / self.relax
+            return (small - largest(small)) * self.relax
+
+        # A shift by the largest score is tried before a mask that is subtracted.
+        shifted = either(lambda: x - largest(x), relaxed, lambda: x)
+        return self.dropped(either(lambda: softmax_of(shifted, dtype), by_hand))
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """Weights with dropout or without."""
+        return optional(weights, lambda w: F.dropout(w, self.dropout))
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest score of each row."""
+    return either(
+        lambda: x.amax(-1, keepdim=True),
+        lambda: x.max(-1, keepdim=True).values,
+        lambda: x.amax(-1).unsqueeze(-1),
+        lambda: x.max(-1).values.unsqueeze(-1),
     )
-    return steps.weights(hiding, v.dtype) @ values
 
 
-attention.guard(can_be_said)
-attention_by_hand.guard(can_be_said)
+def softmax_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The softmax of each row, in float32 or not."""
+    return either(
+        lambda: torch.softmax(x, -1),
+        lambda: torch.softmax(x, -1, dtype=torch.float32).to(dtype),
+        lambda: torch.softmax(x.float(), -1).to(dtype),
+    )
 
-_PATTERNS = (
-    attention,
-    attention_by_hand,
-    attention_of_columns,
-    attention_of_batches,
-    attention_causal,
-    attention_einsum,
-    attention_with_sinks,
-)
-ATTENTION = RuleSet(*_PATTERNS, AttentionUnusual(_PATTERNS))
+
+_PLAIN = {"scale": 0.2503, "root": 4.2, "hidden": -1e9, "dropout": 0.1202}
+_LATE, _RELAXED = {"late_scale": 0.3504, "late_root": 4.3}, {"relax": 32.6}
+with_steps = taking("steps", {**_PLAIN, **_LATE, **_RELAXED}, ScoreSteps)
+"""Hands a pattern the `Steps`, whose literals `attention_attrs` and `can_be_said` read."""
+with_steps_scaled_first = taking("steps", {**_PLAIN, **_RELAXED}, ScoreSteps)
+"""As `with_steps`, for a pattern that has no `laid` scores."""
+with_steps_as_they_are = taking("steps", {**_PLAIN, **_LATE}, ScoreSteps)
+"""As `with_steps`, for a pattern that has no `weights` of theirs."""
+_NEAR = 4
+
+# Beyond it float16 scores of ordinary size become subnormal.
+_MOST_RELAXED = 1024
+_SWALLOWS_SCORES = torch.finfo(torch.bfloat16).min
+
+
+def _operand(match: Match, *names: str) -> Value | None:
+    return next((found for name in names if (found := match.operands.get(name)) is not None), None)
+
+
+def _groups(match: Match) -> int:
+    if "inward" in match:
+        return 1  # an einsum may have its heads anywhere, and cannot share them
+    heads = _heads(match)
+    return heads[0] // heads[1] if heads else 1
+
+
+def _heads(match: Match) -> tuple[int, ...]:
+    """The heads of queries, keys and values as [batch, heads, ...]; empty where they are the same, or laid out else."""
+    bound = [match["q"], _operand(match, "k", "columns"), match["v"]]
+    if any(value is None or value.ndim != 4 for value in bound):
+        return ()
+    sizes = [value.shape[1] for value in bound if value is not None]
+    if len({str(n) for n in sizes}) == 1:
+        return ()
+    return tuple(as_number(n) or 0 for n in sizes)
+
+
+def heads_are_grouped(match: Match) -> Decline | None:
+    """Refuse key and value heads that query heads are not known to share alike."""
+    heads = () if "inward" in match else _heads(match)
+    if not heads or (heads[1] == heads[2] and heads[1] and heads[0] % heads[1] == 0):
+        return None
+    return Decline(f"query heads do not share the heads of keys and values alike ({heads})", at=match["q"])
+
+
+def _mask_type(match: Match) -> str:
+    mask = _operand(match, "mask", "mask_4d")
+    if mask is None:
+        # What scores of ordinary size are lost in is as good as filled in, in rows that keep one score at least.
+        added = match.rule == "attention_causal" and has(match, "add")
+        return "additive" if added and match.literals["hidden"] > _SWALLOWS_SCORES else "none"
+    if match.rule == "attention":
+        return "keep" if mask.dtype == torch.bool else "additive"
+    if has(match, "masked_fill"):
+        return "hide"
+    choices = [node for node in match.nodes if op_name(node.target) == "where"]
+    if not choices:
+        subtracted = any(by_name(node).get("other") is mask.aten for node in _named(match, "sub"))
+        return "subtracted" if subtracted else "additive"
+    # What masked scores become is a number, or a tensor without dimensions; scores have some.
+    chosen = value_of(by_name(choices[0]).get("self"))
+    return "keep" if isinstance(chosen, Tensor) and chosen.dim() else "hide"
+
+
+def _bias_after_mask(match: Match) -> bool:
+    """Whether a bias is added to scores that a boolean mask was applied to."""
+    bias, inside = _operand(match, "bias"), set(match.nodes)
+    sums = [user for user in bias.users if user in inside] if bias is not None else []
+    read = {op_name(n.target) for node in sums for n in node.all_input_nodes if n in inside}
+    return bool(read & {"masked_fill", "where"})
+
+
+def _named(match: Match, name: str) -> list[Node]:
+    return [node for node in match.aten if op_name(node.target) == name]
+
+
+def _late(match: Match) -> float | None:
+    """The scale of scores that something was added to or filled into before."""
+    if "late_root" in match.literals:
+        return 1.0 / float(match.literals["late_root"])
+    return match.literals.get("late_scale")
+
+
+def _hidden(match: Match) -> float | None:
+    """What masked scores become, where a mask is boolean or causal."""
+    filler = match.operands.get("filler")
+    if filler is not None and filler.is_constant and not filler.ndim:
+        return float(attribute(filler.owner, str(filler.node.target)))
+    hidden, late = match.literals.get("hidden"), _late(match)
+    if hidden is None or late is None or _operand(match, "bias") is not None:
+        return hidden
+    return hidden * late  # it is scaled with the scores that stay
+
+
+def attention_attrs(match: Match) -> Mapping[str, Any]:
+    """The attributes of any attention, from the literals of its pattern and the operations matched."""
+    literals = match.literals
+    late = _late(match)
+    scale = literals.get("scale")
+    if late is not None:
+        scale = late
+    elif "root" in literals:
+        scale = 1.0 / float(literals["root"])
+    elif "scale" not in literals:
+        scale = 1.0
+    hidden = None if match.operands.get("filler") is not None else _hidden(match)
+    return {
+        "scale": scale,
+        "causal": bool(literals.get("causal", match.rule == "attention_causal")),
+        "dropout": literals.get("dropout", 0.0),
+        "mask_type": _mask_type(match),
+        "mask_value": None if hidden is None or math.isinf(hidden) else hidden,
+        "bias_after_mask": _bias_after_mask(match),
+        "bias_before_scale": late is not None and _operand(match, "bias") is not None,
+        "softcap": literals.get("cap"),
+        "groups": _groups(match),
+        "equations": equations_of(literals["inward"], literals["outward"]) if "inward" in literals else None,
+        # Without a mask no row of scores is hidden as a whole.
+        "safe_softmax": match.rule == "attention" and match.operands.get("mask") is not None,
+    }
+
+
+def equations_of(inward: str, outward: str) -> list[str] | None:
+    """Two einsums in canonical letters: i, j, d, e for queries, keys, width, value width, and a, b, c, ... for the rest.
+
+    None where they are the plain products over the last two dimensions.
+    """
+    (q, k, scores), (weights, v, result) = einsum_terms(inward), einsum_terms(outward)
+    canonical = {next(iter(set(q) - set(k))): "i", next(iter(set(k) - set(q))): "j"}
+    canonical[next(iter((set(q) & set(k)) - set(scores)))] = "d"
+    names = iter(c for c in "abcfghklmnopqrstuvwxyz")
+    for letter in scores:
+        if letter not in canonical:
+            canonical[letter] = next(names)
+    second = {letter: canonical[own] for letter, own in zip(weights, scores, strict=True)}
+    extra = [letter for letter in v if letter not in second]
+    second.update(zip(extra, "e" if len(extra) == 1 else [next(names) for _ in extra], strict=True))
+    q, k, scores = ("".join(canonical[c] for c in term) for term in (q, k, scores))
+    v, result = ("".join(second[c] for c in term) for term in (v, result))
+    batch = scores[:-2]
+    plain = (f"{batch}id", f"{batch}jd", f"{batch}ij", f"{batch}je", f"{batch}ie")
+    return None if (q, k, scores, v, result) == plain else [f"{q},{k}->{scores}", f"{scores},{v}->{result}"]
+
+
+def einsum_terms(equation: str) -> list[str]:
+    """The letters of each operand and of the result; empty for an equation with an ellipsis."""
+    plain = equation.replace(" ", "")
+    return [] if "." in plain else plain.replace("->", ",").split(",")
+
+
+def can_be_said(match: Match) -> Decline | None:
+    """Refuse a scale that is no number, a mask that hides nothing, and heads that are not shared alike."""
+    if 0 in (match.literals.get("root"), match.literals.get("late_root")):
+        return Decline("its scores are divided by zero")
+    relax = match.literals.get("relax", 1)
+    if not 1 <= relax <= _MOST_RELAXED:
+        return Decline(
+            f"its scores are divided by {relax!r} ahead of the softmax, and may be lost in rounding"
+        )
+    for name in ("factor", "divisor"):
+        value = match.operands.get(name)
+        if value is not None and value.dtype.is_complex:
+            return Decline(f"its scores are scaled by '{value.name}', which is {value.dtype}", at=value)
+    filler = match.operands.get("filler")
+    if filler is not None and (filler.ndim or not filler.is_constant):
+        return Decline("what masked scores become is not known", at=filler)
+    hidden = _hidden(match)
+    if hidden is not None and not hidden <= -1e3:
+        return Decline(f"masked scores become {hidden!r}: they still count")
+    if hidden is not None and math.isfinite(hidden) and hidden < torch.finfo(match["q"].dtype).min:
+        return Decline(f"masked scores become {hidden!r}, which overflows {match['q'].dtype}")
+    return _mask_is_given(match) or heads_are_grouped(match) or _sizes_agree(match) or _draws_in_order(match)
+
+
+def _mask_is_given(match: Match) -> Decline | None:
+    """Refuse what is subtracted from scores and computed from them: a shift, not a mask."""
+    mask, inside = _operand(match, "mask", "mask_4d"), set(match.nodes)
+    reached = [mask.node] if mask is not None and _mask_type(match) == "subtracted" else []
+    for _ in range(_NEAR):
+        if inside.intersection(reached):
+            return Decline("what is subtracted from its scores is computed from them", at=mask)
+        reached = [n for node in reached for n in node.all_input_nodes]
+    return None
+
+
+def _sizes_agree(match: Match) -> Decline | None:
+    """Refuse queries, keys and values that broadcast over each other, save for heads, and masks that enlarge the scores."""
+    q, k, v = match["q"], _operand(match, "k", "columns"), match["v"]
+    assert k is not None
+    *operands, result = _letters(match, k)
+    sizes: dict[str, Any] = {}
+    for value, letters in zip((q, k, v), operands, strict=True):
+        if value.ndim != len(letters):
+            return Decline(f"'{value.name}' has {value.ndim} dimensions, not {len(letters)}", at=value)
+        if broadcasts(
+            value.shape, [sizes.setdefault(c, n) for c, n in zip(letters, value.shape, strict=True)]
+        ):
+            return Decline(f"the sizes of '{value.name}' are not those of the others", at=value)
+    if broadcasts(match.outputs[0].meta["val"].shape, [sizes[letter] for letter in result]):
+        return Decline("its result is not of the sizes of queries and values: a mask enlarges the scores")
+    return None
+
+
+def _letters(match: Match, k: Value) -> tuple[Sequence[str], ...]:
+    """A letter for each dimension of queries, keys, values and result, the same one where sizes must agree."""
+    if "inward" in match:
+        (q, keys, scores), (weights, v, result) = (
+            einsum_terms(match[name]) for name in ("inward", "outward")
+        )
+        second = dict(zip(weights, scores, strict=True))
+        return q, keys, *([second.get(c, f"value {c}") for c in term] for term in (v, result))
+    batch = [f"batch {i}" for i in range(max(match["q"].ndim - 2, 0))]
+    shared = [*batch[:-1], "shared"] if _heads(match) else batch
+    keys = ["d", "j"] if "columns" in match and k is match["columns"] else ["j", "d"]
+    return [*batch, "i", "d"], [*shared, *keys], [*shared, "j", "e"], [*batch, "i", "e"]
+
+
+def _draws_in_order(match: Match) -> Decline | None:
+    """Refuse a dropout of weights that are laid out in another order: random numbers are drawn in that of memory."""
+    for node in match.nodes:
+        if op_name(node.target) in ("native_dropout", "dropout"):
+            weights = value_of(by_name(node).get("input"))
+            # A part of a larger tensor is not, but what is drawn for it is.
+            if isinstance(weights, Tensor) and not torch.empty_like(weights).is_contiguous():
+                return Decline("its dropout draws for weights that are not contiguous", at=node)
+    return None

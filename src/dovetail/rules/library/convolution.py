@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
-from dovetail.graph.normalform import by_name, op_name
-from dovetail.rules.library.known import Known, broadcasts, has, kind, known, results_by_position
-from dovetail.rules.library.steps import SIMPLE, activate, approximation
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.matching.match import Match
-from dovetail.rules.matching.shadow import shadow_of
-from dovetail.rules.rule import Decline, RuleSet
-from dovetail.rules.scene import Scene
+from dovetail.ir.schema import as_number, by_name, op_name, value_of
+from dovetail.rules.library.library_rule import (
+    SIMPLE,
+    LibraryRule,
+    Step,
+    activate,
+    activation_name,
+    approximation,
+    broadcasts,
+    gelu_constants,
+    has,
+    kind,
+    known,
+    real_numbers,
+    results_by_position,
+    with_gelu,
+)
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.match_state import Match
+from dovetail.rules.patterns.normalized_graph import normalized_graph_of
+from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal, Rule, RuleContext, RuleSet
 
 _CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 _ACTIVATIONS = "|".join(["gelu", "leaky_relu", *(operators for operators, _ in SIMPLE.values())])
-
-
 Images = Annotated[Tensor, "[batch, in, *spatial], the batch perhaps absent"]
 Kernel = Annotated[Tensor, "[out, in / groups, *window]"]
 Channels = Annotated[Tensor | None, "[out]"]
@@ -179,13 +192,13 @@ def _examples(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _tensor(*image), _tensor(*kernel), _tensor(8), _tensor(2, 8, *[1] * rank)
 
 
-def _pads_by_word(scene: Scene) -> bool:
+def _pads_by_word(scene: RuleContext) -> bool:
     """Whether there is a convolution whose padding is a word, "same" or "valid": an operator of its own."""
-    targets = scene.fact(shadow_of).by_target
+    targets = scene.fact(normalized_graph_of).by_target
     return any(getattr(target, "_overloadname", "") == "padding" for target in targets)
 
 
-def _convolution_rules(rank: int, *, word: bool) -> list[Known]:
+def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
     x, kernel, vector, stream = _examples(rank)
     ones: list[int] = [1] * rank
     shown: Any = "valid" if word else [0] * rank
@@ -326,3 +339,123 @@ CONVOLUTION = RuleSet(
     *(rule for word in (False, True) for rank in (1, 2, 3) for rule in _convolution_rules(rank, word=word)),
     conv_grad,
 )
+Grid = tuple[int, int]
+_TURNS = frozenset({"transpose", "permute"})
+
+
+@kind("mix_ffn")
+def mix_ffn_kind(
+    x: Annotated[Tensor, "[batch, height * width, in]"],
+    weight: Annotated[Tensor, "[hidden, in]"],
+    conv_weight: Annotated[Tensor, "[hidden, 1, rows, columns]"],
+    out_weight: Annotated[Tensor, "[out, hidden]"],
+    bias: Annotated[Tensor | None, "[hidden]"] = None,
+    conv_bias: Annotated[Tensor | None, "[hidden]"] = None,
+    out_bias: Annotated[Tensor | None, "[out]"] = None,
+    *,
+    grid: list[int],
+    activation: str | None,
+) -> Tensor:
+    """A product, a convolution of each channel over the tokens as an image of `grid` sizes, and a second product.
+
+    The convolution is padded by half its kernel, and the `activation` comes ahead of the second product.
+    """
+    hidden = F.linear(x, weight, bias)
+    image = hidden.transpose(1, 2).reshape(x.shape[0], -1, *grid)
+    padding = [size // 2 for size in conv_weight.shape[2:]]
+    mixed = F.conv2d(image, conv_weight, conv_bias, padding=padding, groups=conv_weight.shape[0])
+    return F.linear(activate(mixed.flatten(2).transpose(1, 2), activation), out_weight, out_bias)
+
+
+@functools.cache
+def _of_grid(height: int, width: int) -> LibraryRule:
+    """The rule for one grid: a reshape has its sizes as numbers, not as operands."""
+    tokens = torch.empty(2, height * width, 16, device="meta")
+    square, vector = torch.empty(16, 16, device="meta"), torch.empty(16, device="meta")
+
+    @known(
+        mix_ffn_kind,
+        name="mix_ffn",
+        needs="linear conv2d transpose|permute",
+        attrs_of=lambda m: {
+            "grid": [height, width],
+            "activation": activation_name(m),
+        },
+        examples=[
+            (tokens, square, vector, torch.empty(16, 1, 3, 3, device="meta"), vector, square, vector),
+        ],
+    )
+    @with_gelu
+    def mix_ffn(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor,
+        out_weight: Tensor,
+        out_bias: Tensor,
+        gelu: Step,
+    ) -> Tensor:
+        batch, channels = x.shape[0], weight.shape[0]
+        hidden = either(lambda: F.linear(x, weight, bias), lambda: F.linear(x, weight))
+        turned = either(lambda: hidden.transpose(1, 2), lambda: hidden.permute(0, 2, 1))
+        image = turned.reshape(batch, channels, height, width)
+        padding = [size // 2 for size in conv_weight.shape[2:]]
+        mixed = either(
+            lambda: F.conv2d(image, conv_weight, conv_bias, 1, padding, 1, channels),
+            lambda: F.conv2d(image, conv_weight, None, 1, padding, 1, channels),
+        )
+        flat = mixed.flatten(2)
+        rows = either(lambda: flat.transpose(1, 2), lambda: flat.permute(0, 2, 1))
+        active = either(lambda: gelu(rows), lambda: torch.relu(rows))
+        return either(lambda: F.linear(active, out_weight, out_bias), lambda: F.linear(active, out_weight))
+
+    mix_ffn.guard(gelu_constants)
+    mix_ffn.guard(real_numbers)
+    return mix_ffn
+
+
+class MixFFN(Rule):
+    """Proposes every mix-FFN, whatever the sizes of its grid, as long as they are known."""
+
+    def __init__(self) -> None:
+        self.name, self.kind, self.reference = "mix_ffn", "mix_ffn", mix_ffn_kind
+
+    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
+        grids = scene.fact(_grids)
+        known = sorted(grid for grid in grids.values() if grid is not None)
+        proposals = [
+            p for height, width in dict.fromkeys(known) for p in _of_grid(height, width).propose(scene)
+        ]
+        origins = scene.fact(normalized_graph_of).origins
+        for node, grid in grids.items():
+            if grid is None and origins.get(node):
+                reason = "the sizes of its grid are dynamic, and the kind has them as numbers"
+                proposals.append(Refusal(self.name, tuple(origins[node]), reason, origins[node][-1]))
+        matched = {p.members for p in proposals if isinstance(p, Candidate)}
+        # What is refused for one grid may be of another.
+        return [p for p in proposals if isinstance(p, Candidate) or p.members not in matched]
+
+
+def _grids(scene: RuleContext) -> dict[Node, Grid | None]:
+    """The sizes of images that depthwise convolutions read from a reshape of tokens; None where they are dynamic."""
+    grids: dict[Node, Grid | None] = {}
+    for node in scene.fact(normalized_graph_of).nodes:
+        if op_name(node.target) != "conv2d":
+            continue
+        arguments = by_name(node)
+        image = value_of(arguments.get("input"))
+        if not isinstance(image, Tensor) or arguments.get("groups") in (None, 1):
+            continue
+        source = arguments["input"]
+        if op_name(source.target) != "reshape":
+            continue
+        height, width = (as_number(n) for n in image.shape[-2:])
+        if height is not None and width is not None:
+            grids[node] = (height, width)
+        elif op_name(source.args[0].target) in _TURNS:
+            grids[node] = None
+    return grids
+
+
+MIX_FFN = RuleSet(MixFFN())

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.known import kind, known, results_by_position
-from dovetail.rules.matching.choices import Const, either
-from dovetail.rules.matching.match import Match
+from dovetail.rules.library.library_rule import kind, known, results_by_position
+from dovetail.rules.patterns.alternatives import Const, either
+from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import RuleSet
 
 aten = torch.ops.aten
@@ -22,8 +22,6 @@ def _rows(*sizes: int) -> Tensor:
 _GRAD = _rows(4, 8)
 _MEAN = _rows(4, 1)
 _WEIGHT = _rows(8)
-
-
 Stream = Annotated[Tensor, "[..., *normalized]"]
 Statistic = Annotated[Tensor, "as the forward operator returns it: [..., 1 for each normalized dimension]"]
 Affine = Annotated[Tensor | None, "[*normalized]"]

@@ -10,33 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.graph.normalform import by_name, op_name
-from dovetail.outlining.requests import is_projection
-from dovetail.rules.library.known import Known, broadcasts, kind, known
-from dovetail.rules.library.steps import (
+from dovetail.ir.nodes import is_projection
+from dovetail.ir.schema import by_name, op_name
+from dovetail.rules.library.library_rule import (
     GELU_NAMES,
     SIMPLE,
+    LibraryRule,
     Step,
     activate,
     approximation,
+    broadcasts,
     by_halves,
     gelu_constants,
+    kind,
+    known,
     real_numbers,
     silu,
     square,
     with_gelu,
 )
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.matching.match import Match
-from dovetail.rules.matching.shadow import shadow_of
-from dovetail.rules.rule import Decline, RuleSet
-from dovetail.rules.scene import Scene
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.match_state import Match
+from dovetail.rules.patterns.normalized_graph import normalized_graph_of
+from dovetail.rules.rule import Decline, RuleContext, RuleSet
 
 _PRODUCT = "linear|addmm|mm|matmul|bmm"
-
 _X, _WEIGHT, _BIAS = (torch.empty(s, device="meta") for s in ((2, 8, 16), (16, 16), (16,)))
 _ONE, _TWO = (_X, _WEIGHT, _BIAS), (_X, _WEIGHT, _WEIGHT, _BIAS, _BIAS)
 _BIASES = {"weight": "bias", "gate_weight": "gate_bias", "up_weight": "up_bias", "packed": "bias"}
+
 # With one dimension before the last there is nothing to flatten.
 _FLAT = (_X[0], _WEIGHT, _BIAS)
 
@@ -64,7 +66,6 @@ _READS = {
     "matmul": ("other", "in_out"),
     **dict.fromkeys(("mm", "addmm", "bmm"), ("mat2", "in_out")),
 }
-
 Weight = Annotated[Tensor, "[out, in], or [in, out] with weight_layout 'in_out'"]
 Bias = Annotated[Tensor | None, "[out]"]
 Rows = Annotated[Tensor, "[..., in]"]
@@ -201,7 +202,7 @@ _STEPS: dict[str, tuple[str, Step]] = {
 }
 
 
-def _linear_then(activation: str) -> Known:
+def _linear_then(activation: str) -> LibraryRule:
     needs, step = _STEPS[activation]
 
     @known(
@@ -314,14 +315,14 @@ def one_weight_layout(match: Match) -> Decline | None:
     return None
 
 
-def _gates(scene: Scene, whole: str, part: frozenset[str]) -> bool:
+def _gates(scene: RuleContext, whole: str, part: frozenset[str]) -> bool:
     """Whether the result of an activation, an operator or the last of its steps, is multiplied by another value."""
 
     def multiplied(node: Node) -> list[Node]:
         ahead = [user for user in node.users if op_name(user.target) == "mul"]
         return [user for user in ahead if sum(isinstance(a, Node) for a in user.args) == 2]
 
-    for node in scene.fact(shadow_of).nodes:
+    for node in scene.fact(normalized_graph_of).nodes:
         name = op_name(node.target)
         if name == whole and multiplied(node):
             return True
@@ -336,11 +337,11 @@ def _gates(scene: Scene, whole: str, part: frozenset[str]) -> bool:
     return False
 
 
-def _silu_gates(scene: Scene) -> bool:
+def _silu_gates(scene: RuleContext) -> bool:
     return _gates(scene, "silu", frozenset({"sigmoid"}))
 
 
-def _gelu_gates(scene: Scene) -> bool:
+def _gelu_gates(scene: RuleContext) -> bool:
     return _gates(scene, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
 
 
@@ -449,12 +450,11 @@ LINEAR = RuleSet(
     *(_linear_then(activation) for activation in _STEPS), linear_gelu, linear_leaky_relu, linear_residual
 )
 GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_gate)
-
 for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
     _rule.guard(gelu_constants)
 for _rule in GATES:
-    cast("Known", _rule).guard(factors_have_one_shape)
+    cast("LibraryRule", _rule).guard(factors_have_one_shape)
 for _rule in (*LINEAR, *GATES):
-    cast("Known", _rule).guard(real_numbers)
-    cast("Known", _rule).guard(operands_are_weights)
-    cast("Known", _rule).guard(one_weight_layout)
+    cast("LibraryRule", _rule).guard(real_numbers)
+    cast("LibraryRule", _rule).guard(operands_are_weights)
+    cast("LibraryRule", _rule).guard(one_weight_layout)

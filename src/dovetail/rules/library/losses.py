@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.graph.normalform import by_name
-from dovetail.rules.library.known import has, kind, known, same_sizes
-from dovetail.rules.matching.choices import Const, either
-from dovetail.rules.matching.match import Match
+from dovetail.ir.schema import by_name
+from dovetail.rules.library.library_rule import has, kind, known, same_sizes
+from dovetail.rules.patterns.alternatives import Const, either
+from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _REDUCTIONS = ("none", "mean", "sum")

@@ -10,27 +10,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.graph.normalform import by_name, op_name, value_of
-from dovetail.rules.library.known import broadcasts, kind, known, same_sizes
-from dovetail.rules.library.steps import (
+from dovetail.ir.schema import by_name, op_name, value_of
+from dovetail.rules.library.library_rule import (
     Step,
     activate,
     activation_name,
+    broadcasts,
     gelu_constants,
+    kind,
+    known,
     real_numbers,
+    same_sizes,
     silu,
     square,
     with_gelu,
 )
-from dovetail.rules.matching.choices import Const, either, optional
-from dovetail.rules.matching.match import Match
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt|pow"
 _LAYER = "layer_norm|native_layer_norm|rsqrt|sqrt|pow layer_norm|native_layer_norm|sub"
 _X, _WEIGHT = torch.empty(2, 8, 16, device="meta"), torch.empty(16, device="meta")
-
-
 Stream = Annotated[Tensor, "[..., *normalized]"]
 Added = Annotated[
     Tensor, "[..., *normalized]; the leading sizes of one of x and residual are those of the sum"
@@ -367,9 +368,7 @@ def group_norm(
 
 group_norm.guard(gelu_constants)
 group_norm.guard(real_numbers)
-
 NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm, group_norm)
-
 for _rule in (rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm):
     _rule.guard(affine_fits)
     _rule.guard(real_numbers)

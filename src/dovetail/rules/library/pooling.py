@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.graph.normalform import as_number, by_name, op_name, value_of
-from dovetail.rules.library.known import Known, kind, known
-from dovetail.rules.library.steps import real_numbers
-from dovetail.rules.matching.choices import Const, either
-from dovetail.rules.matching.match import Match
-from dovetail.rules.matching.shadow import shadow_of
-from dovetail.rules.rule import Decline, Proposal, Rule, RuleSet
-from dovetail.rules.scene import Scene
+from dovetail.ir.schema import as_number, by_name, op_name, value_of
+from dovetail.rules.library.library_rule import LibraryRule, kind, known, real_numbers
+from dovetail.rules.patterns.alternatives import Const, either
+from dovetail.rules.patterns.match_state import Match
+from dovetail.rules.patterns.normalized_graph import normalized_graph_of
+from dovetail.rules.rule import Decline, Proposal, Rule, RuleContext, RuleSet
 
 _IMAGES = torch.empty(2, 3, 8, 8, device="meta")
 
@@ -37,9 +35,11 @@ def avg_pool_kind(
     return F.avg_pool2d(x, cast("list[int]", kernel), stride)
 
 
-def _has_means_of_images(scene: Scene) -> bool:
+def _has_means_of_images(scene: RuleContext) -> bool:
     """Whether there is a mean over the last two of four dimensions, at once or one after the other."""
-    return any(_pools(node) for node in scene.fact(shadow_of).nodes if op_name(node.target) == "mean")
+    return any(
+        _pools(node) for node in scene.fact(normalized_graph_of).nodes if op_name(node.target) == "mean"
+    )
 
 
 def _pools(node: Node) -> bool:
@@ -86,8 +86,8 @@ def pools_images(match: Match) -> Decline | None:
 avg_pool_global.guard(pools_images)
 
 
-def _takes_every_other(scene: Scene) -> bool:
-    slices = (n for n in scene.fact(shadow_of).nodes if op_name(n.target) == "slice")
+def _takes_every_other(scene: RuleContext) -> bool:
+    slices = (n for n in scene.fact(normalized_graph_of).nodes if op_name(n.target) == "slice")
     return any(by_name(node).get("step") == 2 for node in slices)
 
 
@@ -146,7 +146,7 @@ avg_pool_windows.guard(pools_images)
 
 
 @functools.cache
-def _blocks_of(height: int, width: int) -> Known:
+def _blocks_of(height: int, width: int) -> LibraryRule:
     """The rule for blocks of one size: what a reshape cuts an image into is told by numbers, not by operands."""
 
     @known(
@@ -179,14 +179,14 @@ class AveragePoolBlocks(Rule):
     def __init__(self) -> None:
         self.name, self.kind, self.reference = "avg_pool_blocks", "avg_pool", avg_pool_kind
 
-    def propose(self, scene: Scene) -> Iterable[Proposal]:
+    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
         for height, width in sorted(scene.fact(_block_sizes)):
             yield from _blocks_of(height, width).propose(scene)
 
 
-def _block_sizes(scene: Scene) -> set[tuple[int, int]]:
+def _block_sizes(scene: RuleContext) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
-    for node in scene.fact(shadow_of).nodes:
+    for node in scene.fact(normalized_graph_of).nodes:
         if op_name(node.target) not in ("reshape", "view"):
             continue
         before, after = value_of(by_name(node).get("self")), node.meta.get("val")

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.graph.normalform import as_number
-from dovetail.rules.library.known import ahead_of, broadcasts, has, kind, known
-from dovetail.rules.library.steps import by_halves
-from dovetail.rules.matching.choices import either
-from dovetail.rules.matching.match import Match
-from dovetail.rules.matching.shadow import shadow_of
-from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleSet
-from dovetail.rules.scene import Scene
+from dovetail.ir.schema import as_number
+from dovetail.rules.library.library_rule import ahead_of, broadcasts, by_halves, has, kind, known
+from dovetail.rules.patterns.alternatives import either
+from dovetail.rules.patterns.match_state import Match
+from dovetail.rules.patterns.normalized_graph import normalized_graph_of
+from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleContext, RuleSet
 
 _MEETINGS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
 _BETWEEN = frozenset(
@@ -35,8 +33,6 @@ _BETWEEN = frozenset(
         "_to_copy",
     }
 )
-
-
 Angles = Annotated[Tensor | None, "[..., width], or [..., width / 2] with half_angles, broadcast over x"]
 
 
@@ -128,8 +124,8 @@ class RotaryPair(Rule):
     def __init__(self) -> None:
         self.name, self.kind, self.reference = "rotary_pair", "rotary", rotary_kind
 
-    def propose(self, scene: Scene) -> Iterable[Proposal]:
-        shadow = scene.fact(shadow_of)
+    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
+        shadow = scene.fact(normalized_graph_of)
         by_place: dict[int, Node] = {i: n for n, places in shadow.origins.items() for i in places}
         waiting: dict[Node, Candidate] = {}
         for found in rotary.propose(scene):
@@ -225,5 +221,4 @@ def turns_every_pair(match: Match) -> Decline | None:
 
 for _rule in (rotary, rotary_split, rotary_cached, rotary_complex):
     _rule.guard(turns_every_pair)
-
 ROTARY = RuleSet(rotary, rotary_pair, rotary_split, rotary_cached, rotary_complex)

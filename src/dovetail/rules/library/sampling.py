@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.known import kind, known
-from dovetail.rules.matching.choices import Const, optional
-from dovetail.rules.matching.match import Match
+from dovetail.rules.library.library_rule import kind, known
+from dovetail.rules.patterns.alternatives import Const, optional
+from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _CLOSE = 1e-7

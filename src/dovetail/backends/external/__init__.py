@@ -1,0 +1,1 @@
+"""Compilers of other projects as backends."""

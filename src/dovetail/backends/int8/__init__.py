@@ -1,0 +1,1 @@
+"""Linear layers and convolutions in 8-bit integers."""

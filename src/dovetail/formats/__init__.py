@@ -1,0 +1,1 @@
+"""Files and exchange formats: archives, exported programs, ONNX, StableHLO, artifacts of one region."""

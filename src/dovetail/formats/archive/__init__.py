@@ -1,0 +1,1 @@
+"""Archives of fused graphs: save and load without pickle."""

@@ -1,0 +1,594 @@
+"""The other direction of `encoding`: values from JSON that nobody vouches for. Nothing in it is ever run."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import Node
+from torch.utils._pytree import TreeSpec
+
+from dovetail.errors import InvalidArgument
+from dovetail.formats.archive import encode
+from dovetail.formats.archive.encode import SYMBOLIC, TYPES, Encoder, Unwritable
+from dovetail.frontend.calling_convention import MISSING, Convention
+from dovetail.frontend.input_guards import (
+    ConstantInput,
+    Expectations,
+    ObjectInput,
+    Owned,
+    SymbolInput,
+    TensorInput,
+)
+from dovetail.frontend.pytree_specs import Carried, Slot, children, find_caches
+from dovetail.ir.meta_keys import CLONE, DECLARED, DIM_NAMES
+from dovetail.ir.pickling import higher_order_named, overload_named, packet_named
+from dovetail.ir.symbolic_expr import require_arithmetic, require_symbol
+from dovetail.ir.tensor_spec import Symbolic, SymbolicEnv
+
+_KINDS = ("SymInt", "SymFloat", "SymBool")
+_OPERATOR = re.compile(r"([A-Za-z_]\w*::)?[A-Za-z_]\w*(\.\w+)?", re.ASCII)
+
+# Arguments of operators are lists of lists at most; what users put in `meta["custom"]` may be deeper.
+_DEEPEST = 64
+
+# What torch's kernels take.
+_MOST_DIMENSIONS = 64
+
+# Entries of all metas together, which nodes share by number, and long texts: some ten for each of a million nodes.
+_MOST_WORK = 2**23
+
+# What reading distinct expressions over sizes may cost (`parse_expression`): some three thousand usual ones, in about a second;
+# more where a file has more values than it has of those.
+_MOST_READING = 2**19
+
+
+class Unreadable(Exception):
+    """What a file says makes no sense; the text says where."""
+
+
+class Decoder:
+    """Reads values with the tables they refer to."""
+
+    def __init__(self, tables: Mapping[str, Any], trust: encode.Trust) -> None:
+        self.trust = trust
+        self._work = 0
+        self._decoded_metas: dict[tuple[int, frozenset[str]], tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._targets: dict[tuple[str, str], Any] = {}
+        self.texts: list[str] = [take(str, text) for text in rows(tables["texts"])]
+        self.symbols: Mapping[str, Any] = table(tables["symbols"])
+        self.metas: list[Any] = rows(tables["metas"])
+        values = rows(tables["values"])
+        self.world = SymbolicEnv(budget=max(_MOST_READING, len(values) << 4))
+        self.values = [self._made(row) for row in values]
+
+    def spend(self, amount: int) -> None:
+        """Count work that what a file refers to by number, and may refer to again and again, makes."""
+        self._work += amount
+        if self._work > _MOST_WORK:
+            raise Unreadable("what it says is more than a graph can hold")
+
+    def value(self, written: Any, nodes: Sequence[Node] | None = None, depth: int = 0) -> Any:
+        """A value; for an argument of a node, the nodes before it, which it may refer to by number."""
+        if written is None or isinstance(written, bool | float | str):
+            return written
+        if isinstance(written, int):
+            return take(int, written)
+        if depth > _DEEPEST:
+            raise Unreadable(f"a value is nested more than {_DEEPEST} deep")
+        depth += 1
+        if isinstance(written, list):
+            return [self.value(v, nodes, depth) for v in cast("list[Any]", written)]
+        if not isinstance(written, dict) or len(cast("dict[str, Any]", written)) != 1:
+            raise Unreadable(f"a {type(written).__name__} that is no value")
+        ((tag, content),) = cast("dict[str, Any]", written).items()
+        if tag == "n":
+            return (nodes or ())[index(content, nodes or ())]
+        if tag == "t":
+            return tuple(self.value(v, nodes, depth) for v in rows(content))
+        if tag == "d":
+            return {self.value(k): self.value(v, nodes, depth) for k, v in rows(content)}
+        if tag == "sl":
+            return slice(*[self.value(v, nodes, depth) for v in rows(content)])
+        return self._object(tag, content, nodes is not None)
+
+    def _object(self, tag: str, content: Any, is_argument: bool) -> Any:
+        if tag == "v":
+            value = self.values[index(content, self.values)]
+            if is_argument and isinstance(value, torch.Tensor):
+                raise Unreadable("a node has a tensor among its arguments that is no node")
+            return value
+        if tag == "s":
+            text = self.texts[index(content, self.texts)]
+            self.spend(len(text) >> 6)
+            return text
+        if tag == "sz":
+            return torch.Size([self.value(v) for v in rows(content)])
+        if tag == "f":
+            return float(take(str, content))
+        if tag == "c":
+            real, imaginary = rows(content)
+            return complex(float(take(str, real)), float(take(str, imaginary)))
+        if tag == "e":
+            return Ellipsis
+        if tag == "torch":
+            return _torch(content)
+        if tag == "dev":
+            return torch.device(take(str, content))
+        if tag in ("op", "pk", "ho", "fn"):
+            return self.target(tag, content)
+        raise Unreadable(f"nothing is known by the tag {_short(tag)}")
+
+    def target(self, tag: str, name: Any) -> Any:
+        """What a node calls, if it is one of the things that a graph in a file may call."""
+        key = (tag, take(str, name))
+        if key not in self._targets:
+            called = _named(*key)
+            refusal = None if tag == "fn" or self.trust.permits(name) else encode.why_not_call(called)
+            if refusal is not None:
+                plain = encode.plain_name(name)
+                raise Absent(
+                    f"calls the operator '{name}', which {refusal}. If you trust its author, "
+                    f"`dovetail.load(path, trust={{{plain!r}}})` loads it; trust={{{plain.split('::')[0]!r}}} is for all "
+                    f"operators of that namespace, trust=True for any."
+                )
+            self._targets[key] = called
+        return self._targets[key]
+
+    def _made(self, row: Any) -> Any:
+        if isinstance(row, dict):
+            return self.world.symbolic(self._symbolic(cast("dict[str, Any]", row)))
+        storage, sizes, strides, start, dtype, device, grad, parameter = rows(row)
+        return self.world.tensor(
+            (
+                take(int, storage),
+                tuple(self._size(s) for s in dims(sizes)),
+                None if strides is None else tuple(self._size(s) for s in dims(strides)),
+                self._size(start),
+                dtype_named(dtype),
+                torch.device(take(str, device)),
+                take(bool, grad),
+                take(bool, parameter),
+            )
+        )
+
+    def _size(self, size: Any) -> Any:
+        return self._symbolic(cast("dict[str, Any]", size)) if isinstance(size, dict) else size_of(size)
+
+    def _symbolic(self, row: Mapping[str, Any]) -> Symbolic:
+        kind, text, names = rows(row["x"])
+        if kind not in _KINDS:
+            raise Unreadable(f"{_short(kind)} is no kind of symbolic number")
+        facts: list[tuple[str, int | None, int | None, int | None]] = []
+        for name in rows(names):
+            known = [None if fact is None else take(int, fact) for fact in rows(self.symbols[name])]
+            facts.append((take(str, name), *cast("tuple[int | None, int | None, int | None]", tuple(known))))
+        return Symbolic(kind, take(str, text), tuple(facts))
+
+    def type(self, name: Any) -> Any:
+        """The type of a node."""
+        return None if name is None else TYPES[take(str, name)]
+
+    def meta(self, number: Any, owned: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A node's meta, and those entries of it that are not values: the `owned` ones, as they are written."""
+        key = (index(number, self.metas), owned)
+        if key not in self._decoded_metas:
+            row: dict[str, Any] = table(self.metas[key[0]])
+            meta = {name: None if name in owned else self._entry(name, value) for name, value in row.items()}
+            self._decoded_metas[key] = meta, {name: row[name] for name in owned & row.keys()}
+        meta, written = self._decoded_metas[key]
+        # Each node has a dict of its own; the order of the keys is the one they were written in.
+        self.spend(1 + len(meta))
+        return dict(meta), written
+
+    def _entry(self, name: str, written: Any) -> Any:
+        """One entry of a meta. What dovetail and torch read of it must be what they write into it."""
+        if name.startswith("dovetail.") and name not in _META_FORMS:
+            raise Unreadable(f"a node has the meta {_short(name)}, which is not for a file to set")
+        value = self.value(written)
+        form = _META_FORMS.get(name)
+        if form is not None and not form(value):
+            raise Unreadable(f"{_short(value)} is not the meta '{name}' of a node")
+        return value
+
+
+def _is_value(value: Any) -> bool:
+    """Whether something can be the value of a node: tensors and numbers, in lists, tuples and dicts."""
+    if isinstance(value, list | tuple):
+        return all(_is_value(v) for v in cast("list[Any]", value))
+    if isinstance(value, dict):
+        return all(_is_value(v) for v in cast("dict[Any, Any]", value).values())
+    return value is None or isinstance(value, _VALUES)
+
+
+def _is_stack(value: Any) -> bool:
+    """Whether something can be the modules that an operation comes from."""
+    return isinstance(value, dict) and all(
+        isinstance(key, str)
+        and isinstance(row, tuple)
+        and len(cast("tuple[Any, ...]", row)) == 2
+        and all(isinstance(part, str) for part in cast("tuple[Any, ...]", row))
+        for key, row in cast("dict[Any, Any]", value).items()
+    )
+
+
+def _is_trace(value: Any) -> bool:
+    # torch writes traces into the code it generates, as comments: a carriage return would end one.
+    return value is None or (isinstance(value, str) and "\r" not in value and "\0" not in value)
+
+
+_VALUES = (torch.Tensor, *SYMBOLIC, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout)
+_META_FORMS: dict[str, Callable[[Any], bool]] = {
+    "val": _is_value,
+    "example_value": _is_value,
+    "nn_module_stack": _is_stack,
+    "stack_trace": _is_trace,
+    "custom": lambda value: isinstance(value, dict),
+    CLONE: lambda value: isinstance(value, str),
+    DIM_NAMES: lambda value: (
+        isinstance(value, dict)
+        and all(isinstance(part, str) for row in cast("dict[Any, Any]", value).items() for part in row)
+    ),
+    DECLARED: lambda value: (
+        isinstance(value, dict)
+        and all(
+            isinstance(k, str) and v in ("ordered", "pure") for k, v in cast("dict[Any, Any]", value).items()
+        )
+    ),
+}
+
+
+def _named(tag: str, name: str) -> Any:
+    """The function or operator of a name."""
+    if tag == "fn":
+        function = encode.function_named(name)
+        if function is None:
+            raise Unreadable(f"a graph may not call {_short(name)}")
+        return function
+    find, kind = {
+        "op": (overload_named, torch._ops.OpOverload),
+        "pk": (packet_named, torch._ops.OpOverloadPacket),
+        "ho": (higher_order_named, torch._ops.HigherOrderOperator),
+    }[tag]
+    try:
+        found = find(name) if _OPERATOR.fullmatch(name) else None
+    except (AttributeError, ValueError, RuntimeError):
+        found = None
+    if not isinstance(found, kind):
+        raise Absent(
+            f"calls the operator {_short(name)}, which this torch does not have. Load the library that defines it first."
+        )
+    return found
+
+
+class Absent(Exception):
+    """A file is sound, and needs something that is not here."""
+
+
+def _torch(name: Any) -> Any:
+    # Not by `getattr`: torch imports some of its parts when they are asked for.
+    found = vars(torch).get(take(str, name))
+    if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+        raise Unreadable(f"torch has no dtype, layout or memory format {_short(name)}")
+    return found
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype of a name."""
+    return take(torch.dtype, _torch(name))
+
+
+T = TypeVar("T")
+
+
+def take(kind: type[T], value: Any) -> T:
+    """The value, if it is what it must be."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise Unreadable(f"{_short(value)} stands where a {kind.__name__} must be")
+    if kind is int and not -(2**63) <= cast("int", value) < 2**64:
+        raise Unreadable(f"a number of {cast('int', value).bit_length()} bits")
+    return value
+
+
+def size_of(value: Any) -> int:
+    """The value, if it can be a size, a stride or an offset."""
+    number = take(int, value)
+    if not 0 <= number < 2**63:
+        raise Unreadable(f"a size of {number}")
+    return number
+
+
+def dims(value: Any) -> list[Any]:
+    """The value, if it is a list with as many entries as a tensor can have dimensions."""
+    sizes = rows(value)
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise Unreadable(f"a tensor of {len(sizes)} dimensions")
+    return sizes
+
+
+def _short(value: Any) -> str:
+    return repr(value[:60] if isinstance(value, str) else str(type(value).__name__))
+
+
+def rows(value: Any) -> list[Any]:
+    """The value, if it is a list."""
+    return cast("list[Any]", take(list, value))
+
+
+def table(value: Any) -> dict[str, Any]:
+    """The value, if it is an object."""
+    return cast("dict[str, Any]", take(dict, value))
+
+
+def index(value: Any, among: Sequence[Any]) -> int:
+    """A number of something that is there."""
+    number = take(int, value)
+    if not 0 <= number < len(among):
+        raise Unreadable(f"number {number} of {len(among)}")
+    return number
+
+
+_INPUTS: dict[str, Any] = {
+    "tensor": TensorInput,
+    "symbol": SymbolInput,
+    "constant": ConstantInput,
+    "object": ObjectInput,
+}
+
+# A model's arguments that are neither tensors nor symbols are compared with these when a graph is called.
+_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_FORMS: dict[str, tuple[Any, ...]] = {
+    "tensor": (str, torch.dtype, torch.device, tuple, bool, bool, tuple),
+    "symbol": (str, str),
+    "constant": (str, _CONSTANTS),
+    "object": (str,),
+}
+_MAPPINGS = frozenset({"builtins.dict", "collections.OrderedDict", "collections.defaultdict"})
+_FACTORIES = frozenset({"list", "dict", "set", "tuple", "int", "float", "str", "bool"})
+
+
+def write(convention: Convention, encoder: Encoder) -> dict[str, Any]:
+    """A convention as JSON. Raises Unwritable where a type or a default has no form in a file."""
+    expectations = convention.expectations
+    written: dict[str, Any] = {
+        "slots": [_slot(slot, encoder) for slot in convention.slots],
+        "in": write_tree(convention.in_spec),
+        "order": list(convention.order),
+        "out": write_tree(convention.out_spec),
+        "inputs": [_input(expected, encoder) for expected in expectations.inputs],
+        "ranges": [list(row) for row in expectations.ranges],
+        "solved": [list(row) for row in expectations.solved],
+        "guards": list(expectations.guards),
+        "twins": [list(pair) for pair in expectations.twins],
+        "written": list(expectations.owned.written),
+        "read": list(expectations.owned.read),
+        "function": expectations.function,
+        "graded": list(expectations.graded),
+        "training": convention.training,
+        "carried": [[one.slot, one.start, one.count] for one in convention.carried],
+        "appended": convention.appended,
+    }
+    try:
+        _require_arithmetic(written)
+    except Unreadable as reason:
+        raise Unwritable(f"a condition on sizes that is more than arithmetic: {reason}") from reason
+    return written
+
+
+def read(written: dict[str, Any], decoder: Decoder) -> Convention:
+    """The convention that `write` wrote."""
+    _require_arithmetic(written)
+    expectations = Expectations(
+        tuple(_read_input(row, decoder) for row in rows(written["inputs"])),
+        tuple((take(str, n), _bound(low), _bound(high)) for n, low, high in rows(written["ranges"])),
+        tuple((take(str, n), take(str, s), take(str, i)) for n, s, i in rows(written["solved"])),
+        tuple(take(str, guard) for guard in rows(written["guards"])),
+        tuple((take(int, i), take(int, j)) for i, j in rows(written["twins"])),
+        Owned(*(tuple(take(str, target) for target in rows(written[key])) for key in ("written", "read"))),
+        # Not in files of earlier versions.
+        take(str, written.get("function", "")),
+        tuple(take(str, name) for name in rows(written.get("graded", []))),
+    )
+    carried, training = written["carried"], written["training"]
+    slots = tuple(_read_slot(row, decoder) for row in rows(written["slots"]))
+    in_spec, out_spec = read_tree(written["in"]), read_tree(written["out"])
+    order = tuple(take(int, i) for i in rows(written["order"]))
+    inside = children(in_spec)
+    if len(inside) != sum(slot.captured for slot in slots) or sorted(order) != list(
+        range(in_spec.num_leaves)
+    ):
+        raise Unreadable("the inputs and the parameters they come by do not fit together")
+    for pair in expectations.twins:
+        for i in pair:
+            index(i, expectations.inputs)
+    inspect.Signature([slot.parameter() for slot in slots])
+    return Convention(
+        slots,
+        in_spec,
+        order,
+        out_spec,
+        expectations,
+        None if training is None else take(bool, training),
+        _read_carried(carried, slots, out_spec),
+        _read_appended(written.get("appended", 0), out_spec),
+    )
+
+
+def _read_carried(written: Any, slots: tuple[Slot, ...], out_spec: TreeSpec) -> tuple[Carried, ...]:
+    caches = find_caches(out_spec)
+    carried: list[Carried] = []
+    # Files of earlier versions have one or none.
+    one = isinstance(written, list) and bool(written) and isinstance(written[0], int)
+    for row in [written] if one else rows(written or []):
+        slot, start, count = (take(int, n) for n in rows(row))
+        if not slots[index(slot, slots)].captured or (start, count) not in caches:
+            raise Unreadable("the results have no cache where one is updated")
+        carried.append(Carried(slot, start, count))
+    return tuple(carried)
+
+
+def _read_appended(written: Any, out_spec: TreeSpec) -> int:
+    appended = take(int, written)
+    if appended and (out_spec.type is not tuple or len(children(out_spec)) != appended + 1):
+        raise Unreadable("the results lack caches that are updated")
+    return appended
+
+
+def _slot(slot: Slot, encoder: Encoder) -> list[Any]:
+    try:
+        default = encoder.value(slot.default)
+    except Unwritable:
+        # Whoever leaves the argument out need not be able to name it.
+        default = {"missing": 0}
+    return [slot.name, int(slot.kind), slot.has_default, default, slot.captured, slot.by_name]
+
+
+def _read_slot(row: Any, decoder: Decoder) -> Slot:
+    name, kind, has_default, default, captured, by_name = rows(row)
+    known = MISSING if default == {"missing": 0} else decoder.value(default)
+    return Slot(
+        _name(name),
+        inspect._ParameterKind(take(int, kind)),
+        take(bool, has_default),
+        known,
+        take(bool, captured),
+        take(bool, by_name),
+    )
+
+
+def _name(name: Any) -> str:
+    if not take(str, name).isidentifier():
+        raise Unreadable(f"{name!r} is no name of a parameter")
+    return cast("str", name)
+
+
+def _input(expected: Any, encoder: Encoder) -> list[Any]:
+    kind = next(name for name, known in _INPUTS.items() if type(expected) is known)
+    return [kind, *(encoder.value(getattr(expected, f.name)) for f in fields(expected))]
+
+
+def _read_input(row: Any, decoder: Decoder) -> Any:
+    kind, *values = rows(row)
+    made = _INPUTS[take(str, kind)]
+    known, forms = [decoder.value(value) for value in values], _FORMS[kind]
+    if kind == "tensor":
+        known += (TensorInput.ungraded, TensorInput.strides)[
+            len(known) - 5 :
+        ]  # not in files of earlier versions
+    if len(known) != len(forms) or not all(map(isinstance, known, forms)):
+        raise Unreadable(f"an input that is a {kind} with other facts")
+    if kind == "tensor" and not all(isinstance(n, str) or (type(n) is int and n >= 0) for n in known[3]):
+        raise Unreadable("an input with a size that is neither a number nor an expression")
+    if kind == "tensor" and not _are_strides(known[6], len(known[3])):
+        raise Unreadable("an input with strides that are no numbers, or not one for each dimension")
+    return made(*known)
+
+
+def _are_strides(strides: tuple[Any, ...], dimensions: int) -> bool:
+    numbers = all(n is None or (type(n) is int and n >= 0) for n in strides)
+    return numbers and len(strides) in (0, dimensions)
+
+
+def _bound(value: Any) -> int | None:
+    return None if value is None else take(int, value)
+
+
+def _require_arithmetic(written: dict[str, Any]) -> None:
+    """Conditions on sizes are compiled when a graph is called: each must be arithmetic over symbols of its inputs."""
+    stated = [text for row in rows(written["inputs"]) for text in _stated(rows(row))]
+    solved = [[take(str, text) for text in rows(row)] for row in rows(written["solved"])]
+    symbols = {text for text in stated if text.isidentifier()}
+    try:
+        for name, text, inverse in solved:
+            require_arithmetic(inverse, {"size"})
+            if text in stated:
+                symbols.add(name)
+        for name in symbols | {take(str, rows(row)[0]) for row in rows(written["ranges"])}:
+            require_symbol(name)
+        for text in dict.fromkeys([*stated, *rows(written["guards"])]):
+            require_arithmetic(take(str, text), symbols)
+    except InvalidArgument as error:
+        raise Unreadable(str(error).removesuffix(".")) from error
+
+
+def _stated(row: list[Any]) -> list[str]:
+    """The expressions that an input has in place of numbers."""
+    if row[0] == "symbol":
+        return [take(str, row[2])]
+    if row[0] != "tensor":
+        return []
+    return [take(str, size) for size in rows(table(row[4])["t"]) if not isinstance(size, int)]
+
+
+def write_tree(spec: TreeSpec) -> str:
+    """A tree of arguments or results as torch writes it."""
+    try:
+        written = pytree.treespec_dumps(spec)
+    except (NotImplementedError, TypeError, AttributeError) as error:
+        raise Unwritable(
+            f"a type among its arguments or results that has no name in files: {error} "
+            f"Register it with `serialized_type_name` (torch.utils._pytree.register_pytree_node)"
+        ) from error
+    try:
+        _require_plain(json.loads(written)[1])
+    except Unreadable as reason:
+        raise Unwritable(str(reason)) from reason
+    return written
+
+
+def read_tree(written: Any) -> TreeSpec:
+    """The tree that `write_tree` wrote, of types that are registered here."""
+    try:
+        _, tree = json.loads(take(str, written))
+        _require_plain(tree)
+        return pytree.treespec_loads(written)
+    except NotImplementedError as error:
+        raise Absent(
+            f"returns or takes a type that is not known here: {error} Import the module that registers it first."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Unreadable(f"a tree of arguments or results: {type(error).__name__}: {error}") from error
+
+
+def _require_plain(tree: Any) -> None:
+    """Two contexts make torch import whatever they name: enumerations, and what a dict takes for a missing key."""
+    stack = [tree]
+    while stack:
+        spec = table(stack.pop())
+        context, inside = spec["context"], rows(spec["children_spec"])
+        _require_no_enumeration(context)
+        keys = context
+        if isinstance(context, dict) and "default_factory_module" in context:
+            where = (context["default_factory_module"], context["default_factory_name"])
+            if where[0] != "builtins" or where[1] not in _FACTORIES:
+                raise Unreadable("a defaultdict among the arguments or results has a factory of its own")
+            keys = context["dict_context"]
+        if spec["type"] in _MAPPINGS:
+            keys = json.loads(keys) if isinstance(keys, str) else keys
+            if len(rows(keys)) != len(inside):
+                raise Unreadable("a dict among the arguments or results has other keys than values")
+        stack.extend(inside)
+
+
+def _require_no_enumeration(context: Any) -> None:
+    """Contexts are JSON, often JSON inside text: what torch decodes is decoded here before it is searched."""
+    stack = [context]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            with contextlib.suppress(ValueError):
+                inner = json.loads(item)
+                stack += [inner] if isinstance(inner, str | list | dict) else []
+        elif isinstance(item, list):
+            stack += cast("list[Any]", item)
+        elif isinstance(item, dict):
+            if "__enum__" in item:
+                raise Unreadable("an enumeration among the arguments or results has no form in a file")
+            stack += cast("dict[str, Any]", item).values()

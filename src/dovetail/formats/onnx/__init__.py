@@ -1,0 +1,1 @@
+"""ATen to ONNX."""

@@ -1,0 +1,150 @@
+"""One region in a folder of its own: all that the author of faster code for it needs, and no model."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import InvalidArgument, RegionError
+from dovetail.formats import check_artifact
+from dovetail.formats.exported_program import exported
+from dovetail.ir.nodes import symbol_ranges
+from dovetail.ir.printer import text
+from dovetail.lowering.compile_unit import CompileUnit, unit_of
+from dovetail.lowering.failures import in_a_line
+from dovetail.numerics.sample_inputs import hint_of, passed, random_state_kept, real_examples
+from dovetail.outlining.bodies import results
+from dovetail.outlining.inline import inline
+from dovetail.outlining.region import Region
+
+FORMAT = 1
+
+
+def write(region: Region, folder: Path, *, seed: int = 0) -> Path:
+    """Write a region as an artefact; see `Region.export`. A folder that is there and not empty is refused."""
+    if not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"seed {seed!r} is not an int.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidArgument(f"'{folder}' is there already and not empty; give a folder that is new.")
+    unit = unit_of(region)
+    if unit.obstacle is not None:
+        raise RegionError(f"region '{region.name}' cannot be exported: {unit.obstacle}.")
+    if unit.effects.world:
+        raise RegionError(
+            f"region '{region.name}' acts on the world ({unit.effects.world}): it is not run alone."
+        )
+    inputs, expected, after = _ran(unit, seed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # All of it is there or none: what is half written lies beside the folder that was asked for.
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        torch.export.save(exported(inline(unit.region.body)), scratch / "body.pt2")
+        (scratch / "body.txt").write_text(text(unit.region.body), encoding="utf-8")
+        torch.save(inputs, scratch / "inputs.pt")
+        torch.save({"results": expected, "operands": after}, scratch / "expected.pt")
+        told = json.dumps(_identity(region, unit, seed), indent=2, sort_keys=False)
+        (scratch / "region.json").write_text(told + "\n", encoding="utf-8")
+        (scratch / "check.py").write_text(inspect.getsource(check_artifact), encoding="utf-8")
+        os.chmod(scratch, 0o777 & ~_umask())
+        if folder.exists():
+            folder.rmdir()
+        scratch.rename(folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(scratch)
+        raise
+    return folder
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _ran(unit: CompileUnit, seed: int) -> tuple[list[Any], list[Any], dict[int, Any]]:
+    """Made-up operands, the body's results for them, and the operands that it writes as they are afterwards."""
+    inputs = real_examples(unit.values, seed, unit.domains)
+    with random_state_kept(), torch.no_grad():
+        torch.manual_seed(seed)
+        given = [
+            passed(value, True) if isinstance(value, Tensor) and i in unit.effects.writes else value
+            for i, value in enumerate(real_examples(unit.values, seed, unit.domains))
+        ]
+        try:
+            made = unit.region.body(*given)
+        except Exception as error:
+            raise RegionError(
+                f"region '{unit.region.name}' does not take made-up operands ({in_a_line(error)}), so that nothing can be "
+                f"compared with it. `region.reproducer` writes a script whose operands you can change."
+            ) from error
+    return inputs, [_kept(v) for v in made], {i: _kept(given[i]) for i in sorted(unit.effects.writes)}
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone(memory_format=torch.preserve_format) if isinstance(value, Tensor) else value
+
+
+def _identity(region: Region, unit: CompileUnit, seed: int) -> dict[str, Any]:
+    roles = {number: name for name, number in region.arguments.items()}
+    values = unit.values
+    placeholders = [n for n in unit.region.body.graph.nodes if n.op == "placeholder"]
+    outputs = [n.meta.get("val") for n in results(unit.region.body)]
+    symbols: dict[str, str] = {}
+    for value in (*values, *outputs):
+        symbols |= symbol_ranges(value)
+    return {
+        "format": FORMAT,
+        "kind": region.kind,
+        "version": region.version,
+        "attrs": region.attrs,
+        "key": region.key,
+        "name": region.name,
+        "made_of": list(region.nodes),
+        "rule": region.rule,
+        "effects": list(region.effects),
+        "writes": sorted(unit.effects.writes),
+        "random": bool(unit.effects.random),
+        "operands": [
+            {"name": node.name, "argument": roles.get(i), **_described(value)}
+            for i, (node, value) in enumerate(zip(placeholders, values, strict=True))
+        ],
+        "results": [
+            {"result": region.results[i] if region.results else None, **_described(value)}
+            for i, value in enumerate(outputs)
+        ],
+        "sizes_that_vary": symbols,
+        "seed": seed,
+        "dovetail": version("dovetail"),
+        "torch": torch.__version__,
+    }
+
+
+def _described(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Tensor):
+        return {
+            "type": type(value).__name__,
+            "value": hint_of(value) if isinstance(value, torch.SymInt) else value,
+        }
+    return {
+        "type": "Tensor",
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": [_size(n) for n in value.shape],
+        "strides": [_size(n) for n in value.stride()],
+        "device": str(value.device),
+        "requires_grad": value.requires_grad,
+    }
+
+
+def _size(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)

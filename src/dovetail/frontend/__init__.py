@@ -1,0 +1,1 @@
+"""From a model to a functional graph: export, fixups before decomposition, guards on inputs, the calling convention."""

@@ -1,0 +1,327 @@
+"""How a captured graph is called: as its model is, and only as it was captured."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
+from torch.fx.graph import CodeGen
+from torch.utils._pytree import TreeSpec
+
+from dovetail.errors import CallMismatch
+from dovetail.frontend.input_guards import Expectations
+from dovetail.frontend.pytree_specs import (
+    Carried,
+    Slot,
+    children,
+    describe_spec,
+    hand_back,
+    pack,
+    split_at,
+    unpack,
+)
+
+NAME = "_dovetail_call"
+GIVEN = "_dovetail_given"
+_TAKEN = frozenset({"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "math", NAME})
+_LITERALS = (bool, int, float, str, type(None))
+
+
+class _Missing:
+    """Stands for an argument that was left out and whose default has no literal."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
+class Convention:
+    """The agreement between a captured graph and its callers; immutable.
+
+    `bind` turns the arguments of a call into the graph's inputs or raises CallMismatch; `results` turns the
+    graph's flat results into what the model returns.
+    """
+
+    missing = MISSING
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        in_spec: TreeSpec,
+        order: tuple[int, ...],
+        out_spec: TreeSpec,
+        expectations: Expectations,
+        training: bool | None,
+        carried: tuple[Carried, ...] = (),
+        appended: int = 0,
+    ) -> None:
+        self.slots = slots
+        self.in_spec = in_spec
+        self.order = order
+        self.out_spec = out_spec
+        self.expectations = expectations
+        self.training = training
+        self.carried = carried
+        self.appended = appended
+        self._captured = tuple(i for i, slot in enumerate(slots) if slot.captured)
+        self._defaulted = tuple(i for i, slot in enumerate(slots) if not slot.captured)
+        self._flat = all(child.type is None for child in children(in_spec))
+        self._in_order = order == tuple(range(len(order)))
+        self._single = not carried and out_spec.is_leaf()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Convention:
+        return self
+
+    def __copy__(self) -> Convention:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (
+            self.slots,
+            pack(self.in_spec),
+            self.order,
+            pack(self.out_spec),
+            self.expectations,
+            self.training,
+            self.carried,
+            self.appended,
+        )
+        return _restore, state
+
+    def called(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Let arguments that do not fit the signature of `forward` raise CallMismatch."""
+
+        @functools.wraps(forward)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except TypeError as error:
+                raised_inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+                if raised_inside:
+                    raise
+                raise CallMismatch(f"{error}. The graph is called as {self._signature()}.") from None
+
+        return checked
+
+    def _signature(self) -> inspect.Signature:
+        return inspect.Signature([slot.parameter() for slot in self.slots])
+
+    def bind(self, module: nn.Module, values: tuple[Any, ...]) -> Sequence[Any]:
+        """The graph's inputs, from one value for each parameter of the model's signature."""
+        tracing = torch.compiler.is_compiling()
+        if not tracing and self.training is not None and module.training is not self.training:
+            raise CallMismatch(_other_mode(self.training))
+        for i in self._defaulted:
+            self._check_default(self.slots[i], values[i])
+        given = tuple(values[i] for i in self._captured)
+        leaves = given if self._flat else self._flatten(given)
+        flat = leaves if self._in_order else [leaves[i] for i in self.order]
+        if not tracing and not any(type(leaf) in _SYMBOLIC for leaf in flat):
+            self.expectations.check(module, flat)
+        return flat
+
+    def results(self, flat: Any, given: tuple[Any, ...] | None = None) -> Any:
+        """What the model returns, from the graph's flat results.
+
+        With the values `given` to the call, caches among them are updated in place and returned, as the model
+        does.
+        """
+        out = list(flat) if isinstance(flat, (list, tuple)) else [flat]
+        if self._single and len(out) == 1:
+            return out[0]
+        if not self.carried or given is None:
+            results = pytree.tree_unflatten(out, self.out_spec)
+            return results[0] if self.appended else results
+        outer, inner = self._split
+        updated: dict[int, Any] = {}
+        for carried in sorted(self.carried, key=lambda c: c.start, reverse=True):
+            state = slice(carried.start, carried.start + carried.count)
+            if carried.slot not in updated:
+                new = pytree.tree_unflatten(out[state], inner[carried.start])
+                updated[carried.slot] = hand_back(given[carried.slot], new)
+            out[state] = [updated[carried.slot]]
+        results = pytree.tree_unflatten(out, outer)
+        return results[0] if self.appended else results
+
+    @functools.cached_property
+    def _split(self) -> tuple[TreeSpec, dict[int, TreeSpec]]:
+        return split_at(self.out_spec, frozenset(carried.start for carried in self.carried))
+
+    def inputs(self, *args: Any) -> Sequence[Any]:
+        """The graph's inputs from positional arguments, nested or already flat, as FX tools pass them."""
+        leaves = pytree.arg_tree_leaves(*args)
+        if len(leaves) == len(self.order):
+            return leaves
+        values = self.spread(args, {})
+        given = tuple(values[i] for i in self._captured)
+        flat = given if self._flat else self._flatten(given)
+        return [flat[i] for i in self.order]
+
+    def _flatten(self, given: tuple[Any, ...]) -> Sequence[Any]:
+        leaves, spec = pytree.tree_flatten(given)
+        if spec == self.in_spec:
+            return leaves
+        try:
+            return self.in_spec.flatten_up_to(given)
+        except (ValueError, TypeError, KeyError):
+            names = [self.slots[i].name for i in self._captured]
+            raise CallMismatch(
+                f"the arguments are nested differently from how the graph was captured: it takes "
+                f"{describe_spec(names, self.in_spec)}, and was given {describe_spec(names, spec)}. "
+                f"Capture the model again with arguments nested like these."
+            ) from None
+
+    def _check_default(self, slot: Slot, value: Any) -> None:
+        if value is MISSING or value is slot.default:
+            return
+        if slot.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            if not value:
+                return
+        elif isinstance(value, _LITERALS) and type(value) is type(slot.default) and value == slot.default:
+            return
+        raise CallMismatch(
+            f"argument '{slot.name}' was left out when the graph was captured, so its default is part of the "
+            f"graph. Leave it out, or capture the model again with it."
+        )
+
+    def definition(self, free_vars: list[str], annotation: str, function: str) -> str:
+        """The head of the generated function: its signature and the binding of its inputs."""
+        names = [text.split(":")[0].split("=")[0].split("#")[0].strip() for text in free_vars]
+        names = [name for name in names if name != "self"]
+        typed = [text.split("#")[0].strip() for text in free_vars if ":" in text]
+        lines = [f"@{NAME}.called", f"def {function}({self._parameters()}){annotation}:"]
+        lines += [f"    {text}" for text in typed]
+        values = self._values()
+        if self.carried:
+            lines.append(f"    {GIVEN} = {values}")
+            values = GIVEN
+        call = f"{NAME}.bind(self, {values})"
+        lines.append(f"    {', '.join(names)}, = {call}" if names else f"    {call}")
+        return "\n".join(lines)
+
+    def _values(self) -> str:
+        if not self._named:
+            return f"{NAME}.spread(args, kwargs)"
+        return "(" + "".join(f"{slot.name}, " for slot in self.slots) + ")"
+
+    @property
+    def _named(self) -> bool:
+        """Whether the model's own parameter names can be written down in the generated function."""
+        return all(
+            slot.name.isidentifier() and not keyword.iskeyword(slot.name) and slot.name not in _TAKEN
+            for slot in self.slots
+        )
+
+    def spread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """One value per parameter, where the generated function cannot name its parameters."""
+        signature = self._signature()
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise CallMismatch(f"{error}. The graph is called as {signature}.") from None
+        bound.apply_defaults()
+        return tuple(bound.arguments[slot.name] for slot in self.slots)
+
+    def _parameters(self) -> str:
+        if not self._named:
+            return "self, *args, **kwargs"
+        parts = ["self"]
+        starred = False
+        positional_only = 0
+        for slot in self.slots:
+            if slot.kind == inspect.Parameter.POSITIONAL_ONLY:
+                positional_only = len(parts) + 1
+            if slot.kind == inspect.Parameter.KEYWORD_ONLY and not starred:
+                parts.append("*")
+                starred = True
+            if slot.kind == inspect.Parameter.VAR_POSITIONAL:
+                parts.append(f"*{slot.name}")
+                starred = True
+            elif slot.kind == inspect.Parameter.VAR_KEYWORD:
+                parts.append(f"**{slot.name}")
+            else:
+                parts.append(slot.name + _default_text(slot))
+        if positional_only:
+            parts.insert(positional_only, "/")
+        return ", ".join(parts)
+
+
+_SYMBOLIC: frozenset[type] = frozenset({FakeTensor, Proxy})
+
+
+def _default_text(slot: Slot) -> str:
+    if not slot.has_default:
+        return ""
+    if isinstance(slot.default, _LITERALS) and slot.default == slot.default and _is_literal(slot.default):
+        return f"={slot.default!r}"
+    return f"={NAME}.missing"
+
+
+def _is_literal(value: object) -> bool:
+    """False only for the floats whose repr is none."""
+    return not isinstance(value, float) or abs(value) != float("inf")
+
+
+def _other_mode(captured: bool) -> str:
+    was, now = ("train", "eval") if captured else ("eval", "train")
+    return (
+        f"the graph was captured in {was} mode and is called in {now} mode; dropout, batch norm and the like "
+        f"are already decided in it. Call .{was}() on it, or capture the model again in {now} mode."
+    )
+
+
+def _restore(*state: Any) -> Convention:
+    slots, in_spec, order, out_spec, *rest = state
+    return Convention(slots, unpack(in_spec), order, unpack(out_spec), *rest)
+
+
+class ModelCodeGen(CodeGen):
+    """Generates a `forward` with the model's own signature around a graph with flat inputs and results."""
+
+    def __init__(self, convention: Convention) -> None:
+        super().__init__()
+        self.convention = convention
+
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False
+    ) -> str:
+        function = getattr(self, "_func_name", "forward")
+        return self.convention.definition(free_vars, maybe_return_annotation, function)
+
+    def generate_output(
+        self,
+        output_args: Any,
+        *,
+        descs: Sequence[str] | None = None,
+        repr_fn: Callable[[object], str] | None = None,
+    ) -> str:
+        given = f", {GIVEN}" if self.convention.carried else ""
+        return f"return {NAME}.results({(repr_fn or repr)(output_args)}{given})"
+
+    def process_inputs(self, *args: Any) -> Any:
+        return self.convention.inputs(*args)
+
+    def process_outputs(self, outputs: Any) -> Any:
+        return self.convention.results(outputs)
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [(NAME, self.convention)]
+
+
+def convention_of(module: torch.fx.GraphModule) -> Convention | None:
+    """The convention a captured graph is called by, if it has one."""
+    codegen = module.graph._codegen
+    return codegen.convention if isinstance(codegen, ModelCodeGen) else None

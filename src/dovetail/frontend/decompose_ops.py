@@ -1,0 +1,401 @@
+"""Composite operators taken apart one at a time, as decomposing the whole program would take them apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dovetail import torch_compat
+from dovetail.frontend.export_aliases import storage_of, written_operands
+from dovetail.ir.schema import by_name
+
+_PARTED = """
+    adjoint atleast_1d atleast_2d atleast_3d batch_norm broadcast_to chunk contiguous dropout dsplit expand_as flatten hsplit
+    linalg_diagonal mH mT matrix_H moveaxis movedim narrow numpy_T ravel reshape reshape_as split swapaxes swapdims
+    tensor_split to unflatten unsafe_chunk view_as vsplit
+"""
+_KNOWN = frozenset(_PARTED.split())
+_PARTED_WRITES = (
+    "absolute_ arctan_ clip_ divide_ dropout_ feature_dropout_ multiply_ negative_ relu6_ square_ subtract_"
+)
+_PARTED_IN_PLACE = frozenset(_PARTED_WRITES.split())
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+
+# Asked of a tensor, not done to it; no tracer writes them down.
+_QUESTIONS = frozenset({torch.ops.prim.device.default})
+
+# Lifting marks a constant as fresh, which depends on what else is done with it.
+_DELICATE = frozenset({"lift", "lift_fresh", "lift_fresh_copy", "set_", "_batch_norm_impl_index", "item"})
+
+
+class Unsure(Exception):
+    """Why a program cannot be decomposed node by node; it never leaves this package."""
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One operator that ran, what it was given and what it gave."""
+
+    target: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+
+class Operators:
+    """Which operators decomposition keeps and which it takes apart; an Unsure for those where this is delicate."""
+
+    def __init__(self) -> None:
+        self._known: dict[OpOverload, bool] = {}
+        self._writing: dict[OpOverload, bool] = {}
+
+    def is_kept(self, op: OpOverload) -> bool:
+        kept = self._known.get(op)
+        if kept is None:
+            kept = self._known[op] = _is_kept(op)
+        return kept
+
+    def is_functionalized(self, op: OpOverload) -> bool:
+        """Whether functionalization replaces an in-place operator as a whole; otherwise its parts, one by one."""
+        whole = self._writing.get(op)
+        if whole is None:
+            whole = self._writing[op] = _is_functionalized(op)
+        return whole
+
+
+def _is_kept(op: OpOverload) -> bool:
+    is_composite = torch_compat.COMPOSITE_OPERATOR.value
+    is_preserved = torch_compat.PRESERVED_OPERATOR.value
+    if is_composite is None or is_preserved is None:
+        raise Unsure("this torch does not tell which operators it keeps")
+    name = op._schema.name.removeprefix("aten::")
+    if op.namespace != "aten" or op._schema.is_mutable or name in _DELICATE:
+        raise Unsure(f"{op} is not an operator that is certain to be kept")
+    if torch.Tag.data_dependent_output in op.tags:
+        raise Unsure(f"{op} reads values")
+    if not is_composite(op):
+        # With Python kernels for other keys than this one, the dispatcher of the tracer goes ways of its own.
+        if any(key != torch._C.DispatchKey.Meta for key in op.py_kernels):
+            raise Unsure(f"{op} has a decomposition of its own")
+        return True
+    if is_preserved(op):
+        return True
+    if name not in _KNOWN:
+        raise Unsure(f"{op} is taken apart in a way that is not known here")
+    return False
+
+
+def _is_functionalized(op: OpOverload) -> bool:
+    name = op._schema.name.removeprefix("aten::")
+    is_composite = torch_compat.COMPOSITE_OPERATOR.value
+    if is_composite is None or op.namespace != "aten" or name in _DELICATE:
+        raise Unsure(f"{op} is not an in-place operator with a functional form that is known here")
+    if torch.Tag.inplace_view in op.tags or torch.Tag.data_dependent_output in op.tags:
+        raise Unsure(f"{op} changes the form of a tensor")
+    if any(key != torch._C.DispatchKey.Meta for key in op.py_kernels):
+        raise Unsure(f"{op} has a decomposition of its own")
+    if is_composite(op):
+        if name not in _PARTED_IN_PLACE:
+            raise Unsure(f"{op} is taken apart in a way that is not known here")
+        return False
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
+        raise Unsure(f"{op} has no functional form")
+    return True
+
+
+class _DispatchRecorder(TorchDispatchMode):
+    def __init__(self, operators: Operators) -> None:
+        super().__init__()
+        self.operators = operators
+        self.calls: list[OpCall] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
+        if not self.operators.is_kept(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.calls.append(OpCall(func, args, kwargs, result))
+        return result
+
+
+def recorded(
+    operators: Operators, mode: FakeTensorMode, label: object, function: Callable[[], Any]
+) -> tuple[list[OpCall], Any]:
+    """The operators that `function` runs on fake tensors, in order, and its result."""
+    recorder = _DispatchRecorder(operators)
+    with enable_python_dispatcher(), mode, recorder:
+        try:
+            result = function()
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            raise Unsure(f"{label} cannot be taken apart alone: {error}") from error
+    return recorder.calls, result
+
+
+def same_form(value: Any, other: Any) -> bool:
+    """Whether two fake values, or two sequences of them, differ in their storages alone."""
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(same_form, value, other))
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return value is None and other is None
+    return (
+        value.shape == other.shape
+        and value.stride() == other.stride()
+        and value.storage_offset() == other.storage_offset()
+        and value.dtype == other.dtype
+        and value.device == other.device
+        and value.is_conj() == other.is_conj()
+        and value.is_neg() == other.is_neg()
+    )
+
+
+def same_sizes(value: Any, other: Any) -> bool:
+    """Whether two fake values, or two sequences of them, differ in their storages and strides alone."""
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(same_sizes, value, other))
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return value is None and other is None
+    same = value.shape == other.shape and value.dtype == other.dtype and value.device == other.device
+    return same and value.is_conj() == other.is_conj() and value.is_neg() == other.is_neg()
+
+
+_NUMBERS = (bool, int, float)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    name: str
+    keyword: bool
+    optional: bool
+    default: Any
+    is_float: bool
+    is_list: bool
+
+
+class Spelling:
+    """Writes arguments in one form: by position as far as the schema allows, those equal to a default left out."""
+
+    def __init__(self) -> None:
+        self._schemas: dict[OpOverload, list[_Argument]] = {}
+
+    def __call__(
+        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments = self._schemas.get(op)
+        if arguments is None:
+            arguments = self._schemas[op] = _arguments(op)
+        named = dict(kwargs)
+        positional = list(args)
+        for argument in arguments[len(positional) :]:
+            if argument.keyword or not any(a.name in named for a in arguments if not a.keyword):
+                break
+            positional.append(named.pop(argument.name) if argument.name in named else argument.default)
+        for argument, value in zip(arguments, positional, strict=False):
+            _check(op, argument, value)
+        while positional and _is_default(arguments[len(positional) - 1], positional[-1]):
+            positional.pop()
+        by_name: dict[str, Any] = {}
+        for argument in arguments:
+            if argument.name in named:
+                value = named.pop(argument.name)
+                _check(op, argument, value)
+                if not _is_default(argument, value):
+                    by_name[argument.name] = value
+        if named:
+            raise Unsure(f"{op} is given arguments that it does not have")
+        return tuple(positional), by_name
+
+
+def _arguments(op: OpOverload) -> list[_Argument]:
+    found: list[_Argument] = []
+    for argument in op._schema.arguments:
+        kind = argument.type
+        while isinstance(kind, torch._C.OptionalType):
+            kind = kind.getElementType()
+        given = argument.has_default_value()
+        found.append(
+            _Argument(
+                argument.name,
+                argument.kwarg_only,
+                given,
+                argument.default_value if given else None,
+                isinstance(kind, torch._C.FloatType),
+                isinstance(kind, torch._C.ListType),
+            )
+        )
+    return found
+
+
+def _check(op: OpOverload, argument: _Argument, value: Any) -> None:
+    """Raise where the dispatcher would have made something else of a value than what stands there."""
+    if argument.is_float and isinstance(value, int):
+        raise Unsure(f"{op} is given an integer for the number '{argument.name}'")
+    if argument.is_list and isinstance(value, (*_NUMBERS, Node)):
+        raise Unsure(f"{op} is given a single value for the list '{argument.name}'")
+    if argument.optional and isinstance(argument.default, int) and not isinstance(value, (*_NUMBERS, Node)):
+        raise Unsure(f"{op} has a default for '{argument.name}' that cannot be read")
+
+
+def _is_default(argument: _Argument, value: Any) -> bool:
+    if not argument.optional or isinstance(value, Node):
+        return False
+    default = argument.default
+    if isinstance(value, (list, tuple)):
+        if not isinstance(default, (list, tuple)) or len(value) != len(default):
+            return False
+        return all(type(a) is type(b) and a == b for a, b in zip(value, default, strict=True))
+    return type(value) is type(default) and value == default
+
+
+# Functions of torch that its stubs do not have.
+_torch = cast(Any, torch)
+_BATCH_NORM = torch.ops.aten.batch_norm.default
+
+
+class FunctionalMemory:
+    """The functional tensors that stand for values on `storages`, which the program writes.
+
+    `tensors` has the one of each node of the program whose value lies there, or those of its parts.
+    """
+
+    def __init__(self, storages: set[int]) -> None:
+        self.storages = storages
+        self.tensors: dict[Node, Any] = {}
+        # For each storage of the program: that of its functional tensors, and how often it was written.
+        self._functional: dict[int, int] = {}
+        self._writes: dict[int, int] = dict.fromkeys(storages, 0)
+        self._synced: dict[int, int] = {}
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value, or a part of it, lies on memory that is written."""
+        return bool(self.storages) and any(storage_of(part) in self.storages for part in _tensors(value))
+
+    def reads(self, node: Node) -> bool:
+        """Whether an operand of a node lies on memory that is written."""
+        return bool(self.tensors) and any(old in self.tensors for old in node.all_input_nodes)
+
+    def enter(self, node: Node, tensor: Tensor) -> None:
+        """Let a functional tensor stand for a value that is the first on its storage, or an alias of that."""
+        storage = storage_of(node.meta["val"])
+        if self._functional.setdefault(storage, _storage(tensor)) != _storage(tensor):
+            raise Unsure(f"'{node.name}' is in memory of another value")
+        self.tensors[node] = tensor
+
+    def alias(self, node: Node, result: Any) -> bool:
+        """Let the functional tensors of a result stand for a node if they are aliases of values in this memory.
+
+        Raises where the exported values, which other passes may have edited, have other storages in common than these.
+        """
+        if not isinstance(result, (list, tuple, Tensor)):
+            return False
+        values, tensors = list(_tensors(node.meta.get("val"))), list(_tensors(result))
+        known = set(self._functional.values())
+        for value, tensor in zip(values, tensors, strict=True):
+            is_alias = is_functional(tensor) and _storage(tensor) in known
+            expected = self._functional.get(storage_of(value))
+            if is_alias != (expected is not None) or (is_alias and _storage(tensor) != expected):
+                raise Unsure(f"'{node.name}' shares other memory than its exported value")
+        if not self.holds(node.meta.get("val")):
+            return False
+        self.tensors[node] = result
+        return True
+
+    def note_writes(self, node: Node) -> None:
+        """Count the writes of a node; the functional tensors that it writes have them, their aliases have not."""
+        nodes = _written_nodes(node)
+        storages = {storage_of(old.meta["val"]) for old in nodes}
+        for storage in storages:
+            self._writes[storage] += 1
+        if len(nodes) == len(storages):
+            for old in nodes:
+                self._synced[id(self.tensors[old])] = self._writes[storage_of(old.meta["val"])]
+
+    def is_stale(self, old: Node) -> bool:
+        """Whether the functional tensor of a node may miss updates; it is taken to be synchronized from now on."""
+        writes = self._writes[storage_of(old.meta["val"])]
+        tensor = self.tensors[old]
+        is_stale = self._synced.get(id(tensor), 0) != writes
+        self._synced[id(tensor)] = writes
+        return is_stale
+
+
+def written_storages(graph: Graph, exempt: Callable[[Node], bool]) -> set[int]:
+    """The storages that the nodes of a graph write, by their exported values, without the nodes that are `exempt`."""
+    writers = [node for node in graph.nodes if node.op == "call_function" and not exempt(node)]
+    return {storage_of(n.meta["val"]) for node in writers for n in _written_nodes(node)}
+
+
+def _written_nodes(node: Node) -> list[Node]:
+    if node.target is not _BATCH_NORM:
+        return [n for n in written_operands(node) if isinstance(n.meta.get("val"), Tensor)]
+    # Its schema does not say that it updates the running statistics.
+    arguments = by_name(node)
+    statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
+    return [n for n in statistics if isinstance(n, Node)] if arguments.get("training") is True else []
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for part in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(part, Tensor):
+            yield part
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def returns_alias(op: OpOverload) -> bool:
+    return any(result.alias_info is not None for result in op._schema.returns)
+
+
+@contextlib.contextmanager
+def functionalization() -> Generator[None]:
+    """Dispatch to functionalization kernels, which replay views and write nothing in place."""
+    include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(_FUNCTIONALIZE)
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE)
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        replays = _torch._functionalize_enable_reapply_views(True)
+        try:
+            yield
+        finally:
+            _torch._functionalize_enable_reapply_views(replays)
+
+
+def functional_kernel(op: OpOverload) -> Callable[..., Any]:
+    """The functionalization kernel of an operator."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(_FUNCTIONALIZE, *args, **kwargs)
+
+    return call
+
+
+def functional_tensor(value: Tensor) -> Tensor:
+    return _torch._to_functional_tensor(value)
+
+
+def is_functional(value: Tensor) -> bool:
+    return _torch._is_functional_tensor(value)
+
+
+def inner_value(tensor: Tensor) -> Tensor:
+    """The value that a functional tensor has had since it was last synchronized."""
+    return _torch._from_functional_tensor(tensor)
+
+
+def synchronize(tensor: Tensor) -> None:
+    """Replay the pending updates of a functional tensor's storage, and its views of that."""
+    with functionalization():
+        _torch._sync(tensor)

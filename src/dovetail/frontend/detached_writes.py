@@ -1,0 +1,401 @@
+"""Writes through `detach`, in a form that functionalisation keeps the gradients of.
+
+In eager mode `d = y.detach()` shares memory with `y` and has a gradient history of its own: a write through one changes
+the values of both and the history of one. Functionalisation keeps one value per storage, history included. So a group
+that is written with gradients gets memory of its own, which groups detached from it share, and what is written there is
+copied to the tensor it was detached from; where a group with gradients would have to see a write through another, no
+functional graph computes it, and the program is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+from dovetail.errors import CaptureError
+from dovetail.frontend.export_aliases import (
+    AliasGroups,
+    Group,
+    Write,
+    all_required,
+    grouped,
+    is_float,
+    is_recorded,
+    operator_name,
+    refused,
+    same_memory,
+    share,
+    state_requires_grad,
+    storage_of,
+    view_chain,
+    written_operands,
+)
+from dovetail.frontend.input_guards import overlaps_itself
+
+_aten = torch.ops.aten
+_LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
+_IN_PLACE_VIEWS = {
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.swapaxes_.default: _aten.swapaxes.default,
+    _aten.swapdims_.default: _aten.swapdims.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
+STORAGE_WRITES = ("set_", "resize_", "resize_as_")
+_RELATIONS = ("not_equal", "less", "less_equal", "greater", "greater_equal")
+COMPARISONS = frozenset(f"{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge", *_RELATIONS))
+_LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xor_"])
+
+
+@dataclass(frozen=True)
+class DetachedInputs:
+    """Inputs written through `detach` or below autograd only; `read_after` are those whose new values forward reads itself.
+
+    `ungraded` are the inputs that must not require gradients, for the functional form would be another one; `graded` are
+    those that require them.
+    """
+
+    written: frozenset[str] = frozenset()
+    read_after: frozenset[str] = frozenset()
+    ungraded: frozenset[str] = frozenset()
+    graded: frozenset[str] = frozenset()
+
+
+def separate(program: ExportedProgram) -> DetachedInputs:
+    """Give groups that are written with gradients memory of their own; edits the program's graph."""
+    graph = program.graph
+    state = state_requires_grad(program)
+    changed = any([_replace_resizing(graph), _replace_in_place_views(graph), _replace_detach_in_place(graph)])
+    groups = grouped(graph, state)
+    separated = _planned(groups, state)
+    placeholders = graph.find_nodes(op="placeholder")
+    graded = frozenset(n.name for n in placeholders if getattr(n.meta.get("val"), "requires_grad", False))
+    inputs = replace(_detached_inputs(program, groups), graded=graded)
+    if groups.writes and _differs_with_gradients(program, state, separated):
+        inputs = replace(inputs, ungraded=frozenset(n.name for n in placeholders) - graded)
+    # Copies come right after the write, so that those of inner aliases, inserted last, come before those of outer ones.
+    for root in sorted(separated, key=groups.position.__getitem__):
+        _separate(graph, groups, root)
+    if changed or separated:
+        program.graph_module.recompile()
+    return inputs
+
+
+def _planned(groups: AliasGroups, state: Mapping[str, bool]) -> dict[Node, int]:
+    """The `detach` of each group that needs memory of its own, with where it is first written with gradients."""
+    _refuse_unsupported(groups)
+    separated: dict[Node, int] = {}
+    owned = {group for node, group in groups.of.items() if state.get(node.name)}
+    for write in groups.writes:
+        _refuse_hidden_history(groups, write, owned)
+        root = write.group[1]
+        if root is not None and write.has_gradient:
+            separated.setdefault(root, write.position)
+    for root, first in separated.items():
+        _refuse_earlier_writes(groups, root, first)
+    for write in groups.writes:
+        _refuse_stale_reads(groups, write, set(separated))
+    return separated
+
+
+def _differs_with_gradients(
+    program: ExportedProgram, state: Mapping[str, bool], separated: dict[Node, int]
+) -> bool:
+    """Whether the functional form would be another one, or none, if all inputs required gradients."""
+    try:
+        return _planned(grouped(program.graph, {**all_required(program), **state}), state) != separated
+    except CaptureError:
+        return True
+
+
+def _replace_detach_in_place(graph: Graph) -> bool:
+    """Let what follows `y.detach_()` read `y.detach()`, which functionalisation keeps."""
+    calls = [n for n in graph.nodes if n.target is _aten.detach_.default]
+    calls = [n for n in calls if operator_name(cast(Node, n.args[0])) not in _LIFTS]
+    groups, edited = grouped(graph) if calls else AliasGroups(), set[int]()
+    for node in calls:
+        tensor = cast(Node, node.args[0])
+        place = storage_of(tensor.meta["val"])
+        if place in edited:
+            groups = grouped(graph)
+        edited.add(place)
+        at, group = groups.position[node], groups.of[tensor]
+        views = [n for n in groups.uses_after(group, at) if n is not tensor and groups.position[n] < at]
+        if group in groups.gradient and views:
+            raise refused(
+                "forward detaches a tensor in place that others are views of, which a functional graph cannot do",
+                node,
+                "Use `y = y.detach()`.",
+            )
+        with graph.inserting_before(node):
+            new = graph.call_function(_aten.detach.default, (tensor,))
+        new.meta = dict(node.meta)
+        later = [user for user in tensor.users if groups.position.get(user, -1) > at]
+        for user in later:
+            user.replace_input_with(tensor, new)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _replace_resizing(graph: Graph) -> bool:
+    """Let what follows `y.resize_()` to no more elements read a view of the first ones, which it is."""
+    is_changed = False
+    for node in [n for n in graph.nodes if operator_name(n) in ("resize_", "resize_as_")]:
+        tensor = cast(Node, node.args[0])
+        given, value = tensor.meta.get("val"), node.meta.get("val")
+        if not isinstance(given, Tensor) or not isinstance(value, Tensor):
+            continue
+        if any(type(n) is not int for v in (given, value) for n in (*v.shape, *v.stride())):
+            continue
+        if not (given.is_contiguous() and value.is_contiguous() and value.numel() <= given.numel()):
+            continue
+        new = tensor
+        for target, args in (
+            (_aten.view.default, ([-1],)),
+            (_aten.slice.Tensor, (0, 0, value.numel())),
+            (_aten.view.default, (list(value.shape),)),
+        ):
+            with graph.inserting_before(node):
+                view = graph.call_function(target, cast(Any, (new, *args)))
+            with cast(Any, given).fake_mode, torch.no_grad():
+                view.meta = {**node.meta, "val": target(new.meta["val"], *args)}
+            new = view
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        is_changed = True
+    return is_changed
+
+
+def _replace_in_place_views(graph: Graph) -> bool:
+    """Let what follows `y.t_()` read `y.t()` where sizes are symbols: torch 2.15 cannot trace the first again."""
+    calls = [n for n in graph.nodes if n.target in _IN_PLACE_VIEWS and _has_symbols(n.meta.get("val"))]
+    position = {node: i for i, node in enumerate(graph.nodes)} if calls else {}
+    for node in calls:
+        with graph.inserting_before(node):
+            view = graph.call_function(_IN_PLACE_VIEWS[node.target], node.args, node.kwargs)
+        view.meta = dict(node.meta)
+        for member in _same_tensor(cast(Node, node.args[0])):
+            for user in [user for user in member.users if position.get(user, -1) > position[node]]:
+                user.replace_input_with(member, view)
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _has_symbols(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(type(n) is not int for n in (*value.shape, *value.stride()))
+
+
+def _same_tensor(node: Node) -> list[Node]:
+    """The nodes that are the very tensor that a node is: in-place operators return what they write."""
+
+    def returned(call: Node) -> list[Node]:
+        return written_operands(call) if isinstance(call.meta.get("val"), Tensor) else []
+
+    while len(written := returned(node)) == 1:
+        node = written[0]
+    same = [node]
+    for each in same:
+        same += [user for user in each.users if returned(user) == [each]]
+    return same
+
+
+def _refuse_lost_history(groups: AliasGroups, write: Write) -> None:
+    """Raise for writes over values with gradients whose functional form has no derivative."""
+    name = operator_name(write.node)
+    if not (name in COMPARISONS or name in _LOGICAL or "out" in write.node.kwargs):
+        return
+    at = write.position
+    if groups.is_differentiable(write) and (
+        groups.visible(write.group) or groups.uses_after(write.group, at)
+    ):
+        raise refused(
+            f"forward writes over a value with gradients by {write.node.target}, the functional form of which has none",
+            write.node,
+            "Use the operator that returns a new tensor, or write to a detached clone.",
+        )
+
+
+def _refuse_unsupported(groups: AliasGroups) -> None:
+    for write in groups.writes:
+        if operator_name(write.node) in STORAGE_WRITES:
+            raise refused(
+                f"forward changes the storage of a tensor by {operator_name(write.node)}, which a functional graph cannot do",
+                write.node,
+                "Make a new tensor (torch.empty, clone, narrow) instead.",
+            )
+        _refuse_lost_history(groups, write)
+        if groups.had_gradient(write.group, write) and not is_float(write.operand.meta.get("val")):
+            raise _hidden(write)
+        written = written_operands(write.node)
+        if any(share(a, b) for i, a in enumerate(written) for b in written[:i] if same_memory(groups, a, b)):
+            raise refused(
+                "forward writes to tensors in one call that share memory, which functionalisation writes once only",
+                write.node,
+                "Write to one after the other.",
+            )
+        views = list(view_chain(groups, write.operand))
+        if any(_repeats_elements(view) for view in (write.operand, *views)):
+            raise refused(
+                "forward writes to a tensor whose elements overlap in memory (an expanded one)",
+                write.node,
+                "Write to the tensor that was expanded, or to a clone.",
+            )
+        if groups.is_differentiable(write) and any(operator_name(view) == "as_strided" for view in views):
+            raise _refused_scatter(write.node)
+        if any(_skips_elements(view) for view in views):
+            raise refused(
+                "forward writes into windows of a tensor (unfold) that do not cover it, which functionalisation clears "
+                "outside of them",
+                write.node,
+                "Take the view with indexing, narrow or unflatten.",
+            )
+
+
+def _repeats_elements(view: Node) -> bool:
+    value = view.meta.get("val")
+    return isinstance(value, Tensor) and overlaps_itself(value)
+
+
+def _skips_elements(view: Node) -> bool:
+    """Whether a view is one of windows that leave elements of their dimension out."""
+    if operator_name(view) != "unfold":
+        return False
+    names = [a.name for a in cast(OpOverload, view.target)._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, view.args, strict=False)), **view.kwargs}
+    length = given["self"].meta["val"].shape[given["dimension"]]
+    return type(length) is not int or given["size"] != given["step"] or length % given["size"] != 0
+
+
+def refuse_strided_scatters(graph: Graph, state: Mapping[str, bool]) -> None:
+    """Raise for `as_strided_scatter` over values with gradients that decomposition introduced.
+
+    A call in forward itself has the same gradients in eager mode.
+    """
+    nodes = graph.find_nodes(op="call_function", target=_aten.as_strided_scatter.default)
+    groups = grouped(graph, state) if nodes else AliasGroups()
+    for node in nodes:
+        is_own = "as_strided_scatter" in str(node.meta.get("torch_fn"))
+        if groups.of.get(node) in groups.gradient and not is_own:
+            raise _refused_scatter(node)
+
+
+def _refused_scatter(node: Node) -> CaptureError:
+    return refused(
+        "forward writes into an as_strided view of a value with gradients, and the functional form of that has wrong "
+        "gradients in torch (aten.as_strided_scatter)",
+        node,
+        "Take the view with indexing, narrow, unfold or diagonal.",
+    )
+
+
+def _refuse_hidden_history(groups: AliasGroups, write: Write, owned: set[Group]) -> None:
+    """Raise where a group with gradients is read after a write through another group of its memory.
+
+    But for `owned`, state that requires gradients: a write to that is refused for that alone.
+    """
+    # A write through a detached alias replaces all that the alias covers, as far as the history is concerned.
+    covers = {groups.parent.get(group): root for group, root in groups.detaches(write.group)}
+    for group in groups.others(write.group):
+        if not groups.had_gradient(group, write) or group in owned:
+            continue
+        later = groups.uses_after(group, write.position)
+        if any(groups.is_differentiable(w) for w in groups.writes_before(group, write.position)):
+            # The new history of an input or a buffer is there after the call, whether or not forward reads it.
+            later += groups.visible(group)
+        if any(share(covers.get(group, write.operand), member) for member in later):
+            raise _hidden(write)
+
+
+def _refuse_stale_reads(groups: AliasGroups, write: Write, separated: set[Node]) -> None:
+    """Raise where separated memory is read after a write to its storage that is not copied to it."""
+    above = {root for _, root in groups.detaches(write.group)}
+    for group in groups.others(write.group):
+        memory = next((root for _, root in groups.detaches(group) if root in separated), None)
+        if memory is None or memory in above or groups.position[memory] > write.position:
+            continue
+        later = groups.uses_after(group, write.position, values=True)
+        if any(share(write.operand, member) for member in later):
+            raise _hidden(write)
+
+
+def _hidden(write: Write) -> CaptureError:
+    return refused(
+        "forward writes to a tensor through detach(), in torch.no_grad() or as integers, and then uses the tensor, whose "
+        "gradient history does not know of the write; a functional graph cannot compute that",
+        write.node,
+        "Write to a clone, or use torch.where, index_put or another operator that returns a new tensor.",
+    )
+
+
+def _refuse_earlier_writes(groups: AliasGroups, root: Node, first: int) -> None:
+    begin = groups.position[root]
+    storage = groups.of[root][0]
+    for write in groups.writes:
+        if not begin < write.position < first or write.group[0] != storage:
+            continue
+        if all(node is not root for _, node in groups.detaches(write.group)) and share(write.operand, root):
+            raise refused(
+                "forward writes to a tensor and then, with gradients, to its detached alias; a functional graph cannot "
+                "keep both histories",
+                write.node,
+                "Detach after the write, or write to a clone of the detached tensor.",
+            )
+
+
+def _detached_inputs(program: ExportedProgram, groups: AliasGroups) -> DetachedInputs:
+    inputs = set(program.graph_signature.user_inputs)
+    written: dict[str, bool] = {}
+    direct: set[str] = set()
+    nodes = [n for n in program.graph.find_nodes(op="placeholder") if n.name in inputs and n in groups.of]
+    placeholders = {groups.of[n]: n.name for n in nodes}
+    for write in groups.writes:
+        if write.group in placeholders:
+            if is_recorded(write.node):
+                direct.add(placeholders[write.group])
+            else:
+                # What forward reads afterwards is a clone with the history of the input, as in eager mode.
+                written.setdefault(placeholders[write.group], False)
+        for group in groups.others(write.group):
+            if group in placeholders:
+                later = groups.uses_after(group, write.position)
+                written[placeholders[group]] = written.get(placeholders[group], False) or bool(later)
+    names = frozenset(written) - direct
+    return DetachedInputs(names, frozenset(name for name in written if written[name]))
+
+
+def _separate(graph: Graph, groups: AliasGroups, root: Node) -> None:
+    """Let the group that `root` begins have memory of its own; what is written to it is copied back without history."""
+    source = cast(Node, root.args[0])
+    group = groups.of[root]
+    others = groups.others(group)
+    is_visible = any(n.op == "placeholder" for g in others for n in groups.members[g])
+    with graph.inserting_after(root):
+        clone = graph.call_function(_aten.clone.default, (root,))
+    clone.meta = dict(root.meta)
+    for user in [user for user in root.users if user is not clone]:
+        user.replace_input_with(root, clone)
+    for write in groups.writes:
+        if all(node is not root for _, node in groups.detaches(write.group)):
+            continue
+        if is_visible or any(groups.uses_after(g, write.position, values=True) for g in others):
+            with graph.inserting_after(write.node):
+                values = graph.call_function(_aten.detach.default, (clone,))
+            with graph.inserting_after(values):
+                copy = graph.call_function(_aten.copy_.default, (source, values))
+            for new in (values, copy):
+                new.meta = {
+                    k: v for k, v in write.node.meta.items() if k in ("stack_trace", "nn_module_stack")
+                }
+                new.meta["val"] = source.meta["val"]

@@ -1,0 +1,429 @@
+"""From a model and example inputs to a functional ExportedProgram that still trains as the model does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import logging
+import operator
+import re
+from collections.abc import Generator, Mapping
+from traceback import walk_tb
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec, TensorArgument
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import TreeSpec, tree_leaves
+
+from dovetail import torch_compat
+from dovetail.errors import CaptureError, InvalidArgument
+from dovetail.frontend import (
+    decompose_program,
+    detached_writes,
+    export_aliases,
+    export_fixups,
+    mutation_fixups,
+    side_effects,
+)
+from dovetail.frontend.decompose_ops import Unsure
+from dovetail.frontend.decompose_program import Decomposed
+from dovetail.frontend.detached_writes import DetachedInputs
+from dovetail.frontend.export_aliases import state_requires_grad
+from dovetail.frontend.pytree_specs import dict_of, leaf_spec, tuple_of
+from dovetail.ir import source_location
+from dovetail.ir.process_state import noise_kept, quiet, rng_kept
+
+_LEAF = leaf_spec()
+_log = logging.getLogger(__name__)
+
+# In torch's errors about dynamic_shapes of another structure than the inputs have.
+_MISFITS = ("mismatch between the structure", "top-level keys", "expected dynamic_shapes", "Unexpected")
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A decomposed program, how the model is called, and which of its results are really its mutated inputs.
+
+    The program itself takes and returns flat tuples; `names`, `in_spec` and `out_spec` are the model's. `aliases` maps the position of a result to the name of the placeholder whose storage it shares.
+    """
+
+    program: Decomposed
+    aliases: Mapping[int, str]
+    names: tuple[str, ...]
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    detached: DetachedInputs
+    draws_in_place: bool
+
+
+def export_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    strict: bool,
+    *,
+    trains: bool = True,
+) -> tuple[ExportedProgram, side_effects.SideEffects]:
+    """Export `model` in training form; every failure becomes a CaptureError with the user's line.
+
+    The model may get another `forward`, of the same effect. Unless the graph `trains`, it may apply functions whose
+    backward formula is lost.
+    """
+    if dynamic_shapes is not None:
+        dynamic_shapes = _with_named_parameters(model, args, kwargs, dynamic_shapes)
+    with rng_kept(), torch.enable_grad():
+        if not strict:
+            with side_effects.watched(model, trains=trains) as seen:
+                program, failure = _tried(model, args, kwargs, dynamic_shapes)
+            seen.refuse()
+            if program is None:
+                raise _at_data(seen, failure) from failure
+            return program, seen
+        seen = _rehearse(model, args, kwargs, dynamic_shapes, trains)
+        return _export(model, args, kwargs, dynamic_shapes, strict=True), seen
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
+) -> ExportedProgram:
+    with noise_kept() as noise:
+        try:
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            raise _translated(error, noise, _called_with(model, args, kwargs, error)) from error
+
+
+def require_dynamic_shapes(dynamic_shapes: Any) -> None:
+    """InvalidArgument unless it is of a form that torch.export takes."""
+    known = ("ShapesCollection", "AdditionalInputs")
+    if dynamic_shapes is None or isinstance(dynamic_shapes, (Mapping, tuple, list)):
+        return
+    if type(dynamic_shapes).__name__ not in known:
+        raise InvalidArgument(
+            f"dynamic_shapes {dynamic_shapes!r}; give the dimensions of each argument, as torch.export takes them: "
+            f"{{'x': {{0: torch.export.Dim('batch')}}}}, or torch.export.Dim.AUTO in the place of a Dim. "
+            f"`dovetail.compile(model, dynamic=True)` makes all sizes dynamic."
+        )
+
+
+def _called_with(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> str:
+    """The example inputs, and the module of the model in whose forward an error was raised."""
+    leaves = tree_leaves((args, kwargs))
+    shown = ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)[:40]
+        for leaf in leaves[:8]
+    )
+    inner: Any = None
+    for frame, _ in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(owner, nn.Module):
+            inner = owner
+    path = next((name for name, module in model.named_modules() if module is inner), "")
+    where = f" in '{path}' ({type(inner).__name__})" if path else ""
+    return f" with the inputs ({shown}{', ...' if len(leaves) > 8 else ''}){where}"
+
+
+def _with_named_parameters(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> Any:
+    """Give forward a parameter for each argument that it takes by `**kwargs`; returns dynamic_shapes for that.
+
+    torch.export has such arguments twice where it derives the ranges of sizes, under their own names and under that of
+    the parameter that collects them, and fails.
+    """
+    signature = inspect.signature(model.forward)
+    collecting = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    known = signature.bind(*args, **kwargs).arguments
+    extra = known.get(collecting[0].name, {}) if collecting else {}
+    if not extra:
+        return dynamic_shapes
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
+    others = [p for p in signature.parameters.values() if p is not collecting[0]]
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def with_named_parameters(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    cast("Any", with_named_parameters).__signature__ = inspect.Signature([*others, *named])
+    model.forward = with_named_parameters
+    if not isinstance(dynamic_shapes, Mapping):
+        return dynamic_shapes
+    shapes = dict(cast("Mapping[str, Any]", dynamic_shapes))
+    return shapes | dict(shapes.pop(collecting[0].name, None) or dict.fromkeys(extra))
+
+
+def _tried(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> tuple[ExportedProgram | None, CaptureError | None]:
+    """The exported program, or why there is none: what was noticed on the way explains that better."""
+    try:
+        return _export(model, args, kwargs, dynamic_shapes, strict=False), None
+    except CaptureError as error:
+        return None, error
+
+
+def _at_data(seen: side_effects.SideEffects, failure: CaptureError | None) -> CaptureError:
+    assert failure is not None
+    if seen.data_line is None or "\n  at " in str(failure):
+        return failure
+    what = "forward uses `.data`, which torch.export cannot follow here"
+    return CaptureError(side_effects.describe(what, seen.data_line, f"Use detach() instead. ({failure})"))
+
+
+def _rehearse(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, trains: bool
+) -> side_effects.SideEffects:
+    """Refuse side effects, which the strict exporter drops without a word, by looking at a plain run first."""
+    with side_effects.watched(model, trains=trains) as seen:
+        try:
+            _export(model, args, kwargs, dynamic_shapes, strict=False)
+        except CaptureError as error:
+            _log.debug("the rehearsal for strict mode stopped early: %s", error)
+    seen.refuse()
+    return seen
+
+
+def decompose(program: ExportedProgram) -> Exported:
+    """The functional form of an exported program, with the no-grad blocks of its forward kept.
+
+    Edits the program given; `own` makes one that may be edited.
+    """
+    with quiet(), rng_kept(), torch.enable_grad():
+        mutation_fixups.refuse_resizing(program)
+        export_aliases.see_through_identities(program)
+        export_aliases.keep_old_values(program)
+        aliases = export_aliases.aliased_results(program)
+        if export_fixups.flatten_no_grad(program.graph_module):
+            export_aliases.rename_results(program)
+        mutation_fixups.keep_strides(program)
+        draws_in_place = mutation_fixups.draw_into_fresh_memory(program)
+        export_fixups.keep_histories(program)
+        detached = detached_writes.separate(program)
+        mutation_fixups.call_functional_forms(program)
+        export_aliases.rename_results(program)
+        in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+        if in_spec is None or out_spec is None:
+            raise CaptureError("the exported program does not say how it is called. Export it anew.")
+        signature = _also_returned(program, _kept_draws(program.graph))
+        names = _input_names(program)
+        with _effects_kept(program.graph):
+            try:
+                decomposed = decompose_program.decomposed(program, signature)
+            except Unsure as reason:
+                _log.debug("the program is traced anew to decompose it: %s", reason)
+                decomposed = retraced(program, signature)
+        detached_writes.refuse_strided_scatters(decomposed.graph, state_requires_grad(program))
+        mutation_fixups.call_originals(decomposed.graph)
+        export_fixups.choose_kernel_as_eager(decomposed.graph)
+        export_fixups.make_differentiable(decomposed.graph)
+        export_fixups.make_bases_dense(decomposed.graph)
+        mutation_fixups.draw_in_place(decomposed.graph)
+        return Exported(decomposed, aliases, names, in_spec, out_spec, detached, draws_in_place)
+
+
+def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:
+    """The program as torch itself decomposes it, whatever it holds."""
+    _see_through_boolean_casts(program.graph)
+    flat = _called_flat(program, signature)
+    with noise_kept() as noise:
+        try:
+            new = flat.run_decompositions({})
+        except Exception as error:
+            raise _translated(error, noise) from error
+    return Decomposed(
+        new.graph, new.graph_signature, new.graph_module, new.constants, dict(new.range_constraints)
+    )
+
+
+def _see_through_boolean_casts(graph: Graph) -> None:
+    """Take the condition itself where it is cast to an integer and compared with 1: torch 2.11 cannot trace that again."""
+    for node in graph.find_nodes(op="call_function", target=operator.eq):
+        cast_node, one = node.args
+        name = getattr(cast_node.target, "__name__", "") if isinstance(cast_node, Node) else ""
+        if name == "cast_symbool_to_symint_guardless" and one == 1:
+            node.replace_all_uses_with(cast("Node", cast("Node", cast_node).args[0]))
+            graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def _effects_kept(graph: Graph) -> Generator[None]:
+    """Keep operators that return nothing: whatever they are called for is not to be seen in the graph."""
+    known: set[Any] | None = torch_compat.EFFECTFUL_TARGETS.value
+    silent = {
+        n.target for n in graph.nodes if isinstance(n.target, OpOverload) and not n.target._schema.returns
+    }
+    if not isinstance(known, set):
+        torch_compat.EFFECTFUL_TARGETS.report()
+        yield
+        return
+    added = silent - known
+    known.update(added)
+    try:
+        yield
+    finally:
+        known.difference_update(added)
+
+
+def _input_names(program: ExportedProgram) -> tuple[str, ...]:
+    nodes = program.graph.find_nodes(op="placeholder")
+    specs = program.graph_signature.input_specs
+    return tuple(n.name for n, spec in zip(nodes, specs, strict=True) if spec.kind.name == "USER_INPUT")
+
+
+def own(program: ExportedProgram) -> ExportedProgram:
+    """A program with a graph of its own, and the same parameters, to be edited at will."""
+    module = copy.deepcopy(program.graph_module)
+    for mine, theirs in zip(module.graph.nodes, program.graph_module.graph.nodes, strict=True):
+        # A copy gives another name to what is called like a builtin, say `input`; the signature has the first one.
+        if mine.name != theirs.name:
+            mine.name = theirs.name
+    return _remade(
+        program,
+        module,
+        copy.deepcopy(program.graph_signature),
+        program.module_call_graph,
+    )
+
+
+def _kept_draws(graph: Graph) -> list[Node]:
+    """Random numbers that nobody uses; decomposing would drop them and so shift all that are drawn later."""
+    alive: set[Node] = {graph.output_node()}
+    draws: list[Node] = []
+    for node in reversed(list(graph.nodes)):
+        target = node.target
+        # What is written may not be read by anybody either, so that a write alone keeps nothing.
+        if node not in alive:
+            if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+                continue
+            draws.append(node)
+        alive.update(node.all_input_nodes)
+    return [_as_tensor(graph, node) for node in reversed(draws)]
+
+
+def _as_tensor(graph: Graph, draw: Node) -> Node:
+    value = draw.meta.get("val")
+    if not isinstance(value, (list, tuple)):
+        return draw
+    with graph.inserting_after(draw):
+        first = graph.call_function(operator.getitem, (draw, 0))
+    first.meta = {**draw.meta, "val": value[0]}
+    return first
+
+
+def _also_returned(program: ExportedProgram, also: list[Node]) -> ExportGraphSignature:
+    """Return the nodes in `also` too, after all others; the signature of that."""
+    signature = program.graph_signature
+    if not also:
+        return signature
+    output = program.graph.output_node()
+    output.args = ((*cast("tuple[Any, ...]", output.args[0]), *also),)
+    extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in also]
+    program.graph_module.recompile()
+    return ExportGraphSignature(
+        input_specs=signature.input_specs, output_specs=[*signature.output_specs, *extra]
+    )
+
+
+def _called_flat(program: ExportedProgram, signature: ExportGraphSignature) -> ExportedProgram:
+    """The same program with flat inputs and results, so that no user's class is taken apart while decomposing."""
+    inputs = tuple_of([_LEAF] * len(signature.user_inputs))
+    outputs = tuple_of([_LEAF] * len(signature.user_outputs))
+    call = ModuleCallSignature(
+        inputs=[], outputs=[], in_spec=tuple_of([inputs, dict_of([], [])]), out_spec=outputs
+    )
+    return _remade(program, program.graph_module, signature, [ModuleCallEntry(fqn="", signature=call)])
+
+
+def _remade(
+    program: ExportedProgram,
+    module: GraphModule,
+    signature: ExportGraphSignature,
+    calls: list[ModuleCallEntry],
+) -> ExportedProgram:
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature,
+        state_dict=program.state_dict,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=calls,
+        example_inputs=None,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _translated(error: Exception, noise: list[str], called: str = "") -> CaptureError:
+    if isinstance(error, CaptureError):
+        return error
+    kind = type(error).__name__
+    text = str(error)
+    line = source_location.of_exception(error)
+    if kind in _DATA_DEPENDENT or "data-dependent" in text:
+        what = "the model branches on, or takes a size from, values that are known only when it runs"
+        advice = (
+            "Use torch.cond or torch.where for a choice, torch.while_loop for a loop, and torch._check to "
+            "promise a range of sizes."
+        )
+    elif kind == "UnsupportedOperatorException" or "no fake impl" in text:
+        what = f"the operator {_operator_in(text)} has no fake kernel, which gives shapes and dtypes of its results without running it"
+        advice = (
+            "Register one: torch.library.register_fake(name, function), where the function takes the same arguments and "
+            "returns empty tensors of the right shape, dtype and strides."
+        )
+    elif "output has alias annotations" in text:
+        what = f"the operator {_operator_in(text)} returns a view of an operand, which a functional graph cannot hold"
+        advice = (
+            "Return a clone and leave the alias annotation out of the schema, or use views of torch itself."
+        )
+    elif "dynamic_shapes" in text and any(word in text for word in _MISFITS):
+        what = f"dynamic_shapes do not fit the example inputs: {_first_lines(text, 4)}"
+        advice = "Give one entry for each argument, of the structure that it has."
+    elif kind == "ConstraintViolationError" and "not in range" in text:
+        what = f"a size of the inputs is not in the range that dynamic_shapes gives: {_first_lines(text, 2)}"
+        advice = "Widen the range (`min` and `max` of the Dim), or leave it out."
+    elif "Constraints violated" in text or "dynamic_shapes" in text or "Dim." in text:
+        what = f"the model does not hold for all of the dynamic sizes asked for: {_first_lines(text, 12)}"
+        advice = "Narrow dynamic_shapes as suggested, or mark the dimension static."
+    else:
+        what = f"torch.export cannot trace this model{called}: {kind}: {_first_lines(text, 6)}"
+        then = "rewrite the line above, or try strict=True" if line is not None else "try strict=True"
+        advice = f"Check that the model itself runs on these inputs; if it does, {then}."
+    for part in filter(str.strip, noise):
+        _log.debug("torch logged while the export failed: %s", part)
+    return CaptureError(side_effects.describe(what, line, advice))
+
+
+def _operator_in(text: str) -> str:
+    """The name of the first operator that a message of torch mentions."""
+    name = re.search(r"\w+::[\w.]+|\w+\.\w+(\.\w+)?", text)
+    return text if name is None else f"'{name[0]}'"
+
+
+def _first_lines(text: str, most: int) -> str:
+    cut = text.split("\nThe error above occurred when calling")[0].strip()
+    return "\n    ".join(cut.splitlines()[:most])
+
+
+def guards_of(program: Decomposed) -> list[Any]:
+    """What the exporter assumed about symbolic sizes beyond their ranges, as sympy conditions."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None and mode.shape_env is not None:
+            return [guard.expr for guard in mode.shape_env.guards]
+    return []

@@ -1,0 +1,556 @@
+"""`torch.no_grad()` blocks of an exported graph, laid flat so that decomposition cannot lose them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import SymInt, Tensor
+from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.frontend.detached_writes import COMPARISONS, STORAGE_WRITES
+from dovetail.frontend.export_aliases import (
+    AliasGroups,
+    grouped,
+    grouped_with_gradients,
+    know_readers,
+    operator_name,
+    refused,
+    same_memory,
+    share,
+    state_requires_grad,
+    storage_of,
+    written_by,
+    written_operands,
+)
+from dovetail.ir.graph_module import copy_node
+from dovetail.ir.schema import by_name
+from dovetail.ir.weight_guard import is_dense
+
+_WRAP = "wrap_with_set_grad_enabled"
+
+
+def flatten_no_grad(module: GraphModule) -> int:
+    """Inline every gradient-mode block and detach what leaves a `no_grad` one; returns how many there were.
+
+    Edits `module` and the graphs inside it. Values that leave a block get other names.
+    """
+    count = 0
+    for owner in [module, *_inner_graphs(module)]:
+        blocks = [n for n in owner.graph.nodes if _is_block(n)]
+        if blocks:
+            know_readers(owner.graph)
+        for block in blocks:
+            _inline_block(owner, block)
+        if blocks:
+            owner.recompile()
+        count += len(blocks)
+    return count
+
+
+def _inner_graphs(module: GraphModule) -> list[GraphModule]:
+    return [m for m in module.modules() if isinstance(m, GraphModule) and m is not module]
+
+
+def _is_block(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == _WRAP
+
+
+def _inline_block(owner: GraphModule, block: Node) -> None:
+    enabled, body_node, *operands = cast(Any, block.args)
+    body = cast(GraphModule, owner.get_submodule(body_node.target))
+    graph = owner.graph
+    mutates = any(_is_mutating(n) for n in body.graph.nodes)
+    hold_back = not enabled
+    given = list(operands)
+    with graph.inserting_before(block):
+        if hold_back and mutates:
+            operands = [_detached(graph, n) if _holds_tensor(n) else n for n in operands]
+        results = _splice(owner, body, operands, block)
+        for user in list(block.users):
+            index = cast(int, user.args[1])
+            value = results[index]
+            if hold_back and mutates:
+                value = _own_tensor(value, dict(zip(operands, given, strict=True)))
+            if hold_back and not mutates and isinstance(value, Node) and _holds_tensor(value):
+                value = _fresh(graph, _detached(graph, value), operands, block)
+            _take_over(user, value)
+    graph.erase_node(block)
+    if not body_node.users:
+        graph.erase_node(body_node)
+
+
+def _own_tensor(value: Any, given: dict[Any, Any]) -> Any:
+    """The operand of a block itself where its result is that tensor after writes, with the history it had before."""
+    at = value
+    while isinstance(at, Node) and at not in given and _is_mutating(at):
+        at = _returned_operand(at)
+    return given[at] if isinstance(at, Node) and at in given else value
+
+
+def _returned_operand(node: Node) -> Any:
+    """The operand that an operation writes and returns, be it the first or `out`; None if it is not a single one."""
+    schema = cast(OpOverload, node.target)._schema
+    written = [
+        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or len(written) != 1:
+        return None
+    at = written[0]
+    return node.args[at] if at < len(node.args) else node.kwargs.get(schema.arguments[at].name)
+
+
+def _splice(owner: GraphModule, body: GraphModule, operands: list[Any], block: Node) -> list[Any]:
+    """Copy the nodes of `body` before `block`; returns what its output names."""
+    made: dict[Node, Any] = {}
+    free = iter(operands)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            made[node] = next(free)
+        elif node.op == "output":
+            results = map_arg(node.args[0], made.__getitem__)
+            return list(results) if isinstance(results, (list, tuple)) else [results]
+        else:
+            new = copy_node(owner.graph, node, made.__getitem__)
+            if node.op == "get_attr":
+                new.target = _moved(owner, body, cast(str, node.target))
+            if "nn_module_stack" not in new.meta and "nn_module_stack" in block.meta:
+                new.meta["nn_module_stack"] = block.meta["nn_module_stack"]
+            made[node] = new
+    return []
+
+
+def _moved(owner: GraphModule, body: GraphModule, target: str) -> str:
+    """Make the attribute of `body` one of `owner` too, under a free name."""
+    name = base = target.replace(".", "_")
+    count = 0
+    while hasattr(owner, name):
+        count += 1
+        name = f"{base}_{count}"
+    setattr(owner, name, operator.attrgetter(target)(body))
+    return name
+
+
+def _take_over(user: Node, value: Any) -> None:
+    """Let `value` stand for the getitem `user`."""
+
+    def swap(node: Node) -> Any:
+        return value if node is user else node
+
+    for other in list(user.users):
+        other.args = map_arg(other.args, swap)
+        other.kwargs = map_arg(other.kwargs, swap)
+    user.graph.erase_node(user)
+
+
+def _detached(graph: Graph, node: Node) -> Node:
+    new = graph.call_function(torch.ops.aten.detach.default, (node,))
+    new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
+    if new.meta["val"].requires_grad:
+        new.meta["val"] = new.meta["val"].detach()
+    return new
+
+
+def _fresh(graph: Graph, node: Node, operands: list[Any], block: Node) -> Node:
+    """A result of a block in memory of its own if something is written into it after the block, with gradients.
+
+    A write goes through to what a value is a view of, and what is seen of that through `detach` has none.
+    """
+    place = storage_of(node.meta["val"])
+    read = {storage_of(n.meta["val"]) for n in operands if _holds_tensor(n)}
+    if place in read or not any(place in written_by(n) for n in _after(block)):
+        return node
+    new = graph.call_function(torch.ops.aten.clone.default, (node,))
+    new.meta = dict(node.meta)
+    return new
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while (node := node.next).op != "root":
+        yield node
+
+
+def _holds_tensor(value: object) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor)
+
+
+def _is_mutating(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+_NATIVE = torch.ops.aten._native_batch_norm_legit_functional.default
+_CHOOSING = torch.ops.aten._batch_norm_with_update_functional.default
+
+# Results of the first operator and where the second has them: output, mean, inverse deviation, new statistics.
+_MOVED = {0: 0, 1: 1, 2: 2, 3: 4, 4: 5}
+
+
+def choose_kernel_as_eager(graph: Graph) -> None:
+    """Replace the decomposed batch norm on CUDA by the one that picks cuDNN where eager mode does.
+
+    The decomposition always takes the native kernel, which rounds differently. On a CPU there is but one.
+    """
+    for node in graph.find_nodes(op="call_function", target=_NATIVE):
+        values = cast("tuple[Any, ...]", node.meta.get("val") or ())
+        arguments = by_name(node)
+        on_gpu = bool(values) and isinstance(values[0], Tensor) and values[0].device.type == "cuda"
+        only_items = all(user.target is operator.getitem for user in node.users)
+        if on_gpu and only_items and arguments["training"] is True:
+            _replace(graph, node, arguments, values)
+
+
+def _replace(graph: Graph, node: Node, arguments: dict[str, Any], values: tuple[Any, ...]) -> None:
+    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+    with graph.inserting_before(node):
+        new = graph.create_node("call_function", _CHOOSING, tuple(arguments[name] for name in names))
+    with values[0].fake_mode:
+        reserve = torch.empty(0, dtype=torch.uint8, device=values[0].device)
+    new.meta = {**node.meta, "val": (*values[:3], reserve, *values[3:])}
+    for user in list(node.users):
+        user.args = (new, _MOVED[cast(int, user.args[1])])
+    graph.erase_node(node)
+
+
+_COPY = torch.ops.aten.copy.default
+_VIEW = torch.ops.aten.view.default
+_aten = torch.ops.aten
+_FOREACH_WITHOUT_DERIVATIVE: dict[Any, Any] = {
+    _aten._foreach_zero_.default: _aten.zero_.default,
+    _aten._foreach_copy_.default: _aten.copy_.default,
+}
+_KEPT = ("stack_trace", "nn_module_stack", "custom")
+
+
+def keep_histories(program: ExportedProgram) -> None:
+    """Rewrite in-place operators whose functional form has another gradient; edits the program's graph."""
+    edited = [_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]
+    if any([*edited, _fill_diagonals(program), _keep_strides(program.graph)]):
+        program.graph_module.recompile()
+
+
+def make_differentiable(graph: Graph) -> None:
+    """Replace `copy` of floating numbers by operators that compute the same, with gradients and strides as in place.
+
+    Where sizes that are not numbers would have to be spread it stays.
+    """
+    for node in graph.find_nodes(op="call_function", target=_COPY):
+        target, source = cast("tuple[Node, Node]", node.args[:2])
+        has, reads = target.meta.get("val"), source.meta.get("val")
+        if not isinstance(has, Tensor) or not isinstance(reads, Tensor) or not has.dtype.is_floating_point:
+            continue
+        is_spread = tuple(reads.shape) != tuple(has.shape)
+        if is_spread and any(isinstance(size, SymInt) for size in has.shape):
+            continue
+        with graph.inserting_before(node):
+            if reads.dtype != has.dtype or reads.device != has.device:
+                form = {"dtype": has.dtype, "device": has.device}
+                source = _call(graph, node, torch.ops.aten._to_copy.default, (source,), form)
+            if is_spread:
+                source = _call(graph, node, torch.ops.aten.expand.default, (source, list(has.shape)), {})
+            if has.dim():
+                # Its value is that of the copy: torch 2.11 cannot infer it where strides vary with the data.
+                new = graph.call_function(torch.ops.aten.slice_scatter.default, (target, source))
+            else:
+                row, new = (_call(graph, node, _VIEW, (n, [1]), {}) for n in (target, source))
+                row = _call(graph, node, torch.ops.aten.slice_scatter.default, (row, new), {})
+                new = _call(graph, node, _VIEW, (row, []), {})
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _fill_diagonals(program: ExportedProgram) -> bool:
+    """Fill diagonals through `diagonal` views; edits the graphs of blocks too.
+
+    `fill_diagonal_` itself decomposes into `as_strided_scatter`, which has wrong gradients in torch and writes to other
+    elements where the tensor's strides are not those of the export.
+    """
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    calls = [
+        n
+        for m in modules
+        for n in m.graph.find_nodes(op="call_function", target=_aten.fill_diagonal_.default)
+    ]
+    for graph in dict.fromkeys(n.graph for n in calls):
+        know_readers(graph)
+    for node in calls:
+        names = [a.name for a in node.target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        tensor = cast(Node, given["self"])
+        with node.graph.inserting_before(node):
+            for view in _diagonal_views(node, tensor, wrap=bool(given.get("wrap"))):
+                fill = node.graph.call_function(_aten.fill_.Scalar, (view, given["fill_value"]))
+                fill.meta = {
+                    **{key: node.meta[key] for key in _KEPT if key in node.meta},
+                    "val": view.meta["val"],
+                }
+        node.replace_all_uses_with(tensor)
+        node.graph.erase_node(node)
+    for module in modules[1:]:
+        module.recompile()
+    return bool(calls)
+
+
+def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
+    """Views of what `fill_diagonal_` fills; with `wrap` the diagonal goes on in row width + 1 of a tall matrix."""
+    graph = node.graph
+    value = cast(Tensor, tensor.meta["val"])
+    height, width = value.shape[:2]
+    if wrap and value.dim() == 2:
+        if type(width) is int and is_contiguous_or_false(value):
+            flat = _call(graph, node, _VIEW, (tensor, [-1]), {})
+            return [_call(graph, node, _aten.slice.Tensor, (flat, 0, 0, None, width + 1), {})]
+        if isinstance(height, SymInt) or isinstance(width, SymInt) or height > 2 * (width + 1):
+            raise refused(
+                "forward wraps a diagonal around a tensor that is not contiguous or whose width is dynamic, "
+                "which a functional graph cannot do",
+                node,
+                "Call it on a contiguous tensor, or with wrap=False on slices of rows.",
+            )
+        parts = [tensor]
+        if height > width + 1:
+            parts.append(_call(graph, node, _aten.slice.Tensor, (tensor, 0, width + 1), {}))
+        return [_call(graph, node, _aten.diagonal.default, (part,), {}) for part in parts]
+    view = _call(graph, node, _aten.diagonal.default, (tensor,), {})
+    for _ in range(value.dim() - 2):
+        view = _call(graph, node, _aten.diagonal.default, (view, 0, 0, -1), {})
+    return [view]
+
+
+def _keep_strides(graph: Graph) -> bool:
+    """Write out in-place operators whose functional form returns other strides than those of what they write.
+
+    Functionalisation puts that result in place of what was written, and so changes the strides of its base.
+    """
+    is_changed = False
+    for node in graph.nodes:
+        operator = _functional_form(node)
+        operand = node.args[0] if operator is not None and node.args else None
+        value = operand.meta.get("val") if isinstance(operand, Node) else None
+        if operator is None or not isinstance(value, FakeTensor) or not _is_permuted(value):
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with value.fake_mode, torch.no_grad():
+            result = operator(*args, **kwargs)
+        if not isinstance(result, Tensor) or _effective_strides(result) == _effective_strides(value):
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(operator, node.args, node.kwargs)
+        new.meta = {**node.meta, "val": result}
+        node.target, node.args, node.kwargs = _aten.copy_.default, (operand, new), {}
+        is_changed = True
+    return is_changed
+
+
+def _functional_form(node: Node) -> OpOverload | None:
+    """The operator that returns what an in-place one writes; none for random draws, which depend on strides."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or "out" in node.kwargs:
+        return None
+    name = operator_name(node)
+    if written_operands(node) != list(node.args[:1]) or not name.endswith("_"):
+        return None
+    if name in ("copy_", *STORAGE_WRITES) or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    operator = getattr(getattr(_aten, name[:-1], None), target._overloadname, None)
+    if not isinstance(operator, OpOverload) or _parameters(operator) != _parameters(target):
+        return None
+    is_view = any(result.alias_info is not None for result in operator._schema.returns)
+    return None if is_view else operator
+
+
+def _parameters(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in operator._schema.arguments]
+
+
+def _is_permuted(value: Tensor) -> bool:
+    if value.layout is not torch.strided or is_contiguous_or_false(value):
+        return False
+    return any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())) or is_dense(value)
+
+
+def _effective_strides(value: Tensor) -> list[str]:
+    """The strides of dimensions that have more than one element, as text: comparing symbols would add guards."""
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return [str(stride) for size, stride in sizes if type(size) is not int or size != 1]
+
+
+def make_bases_dense(graph: Graph) -> None:
+    """Let views that custom operators write be of memory without gaps or offset; edits a decomposed graph.
+
+    Functionalisation describes such a view by the strides and the storage offset that its base had while it traced. The
+    base may lie otherwise in a call: a copy of an input with gaps, an input of other strides, a result whose fake kernel
+    had other strides than the real one.
+    """
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.auto_functionalized_v2, sort=True
+    ):
+        kwargs = dict(node.kwargs)
+        bases = list(cast("list[Node]", kwargs["_all_bases"]))
+        copies: dict[int, Node] = {}
+        for key in [k for k in kwargs if k.endswith("_base_index") and kwargs[k] is not None]:
+            view, index = key.removesuffix("_base_index"), cast(int, kwargs[key])
+            value = cast(Tensor, bases[index].meta["val"])
+            offset = cast(int, value.storage_offset())
+            if f"{view}_slice_dim" in kwargs and offset:
+                start = offset // value.stride(cast(int, kwargs[f"{view}_slice_dim"]))
+                for bound in (f"{view}_slice_start", f"{view}_slice_end"):
+                    kwargs[bound] = cast(int, kwargs[bound]) - start
+            if f"{view}_stride" not in kwargs:
+                continue
+            order = _memory_order(value)
+            if order is None:
+                raise refused(
+                    f"forward lets {node.args[0]} write a view of a tensor whose memory has gaps",
+                    node,
+                    "Let it write a clone of the view, and copy_ that into the view.",
+                )
+            kwargs[f"{view}_storage_offset"] = cast(int, kwargs[f"{view}_storage_offset"]) - offset
+            if index not in copies:
+                with graph.inserting_before(node):
+                    copies[index] = _laid_out(graph, node, bases[index], order)
+        kwargs["_all_bases"] = [copies.get(i, base) for i, base in enumerate(bases)]
+        node.kwargs = kwargs
+
+
+def _memory_order(value: Tensor) -> list[int] | None:
+    """The dimensions from the outermost in memory to the innermost; None where elements do not lie side by side."""
+    if any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
+        return list(range(value.dim())) if is_contiguous_or_false(value) else None
+    return sorted(range(value.dim()), key=lambda d: -value.stride(d)) if is_dense(value) else None
+
+
+def _laid_out(graph: Graph, node: Node, base: Node, order: list[int]) -> Node:
+    """A copy of `base` with its dimensions in this order in memory."""
+    form = {"memory_format": torch.contiguous_format}
+    if order == sorted(order):
+        return _call(graph, node, _aten.clone.default, (base,), form)
+    permuted = _call(graph, node, _aten.permute.default, (base, order), {})
+    copy = _call(graph, node, _aten.clone.default, (permuted,), form)
+    return _call(graph, node, _aten.permute.default, (copy, [order.index(d) for d in range(len(order))]), {})
+
+
+def _call(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    new = graph.call_function(target, args, kwargs)
+    new.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+    values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
+    with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
+        new.meta["val"] = target(*values, **kwargs)
+    return new
+
+
+def _groups(program: ExportedProgram) -> AliasGroups:
+    return grouped(program.graph, state_requires_grad(program))
+
+
+def _split_foreach(program: ExportedProgram) -> bool:
+    """Let an in-place `_foreach` operator write its tensors one after the other, as it does in eager mode.
+
+    The functional form reads all of them before it writes, and lets every result require gradients if one does.
+    """
+    graph = program.graph
+    calls = [n for n in graph.nodes if operator_name(n).startswith("_foreach_") and written_operands(n)]
+    groups = _groups(program) if calls else AliasGroups()
+    for node in calls:
+        written = written_operands(node)
+        if any(same_memory(groups, a, b) and share(a, b) for i, a in enumerate(written) for b in written[:i]):
+            continue
+        target: Any = _FOREACH_WITHOUT_DERIVATIVE.get(node.target)
+        for i, tensor in enumerate(written):
+            with graph.inserting_before(node):
+                args = [_one_of(graph, argument, i) for argument in node.args]
+                kwargs = {name: _one_of(graph, argument, i) for name, argument in node.kwargs.items()}
+                if target is not None:
+                    args = [a[0] if isinstance(a, list) else a for a in args]
+                new = graph.call_function(target or node.target, tuple(args), cast(Any, kwargs))
+            new.meta = dict(node.meta)
+            if target is not None:
+                new.meta["val"] = tensor.meta["val"]
+            reads = [n for n in new.all_input_nodes if n is not tensor]
+            if any(same_memory(groups, a, b) and share(a, b) for a in written[:i] for b in reads):
+                raise refused(
+                    f"forward reads a tensor in a call of {node.target} that the same call writes before, and the "
+                    "gradient of that in torch is not the gradient of what it computes",
+                    node,
+                    "Write to one after the other.",
+                )
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _one_of(graph: Graph, argument: Any, position: int) -> Any:
+    """What an argument of a `_foreach` operator is for one of its tensors."""
+    if isinstance(argument, (list, tuple)):
+        return [cast("list[Any]", argument)[position]]
+    if not isinstance(argument, Node) or argument.meta["val"].dim() == 0:
+        return argument
+    part = graph.call_function(_aten.slice.Tensor, (argument, 0, position, position + 1))
+    value = argument.meta["val"]
+    with value.fake_mode:
+        part.meta["val"] = value.detach()[position : position + 1]
+    return part
+
+
+def _copy_comparisons(program: ExportedProgram) -> bool:
+    """Write out comparisons in place of values with gradients as a copy, which has the same gradient: zeros."""
+    graph = program.graph
+    if not any(operator_name(n) in COMPARISONS for n in graph.nodes):
+        return False
+    calls = {
+        w.node: w.operand
+        for groups in (_groups(program), grouped_with_gradients(program))
+        for w in groups.writes
+        if operator_name(w.node) in COMPARISONS and groups.had_gradient(w.group, w) and not w.has_gradient
+    }
+    for node, operand in calls.items():
+        compare = getattr(
+            getattr(_aten, operator_name(node)[:-1]), cast(OpOverload, node.target)._overloadname
+        )
+        with graph.inserting_before(node):
+            result = graph.call_function(compare, node.args, node.kwargs)
+            copy = graph.call_function(_aten.copy_.default, (operand, result))
+        value = operand.meta["val"]
+        with value.fake_mode:
+            compared = torch.empty_like(value, dtype=torch.bool)
+        result.meta = {**node.meta, "val": compared}
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
+    return bool(calls)
+
+
+def _copy_through_alias(program: ExportedProgram) -> bool:
+    """Copy into a buffer through an alias where its new value is not in every way the value that is copied.
+
+    torch.export lets what reads the buffer read the source of the last copy instead, without the conversion to the
+    buffer's dtype, sizes and strides, and without the history that the buffer had.
+    """
+    graph = program.graph
+    if not graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        return False
+    groups = _groups(program)
+    names = state_requires_grad(program)
+    state = {storage_of(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if n.name in names}
+    writes = [w for w in groups.writes if w.node.target is _aten.copy_.default and w.group[0] in state]
+    calls = [w for w in writes if groups.had_gradient(w.group, w) or not _same_form(*w.node.args[:2])]
+    for write in calls:
+        with graph.inserting_before(write.node):
+            alias = graph.call_function(_aten.alias.default, (write.operand,))
+        alias.meta = dict(write.node.meta)
+        write.node.replace_input_with(write.operand, alias)
+    return bool(calls)
+
+
+def _same_form(a: Any, b: Any) -> bool:
+    values = [n.meta.get("val") if isinstance(n, Node) else None for n in (a, b)]
+    if not all(isinstance(v, Tensor) for v in values):
+        return False
+    forms = [(v.dtype, v.device, tuple(v.shape), v.stride()) for v in cast("list[Tensor]", values)]
+    return forms[0] == forms[1]

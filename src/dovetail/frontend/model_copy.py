@@ -1,0 +1,489 @@
+"""The parameters and buffers of a model, under their own names, on plain modules."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from dovetail.errors import CaptureError, InvalidArgument
+from dovetail.frontend import pytree_specs
+
+_RESERVED = frozenset(dir(GraphModule)) - frozenset(dir(nn.Module)) | {"meta", "shape_env", "generate"}
+
+
+def mirror(model: nn.Module) -> nn.Module:
+    """Modules with the names, parameters, buffers, persistence and modes of `model`, and none of its code.
+
+    The parameters and buffers are the very same objects. A module that hangs in two places does so here too.
+    """
+    made: dict[int, nn.Module] = {}
+    root = _bare(model, made)
+    for module in list(model.modules()):
+        new = made[id(module)]
+        for name, child in module._modules.items():
+            new._modules[name] = None if child is None else made.get(id(child)) or _bare(child, made)
+    return root
+
+
+def _bare(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    for part in module.modules():
+        if id(part) in made:
+            continue
+        new = nn.Module()
+        new.training = part.training
+        new._parameters.update(part._parameters)
+        new._buffers.update(part._buffers)
+        new._non_persistent_buffers_set = set(part._non_persistent_buffers_set)
+        made[id(part)] = new
+    return made[id(module)]
+
+
+def refuse_reserved(model: nn.Module) -> None:
+    """Raise if a name at the top of the model is one that a GraphModule needs for itself."""
+    for name in (*model._parameters, *model._buffers, *model._modules):
+        if name in _RESERVED:
+            raise CaptureError(
+                f"the model's own '{name}' has the name of something that every FX GraphModule has. "
+                f"Rename it, or wrap the model in another module."
+            )
+
+
+def from_program(program: ExportedProgram, training: bool) -> nn.Module:
+    """The same for a program whose model is not at hand: its state and constants tell the names."""
+    root = nn.Module()
+    root.training = training
+    signature = program.graph_signature
+    volatile = set(signature.non_persistent_buffers)
+    buffers = set(signature.buffers)
+    values: Mapping[str, Any] = {**program.state_dict, **{k: program.constants[k] for k in sorted(volatile)}}
+    for path, value in values.items():
+        owner, name = reach(root, path)
+        if isinstance(value, nn.Parameter) and path not in buffers:
+            owner.register_parameter(name, value)
+        else:
+            owner.register_buffer(name, value, persistent=path not in volatile)
+    refuse_reserved(root)
+    return root
+
+
+def reach(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds the last part of a dotted path, made where missing, and that part."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        child = root._modules.get(parent)
+        if child is None:
+            child = nn.Module()
+            child.training = root.training
+            root.add_module(parent, child)
+        root = child
+    return root, name
+
+
+def attach(root: nn.Module, wanted: str, value: object) -> str:
+    """Hang a constant, an opaque object or a sub-graph on `root` under a free name; returns the name."""
+    path = base = wanted
+    count = 0
+    while _is_taken(root, path):
+        count += 1
+        path = f"{base}_{count}"
+    owner, name = reach(root, path)
+    if isinstance(value, nn.Module):
+        owner.add_module(name, value)
+    elif isinstance(value, nn.Parameter):
+        raise CaptureError(
+            f"the model uses a parameter that it does not own (traced as '{wanted}'). "
+            f"Pass a module that has it as an attribute."
+        )
+    elif isinstance(value, Tensor):
+        owner.__dict__[name] = value
+    else:
+        setattr(owner, name, value)
+    return path
+
+
+def _is_taken(root: nn.Module, path: str) -> bool:
+    *parents, name = path.split(".")
+    at: Any = root
+    for parent in parents:
+        at = at._modules.get(parent) if isinstance(at, nn.Module) else None
+        if at is None:
+            return False
+    return hasattr(at, name) or (at is root and name in _RESERVED)
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """CaptureError for a model that communicates around its calls, or whose parameters are spread over processes."""
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = tuple(
+        getattr(fsdp, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, name)
+    )
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    for path, module in model.named_modules():
+        where = f"'{path}' of the model" if path else "the model"
+        # The hooks with which `fully_shard` gathers parameters run around the calls of a compiled module.
+        gathered = not path and isinstance(module, sharded[:1]) and not module._forward_pre_hooks
+        if isinstance(module, (*parallel, *sharded)) and not gathered:
+            wrapper = "fully_shard" if isinstance(module, sharded[:1]) else type(module).__name__
+            raise CaptureError(
+                f"{where} is wrapped by {wrapper}, which communicates around each call; a graph cannot hold that. Compile "
+                f"what is wrapped instead: {wrapper}(dovetail.compile(model))."
+            )
+        for name, parameter in module._parameters.items():
+            if tensors is not None and isinstance(parameter, getattr(tensors, "DTensor", ())):
+                raise CaptureError(
+                    f"'{name}' of {where} is a DTensor, spread over several processes; a graph of dovetail is for one. "
+                    f"Compile the modules before they are sharded."
+                )
+
+
+def refuse_scripted(model: Any) -> None:
+    """InvalidArgument for a model that is, or holds, compiled by TorchScript, which no tracer sees into."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    for path, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"'{path}' of the model" if path else "the model"
+            raise InvalidArgument(
+                f"{what} is a {type(module).__name__} of TorchScript, whose operations cannot be traced. Give the Python "
+                f"module that torch.jit.script or torch.jit.trace was called with, or run it as it is."
+            )
+
+
+def signature_of(model: Callable[..., Any], positional: int, keywords: Sequence[str]) -> inspect.Signature:
+    """The signature a model is called by; where it has none to show, that of the example call."""
+    try:
+        return inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    except (TypeError, ValueError):
+        names = [f"arg{i}" for i in range(positional)]
+        first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        rest = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords]
+        return inspect.Signature([*first, *rest])
+
+
+def signature_of_program(program: ExportedProgram) -> inspect.Signature:
+    """The signature of an exported program: its arguments by name, in the form they were exported."""
+    in_spec = program.call_spec.in_spec
+    if in_spec is None:
+        return pytree_specs.generic_signature()
+    args_spec, kwargs_spec = pytree_specs.children(in_spec)
+    keys = list(kwargs_spec.context or ())
+    count = len(pytree_specs.children(args_spec))
+    entries = [entry.signature for entry in program.module_call_graph if entry.fqn == ""]
+    names = list(getattr(entries[0], "forward_arg_names", None) or ()) if entries else []
+    if len(names) != count + len(keys) or len(set(names)) != len(names):
+        return pytree_specs.generic_signature()
+    kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * count + [inspect.Parameter.KEYWORD_ONLY] * len(keys)
+    if not all(name.isidentifier() for name in names) or names[count:] != keys:
+        return pytree_specs.generic_signature()
+    return inspect.Signature([inspect.Parameter(n, kind) for n, kind in zip(names, kinds, strict=True)])
+
+
+class _Calling(nn.Module):
+    """A module whose forward is a function, and whose children are what that function closes over."""
+
+    def __init__(self, function: Callable[..., Any], signature: inspect.Signature) -> None:
+        super().__init__()
+        self.__dict__["_function"] = function
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.call(*args, **kwargs)
+
+        # The exporter names inputs, and finds their dynamic sizes, by the signature of forward.
+        forward.__dict__["__signature__"] = signature
+        self.__dict__["forward"] = forward
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_function"](*args, **kwargs)
+
+
+class _Method(_Calling):
+    """A method of a module as a forward of its own, on the very parameters of that module."""
+
+    def __init__(self, owner: nn.Module, function: Callable[..., Any], signature: inspect.Signature) -> None:
+        super().__init__(function, signature)
+        self.training = owner.training
+        self._parameters = owner._parameters
+        self._buffers = owner._buffers
+        self._modules = owner._modules
+        self._non_persistent_buffers_set = owner._non_persistent_buffers_set
+
+
+class _Closure(_Calling):
+    """A function with the tensors it closes over as parameters and buffers of this module."""
+
+    def __init__(self, function: types.FunctionType, signature: inspect.Signature) -> None:
+        super().__init__(function, signature)
+        self.__dict__["_names"] = {}
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        function = cast(types.FunctionType, self.__dict__["_function"])
+        current = {var: getattr(self, name) for var, name in self.__dict__["_names"].items()}
+        return rebound(function, current)(*args, **kwargs)
+
+
+def as_module(function: Callable[..., Any], signature: inspect.Signature) -> nn.Module:
+    """A module that calls `function` and owns the modules and parameters it reaches.
+
+    Looked for: a bound method's module, closure cells, globals named in the code, attributes of a callable
+    object, arguments of a partial.
+    """
+    bare = function
+    while isinstance(bare, functools.partial):
+        bare = bare.func
+    owner = getattr(bare, "__self__", None)
+    if isinstance(owner, nn.Module) and not isinstance(function, functools.partial):
+        return _Method(owner, function, signature)
+    reached = _reached(function)
+    modules = {k: v for k, v in reached.items() if isinstance(v, nn.Module)}
+    weights = {k: v for k, v in reached.items() if isinstance(v, Tensor) and v.requires_grad}
+    if isinstance(function, types.FunctionType) and weights:
+        module: _Calling = _Closure(function, signature)
+    else:
+        module = _Calling(function, signature)
+    for name, child in modules.items():
+        module.add_module(_free(module, name), child)
+    for name, weight in weights.items():
+        free = _free(module, name)
+        if isinstance(weight, nn.Parameter):
+            module.register_parameter(free, weight)
+        else:
+            module.register_buffer(free, weight, persistent=False)
+        if isinstance(module, _Closure):
+            module.__dict__["_names"][name] = free
+    if modules:
+        module.training = any(child.training for child in modules.values())
+    return module
+
+
+def _free(module: nn.Module, name: str) -> str:
+    name = name.replace(".", "_")
+    while hasattr(module, name) or name in ("graph", "code", "meta"):
+        name += "_"
+    return name
+
+
+def _reached(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a callable can see without being given it, by the name it sees it under."""
+    found: dict[str, Any] = {}
+    queue: list[Any] = [function]
+    visited: set[int] = set()
+    while queue:
+        at = queue.pop(0)
+        if id(at) in visited:
+            continue
+        visited.add(id(at))
+        if isinstance(at, functools.partial):
+            queue.append(at.func)
+            names = {f"arg{i}": value for i, value in enumerate(at.args)} | dict(at.keywords)
+        elif isinstance(at, types.MethodType):
+            queue.append(at.__func__)
+            names = {"owner": at.__self__} if isinstance(at.__self__, nn.Module) else dict(vars(at.__self__))
+        elif isinstance(at, types.FunctionType):
+            names = _visible(at)
+        elif hasattr(at, "__dict__") and callable(at) and not isinstance(at, (nn.Module, type)):
+            names = dict(vars(at))
+        else:
+            continue
+        for name, value in _unpacked(names).items():
+            if isinstance(value, (nn.Module, Tensor)):
+                found.setdefault(name, value)
+            elif isinstance(value, (types.FunctionType, functools.partial, types.MethodType)):
+                queue.append(value)
+    return found
+
+
+def _unpacked(names: dict[str, Any]) -> dict[str, Any]:
+    """The names, and modules that lie one level down in a list or dict under one of them."""
+    found = dict(names)
+    for name, value in names.items():
+        items: Any = ()
+        if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).items()
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(cast("list[Any]", value))
+        found.update({f"{name}_{k}": v for k, v in items if isinstance(v, nn.Module)})
+    return found
+
+
+def _visible(function: types.FunctionType) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:  # a cell that is not filled yet holds nothing
+            continue
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            names.setdefault(name, function.__globals__[name])
+    return names
+
+
+def rebound(function: types.FunctionType, values: dict[str, Any]) -> Callable[..., Any]:
+    """The function with other values for some of the names it closes over."""
+    cells = tuple(
+        types.CellType(values[name]) if name in values else cell
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    )
+    scope = {**function.__globals__, **{k: v for k, v in values.items() if k in function.__globals__}}
+    new = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+_OWN_DICTS = ("_parameters", "_buffers", "_modules")
+_BOOKKEEPING = frozenset(k for k, v in nn.Module().__dict__.items() if isinstance(v, (dict, set))) - {
+    *_OWN_DICTS
+}
+"""What every module keeps of its hooks and buffers: what is registered with the copy is not with the model."""
+_OPAQUE = (
+    Tensor,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type,
+    types.ModuleType,
+)
+_DEPTH = 3
+"""How far containers, functions and helper objects are followed for references to modules of the model."""
+
+
+class _Uncopied(Exception):
+    """Something refers to a module of the model in a way that cannot be redirected."""
+
+
+def structural_copy(model: nn.Module) -> nn.Module:
+    """A model with modules of its own that share parameters, buffers and all else with `model`.
+
+    References between the modules (attributes, lists, bound methods, closures, hooks) lead to the copies. Where one is
+    held by an object of another kind, or a module is implemented in C++, it is the model itself.
+    """
+    modules = list(model.modules())
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):  # pyright: ignore
+        return model
+    # A module that shares its children with another one, as without its hooks, is the same to those that refer to it.
+    copies = {id(module._modules): object.__new__(type(module)) for module in modules}
+    if len(copies) != len(modules):
+        return model
+    redirect = _Redirect(copies)
+    try:
+        for module in modules:
+            redirect.fill(module, copies[id(module._modules)])
+    except _Uncopied:
+        return model
+    return copies[id(model._modules)]
+
+
+class _Redirect:
+    def __init__(self, copies: dict[int, Any]) -> None:
+        self.copies = copies
+        self.tables: dict[int, Any] = {}
+
+    def fill(self, module: nn.Module, copy: Any) -> None:
+        for name, value in module.__dict__.items():
+            if name in _OWN_DICTS:
+                # Modules may share one of these; what one registers the other then has.
+                value = self.tables.setdefault(id(value), type(value)(value))
+                if name == "_modules":
+                    value.update({k: self.copy_of(v, v) for k, v in value.items()})
+                copy.__dict__[name] = value
+            else:
+                value = value.copy() if name in _BOOKKEEPING else value
+                copy.__dict__[name] = self.redirected(value)
+
+    def copy_of(self, value: Any, otherwise: Any = None) -> Any:
+        """The copy of a module of the model; `otherwise` for anything else."""
+        own = value.__dict__.get("_modules") if isinstance(value, nn.Module) else None
+        copy = None if own is None else self.copies.get(id(own))
+        if copy is None:
+            return otherwise
+        if not (isinstance(copy, type(value)) or isinstance(value, type(copy))):
+            # A wrapper with the children of what it wraps.
+            raise _Uncopied
+        return copy
+
+    def redirected(self, value: Any, depth: int = 0) -> Any:
+        """A value with references to modules of the model replaced; itself where it has none."""
+        if isinstance(value, _OPAQUE):
+            return value
+        if isinstance(value, nn.Module):
+            return self.copy_of(value, value)
+        if isinstance(value, weakref.ReferenceType):
+            copy = self.copy_of(cast("Any", value)())
+            return cast("Any", value) if copy is None else weakref.ref(copy)
+        if depth > _DEPTH:
+            return value
+        if isinstance(value, types.MethodType):
+            owner = self.redirected(value.__self__, depth + 1)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, functools.partial):
+            parts = self._parts((value.func, value.args, value.keywords), depth)
+            return value if parts is None else _partial(value, *parts)
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth)
+        if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+            return self._container(cast("Any", value), depth)
+        if depth < _DEPTH and hasattr(value, "__dict__") and not isinstance(value, types.BuiltinFunctionType):
+            held = list(vars(value).values())
+            if any(self.redirected(one, depth + 1) is not one for one in held):
+                raise _Uncopied
+        return value
+
+    def _parts(self, values: tuple[Any, ...], depth: int) -> list[Any] | None:
+        found = [self.redirected(one, depth + 1) for one in values]
+        return None if all(a is b for a, b in zip(found, values, strict=True)) else found
+
+    def _function(self, value: types.FunctionType, depth: int) -> Any:
+        cells: dict[str, Any] = {}
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # a cell that is not filled yet holds nothing
+                continue
+            new = self.redirected(held, depth + 1)
+            if new is not held:
+                cells[name] = new
+        if not cells:
+            return value
+        made: Any = rebound(value, cells)
+        made.__dict__.update(value.__dict__)
+        return made
+
+    def _container(self, value: Any, depth: int) -> Any:
+        """Containers of tensors are copied too: some layers keep their weights in one, which is written with them."""
+        items = list(value.values()) if isinstance(value, dict) else list(value)
+        new = [self.redirected(one, depth + 1) for one in items]
+        same = all(a is b for a, b in zip(items, new, strict=True))
+        if same and not any(isinstance(one, nn.Parameter) for one in items):
+            return value
+        if type(value) in (list, tuple, set, frozenset, deque):
+            return type(value)(new)
+        if type(value) in (dict, OrderedDict, defaultdict):
+            copy = value.copy()
+            copy.update(zip(value, new, strict=True))
+            return copy
+        if same:
+            return value
+        raise _Uncopied
+
+
+def _partial(value: Any, function: Any, args: Any, keywords: Any) -> Any:
+    made = functools.partial(function, *args, **keywords)
+    made.__dict__.update(value.__dict__)
+    return made

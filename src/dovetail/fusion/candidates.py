@@ -1,0 +1,549 @@
+"""Candidates made definite: what is inside, what leaves, what it saves, and whether the limits hold."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import DovetailError, InvalidArgument, RegionError, RuleError
+from dovetail.fusion.cost import NOTHING, CostModel, Figures, Gain
+from dovetail.ir.graph_module import attribute
+from dovetail.ir.nodes import is_projection
+from dovetail.outlining.escapes import settle
+from dovetail.outlining.outline import DEEPEST
+from dovetail.outlining.region_call import Identity, call_of, clone_of, make_identity, walk
+from dovetail.outlining.request import POLICIES, RegionDraft, Request, complete, readers_among
+from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
+
+
+def over_limits(scene: RuleContext, figures: Figures, draft: RegionDraft) -> str:
+    """Which limit a settled draft breaks, in words; empty if it keeps to all."""
+    limits, index = scene.limits, scene.index
+    if limits.unlimited:
+        return ""
+    if limits.nodes is not None:
+        count = _originals(scene, draft)
+        if count > limits.nodes:
+            return too_many(count, limits.nodes)
+    if limits.outputs is not None and len(draft.outputs) > limits.outputs:
+        return f"it returns {len(draft.outputs)} values, and the limit is {limits.outputs}"
+    inside = draft.members | draft.clones
+    operands = {j for i in inside for j in index.data[i] if j not in inside}
+    if limits.operands is not None and len(operands) > limits.operands:
+        return f"it reads {len(operands)} values, and the limit is {limits.operands}"
+    if limits.bytes is not None:
+        ends = [*sorted(operands), *draft.outputs]
+        unknown = next((i for i in ends if not figures.known(i)), None)
+        if unknown is not None:
+            name = index.nodes[unknown].name
+            return f"the size of '{name}' is not known, so the limit on bytes could not be kept"
+        total = sum(figures.bytes(i) for i in ends)
+        if total > limits.bytes:
+            return f"it reads and returns {total} bytes, and the limit is {limits.bytes}"
+    return ""
+
+
+def too_many(count: int, most: int) -> str:
+    return f"it computes {count} operations, and the limit is {most}"
+
+
+def _originals(scene: RuleContext, draft: RegionDraft) -> int:
+    """How many operations it computes, counted as `Region.nodes` lists them."""
+    calls, nodes = scene.calls, scene.nodes
+    inner = [i for i in draft.inside if i in calls] if calls else []
+    if not inner:
+        return len(draft.members) + len(draft.clones)
+    names = {clone_of(nodes[i]) or nodes[i].name for i in draft.inside if i not in calls}
+    for i in inner:
+        names.update(m.original for m in walk(calls[i]) if call_of(m.meta) is None)
+    return len(names)
+
+
+def nesting_obstacle(scene: RuleContext, draft: RegionDraft, operations: int) -> str:
+    """Why regions cannot be taken in as a draft does, empty if they can. `operations` is how many it has in all."""
+    calls, kind = scene.calls, draft.identity.kind
+    inner = [i for i in draft.inside if i in calls]
+    if any(calls[i].depth >= DEEPEST for i in inner):
+        return f"it would nest more than {DEEPEST} deep"
+    for i in draft.outputs:
+        if i in calls:
+            name = scene.nodes[i].name
+            return f"the results of '{name}' are used as one, so they cannot leave a region"
+    if len(inner) == operations == 1 and kind in _wrapped_kinds(scene.gm, scene.nodes[inner[0]]):
+        return f"it is a region of kind '{kind}' already"
+    return ""
+
+
+def _wrapped_kinds(root: nn.Module, node: Node) -> set[str]:
+    """The kinds of a call and of what it does nothing but wrap."""
+    kinds: set[str] = set()
+    call = call_of(node.meta)
+    while call is not None:
+        kinds.add(call.identity.kind)
+        body = attribute(root, cast("str", node.target))
+        if not isinstance(body, GraphModule):
+            break
+        inside = [
+            n for n in body.graph.nodes if n.op not in ("placeholder", "output") and not is_projection(n)
+        ]
+        if len(inside) != 1:
+            break
+        root, node = body, inside[0]
+        call = call_of(node.meta)
+    return kinds
+
+
+def stages(scene: RuleContext, members: Collection[int], missing: Collection[int]) -> list[list[int]]:
+    """What is left of a convex set without some operations, in sets that are convex again.
+
+    An operation that depends on another through a missing one comes in a later set.
+    """
+    whole, gone = set(members), set(missing)
+    before = scene.index.before
+    reached: dict[int, int] = {}
+    found: list[list[int]] = []
+    for i in sorted(whole):
+        stage = -1 if i in gone else 0
+        for j in before[i]:
+            if j in whole:
+                passed = reached[j] + (1 if j in gone and i not in gone else 0)
+                stage = max(stage, passed)
+        reached[i] = stage
+        if i not in gone:
+            while len(found) <= stage:
+                found.append([])
+            found[stage].append(i)
+    return [group for group in found if group]
+
+
+def connected(scene: RuleContext, members: Iterable[int]) -> list[list[int]]:
+    """The pieces of a set that values hold together; a constant is in each piece that reads it."""
+    index = scene.index
+    inside = set(members)
+    constants = {i for i in inside if index.nodes[i].op == "get_attr"}
+    waiting = inside - constants
+    near: dict[int, list[int]] = {i: [] for i in waiting}
+    for i in waiting:
+        for j in index.data[i]:
+            if j in waiting:
+                near[i].append(j)
+                near[j].append(i)
+    pieces: list[list[int]] = []
+    for start in sorted(waiting, key=scene.order.__getitem__):
+        if start not in waiting:
+            continue
+        waiting.discard(start)
+        piece = [start]
+        for i in piece:
+            for j in near[i]:
+                if j in waiting:
+                    waiting.discard(j)
+                    piece.append(j)
+        read = {j for i in piece for j in index.data[i] if j in constants}
+        pieces.append(sorted([*piece, *read]))
+    return pieces
+
+
+def halves(scene: RuleContext, members: Collection[int]) -> list[list[int]]:
+    """A convex set as two: what depends on less, and the rest."""
+    nodes = scene.nodes
+    constants = [i for i in members if nodes[i].op == "get_attr"]
+    rest = sorted((i for i in members if nodes[i].op != "get_attr"), key=scene.order.__getitem__)
+    middle = (len(rest) + 1) // 2
+    return [[*constants, *half] for half in (rest[:middle], rest[middle:]) if half]
+
+
+def split_at(scene: RuleContext, members: Collection[int], reached: Collection[int]) -> list[list[int]]:
+    """A set as two: what does not depend on `reached` inside the set, and what does."""
+    inside, later = set(members), set(reached)
+    before = scene.index.before
+    for i in sorted(inside):
+        if i not in later and any(j in later and j in inside for j in before[i]):
+            later.add(i)
+    return [part for part in (sorted(inside - later), sorted(inside & later)) if part]
+
+
+class ConstraintsProtocol(Protocol):
+    """What the user asked for by `must`, each wish a number."""
+
+    def met(self, kind: str, positions: Collection[int]) -> frozenset[int]:
+        """The wishes that a region of this kind with these operations brings about."""
+        ...
+
+
+class _NoConstraints:
+    def met(self, kind: str, positions: Collection[int]) -> frozenset[int]:
+        return frozenset()
+
+
+NO_WISHES = _NoConstraints()
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """A candidate with the rule it comes from and the priority it has after the user's word."""
+
+    candidate: Candidate
+    rule: Rule
+    priority: int
+
+
+@dataclass(eq=False)
+class PlannedRegion:
+    """A region that could be made: a settled draft and what it saves.
+
+    `wished` is what the user asked for by `must` that it would bring about. `bonus` is what it saves besides,
+    given the regions that were chosen before.
+    """
+
+    proposed: Proposed
+    draft: RegionDraft
+    gain: Gain
+    operations: int
+    places: tuple[int, ...]
+    cloned: tuple[int, ...] = ()
+    wished: frozenset[int] = frozenset()
+    bonus: Gain = NOTHING
+
+    @property
+    def members(self) -> set[int]:
+        return self.draft.members
+
+    @property
+    def score(self) -> int:
+        return self.gain.score + self.bonus.score
+
+    @property
+    def weight(self) -> tuple[int, int, int]:
+        """What a choice adds up: wishes met, then the score, then the operations taken in."""
+        return (len(self.wished), self.score, self.operations)
+
+    @property
+    def strength(self) -> tuple[Any, ...]:
+        """Sorts the strongest first. Neither names of nodes nor any listing has a part in it."""
+        wished, score, operations = self.weight
+        draft = self.draft
+        tie = (draft.identity.kind, self.proposed.candidate.rule, draft.identity.attrs, draft.default_policy)
+        rank = (-wished, -self.proposed.priority, -score, -operations)
+        return (*rank, self.places, self.cloned, tie)
+
+    def conflicts(self, other: PlannedRegion) -> bool:
+        """Whether both cannot be: one claims what the other claims or has a clone of."""
+        mine, theirs = self.draft, other.draft
+        return not (
+            mine.members.isdisjoint(theirs.members)
+            and mine.clones.isdisjoint(theirs.members)
+            and mine.members.isdisjoint(theirs.clones)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Refused:
+    """A candidate, or a part of one, that will not be made; `others` are the regions that stand in its way."""
+
+    proposed: Proposed
+    members: tuple[int, ...]
+    reason: str
+    at: int | None = None
+    others: tuple[PlannedRegion, ...] = ()
+    plan: PlannedRegion | None = None
+    limited: bool = False
+
+
+class Planner:
+    """Makes plans of candidates for one scene."""
+
+    def __init__(self, scene: RuleContext, cost: CostModel, wishes: ConstraintsProtocol = NO_WISHES) -> None:
+        self.scene, self.cost, self.wishes = scene, cost, wishes
+        self.figures = Figures(scene.index)
+        self._identities: dict[tuple[str, int], Identity] = {}
+        self._requests: dict[tuple[str, str], Request] = {}
+
+    def plans(self, proposed: Proposed) -> Iterator[PlannedRegion | Refused]:
+        """The plan of a candidate, or why there is none; for a divisible one those of its parts, if need be."""
+        members, order = proposed.candidate.members, self.scene.order
+        if not proposed.candidate.divisible:
+            yield self.plan(proposed, members)
+            return
+        barred = [i for i in members if self._obstacle(proposed, i)]
+        if len(barred) == len(members):
+            at = min(barred, key=order.__getitem__)
+            yield Refused(proposed, members, self._obstacle(proposed, at), at)
+        elif barred:
+            yield from self.parts(proposed, stages(self.scene, members, barred))
+        else:
+            found = self._too_many(proposed, members) or self.plan(proposed, members)
+            if isinstance(found, Refused) and found.limited:
+                yield from self.parts(proposed, halves(self.scene, members), found)
+            else:
+                yield found
+
+    def parts(
+        self, proposed: Proposed, groups: Iterable[Iterable[int]], over: Refused | None = None
+    ) -> Iterator[PlannedRegion | Refused]:
+        """Plans for parts of a divisible candidate, cut further where limits want it.
+
+        Parts are in one piece if the candidate was. `over` is the limit that the whole broke: the reason if no part
+        can be had.
+        """
+        least = getattr(proposed.rule, "min_size", 2)
+        least = least if isinstance(least, int) else 2
+        loose = len(connected(self.scene, proposed.candidate.members)) > 1
+
+        def pieces(group: Iterable[int]) -> list[list[int]]:
+            return [list(group)] if loose else connected(self.scene, group)
+
+        waiting = [piece for group in groups for piece in pieces(group)]
+        made = False
+        while waiting:
+            part = waiting.pop()
+            if self.count(part) < least:
+                continue
+            found = self._too_many(proposed, part) or self.plan(proposed, part)
+            if isinstance(found, Refused) and found.limited:
+                over = over or found
+                waiting.extend(piece for half in halves(self.scene, part) for piece in pieces(half))
+            else:
+                made = True
+                yield found
+        if over is not None and not made:
+            yield over
+
+    def _too_many(self, proposed: Proposed, members: Collection[int]) -> Refused | None:
+        """The refusal of a set that is plainly over the limit on nodes, before anything is settled about it."""
+        most, escapes = self.scene.limits.nodes, proposed.candidate.escapes
+        policies = escapes.values() if isinstance(escapes, Mapping) else (escapes,)
+        if most is None or len(members) <= most or "leave" in policies or self.scene.calls:
+            return None
+        return Refused(proposed, tuple(members), too_many(len(members), most), limited=True)
+
+    def count(self, members: Iterable[int]) -> int:
+        """How many operations there are among positions, the parts of a tuple counted with it."""
+        nodes = self.scene.nodes
+        return sum(nodes[i].op != "get_attr" and not is_projection(nodes[i]) for i in members)
+
+    def plan(self, proposed: Proposed, members: Collection[int]) -> PlannedRegion | Refused:
+        """The plan for a set of operations, or the reason why no region can be made of them alone."""
+        scene, candidate = self.scene, proposed.candidate
+
+        def refused(reason: str, at: int | None = None, *, limited: bool = False) -> Refused:
+            return Refused(proposed, tuple(members), reason, at, limited=limited)
+
+        try:
+            inside = complete(scene.index, self._used(members), candidate.kind)
+            if scene.barred or scene.calls:
+                for i in sorted(inside, key=scene.order.__getitem__):
+                    if reason := self._obstacle(proposed, i):
+                        return refused(reason, i)
+            draft, gain = self._settled(proposed, inside)
+        except RegionError as error:
+            return refused(str(error))
+        if scene.calls and (reason := nesting_obstacle(scene, draft, self.count(draft.inside))):
+            return refused(reason)
+        if reason := over_limits(scene, self.figures, draft):
+            return refused(reason, limited=True)
+        order = scene.order
+        places = tuple(sorted([order[i] for i in draft.members]))
+        cloned = tuple(sorted([order[i] for i in draft.clones]))
+        wished = self.wishes.met(candidate.kind, draft.members | draft.clones)
+        operations = self.count(draft.members) + self.count(draft.clones)
+        return PlannedRegion(proposed, draft, gain, operations, places, cloned, wished)
+
+    def _settled(self, proposed: Proposed, inside: set[int]) -> tuple[RegionDraft, Gain]:
+        draft = self._draft(proposed, inside)
+        settle(self.scene.index, draft)
+        gain = self.cost.gain(self.figures, draft)
+        if gain.score < 0 and draft.clones and draft.default_policy == "auto":
+            # Redoing them was thought cheap, but does not pay here: return them instead.
+            other = self._draft(proposed, inside)
+            other.policies.update(dict.fromkeys(draft.clones - draft.policies.keys(), "output"))
+            settle(self.scene.index, other)
+            better = self.cost.gain(self.figures, other)
+            if better.score > gain.score:
+                return other, better
+        return draft, gain
+
+    def _draft(self, proposed: Proposed, inside: set[int]) -> RegionDraft:
+        candidate = proposed.candidate
+        plain = candidate.attrs is None
+        identity = self._identities.get((candidate.kind, candidate.version)) if plain else None
+        if identity is None:
+            identity = make_identity(candidate.kind, candidate.version, candidate.attrs)
+            if plain:
+                self._identities[candidate.kind, candidate.version] = identity
+        request = self._request(candidate)
+        escapes = candidate.escapes
+        policies = dict(escapes) if isinstance(escapes, Mapping) else {}
+        default = escapes if isinstance(escapes, str) else "auto"
+        return RegionDraft(identity, candidate.kind, request, set(inside), policies, default)
+
+    def _request(self, candidate: Candidate) -> Request:
+        request = self._requests.get((candidate.rule, candidate.kind))
+        if request is None:
+            request = Request((), candidate.kind, rule=candidate.rule, round=self.scene.round)
+            self._requests[candidate.rule, candidate.kind] = request
+        if candidate.arguments is None and not candidate.results:
+            return request
+        nodes = self.scene.nodes
+        named = {name: nodes[i] for name, i in (candidate.arguments or {}).items()}
+        results = tuple(None if i is None else nodes[i] for i in candidate.results)
+        return replace(request, arguments=named, results=results)
+
+    def _used(self, members: Collection[int]) -> set[int]:
+        """The members without constants that none of them reads: a region would only hand them through."""
+        index = self.scene.index
+        listed = set(members)
+        constants = [i for i in listed if index.nodes[i].op == "get_attr"]
+        for i in constants:
+            if not readers_among(index, i, listed):
+                listed.discard(i)
+        return listed or set(members)
+
+    def _obstacle(self, proposed: Proposed, position: int) -> str:
+        """Why an operation cannot be part of this candidate, whatever else is."""
+        reason = self.scene.barred.get(position)
+        if reason:
+            return reason
+        candidate = proposed.candidate
+        if not proposed.rule.nests and self.scene.kind_of(position) == candidate.kind:
+            name = self.scene.nodes[position].name
+            return f"'{name}' is a region of kind '{candidate.kind}' already, and the rule does not nest them"
+        return ""
+
+
+@dataclass(frozen=True)
+class RuleFailure:
+    """A rule that raised, or proposed what no rule may. Nothing it proposed in that round counts."""
+
+    rule: str
+    error: str
+    traceback: str
+    round: int
+
+
+@dataclass
+class Proposals:
+    """What all rules said of one scene."""
+
+    candidates: list[Proposed] = field(default_factory=list[Proposed])
+    refusals: list[Refusal] = field(default_factory=list[Refusal])
+    failures: list[RuleFailure] = field(default_factory=list[RuleFailure])
+
+
+def collect(
+    scene: RuleContext,
+    rules: RuleSet,
+    *,
+    skip: Collection[str] = (),
+    priorities: Mapping[str, int] | None = None,
+    strict: bool = False,
+) -> Proposals:
+    """Ask every rule, those of `skip` excepted. A rule that fails does not take the others down.
+
+    With `strict`, the first failure is raised as a RuleError.
+    """
+    found = Proposals()
+    for rule in rules:
+        if rule.name in skip:
+            continue
+        try:
+            candidates, refusals = _ask(scene, rule)
+        except Exception as error:
+            if strict:
+                raise _blame(rule, error) from error
+            text = "".join(traceback.format_exception(error))
+            words = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
+            found.failures.append(RuleFailure(rule.name, words, text, scene.round))
+            continue
+        for candidate in candidates:
+            found.candidates.append(Proposed(candidate, rule, _priority(rule, candidate, priorities)))
+        found.refusals.extend(refusals)
+    return found
+
+
+def _blame(rule: Rule, error: Exception) -> RuleError:
+    if isinstance(error, RuleError):
+        return error
+    return RuleError(rule.name, f"raised {type(error).__name__} while proposing: {error}")
+
+
+def _priority(rule: Rule, candidate: Candidate, priorities: Mapping[str, int] | None) -> int:
+    """A candidate's priority: its own or else its rule's, shifted to what the user gave for the rule or the kind."""
+    own = rule.priority if candidate.priority is None else candidate.priority
+    for key in (rule.name, candidate.kind):
+        if priorities is not None and key in priorities:
+            return priorities[key] + own - rule.priority
+    return own
+
+
+def _ask(scene: RuleContext, rule: Rule) -> tuple[list[Candidate], list[Refusal]]:
+    candidates: list[Candidate] = []
+    refusals: list[Refusal] = []
+    identities: set[tuple[str, int]] = set()
+    proposed: Any = rule.propose(scene)
+    if proposed is None or not hasattr(proposed, "__iter__"):
+        raise RuleError(
+            rule.name,
+            f"propose returned a {type(proposed).__name__}; it is to yield Candidate and Refusal",
+        )
+    for proposal in proposed:
+        if isinstance(proposal, Candidate):
+            _require_candidate(scene, rule, proposal, identities)
+            candidates.append(proposal)
+        elif isinstance(proposal, Refusal):
+            _require_positions(scene, rule, proposal.members)
+            if proposal.at is not None:
+                _require_positions(scene, rule, (proposal.at,))
+            refusals.append(proposal)
+        else:
+            raise RuleError(
+                rule.name, f"proposes a {type(proposal).__name__}, which is neither a Candidate nor a Refusal"
+            )
+    return candidates, refusals
+
+
+def _require_positions(scene: RuleContext, rule: Rule, members: Any) -> None:
+    count = len(scene.index)
+    if not isinstance(members, (tuple, list, set, frozenset)):
+        raise RuleError(rule.name, f"members are a {type(members).__name__}; give a tuple of positions")
+    for i in cast("tuple[Any, ...]", members):
+        if type(i) is not int or not 0 <= i < count:
+            raise RuleError(rule.name, f"{i!r} is not a position of this graph, which has {count} nodes")
+
+
+def _require_candidate(
+    scene: RuleContext, rule: Rule, candidate: Candidate, identities: set[tuple[str, int]]
+) -> None:
+    _require_positions(scene, rule, candidate.members)
+    if not candidate.members:
+        raise RuleError(rule.name, "proposes a candidate without operations")
+    nodes = scene.nodes
+    for i in candidate.members:
+        if nodes[i].op in ("placeholder", "output"):
+            raise RuleError(
+                rule.name, f"proposes '{nodes[i].name}', and a graph's {nodes[i].op} is not an operation"
+            )
+    try:
+        if candidate.attrs is not None or (candidate.kind, candidate.version) not in identities:
+            make_identity(candidate.kind, candidate.version, candidate.attrs)
+            identities.add((candidate.kind, candidate.version))
+    except InvalidArgument as error:
+        raise RuleError(rule.name, str(error).removesuffix(".")) from error
+    escapes: Any = candidate.escapes
+    if isinstance(escapes, Mapping):
+        given = cast("Mapping[Any, Any]", escapes)
+        _require_positions(scene, rule, tuple(given))
+        policies = list(given.values())
+    else:
+        policies = [escapes]
+    for policy in policies:
+        if policy not in POLICIES:
+            raise RuleError(rule.name, f"escapes {policy!r} is none of {', '.join(POLICIES)}")
+    priority: Any = candidate.priority
+    if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool)):
+        raise RuleError(rule.name, f"priority {priority!r} is neither None nor an int")

@@ -1,0 +1,315 @@
+"""Why two operations are not in one region: everything that speaks against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
+from dovetail.fusion.candidates import Planner, Proposed, Refused
+from dovetail.fusion.constraints import locate
+from dovetail.fusion.cost import Traffic
+from dovetail.ir.nodes import is_projection
+from dovetail.outlining.inline import inline
+from dovetail.outlining.region_call import RegionCall, call_of
+from dovetail.rules.rule import Candidate, Limits, Proposal, Rule, RuleContext, RuleSet
+
+_MOST_RECORDED = 10
+_MOST_EFFECTS = 3
+
+
+class Reasons(tuple[str, ...]):
+    """Reasons in words, the weightiest first; printed one per line."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(f"- {reason}" for reason in self)
+
+
+@dataclass(frozen=True)
+class FusionRecord:
+    """What fusing has left to tell by: its refusals, what the user kept out, the limits and the rules."""
+
+    declined: Sequence[Any]
+    never: Mapping[str, str]
+    limits: Limits
+    rules: RuleSet
+    errors: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class _NodeLocation:
+    """Where an operation is: the position of its own node or of the outermost region, and the regions around it.
+
+    A region is an operation too; `call` is its record then.
+    """
+
+    name: str
+    position: int
+    meta: Mapping[str, Any]
+    regions: tuple[tuple[str, RegionCall], ...] = ()
+
+    @property
+    def call(self) -> RegionCall | None:
+        return call_of(self.meta)
+
+    def region(self) -> str:
+        return _region(*self.regions[-1])
+
+
+def _region(name: str, call: RegionCall) -> str:
+    by = f", made by rule '{call.rule}' in round {call.round}" if call.rule else ""
+    return f"region '{name}' (kind '{call.identity.kind}'{by})"
+
+
+def why_not(gm: GraphModule, first: str | Node, second: str | Node, told: FusionRecord) -> Reasons:
+    """All reasons that are known."""
+    scene = _scene(gm, told)
+    places = _places(scene)
+    a, b = (_locate(scene, places, item) for item in (first, second))
+    if a == b:
+        return Reasons([f"'{a.name}' is one operation."])
+    shared = _shared(a, b)
+    if shared:
+        return Reasons([f"they are together already, in {shared}.", *_apart_inside(a, b)])
+    never = told.never
+    found = [*_homes(a, b)]
+    found += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
+    found += _devices(a, b)
+    found += _dependence(scene, a, b)
+    found += _as_one(scene, a, b)
+    found += _recorded(told.declined, a, b)
+    found += [reason for reason in _by_rules(scene, told, a, b) if not _is_said(reason, found)]
+    if not found:
+        found = [f"rule '{e.rule}' failed and was left out: {e.error}" for e in told.errors]
+    if not found:
+        found = ["nothing speaks against it; no rule has proposed them together."]
+    return Reasons(dict.fromkeys(found))
+
+
+def _scene(gm: GraphModule, told: FusionRecord) -> RuleContext:
+    barred = locate(list(gm.graph.nodes), told.never)
+    return RuleContext(gm, limits=told.limits, barred={i: told.never[name] for name, i in barred.items()})
+
+
+def _is_said(reason: str, found: Sequence[str]) -> bool:
+    """Whether a rule only repeats what was said already."""
+    return reason.partition(": ")[2] in found
+
+
+def _places(scene: RuleContext) -> dict[str, _NodeLocation]:
+    """Every operation by name. The name of a result stands for the operation inside that computes it."""
+    found: dict[str, _NodeLocation] = {}
+    for i, node in enumerate(scene.nodes):
+        if not (is_projection(node) and call_of(cast("Node", node.args[0]).meta) is not None):
+            found[node.name] = _NodeLocation(node.name, i, node.meta)
+    for i, call in scene.calls.items():
+        stack: list[tuple[tuple[tuple[str, RegionCall], ...], RegionCall]] = [
+            (((scene.nodes[i].name, call),), call)
+        ]
+        while stack:
+            around, at = stack.pop()
+            for member in at.members:
+                place = _NodeLocation(member.name, i, member.meta, around)
+                inner = call_of(member.meta)
+                if inner is not None:
+                    name = f"{around[-1][0]}/{member.name}"
+                    found[name] = place
+                    stack.append(((*around, (name, inner)), inner))
+                known = found.get(member.name)
+                # An original that stands outside goes before its clones, and what is deeper before results.
+                if known is None or len(known.regions) in range(1, len(around)):
+                    found[member.name] = place
+    return found
+
+
+def _locate(scene: RuleContext, places: Mapping[str, _NodeLocation], item: str | Node) -> _NodeLocation:
+    name = item.name if isinstance(item, Node) else item
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"why_not takes nodes or names, not {type(name).__name__}.")
+    place = places.get(name)
+    if place is None:
+        advice = did_you_mean(name, places, otherwise="`dovetail.text` lists the names.")
+        raise UnknownNode("why_not: no such operation", [name], advice)
+    op = scene.nodes[place.position].op
+    if not place.regions and op in ("placeholder", "output", "get_attr"):
+        raise UnknownNode(f"why_not: a graph's {op} is not an operation", [name])
+    return place
+
+
+def _shared(a: _NodeLocation, b: _NodeLocation) -> str:
+    """The innermost region that has both; a region has itself."""
+    common = [x for x, y in zip(_around(a), _around(b), strict=False) if x == y]
+    return _region(*common[-1]) if common else ""
+
+
+def _around(place: _NodeLocation) -> list[tuple[str, RegionCall]]:
+    """The regions around an operation, and itself if it is one."""
+    around = list(place.regions)
+    if place.call is not None:
+        around.append((f"{around[-1][0]}/{place.name}" if around else place.name, place.call))
+    return around
+
+
+def _apart_inside(a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    depth = sum(x == y for x, y in zip(_around(a), _around(b), strict=False))
+    deeper = [p for p in (a, b) if len(p.regions) > depth]
+    return [f"within it, '{p.name}' is in {p.region()}." for p in deeper]
+
+
+def _homes(a: _NodeLocation, b: _NodeLocation) -> Iterator[str]:
+    if a.regions and b.regions:
+        yield f"they are in two regions: '{a.name}' in {a.region()}, '{b.name}' in {b.region()}."
+        return
+    for place, other in ((a, b), (b, a)):
+        if place.regions:
+            where = "is one itself" if other.call is not None else "is in none"
+            yield f"'{place.name}' is in {place.region()}, and '{other.name}' {where}."
+
+
+def _devices(a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    known = [_devices_of(p.meta.get("val")) for p in (a, b)]
+    if not all(known) or not known[0].isdisjoint(known[1]):
+        return []
+    there = [f"'{p.name}' on {', '.join(sorted(devices))}" for p, devices in zip((a, b), known, strict=True)]
+    return [f"they are on different devices: {' and '.join(there)}."]
+
+
+def _devices_of(value: Any) -> set[str]:
+    parts = cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,)
+    return {str(part.device) for part in parts if isinstance(part, torch.Tensor)}
+
+
+def _dependence(scene: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    index = scene.index
+    early, late = sorted((a.position, b.position))
+    ends = [_with_parts(scene, i) for i in (early, late)]
+    between = index.between(ends[0] | ends[1])
+    if not between:
+        return [] if index.reaches(early, late) else _unconnected(scene, ends[0], ends[1])
+    chain = _through(scene, ends[0], ends[1], between)
+    names = [scene.nodes[i].name for i in chain]
+    shown = " -> ".join(names if len(names) <= 12 else [*names[:8], f"({len(names) - 10} more)", *names[-2:]])
+    several = len(between) > 1
+    more = f" with the {len(between)} operations between them" if several else f" with '{names[1]}'"
+    found = [f"a region of the two alone would depend on itself: {shown}. It would have to be made{more}."]
+    found += [
+        f"the order of effects keeps them apart: '{scene.nodes[x].name}' must stay before "
+        f"'{scene.nodes[y].name}' ({index.dependencies.why(x, y)})."
+        for x, y in _held_apart(scene, ends[0] | between | ends[1])
+    ]
+    return found
+
+
+def _held_apart(scene: RuleContext, positions: set[int]) -> list[tuple[int, int]]:
+    """The first few pairs among some positions that only effects keep in order."""
+    data, effects = scene.index.data, scene.index.dependencies.before
+    pairs = [(x, y) for y in sorted(positions & effects.keys()) for x in effects[y] if x in positions]
+    return [(x, y) for x, y in pairs if x not in data[y]][:_MOST_EFFECTS]
+
+
+def _as_one(scene: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    """What speaks against one region of the two and of what lies between them."""
+    members = _with_parts(scene, a.position) | _with_parts(scene, b.position)
+    between = scene.index.between(members)
+    members |= between
+    barred = [i for i in sorted(between) if i in scene.barred]
+    if barred:
+        at = barred[0]
+        return [f"'{scene.nodes[at].name}' between them may not be taken: {scene.barred[at]}."]
+    if members & scene.barred.keys():
+        return []
+    rule = _Together()
+    made = Planner(scene, Traffic()).plan(
+        Proposed(Candidate(rule.name, rule.kind, tuple(members)), rule, 0), members
+    )
+    if not isinstance(made, Refused):
+        return []
+    return [f"they cannot be one region{' with what lies between' if between else ''}: {made.reason}."]
+
+
+class _Together(Rule):
+    """Stands for whatever rule would put two operations together."""
+
+    name = kind = "together"
+    nests = True
+
+    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
+        """Nothing: it is only asked about."""
+        return ()
+
+
+def _with_parts(scene: RuleContext, position: int) -> set[int]:
+    """An operation with the parts of the tuple it makes: they go wherever it goes."""
+    parts = {scene.index.position[u] for u in scene.nodes[position].users if is_projection(u)}
+    return {position, *parts}
+
+
+def _through(scene: RuleContext, early: set[int], late: set[int], between: set[int]) -> list[int]:
+    """A chain from one to the other by way of something else, even where they are direct neighbours."""
+    index = scene.index
+    came = {j: i for i in sorted(early) for j in index.after[i] if j in between}
+    queue = list(came)
+    for i in queue:
+        for j in index.after[i]:
+            if j in late:
+                chain = [j, i]
+                while chain[-1] not in early:
+                    chain.append(came[chain[-1]])
+                return chain[::-1]
+            if j in between and j not in came:
+                came[j] = i
+                queue.append(j)
+    return [min(early), min(late)]
+
+
+def _unconnected(scene: RuleContext, early: set[int], late: set[int]) -> list[str]:
+    index = scene.index
+    read = {j for i in late for j in index.data[i]}
+    common = [j for i in sorted(early) for j in index.data[i] if j in read]
+    if common:
+        names = ", ".join(f"'{scene.nodes[j].name}'" for j in common[:4])
+        return [f"neither reads the other's result; both read {names}: only a rule for siblings joins such."]
+    return ["neither depends on the other, and they read nothing in common."]
+
+
+def _recorded(declined: Sequence[Any], a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    names = [{p.name, *(name for name, _ in p.regions)} for p in (a, b)]
+    both: list[str] = []
+    one: list[str] = []
+    for entry in sorted(declined, key=lambda e: e.folded):
+        hits = [bool(mine & {*entry.nodes, entry.place}) for mine in names]
+        if not any(hits):
+            continue
+        near = f", {entry.matched} of {entry.wanted} operations matched" if entry.wanted else ""
+        if all(hits):
+            both.append(f"rule '{entry.rule}' declined both in round {entry.round}{near}: {entry.reason}.")
+        else:
+            name = a.name if hits[0] else b.name
+            one.append(f"rule '{entry.rule}' declined '{name}' in round {entry.round}{near}: {entry.reason}.")
+    found = [*both, *one]
+    left = len(found) - _MOST_RECORDED
+    return [*found[:_MOST_RECORDED], *([f"... and {left} more refusals."] if left > 0 else [])]
+
+
+def _by_rules(scene: RuleContext, told: FusionRecord, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    """What the rules say, of operations inside regions as if all regions were open."""
+    at = (a.position, b.position)
+    if told.rules and (a.regions or b.regions) and a.call is None and b.call is None:
+        opened = _scene(inline(scene.gm), told)
+        names = opened.index.names
+        if a.name in names and b.name in names:
+            scene, at = opened, (names[a.name], names[b.name])
+    found: list[str] = []
+    for rule in told.rules:
+        try:
+            said = list(rule.why_not(scene, *at))
+        except Exception as error:
+            said = [f"it could not say: {type(error).__name__}: {error}"]
+        found += [f"rule '{rule.name}': {reason.rstrip('.')}." for reason in said]
+    return found

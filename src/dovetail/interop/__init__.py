@@ -1,1 +1,0 @@
-"""Doors to and from other systems."""

@@ -1,0 +1,1 @@
+"""The graph itself: FX graphs, their operators, effects, aliases, hashes, printing and verification."""

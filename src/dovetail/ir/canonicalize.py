@@ -1,0 +1,317 @@
+"""One form for what a person thinks of as one operation, on functional ATen graphs."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from dovetail.ir.graph_module import Program, copy_node, rebuild
+from dovetail.ir.schema import (
+    by_name,
+    explicit_sizes,
+    is_aten,
+    normalised,
+    op_name,
+    same_geometry,
+    value_of,
+    viewable,
+    viewed_operand,
+    written,
+)
+
+_RESHAPE = torch.ops.aten.reshape.default
+_VIEW_NAMES = """
+    view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
+    expand_as view_as type_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
+"""
+_VIEWS = frozenset(_VIEW_NAMES.split())
+
+# Views that keep the elements in their order.
+_IN_ORDER = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "unflatten"})
+_MOST_VIEWS = 8
+_COPIES = frozenset({"cat", "clone", "_to_copy", "lift_fresh_copy"})
+_METADATA_ASSERTS = frozenset({"_assert_tensor_metadata"})
+_KEPT_WHEN_UNUSED = ("assert", "constrain", "print")
+_ARITHMETIC = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_ not_"
+_PYTHON_PURE = frozenset(getattr(operator, name) for name in _ARITHMETIC.split())
+
+
+@dataclass(frozen=True)
+class CanonicalReport:
+    """What canonicalising took away or respelled, counted by reason."""
+
+    counts: tuple[tuple[str, int], ...] = ()
+
+    def __getitem__(self, reason: str) -> int:
+        return dict(self.counts).get(reason, 0)
+
+    @property
+    def total(self) -> int:
+        return sum(count for _, count in self.counts)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in self.counts) or "nothing"
+
+
+def canonicalize(module: GraphModule) -> tuple[Program, CanonicalReport]:
+    """A copy of the graph in canonical form, and what that took.
+
+    Values, gradients, dtypes, strides and aliasing of the results stay exactly as they are. Whatever it has no
+    rule for, or has no `meta["val"]`, is left alone. Applying it twice changes nothing the second time.
+    """
+    program, report, _ = canonicalize_traced(module)
+    return program, report
+
+
+def canonicalize_traced(module: GraphModule) -> tuple[Program, CanonicalReport, dict[Node, Node]]:
+    """As `canonicalise`, and for each node of the given graph the one that now stands for it."""
+    counts: Counter[str] = Counter()
+    inner: dict[str, Program] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        child = module._modules.get(cast(str, node.target))
+        if isinstance(child, GraphModule) and node.target not in inner:
+            inner[cast(str, node.target)], report = canonicalize(child)
+            counts.update(dict(report.counts))
+    rewriting = _Rewriting(module.graph, counts)
+    graph = rewriting.run()
+    _drop_dead(graph, counts)
+    alive = set(graph.nodes)
+    made = {old: new for old, new in rewriting.made.items() if new in alive}
+    meta = dict(cast("Mapping[str, Any]", module.meta))
+    report = CanonicalReport(tuple(sorted(counts.items())))
+    return rebuild(module, graph, add=inner, meta=meta), report, made
+
+
+class _Rewriting:
+    """One forward sweep that copies the graph and respells it on the way."""
+
+    def __init__(self, source: Graph, counts: Counter[str]) -> None:
+        self.source = source
+        self.counts = counts
+        self.graph = Graph(tracer_cls=source._tracer_cls)
+        self.made: dict[Node, Node] = {}
+        nodes = list(source.nodes)
+        self.roots = _roots(nodes)
+        writes = [n for n in nodes if _mutates(n)]
+        # Elsewhere a write in between could tell a copy from its original.
+        self.functional = all(_is_trailing_write(n) for n in writes)
+        self.written = {self.roots[a] for n in writes for a in n.all_input_nodes[:1]}
+        self.inputs = {n for n in nodes if n.op in ("placeholder", "get_attr")}
+        self.returned = {a for n in nodes if n.op == "output" for a in n.all_input_nodes}
+        self.outgoing = {self.roots[n] for n in self.returned}
+        # Copies lay these out as their reader takes for granted, whatever the strides of a call.
+        self.strided = {self.roots[a] for n in nodes if _reads_strides(n) for a in n.all_input_nodes}
+        self.shared: dict[Node, Node] = {}
+
+    def run(self) -> Graph:
+        for node in self.source.nodes:
+            if is_aten(node.target) and op_name(node.target) in _METADATA_ASSERTS and not node.users:
+                self.counts["metadata asserts removed"] += 1
+            elif (same := self._same_as(node)) is not None:
+                self.made[node] = same
+            elif self._is_reshape(node):
+                self.made[node] = self._reshaped(node)
+            elif node.target is torch.ops.aten.type_as.default and isinstance(node.meta.get("val"), Tensor):
+                self.made[node] = self._cast(node)
+            else:
+                self.made[node] = self._respelled(node)
+        self.graph.set_codegen(self.source._codegen)
+        return self.graph
+
+    def _same_as(self, node: Node) -> Node | None:
+        """The operand that an operator hands on unchanged, if nobody could tell the two apart."""
+        name = op_name(node.target)
+        if not is_aten(node.target) or node in self.returned:
+            return None
+        copies = name in _COPIES or bool(by_name(node).get("copy"))
+        operand = _only_operand(node) if copies or name in _VIEWS else None
+        if not isinstance(operand, Node):
+            return None
+        source = self.made[operand]
+        old, new = source.meta.get("val"), node.meta.get("val")
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+            return None
+        if not same_geometry(old, new):
+            return self._viewed_back(node, source, new)
+        if not copies:
+            if _draws(node):
+                return None
+            self.counts["views that change nothing removed"] += 1
+            return source
+        if self.roots[node] in self.strided or not self._may_share(self.roots[operand], self.roots[node]):
+            return None
+        self.counts["copies that change nothing removed"] += 1
+        return source
+
+    def _viewed_back(self, node: Node, view: Node, value: Tensor) -> Node | None:
+        """What a chain of views began with, if one more brings back its sizes and strides."""
+        if op_name(node.target) not in _IN_ORDER or not self.functional or self.roots[node] in self.strided:
+            return None
+        for _ in range(_MOST_VIEWS):
+            if not is_aten(view.target) or op_name(view.target) not in _IN_ORDER:
+                return None
+            source = _only_operand(view)
+            old = source.meta.get("val") if isinstance(source, Node) else None
+            if not isinstance(old, Tensor):
+                return None
+            if same_geometry(old, value):
+                self.counts["views that change nothing removed"] += 1
+                return source
+            view = cast(Node, source)
+        return None
+
+    def _may_share(self, old: Node, new: Node) -> bool:
+        """Whether a copy and its original may become one tensor: no write and no caller can tell."""
+        old = self.shared.get(old, old)
+        if not self.functional or old in self.written or new in self.written:
+            return False
+        if new in self.outgoing:
+            if old in self.inputs or old in self.outgoing:
+                return False
+            self.outgoing.add(old)
+        self.shared[new] = old
+        return True
+
+    def _is_reshape(self, node: Node) -> bool:
+        if not is_aten(node.target) or op_name(node.target) not in ("view", "_unsafe_view"):
+            return False
+        return "size" in by_name(node) and isinstance(node.meta.get("val"), Tensor)
+
+    def _reshaped(self, node: Node) -> Node:
+        arguments = by_name(node)
+        operand, sizes = cast(Node, arguments["self"]), arguments["size"]
+        original = self._before_copy(operand, node)
+        if original is not None:
+            self.counts["copies for a reshape removed"] += 1
+        source = self.made[operand] if original is None else original
+        sizes = explicit_sizes(map_arg(sizes, self.made.__getitem__), node.meta["val"])
+        new = self.graph.create_node("call_function", _RESHAPE, (source, sizes), {}, "reshape")
+        new.meta = dict(node.meta)
+        self.counts["reshapes respelled"] += 1
+        return new
+
+    def _cast(self, node: Node) -> Node:
+        """A conversion that reads another tensor only for its dtype and device, with these written out."""
+        value, source = node.meta["val"], self.made[cast(Node, by_name(node)["self"])]
+        kwargs: dict[str, Any] = {"dtype": value.dtype}
+        was = source.meta.get("val")
+        if not isinstance(was, Tensor) or was.device != value.device:
+            kwargs["device"] = value.device
+        new = self.graph.create_node(
+            "call_function", torch.ops.aten._to_copy.default, (source,), kwargs, "_to_copy"
+        )
+        new.meta = dict(node.meta)
+        new.args, new.kwargs = written(torch.ops.aten._to_copy.default, normalised(new, by_name(new)))
+        self.counts["conversions respelled"] += 1
+        return new
+
+    def _before_copy(self, operand: Node, node: Node) -> Node | None:
+        """What a reshape copied first because strides did not allow a view; `reshape` does so by itself."""
+        if (
+            operand.target is not torch.ops.aten.clone.default
+            or len(operand.users) != 1
+            or not self.functional
+        ):
+            return None
+        arguments = by_name(operand)
+        if arguments.get("memory_format") is not torch.contiguous_format:
+            return None
+        original = arguments["self"]
+        value = value_of(original)
+        if self.made[operand].target is not operand.target or not isinstance(value, Tensor):
+            return None
+        if self._origin(original) in self.written:
+            return None
+        source = self.made[original]
+        return source if viewable(value, node.meta["val"].shape) is False else None
+
+    def _origin(self, node: Node) -> Node:
+        root = self.roots[node]
+        return self.shared.get(root, root)
+
+    def _respelled(self, node: Node) -> Node:
+        new = copy_node(self.graph, node, self.made.__getitem__)
+        if isinstance(new.target, OpOverload):
+            args, kwargs = written(new.target, normalised(new, by_name(new)))
+            if (args, kwargs) != (new.args, new.kwargs):
+                new.args, new.kwargs = args, kwargs
+                self.counts["arguments respelled"] += 1
+        return new
+
+
+def _only_operand(node: Node) -> Any:
+    """What the operator passes on, if it does: its tensor operand, or the only one of a list."""
+    arguments = by_name(node)
+    if op_name(node.target) != "cat":
+        return arguments.get("self", arguments.get("input"))
+    tensors = normalised(node, arguments)["tensors"]
+    return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else None
+
+
+def _reads_strides(node: Node) -> bool:
+    """Whether an operator describes views of its operands by strides."""
+    if is_aten(node.target):
+        return op_name(node.target).startswith("as_strided")
+    return getattr(node.target, "__name__", "") == "auto_functionalized_v2"
+
+
+def _draws(node: Node) -> bool:
+    """Whether a dropout is one that drops."""
+    arguments = by_name(node)
+    return op_name(node.target) == "dropout" and bool(arguments.get("train")) and arguments.get("p") != 0
+
+
+def _roots(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """For each node the one whose memory its result may lie in: itself, unless it is a view of another."""
+    roots: dict[Node, Node] = {}
+    for node in nodes:
+        base = viewed_operand(node)
+        if base is None and is_aten(node.target) and op_name(node.target) in _VIEWS:
+            base = _only_operand(node)
+        if base is None and node.target is operator.getitem:
+            base = node.args[0] if isinstance(node.args[0], Node) else None
+        roots[node] = roots[base] if isinstance(base, Node) else node
+    return roots
+
+
+def _is_trailing_write(node: Node) -> bool:
+    """Whether a write only stores a result in an input or an attribute, as captured graphs do at their end."""
+    if node.target is not torch.ops.aten.copy_.default or not isinstance(node.args[0], Node):
+        return False
+    return node.args[0].op in ("placeholder", "get_attr") and not node.users
+
+
+def _drop_dead(graph: Graph, counts: Counter[str]) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_pure(node):
+            graph.erase_node(node)
+            counts["unused operations removed"] += 1
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target in _PYTHON_PURE or getattr(target, "__module__", "") == "math"
+    if target.namespace not in ("aten", "prims") or target._schema.is_mutable or not target._schema.returns:
+        return False
+    checks = any(part in op_name(target) for part in _KEPT_WHEN_UNUSED)
+    return torch.Tag.nondeterministic_seeded not in target.tags and not checks
+
+
+def _mutates(node: Node) -> bool:
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.is_mutable
+    return node.op in ("call_method", "call_module")

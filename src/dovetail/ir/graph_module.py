@@ -1,0 +1,376 @@
+"""The GraphModule that every step returns, and the one function that makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+from collections.abc import Generator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import PythonCode
+from torch.fx.node import map_arg
+
+from dovetail.errors import InvalidArgument
+from dovetail.ir import pickling
+from dovetail.ir.meta_keys import DERIVED, LOWERING
+from dovetail.ir.process_state import released_by_fork
+from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights, WeightFetch, hold_together
+
+# What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
+_HOLDER = "_holder"
+_WEIGHTS = "_runtime_weights"
+_CODE = ("_code", "_lineno_map", "_prologue_start")
+_DERIVED = frozenset({"_graph", *_CODE, _HOLDER, _WEIGHTS})
+
+# Taken only while `forward` is missing: calls that find it take no lock.
+_GENERATING = released_by_fork(threading.RLock())
+
+
+class _GeneratedForward:
+    """Stands for `forward` while there is none: looking it up makes it, so no tracer ever sees the making."""
+
+    def __get__(self, program: Program | None, owner: type) -> Any:
+        if program is None:
+            return self
+        program.generate()
+        return program.forward
+
+
+class Program(GraphModule):
+    """A GraphModule that generates its Python code on first use and survives copy and pickle whole.
+
+    Node names, `meta`, hooks, buffer persistence and shared bodies come through `copy.deepcopy` and
+    `pickle`; a plain GraphModule is traced anew there and loses them.
+    """
+
+    forward: Any = _GeneratedForward()
+
+    def recompile(self) -> PythonCode:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Mark the generated code as stale; it is made when `forward` or `code` is first asked for."""
+        if "forward" in vars(type(self)):
+            del type(self).forward
+        return None  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Bodies hold modules and constants of this graph by reference; any of them may have been replaced since.
+        if self.__dict__.get("_lends"):
+            self.refresh_bodies()
+        return super().__call__(*args, **kwargs)
+
+    def generate(self) -> None:
+        """Generate the code now, and that of the bodies it calls, where it is stale."""
+        if "forward" not in vars(type(self)):
+            with _GENERATING:
+                if "forward" not in vars(type(self)):
+                    bodies = [m for m in self._modules.values() if isinstance(m, Body)]
+                    self.__dict__["_lends"] = not isinstance(self, Body) and any(b.borrows for b in bodies)
+                    # Last: other threads run the code as soon as the class has it.
+                    self._write_code()
+        for child in self._modules.values():
+            if isinstance(child, Program):
+                child.generate()
+
+    def _write_code(self) -> None:
+        meta = self.__dict__.get("meta", {})
+        lowering, derivations = meta.get(LOWERING), meta.get(DERIVED, ())
+        if lowering is None and not derivations:
+            super().recompile()
+            return
+        # What runs is not what is edited: regions stay in the graph, and the code calls what they were compiled to.
+        run = copy_graph(self.graph) if lowering is None else lowering.execution_graph(self)
+        self.__dict__[_HOLDER] = hold_together(run, lambda name: isinstance(attribute(self, name), Tensor))
+        contents = ContentGuard() if lowering is None else lowering.contents
+        self.__dict__[_WEIGHTS] = RuntimeWeights(derivations, contents)
+        # Another instance of the same class: no other thread may see the graph that runs in the place of the edited one.
+        writer = object.__new__(type(self))
+        writer.__dict__.update(self.__dict__, _graph=run)
+        GraphModule.recompile(writer)
+        self.__dict__.update((name, writer.__dict__[name]) for name in _CODE)
+
+    def _held_tensors(self) -> tuple[Any, ...]:
+        """The tensors that the code of a lowered graph needs; fetched one by one they would cost more than small
+        models do."""
+        if not torch.compiler.is_compiling():
+            self.__dict__[_WEIGHTS](self)
+        holder: WeightFetch = self.__dict__[_HOLDER]
+        return holder(self)
+
+    @property
+    def runtime_weights(self) -> RuntimeWeights | None:
+        """What keeps state up to date that was computed from weights; None where nothing is."""
+        self.generate()
+        return self.__dict__.get(_WEIGHTS)
+
+    def _recompile_submodules(self) -> list[tuple[str, PythonCode]]:
+        # Bodies are shared with other graphs and know themselves whether they are stale.
+        return []
+
+    @property
+    def code(self) -> str:
+        with _GENERATING:  # the class has `forward` before the module has its source
+            self.generate()
+            return super().code
+
+    def __str__(self) -> str:
+        with _GENERATING:
+            self.generate()
+            return super().__str__()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if not isinstance(self, Body):
+            self.refresh_bodies()
+        return self
+
+    def refresh_bodies(self) -> None:
+        """Give bodies what this graph owns now. Bodies are shared with other graphs, so they are never edited."""
+        for name, child in list(self._modules.items()):
+            if isinstance(child, Body):
+                self._modules[name] = child.refreshed(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        type(new).__name__ = type(self).__name__
+        memo[id(self)] = new
+        state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
+        new.__dict__.update(copy.deepcopy(state, memo))
+        new.__dict__["shape_env"] = self.__dict__.get("shape_env")
+        new.graph = copy_graph(self.graph)
+        return new
+
+    def __copy__(self) -> Self:
+        return _with_graph(type(self), self, copy_graph(self.graph))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
+        # torch pickles a plain GraphModule as code to be traced again; sub-graphs must come back as they were.
+        state["_modules"] = {
+            n: as_program(m) if isinstance(m, GraphModule) else m for n, m in self._modules.items()
+        }
+        return (_restore, (_base_class(type(self)), type(self).__name__, pickling.dump(self.graph)), state)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _base_class(cls: type) -> type[Program]:
+    """The class a Program was made from: torch gives each GraphModule a class of its own."""
+    return next(c for c in cls.__mro__ if c.__module__ == __name__ and issubclass(c, Program))
+
+
+def _restore(cls: type[Program], class_name: str, table: bytes) -> Program:
+    return _empty(cls, class_name, pickling.load(table))
+
+
+def as_program(module: GraphModule) -> Program:
+    """The module itself, or a program that runs its graph and owns the very same objects."""
+    return module if isinstance(module, Program) else _with_graph(Program, module, copy_graph(module.graph))
+
+
+def _empty(cls: type[Program], class_name: str, graph: Graph) -> Any:
+    """A program that owns nothing yet. torch's constructor looks up every attribute, so it gets no nodes."""
+    new = cls.__new__(cls)
+    GraphModule.__init__(new, nn.Module(), Graph(), class_name)
+    new.graph = graph
+    return new
+
+
+def _with_graph(cls: type[Program], root: nn.Module, graph: Graph) -> Any:
+    new = _empty(cls, type(root).__name__, graph)
+    for key, value in root.__dict__.items():
+        if key not in _DERIVED:
+            # One level deep: registering on the copy must not register on the original, while parameters,
+            # buffers and children stay the very same objects.
+            new.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set, list)) else value
+    return new
+
+
+class Body(Program):
+    """What a region calls. It owns no state: operands, and objects borrowed from the graph around it."""
+
+    def borrow(self, name: str, value: object, target: str) -> None:
+        """Hold what the outermost graph has at `target`, unregistered, so that `state_dict` stays as it was."""
+        if isinstance(value, Body):
+            self.add_module(name, value)
+        else:
+            self.__dict__[name] = value
+            self.__dict__.setdefault("_borrowed", {})[name] = target
+
+    @property
+    def borrowed(self) -> Mapping[str, str]:
+        """Where the outermost graph has each object this body holds, by the name it holds it under."""
+        return self.__dict__.get("_borrowed", {})
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it, or a body nested in it, holds something of the graph around it."""
+        inner = (m for m in self._modules.values() if isinstance(m, Body))
+        return bool(self.__dict__.get("_borrowed")) or any(m.borrows for m in inner)
+
+    def refreshed(self, owner: nn.Module) -> Body:
+        """This body with what it borrows taken from `owner` as it is now; itself if nothing has changed."""
+        borrowed: dict[str, str] = self.__dict__.get("_borrowed", {})
+        now = {n: attribute(owner, target) for n, target in borrowed.items()}
+        stale = {n: v for n, v in now.items() if v is not None and v is not self.__dict__[n]}
+        inner = {n: m.refreshed(owner) for n, m in self._modules.items() if isinstance(m, Body)}
+        if not stale and all(self._modules[n] is m for n, m in inner.items()):
+            return self
+        new = self.copied()
+        new.__dict__.update(stale)
+        new._modules.update(inner)
+        return new
+
+    def copied(self) -> Body:
+        """Another body with the same graph and the same borrowed objects, to be changed before it is used."""
+        return _with_graph(Body, self, copy_graph(self.graph))
+
+    @property
+    def is_marked_impure(self) -> bool:
+        return bool(self.__dict__.get("_is_impure"))
+
+    def mark_impure(self, impure: bool) -> None:
+        """Tell FX's dead-code elimination whether a call must stay when nobody reads its results."""
+        self.__dict__["_is_impure"] = impure
+
+
+def make_body(graph: Graph, class_name: str) -> Body:
+    """A body around `graph`, with nothing borrowed yet."""
+    return _empty(Body, class_name, graph)
+
+
+def rebuild(
+    root: nn.Module,
+    graph: Graph,
+    *,
+    add: Mapping[str, nn.Module] | None = None,
+    drop: frozenset[str] = frozenset(),
+    meta: Mapping[str, Any] | None = None,
+) -> Program:
+    """A Program that runs `graph` and owns what `root` owns.
+
+    Parameters, buffers (with their persistence), unused ones too, child modules, hooks, plain attributes and
+    `meta` are taken over by reference; `add` registers children at the top, `drop` removes some.
+    """
+    new: Program = _with_graph(Program, root, graph)
+    for name in drop:
+        new._modules.pop(name, None)
+    for name, module in (add or {}).items():
+        new.add_module(name, module)
+    if meta is not None:
+        new.meta = dict(meta)
+    return new
+
+
+@contextlib.contextmanager
+def without_collector() -> Generator[None]:
+    """Keep Python's cycle collector from scanning a large graph again and again while it is being built."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy with the same names, order, codegen and (shallowly) the same meta."""
+    new = Graph(tracer_cls=graph._tracer_cls)
+    made: dict[Node, Node] = {}
+    for node in graph.nodes:
+        made[node] = copy_node(new, node, made.__getitem__)
+    new.set_codegen(graph._codegen)
+    return new
+
+
+def copy_node(graph: Graph, node: Node, to: Any, target: str | None = None) -> Node:
+    """Append a copy of `node` to `graph`, arguments translated by `to`, its meta copied."""
+    new = graph.create_node(
+        node.op, target or node.target, map_arg(node.args, to), map_arg(node.kwargs, to), node.name, node.type
+    )
+    new.meta = dict(node.meta)
+    return new
+
+
+def attribute(root: nn.Module, target: str) -> Any:
+    """The object a `get_attr` or `call_module` target names, None where there is none."""
+    value: Any = root
+    for atom in target.split("."):
+        value = getattr(value, atom, None)
+        if value is None:
+            return None
+    return value
+
+
+class GraphOwner:
+    """A module whose calls run graphs, captured when they are needed."""
+
+    @property
+    def graphs(self) -> tuple[GraphModule, ...]:
+        """The graphs captured so far."""
+        return ()
+
+    @property
+    def diagnostics(self) -> tuple[Any, ...]:
+        """Recompilations, fallbacks and limits reached so far."""
+        return ()
+
+
+def require_graph(gm: object) -> GraphModule:
+    """The graph that was given; InvalidArgument for anything else."""
+    if isinstance(gm, GraphModule):
+        return gm
+    if isinstance(gm, GraphOwner):
+        advice = "give one of its `graphs`, or the model that it was compiled from."
+    elif isinstance(gm, nn.Module):
+        advice = "`dovetail.capture(model, example_inputs)` makes one."
+    else:
+        advice = "`dovetail.capture` makes one of a model."
+    raise InvalidArgument(f"expected a torch.fx.GraphModule, got {type(gm).__name__}; {advice}")
+
+
+def graphs_of(gm: object) -> tuple[GraphModule, ...]:
+    """The graph that was given, or those of a compiled model, of which there must be at least one."""
+    if not isinstance(gm, GraphOwner):
+        return (require_graph(gm),)
+    if not gm.graphs:
+        if gm.diagnostics:
+            raise InvalidArgument(f"the compiled model has no graphs: {gm.diagnostics[-1].message}")
+        raise InvalidArgument(
+            "the compiled model has no graphs yet: call it, or give example inputs to `dovetail.compile`."
+        )
+    return gm.graphs
+
+
+def only_graph(gm: object) -> GraphModule:
+    """The graph that was given, or that of a compiled model that has just one."""
+    graphs = graphs_of(gm)
+    if len(graphs) != 1:
+        raise InvalidArgument(
+            f"the compiled model has {len(graphs)} graphs, one for each way it was called; give one of its `graphs`."
+        )
+    return graphs[0]
+
+
+def install(program: Program, target: str, value: object) -> None:
+    """Put an object where a dotted target names it; modules on the way are copied, for others may share them."""
+    at: nn.Module = program
+    *path, name = target.split(".")
+    for atom in path:
+        known = at._modules.get(atom)
+        child = nn.Module()
+        if known is not None:
+            child.__dict__.update(
+                {k: copy.copy(v) if isinstance(v, dict) else v for k, v in known.__dict__.items()}
+            )
+        at._modules[atom] = child
+        at = child
+    setattr(at, name, value)

@@ -1,0 +1,541 @@
+"""What a call target does, however it is spelled.
+
+A target is whatever an FX node may call: an ATen overload, a packet, `torch.relu`, `operator.iadd`, the name of a
+Tensor method, `F.dropout`. All of them resolve to `Traits`, so that analyses need no second list of names.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import Node
+
+from dovetail import torch_compat
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A condition on literal arguments: holds unless one of `names` is given and false, zero or None."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What calling a target may do. `parameters` are the names of its arguments in order."""
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] | None = None
+    writes: tuple[str, ...] = ()
+    writes_if: Flag | None = None
+    aliases: tuple[str, ...] | None = ()  # arguments the result may share storage with; None: any of them
+    looks: bool = True  # reads the data of its arguments; False for a view, which only names it anew
+    reshapes_in_place: bool = False
+    random: bool = False
+    random_if: Flag | None = None
+    world: str = ""
+    barrier: bool = False
+    opaque: bool = False  # may do anything: writes its arguments, draws, acts on the world
+    higher_order: bool = False
+    pointwise: bool = False
+    several: bool = False  # returns a tuple or list
+    gathers: bool = False  # given lists, returns one that holds the same tensors
+    composite: bool = (
+        False  # made of other operators: without a schema alias its result may still be an argument
+    )
+    plain: bool = False  # nothing but a value of its own, whatever the arguments
+
+    def argument(self, node: Node, name: str) -> Any:
+        """The argument of this name at a call, its default if not given."""
+        if name in node.kwargs:
+            return node.kwargs[name]
+        if name in self.parameters:
+            index = self.parameters.index(name)
+            if index < len(node.args):
+                return node.args[index]
+        return (self.defaults or {}).get(name)
+
+    def holds(self, flag: Flag | None, node: Node) -> bool:
+        """Whether a flag holds at a call; an argument that is computed may have any value."""
+        if flag is None:
+            return True
+        for name in flag.names:
+            if name not in self.parameters and name not in node.kwargs:
+                continue
+            value = self.argument(node, name)
+            if not isinstance(value, Node) and not value:
+                # native_dropout(train=None) means train
+                if value is None and name == "train":
+                    continue
+                return False
+        return True
+
+
+_COLLECTIVES = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem", "_dtensor"}
+)
+_ASSERTS = frozenset(
+    {
+        "_assert_async",
+        "_assert_scalar",
+        "_assert_tensor_metadata",
+        "_functional_assert_async",
+        "_functional_assert_scalar",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+        "_functional_sym_constrain_range",
+        "_functional_sym_constrain_range_for_size",
+        "_async_error",
+    }
+)
+
+# Schemas that do not declare the running statistics they update.
+_UPDATES_STATISTICS = frozenset(
+    {
+        "batch_norm",
+        "native_batch_norm",
+        "instance_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "_batch_norm_impl_index",
+    }
+)
+_UNDECLARED_VIEWS = frozenset({"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"})
+_UNTAGGED_RANDOM = frozenset({"_no_grad_normal_", "_no_grad_uniform_"})
+
+
+def unknown(name: str) -> Traits:
+    """A call of which nothing is known: it may do anything."""
+    return Traits(name=name, world="an unknown Python call", opaque=True, aliases=None)
+
+
+def of_overload(op: OpOverload) -> Traits:
+    """What an operator may do, by its schema, its tags and what it is registered as."""
+    told = _of_schema(op)
+    # Registered at any time, unlike the schema, so asked each time.
+    if not told.world and op.namespace not in ("aten", "prim", "prims") and _is_effectful(op):
+        return replace(told, world="registered as effectful", plain=False)
+    return told
+
+
+@functools.cache
+def _of_schema(op: OpOverload) -> Traits:
+    schema = op._schema
+    namespace, _, rest = op.name().partition("::")
+    name = rest.partition(".")[0]
+    parameters = tuple(a.name for a in schema.arguments)
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    writes = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
+    # An argument that becomes part of a list of views, as split's does, is annotated with what comes after.
+    aliases: tuple[str, ...] | None = tuple(
+        a.name
+        for a in schema.arguments
+        if a.alias_info is not None and (a.alias_info.before_set & returned or "*" in a.alias_info.after_set)
+    )
+    writes_if = None
+    if namespace == "aten" and name in _UPDATES_STATISTICS:
+        writes, writes_if = ("running_mean", "running_var"), Flag(("training", "use_input_stats"))
+    if name in _UNDECLARED_VIEWS:
+        aliases = ("self",)
+    if name == "set_" and "source" in parameters:
+        aliases = ("self", "source")
+    if namespace in _COLLECTIVES and name == "wait_tensor":
+        # Before it the memory is not there to be read: what reads it stays behind.
+        writes = aliases = parameters[:1]
+    tags = set(op.tags)
+    composite = op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    if torch_compat.ALIASING_TAG.value in tags and not aliases:
+        # Tagged since its result may be its very input; values made by a decomposition may say otherwise.
+        aliases = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
+    random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED_RANDOM
+    random_if = Flag(tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters))
+    world = _world(namespace, name, has_results=bool(schema.returns), writes=bool(writes))
+    several = len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns)
+    makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+    return Traits(
+        name=str(op),
+        parameters=parameters,
+        defaults=defaults,
+        writes=writes,
+        writes_if=writes_if,
+        aliases=aliases if makes_tensors else (),
+        # Autograd lets nobody use views that come in a list after a write to their base: they stay where they are.
+        looks=not aliases or composite or bool(writes) or several,
+        reshapes_in_place=torch.Tag.inplace_view in tags,
+        random=random,
+        random_if=random_if if random_if.names else None,
+        world=world,
+        pointwise=torch.Tag.pointwise in tags,
+        several=several,
+        composite=composite and makes_tensors,
+        plain=not (writes or random or world or aliases or (composite and makes_tensors)),
+    )
+
+
+def _world(namespace: str, name: str, *, has_results: bool, writes: bool) -> str:
+    if namespace in _COLLECTIVES:
+        return "a collective"
+    if name in _ASSERTS:
+        return "an assertion"
+    if name == "_print":
+        return "a print"
+    if not has_results and not writes:
+        return "an effect: it returns nothing"
+    return ""
+
+
+def _is_effectful(op: OpOverload) -> bool:
+    effect_of = torch_compat.EFFECT_OF_OPERATOR.value
+    return effect_of is not None and effect_of(op) is not None
+
+
+@functools.cache
+def of_packet(packet: OpOverloadPacket) -> Traits:
+    """What any overload may do; one that writes `out` only counts where `out` is given."""
+    overloads = [getattr(packet, o) for o in packet.overloads()]
+    # TorchScript's own overloads for plain numbers and lists are listed too, but no dispatcher knows them.
+    each = [of_overload(o) for o in overloads if torch._C._dispatch_has_kernel(o.name())]
+    if not each:
+        return unknown(str(packet))
+    each = [t for t in each if "out" not in t.writes] or each
+    first = each[0]
+    parameters = max((t.parameters for t in each), key=len)
+    aliases = {"out"}
+    for t in each:
+        aliases.update(t.aliases or ())
+    traits = {
+        f: any(getattr(t, f) for t in each) for f in ("looks", "reshapes_in_place", "random", "composite")
+    }
+    writes = tuple(dict.fromkeys(w for t in each for w in t.writes))
+    return Traits(
+        name=str(packet),
+        parameters=parameters,
+        defaults={k: v for t in reversed(each) for k, v in (t.defaults or {}).items()},
+        writes=(*writes, "out"),
+        writes_if=first.writes_if,
+        aliases=tuple(sorted(aliases)),
+        random_if=first.random_if,
+        world=first.world,
+        pointwise=all(t.pointwise for t in each),
+        several=all(t.several for t in each),
+        plain=False,
+        **traits,
+    )
+
+
+def _python(name: str, **facts: Any) -> Traits:
+    return Traits(name=name, **facts)
+
+
+def _named(function: Any) -> str:
+    return f"{getattr(function, '__module__', None) or ''}.{getattr(function, '__name__', repr(function))}"
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"i{name}"
+    for name in (
+        "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()  # noqa: SIM905
+    )
+)
+_NUMBER_BUILTINS = frozenset({len, int, float, bool, slice, range, isinstance, type, str, complex})
+
+# What these return may be one of the tensors they were given, or hold it.
+_GATHERING_BUILTINS = frozenset(
+    {tuple, list, dict, zip, sorted, max, min, sum, abs, round, divmod, pow, all, any}
+)
+_MODE_SWITCHES = frozenset(
+    {
+        "_set_grad_enabled",
+        "set_grad_enabled",
+        "_enter_autocast",
+        "_exit_autocast",
+        "_enter_inference_mode",
+        "_exit_inference_mode",
+        "_autograd_set_grad_enabled",
+        "_vmap_increment_nesting",
+        "_vmap_decrement_nesting",
+        "_grad_increment_nesting",
+        "_grad_decrement_nesting",
+        "_record_function_enter_new",
+        "set_stream",
+    }
+)
+_CHECKS = frozenset({"_assert", "_check", "_check_is_size", "_check_value", "_check_with", "_check_index"})
+
+# Python functions of torch.nn.functional, by the argument that makes them draw or write.
+_FUNCTIONAL: dict[str, dict[str, Any]] = {
+    **{
+        name: {"random": True, "random_if": Flag(("training",))}
+        for name in (
+            "dropout",
+            "dropout1d",
+            "dropout2d",
+            "dropout3d",
+            "alpha_dropout",
+            "feature_alpha_dropout",
+            "rrelu",
+        )
+    },
+    "gumbel_softmax": {"random": True},
+    "fractional_max_pool2d": {"random": True},
+    "fractional_max_pool3d": {"random": True},
+    "fractional_max_pool2d_with_indices": {"random": True},
+    "fractional_max_pool3d_with_indices": {"random": True},
+    "multi_head_attention_forward": {"random": True, "random_if": Flag(("training", "dropout_p"))},
+    "scaled_dot_product_attention": {"random": True, "random_if": Flag(("dropout_p",))},
+    "batch_norm": {"writes": ("running_mean", "running_var"), "writes_if": Flag(("training",))},
+    "instance_norm": {"writes": ("running_mean", "running_var"), "writes_if": Flag(("use_input_stats",))},
+    "embedding": {"writes": ("weight",), "writes_if": Flag(("max_norm",))},
+    "embedding_bag": {"writes": ("weight",), "writes_if": Flag(("max_norm",))},
+}
+
+
+def of_function(function: Any) -> Traits:
+    """What a Python callable does; one we know nothing of may do anything."""
+    module = getattr(function, "__module__", None) or ""
+    # A cache of everything ever asked about would keep users' functions alive.
+    known = module.partition(".")[0] in ("torch", "operator", "_operator", "math", "builtins", "")
+    return _of_known_function(function) if known else unknown(_named(function))
+
+
+@functools.cache
+def _of_known_function(function: Any) -> Traits:
+    name = getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None) or ""
+    if function is operator.getitem or function is getattr:
+        return _python(_named(function), aliases=None, looks=function is operator.getitem)
+    if function is operator.setitem or function is operator.delitem:
+        return _python(
+            _named(function), parameters=("self", "index", "value"), writes=("self",), aliases=("self",)
+        )
+    if module in ("_operator", "operator"):
+        if name in _IN_PLACE_OPERATORS:
+            return _python(
+                _named(function),
+                parameters=("self", "other"),
+                writes=("self",),
+                aliases=("self",),
+                pointwise=True,
+            )
+        if name == "pos":
+            return _python(_named(function), parameters=("self",), aliases=("self",))
+        if name in ("add", "mul", "concat"):
+            return _python(_named(function), pointwise=True, gathers=True)
+        return _python(_named(function), pointwise=name != "matmul", plain=True)
+    if module == "math" or function in _NUMBER_BUILTINS:
+        return _python(_named(function), plain=True)
+    if function in _GATHERING_BUILTINS:
+        return _python(_named(function), aliases=None)
+    if name in _MODE_SWITCHES and module.startswith("torch"):
+        return _python(_named(function), barrier=True, world="a switch of modes")
+    if function is print:
+        return _python("print", world="a print")
+    if name in _CHECKS and module.startswith("torch"):
+        return _python(_named(function), world="an assertion")
+    if (module.startswith("torch") and name.startswith("sym_")) or name.startswith("_sym_"):
+        return _python(_named(function), plain=True)
+    if getattr(F, name, None) is function and isinstance(function, types.FunctionType):
+        return _functional(name, function)
+    packet = _packet(name)
+    if packet is not None and isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)):
+        return of_packet(packet)
+    if getattr(torch, name, None) is function and packet is not None:
+        return of_packet(packet)
+    return unknown(_named(function))
+
+
+def _functional(name: str, function: Any) -> Traits:
+    inner = getattr(function, "__wrapped__", function)
+    code = inner.__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = inner.__defaults__ or ()
+    defaults = dict(zip(parameters[code.co_argcount - len(given) : code.co_argcount], given, strict=True))
+    defaults.update(inner.__kwdefaults__ or {})
+    facts = dict(_FUNCTIONAL.get(name, {}))
+    if "inplace" in parameters and "writes" not in facts:
+        facts.update(writes=(parameters[0],), writes_if=Flag(("inplace",)))
+    elif name.endswith("_"):
+        facts.update(writes=(parameters[0],))
+    return Traits(
+        name=f"torch.nn.functional.{name}", parameters=parameters, defaults=defaults, aliases=None, **facts
+    )
+
+
+def _packet(name: str) -> OpOverloadPacket | None:
+    found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    return found if isinstance(found, OpOverloadPacket) else None
+
+
+_NUMBER_METHODS = frozenset(
+    [
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "ndimension",
+        "item",
+        "tolist",
+        "nelement",
+        "is_contiguous",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "data_ptr",
+        "__len__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "is_cuda",
+        "is_signed",
+    ]
+)
+
+# Methods that Tensor has beside its operators and that do nothing but return a value, perhaps the tensor itself.
+_VALUE_METHODS = frozenset(
+    [
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "short",
+        "char",
+        "byte",
+        "bool",
+        "cpu",
+        "cuda",
+        "type",
+        "to",
+        "split",
+        "unique",
+        "unique_consecutive",
+        "unflatten",
+        "norm",
+        "stft",
+        "istft",
+        "lu",
+        "new_tensor",
+        "new",
+        "expand_as",
+        "view_as",
+        "reshape_as",
+        "type_as",
+        "numpy",
+        "refine_names",
+        "align_to",
+        "rename",
+        "contiguous",
+    ]
+)
+
+
+@functools.cache
+def of_method(name: str) -> Traits:
+    """What a Tensor method of this name does; one that torch does not have may do anything."""
+    if name in _NUMBER_METHODS:
+        return _python(name, plain=True)
+    if name == "backward":
+        # It writes gradients of tensors that no argument names.
+        return _python(name, world="a backward pass", barrier=True, opaque=True, aliases=None)
+    packet = _packet(name)
+    if packet is not None:
+        return of_packet(packet)
+    if name in ("__setitem__", "__delitem__"):
+        return of_function(operator.setitem)
+    if name == "__getitem__":
+        return of_function(operator.getitem)
+    operator_name = name.removeprefix("__").removesuffix("__")
+    if name.startswith("__i") and operator_name in _IN_PLACE_OPERATORS:
+        return _python(name, parameters=("self",), writes=("self",), aliases=("self",))
+    if name in _VALUE_METHODS or (
+        name.startswith("__") and hasattr(operator, operator_name.removeprefix("r"))
+    ):
+        return _python(name, aliases=None)
+    return unknown(name)
+
+
+def traits(node: Node) -> Traits:
+    """What the target of a call does. Module calls and higher-order operators need more than their target."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return of_method(target)
+    if isinstance(target, OpOverload):
+        return of_overload(target)
+    if isinstance(target, OpOverloadPacket):
+        return of_packet(target)
+    if isinstance(target, HigherOrderOperator):
+        return _higher_order(target)
+    return of_function(target)
+
+
+@functools.cache
+def _higher_order(target: HigherOrderOperator) -> Traits:
+    if target.name() == "print":
+        return Traits(name="print", world="a print")
+    return Traits(name=target.name(), higher_order=True, aliases=None)
+
+
+def target_name(node: Node) -> str:
+    """The name of what a node calls, the same in every process: `aten.add.Tensor`, `torch.relu`, `.view`."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return f".{target}" if node.op == "call_method" else target
+    return qualified_name(target)
+
+
+def qualified_name(target: Any) -> str:
+    """The name of an operator or function, the same in every process."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    module = getattr(target, "__module__", None) or getattr(
+        getattr(target, "__self__", None), "__module__", "torch"
+    )
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__
+    name = name.removeprefix("_VariableFunctionsClass.").removeprefix("_VariableFunctions.")
+    return f"{'operator' if module == '_operator' else module}.{name}"
+
+
+_NAMES = """
+    add mul eq ne maximum minimum max min fmax fmin logical_and logical_or logical_xor bitwise_and bitwise_or
+    bitwise_xor and_ or_ xor hypot logaddexp logaddexp2 __and__ __or__ __xor__ __add__ __mul__ __radd__ __rmul__
+"""
+_COMMUTATIVE = frozenset(_NAMES.split())
+
+
+def base_name(node: Node) -> str:
+    """The name of what a call does without namespace, overload or spelling: `add`, whatever adds."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    overloaded = getattr(target, "overloadpacket", None)
+    name = getattr(overloaded or target, "__name__", "")
+    return str(name)
+
+
+def commutes(node: Node) -> bool:
+    """Whether the first two operands may be swapped without changing the value."""
+    if node.op not in ("call_function", "call_method") or base_name(node) not in _COMMUTATIVE:
+        return False
+    if len(node.args) < 2 or (len(node.args) > 2 and node.args[2] != 1):
+        return False
+    if node.kwargs.get("alpha", 1) != 1:
+        return False
+    if base_name(node) in ("max", "min") and not all(isinstance(a, Node) for a in node.args):
+        return False  # the second is a dim
+    told = traits(node)
+    return not told.writes or told.writes == ("out",)

@@ -1,0 +1,244 @@
+"""Fake tensors and symbolic sizes as plain values, and made again from those in a world of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from sympy.logic.boolalg import Boolean
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from dovetail.errors import InvalidArgument
+from dovetail.ir.symbolic_expr import evaluate_expression, parse_expression
+
+TensorRow = tuple[Any, ...]
+"""Number of the storage, sizes, strides, offset, dtype, device, whether it requires gradients, whether it is a parameter."""
+
+
+def tensor_row(value: FakeTensor, storages: dict[int, int]) -> TensorRow:
+    """What `World.tensor` needs; `storages` numbers the storages met so far."""
+
+    def plain(sizes: Any) -> tuple[Any, ...]:
+        return tuple(describe_symbolic(s) if isinstance(s, torch.SymInt) else s for s in sizes)
+
+    strided = value.layout is torch.strided
+    storage = value.untyped_storage()._cdata if strided else id(value)
+    return (
+        storages.setdefault(storage, len(storages)),
+        plain(value.shape),
+        plain(value.stride()) if strided else None,
+        plain([value.storage_offset()])[0] if strided else 0,
+        value.dtype,
+        value.device,
+        value.requires_grad and (value.is_floating_point() or value.is_complex()),
+        isinstance(value, torch.nn.Parameter),
+    )
+
+
+@dataclass(frozen=True)
+class Symbolic:
+    """A symbolic number: its expression, and for each symbol a hint and a range (None: no hint)."""
+
+    kind: str
+    expr: str
+    symbols: tuple[tuple[str, int | None, int | None, int | None], ...]
+
+
+def describe_symbolic(value: Any) -> Symbolic:
+    """A symbolic number in plain values."""
+    node = value.node
+    expr = node.expr
+    env: ShapeEnv = node.shape_env
+    rows: list[tuple[str, int | None, int | None, int | None]] = []
+    for symbol in sorted(expr.free_symbols, key=str):
+        bounds = env.var_to_range.get(symbol)
+        rows.append(
+            (
+                str(symbol),
+                _hint(env, symbol),
+                _bound(bounds and bounds.lower),
+                _bound(bounds and bounds.upper),
+            )
+        )
+    return Symbolic(type(value).__name__, sympy.srepr(expr), tuple(rows))
+
+
+def _hint(env: ShapeEnv, symbol: sympy.Symbol) -> int | None:
+    # The table of hints was renamed between torch releases.
+    hints = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
+    known = hints.get(symbol)
+    return None if known is None else int(known)
+
+
+def _bound(value: Any) -> int | None:
+    return int(value) if value is not None and value not in (int_oo, -int_oo) and value.is_number else None
+
+
+_ENDLESS = 2**50
+_SYMBOL_COST = 2**10
+
+
+@dataclass
+class SymbolicEnv:
+    """What fake tensors and symbols of one loaded graph live in; `budget` is what reading its expressions may cost."""
+
+    env: ShapeEnv = field(default_factory=ShapeEnv)
+    symbols: dict[str, Any] = field(default_factory=dict)
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    _made: dict[tuple[str, str], Any] = field(default_factory=dict)
+    budget: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def symbolic(self, described: Symbolic) -> Any:
+        """The number that `describe_symbolic` described."""
+        for name, hint, lower, upper in described.symbols:
+            if name not in self.symbols:
+                self.symbols[name] = self._symbol(name, hint, lower, upper)
+        key = (described.kind, described.expr)
+        if key not in self._made:
+            self._made[key] = self._number(*key)
+        return self._made[key]
+
+    def _spend(self, cost: int) -> None:
+        self.budget -= cost
+        if self.budget < 0:
+            raise InvalidArgument("the symbolic sizes of the graph are too many or too large.")
+
+    def _number(self, kind: str, text: str) -> Any:
+        expr: Any = parse_expression(text, self.symbols, self._spend)
+        is_of_kind = isinstance(expr, Boolean) if kind == "SymBool" else isinstance(expr, sympy.Expr)
+        if not is_of_kind:
+            raise InvalidArgument(f"{text[:80]!r} is not an expression of a {kind}.")
+        hint = _evaluate(expr, self.env)
+        if kind == "SymInt":
+            return self.env.create_symintnode(expr, hint=None if hint is None else int(hint))
+        if kind == "SymBool":
+            return self.env.create_symboolnode(expr)
+        return self.env.create_symfloatnode(expr, hint=None if hint is None else float(hint))
+
+    def _symbol(self, name: str, hint: int | None, lower: int | None, upper: int | None) -> Any:
+        from torch._dynamo.source import ConstantSource
+
+        # torch records where each one was created, which takes a millisecond.
+        self._spend(_SYMBOL_COST)
+        if hint is None:
+            made: Any = self.env.create_unbacked_symint()
+        else:
+            source = ConstantSource(f"__loaded_{name}")
+            symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            made = self.env.create_symintnode(symbol, hint=hint, source=source)
+        # Exactly what it was: a new symbol has bounds of its own, and open ones are part of what a body's key tells.
+        bounds = ValueRanges(-int_oo if lower is None else lower, int_oo if upper is None else upper)
+        self.env.var_to_range[made.node.expr] = bounds
+        return made.node.expr
+
+    def _symbolic_tensor(
+        self, storage_id: int, sizes: Sequence[Any], strides: Sequence[Any], start: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        # Larger than any size can be, so that any view fits.
+        storage = self.storages.setdefault(storage_id, torch.UntypedStorage(_ENDLESS, device="meta"))
+        if storage.nbytes() < _ENDLESS:
+            storage.resize_(_ENDLESS)
+        # Unlike `set_` with sizes, this asks nothing of the symbols (does it fit, is it contiguous): answers take long
+        # and would settle their values.
+        return torch.empty(0, dtype=dtype, device="meta").set_(storage).as_strided(sizes, strides, start)
+
+    def tensor(self, row: TensorRow) -> FakeTensor:
+        """The fake tensor that `tensor_row` described."""
+        storage_id, shape, stride, offset, dtype, device, requires_grad, is_parameter = row
+
+        def real(value: Any) -> Any:
+            return self.symbolic(value) if isinstance(value, Symbolic) else value
+
+        sizes, start = [real(s) for s in shape], real(offset)
+        strides = None if stride is None else [real(s) for s in stride]
+        with torch.no_grad():
+            if strides is None:
+                meta = torch.empty(sizes, dtype=dtype, device="meta")
+            elif any(isinstance(s, torch.SymInt) for s in [*sizes, *strides, start]):
+                meta = self._symbolic_tensor(storage_id, sizes, strides, start, dtype)
+            else:
+                needed = start + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+                nbytes = 0 if 0 in sizes else needed * dtype.itemsize
+                storage = self.storages.get(storage_id)
+                if storage is None:
+                    storage = self.storages[storage_id] = torch.UntypedStorage(nbytes, device="meta")
+                elif storage.nbytes() < nbytes:
+                    storage.resize_(nbytes)
+                meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
+            fake = FakeTensor(self.mode, meta, torch.device(device))
+        if is_parameter:
+            # As `torch.nn.Parameter(fake)` is, without the detached copy that it makes in the fake mode.
+            vars(fake)["_is_param"] = True
+        if requires_grad:
+            fake.requires_grad_()
+        return fake
+
+
+def _evaluate(expr: Any, env: ShapeEnv) -> Any:
+    hints = {s: _hint(env, s) for s in expr.free_symbols}
+    known = {symbol: hint for symbol, hint in hints.items() if hint is not None}
+    return evaluate_expression(expr, known) if len(known) == len(hints) else None
+
+
+Size = int | str
+"""A number, or an expression over the symbols of the operands where it may vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor operand as far as compiled code depends on it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    requires_grad: bool
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every size and stride is a number."""
+        return all(isinstance(n, int) for n in (*self.sizes, *self.strides))
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSpec:
+    """An operand that is a number: its value, or an expression where it may vary."""
+
+    kind: str
+    value: float | str | None
+
+
+Spec = TensorSpec | NumberSpec
+Ranges = tuple[tuple[str, int | None, int | None], ...]
+"""Symbols with the least and the largest value they may take, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Specialization:
+    """All that a specialisation is keyed by.
+
+    `grad` says that autograd records the call: grad mode is on and an operand requires gradients. Where it does not,
+    no operand counts as requiring any.
+    """
+
+    operands: tuple[Spec, ...]
+    grad: bool
+    autocast: tuple[tuple[str, str], ...] = ()
+    ranges: Ranges = ()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no size may vary."""
+        return not self.ranges and all(
+            s.is_static if isinstance(s, TensorSpec) else not isinstance(s.value, str) for s in self.operands
+        )

@@ -1,0 +1,180 @@
+"""Finding the regions whose lowering breaks something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from dovetail.errors import InvalidArgument, checked_call
+from dovetail.ir.graph_module import require_graph
+from dovetail.lowering.lower import with_lowering
+from dovetail.lowering.lowered_state import LoweredState, lowering_of
+from dovetail.outlining.region import Region, regions
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """Regions that break a graph when they alone are lowered, and do not when any one of them is left as it is.
+
+    `backends` are those that run them, in the same order. `same_code` are further regions that run the code of one of
+    them; they were not looked at one by one.
+    """
+
+    regions: tuple[str, ...]
+    backends: tuple[str, ...]
+    same_code: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        listed = " and ".join(
+            f"region '{name}', lowered by '{backend}'"
+            for name, backend in zip(self.regions, self.backends, strict=True)
+        )
+        more = f"; so may {', '.join(self.same_code)}, which run the same code" if self.same_code else ""
+        return f"{listed}: {'together they break' if len(self.regions) > 1 else 'breaks'} it{more}"
+
+
+@dataclass(frozen=True, eq=False)
+class LoweringVerdict:
+    """What breaks a lowered graph: with all of `breakages` taken back it is good.
+
+    `before` has everything lowered but the regions of the first breakage and those that run their code, which is good
+    unless there are more; `after` has the regions of the first breakage lowered alone, and is bad. `error` is what
+    `still_good` raised for the latter, if it did.
+    """
+
+    breakages: tuple[Breakage, ...]
+    evaluations: int
+    before: GraphModule = field(repr=False)
+    after: GraphModule = field(repr=False)
+    error: Exception | None = field(default=None, repr=False)
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The names of all regions found guilty."""
+        return tuple(name for breakage in self.breakages for name in breakage.regions)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Who runs them, in the same order."""
+        return tuple(name for breakage in self.breakages for name in breakage.backends)
+
+    def __str__(self) -> str:
+        lines = [str(breakage) for breakage in self.breakages]
+        if self.error is not None:
+            lines.append(f"  {type(self.error).__name__}: {self.error}")
+        return "\n".join([*lines, f"({self.evaluations} evaluations)"])
+
+
+@checked_call()
+def bisect_lowering(
+    gm: GraphModule, still_good: Callable[[GraphModule], bool], *, errors: str = "bad"
+) -> LoweringVerdict:
+    """Find the regions of a lowered graph whose lowering makes `still_good(graph)` false.
+
+    Graphs with only some of the regions lowered are evaluated; the code is that which is there, and nothing is
+    compiled for it. A region that breaks it is found in logarithmically many evaluations, then evaluated alone; where
+    it takes several together, a smallest set of them is found; then it goes on until the rest is good. A
+    `still_good` that raises has found the graph bad, or with `errors="raise"` raises.
+    """
+    require_graph(gm)
+    lowering = lowering_of(gm)
+    if lowering is None:
+        raise InvalidArgument("bisect_lowering takes a lowered graph, and this one is not: `lower` it first.")
+    if not callable(still_good):
+        raise InvalidArgument(f"still_good is a {type(still_good).__name__}; give a function of the graph.")
+    if errors not in ("bad", "raise"):
+        raise InvalidArgument(f"errors {errors!r} is neither 'bad' nor 'raise'.")
+    search = _RegionBisection(gm, lowering, still_good, errors)
+    if not search.is_bad(search.names):
+        raise InvalidArgument("the lowered graph is good, so no lowering breaks it.")
+    if search.is_bad(()):
+        raise InvalidArgument(
+            "the graph is bad with nothing lowered too, so no lowering has broken it; look at `still_good`."
+        ) from search.raised
+    return search.verdict()
+
+
+class _RegionBisection:
+    def __init__(
+        self, gm: GraphModule, lowering: LoweredState, still_good: Callable[[GraphModule], bool], errors: str
+    ) -> None:
+        self.gm, self.lowering, self.still_good, self.errors = gm, lowering, still_good, errors
+        found = regions(gm, nested=True)
+        self.regions = {r.name: r for r in found if _own(r.name) in lowering.assigned}
+        self.names = tuple(self.regions)
+        self.count = 0
+        self.raised: Exception | None = None
+
+    def graph(self, names: Sequence[str]) -> GraphModule:
+        """The graph with only these regions lowered."""
+        if not names:
+            return with_lowering(self.gm, None, {})
+        told = {_own(n): self.regions[n].backend for n in names}
+        return with_lowering(self.gm, self.lowering.restricted(_own(n) for n in names), told)
+
+    def is_bad(self, names: Sequence[str]) -> bool:
+        self.count += 1
+        self.raised = None
+        try:
+            answer: Any = self.still_good(self.graph(names))
+        except Exception as error:
+            if self.errors == "raise":
+                raise
+            self.raised = error
+            return True
+        if answer is None:
+            raise InvalidArgument("still_good returned None: let it return True or False.")
+        return not answer
+
+    def verdict(self) -> LoweringVerdict:
+        breakages: list[Breakage] = []
+        rest = self.names
+        first: Exception | None = None
+        while True:
+            guilty, raised = self._smallest(rest)
+            first = raised if not breakages else first
+            alike = self._same_code(guilty, rest)
+            breakages.append(self._breakage(guilty, alike))
+            rest = tuple(n for n in rest if n not in guilty and n not in alike)
+            if not rest or not self.is_bad(rest):
+                break
+        leading = breakages[0]
+        spared = tuple(n for n in self.names if n not in (*leading.regions, *leading.same_code))
+        return LoweringVerdict(
+            tuple(breakages), self.count, self.graph(spared), self.graph(leading.regions), first
+        )
+
+    def _smallest(self, names: tuple[str, ...]) -> tuple[tuple[str, ...], Exception | None]:
+        """A smallest set of regions out of a bad one that is bad by itself, and what was raised for it."""
+        needed: tuple[str, ...] = ()
+        while True:
+            # The least beginning that is bad together with what is needed: its last region is needed too.
+            low, high = 0, len(names)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self.is_bad((*names[:middle], *needed)):
+                    high = middle
+                else:
+                    low = middle
+            needed, names = (names[high - 1], *needed), names[: high - 1]
+            if self.is_bad(needed) or not names:
+                return needed, self.raised
+
+    def _same_code(self, guilty: Sequence[str], rest: Sequence[str]) -> tuple[str, ...]:
+        mine = {self._code(self.regions[n]) for n in guilty}
+        return tuple(n for n in rest if n not in guilty and self._code(self.regions[n]) in mine)
+
+    def _code(self, region: Region) -> int:
+        return id(self.lowering.dispatcher(region, self.lowering.assigned[_own(region.name)]))
+
+    def _breakage(self, guilty: tuple[str, ...], alike: tuple[str, ...]) -> Breakage:
+        chains = [self.lowering.assigned[_own(n)] for n in guilty]
+        named = [self.regions[n].backend or chain[0].name for n, chain in zip(guilty, chains, strict=True)]
+        return Breakage(guilty, tuple(named), alike)
+
+
+def _own(name: str) -> str:
+    return name.rpartition("/")[2]

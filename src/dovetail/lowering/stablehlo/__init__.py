@@ -1,1 +1,0 @@
-"""StableHLO: graphs in the language that XLA and others read."""

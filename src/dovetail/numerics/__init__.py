@@ -1,0 +1,1 @@
+"""Sample inputs, tolerances and comparisons of results."""

@@ -1,0 +1,179 @@
+"""Whether two graphs are the same, and whether a graph was edited: derived from the graphs, never claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dovetail.ir.alias_analysis import storage_key
+from dovetail.ir.effects import declared_in
+from dovetail.ir.graph_module import attribute
+from dovetail.ir.meta_keys import REGION
+from dovetail.ir.nodes import describe
+from dovetail.ir.schema import same_number
+from dovetail.outlining.region_call import call_of
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def same_graph(a: GraphModule, b: GraphModule) -> bool:
+    """Whether two graphs have the same nodes, meta, bodies and state, in the same order.
+
+    Names of nodes, places of bodies and what the graph's own meta remembers of past steps are left out: a pass that
+    only renames or only keeps books has changed nothing. Linear in the number of nodes.
+    """
+    if a is b:
+        return True
+    if _state(a) != _state(b) or declared_in(a) != declared_in(b):
+        return False
+    seen: set[tuple[int, int]] = set()
+    pairs: list[tuple[GraphModule, GraphModule]] = [(a, b)]
+    while pairs:
+        left, right = pairs.pop()
+        if left is right or (id(left), id(right)) in seen:
+            continue
+        seen.add((id(left), id(right)))
+        if not _same_nodes(left, right, pairs):
+            return False
+    return True
+
+
+def _state(gm: GraphModule) -> dict[str, int]:
+    parameters = gm.named_parameters(remove_duplicate=False)
+    buffers = gm.named_buffers(remove_duplicate=False)
+    return {name: id(tensor) for named in (parameters, buffers) for name, tensor in named}
+
+
+def _same_nodes(a: GraphModule, b: GraphModule, pairs: list[tuple[GraphModule, GraphModule]]) -> bool:
+    """Whether two node lists agree; bodies still to be compared are added to `pairs`."""
+    if len(a.graph.nodes) != len(b.graph.nodes):
+        return False
+    stands_for: dict[Node, Node] = {}
+    for x, y in zip(a.graph.nodes, b.graph.nodes, strict=True):
+        if x.op != y.op or not _same_callee(a, b, x, y, pairs):
+            return False
+        if not _same_argument(x.args, y.args, stands_for) or not _same_argument(
+            x.kwargs, y.kwargs, stands_for
+        ):
+            return False
+        if not _same_meta(x.meta, y.meta):
+            return False
+        stands_for[x] = y
+    return True
+
+
+def _same_callee(
+    a: GraphModule, b: GraphModule, x: Node, y: Node, pairs: list[tuple[GraphModule, GraphModule]]
+) -> bool:
+    if x.op not in ("get_attr", "call_module"):
+        return x.target == y.target
+    left, right = attribute(a, cast("str", x.target)), attribute(b, cast("str", y.target))
+    if isinstance(left, GraphModule) and isinstance(right, GraphModule):
+        pairs.append((left, right))
+        return True
+    return left is right and x.target == y.target
+
+
+def _same_argument(a: Any, b: Any, stands_for: Mapping[Node, Node]) -> bool:
+    if isinstance(a, Node):
+        return stands_for.get(a) is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
+        return len(left) == len(right) and all(
+            _same_argument(x, y, stands_for) for x, y in zip(left, right, strict=True)
+        )
+    if isinstance(a, dict):
+        one, other = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
+        return one.keys() == other.keys() and all(_same_argument(one[k], other[k], stands_for) for k in one)
+    if isinstance(a, slice):
+        return all(
+            _same_argument(x, y, stands_for)
+            for x, y in ((a.start, b.start), (a.stop, b.stop), (a.step, b.step))
+        )
+    return _same_value(a, b)
+
+
+def _same_meta(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if a.keys() != b.keys():
+        return False
+    return all(_same_entry(key, value, b[key]) for key, value in a.items() if value is not b[key])
+
+
+def _same_entry(key: str, a: Any, b: Any) -> bool:
+    if key == REGION:
+        # Ranks and names of members say where a region came from; what it is, and its body, are compared.
+        one, other = call_of({REGION: a}), call_of({REGION: b})
+        if one is None or other is None:
+            return False
+        return one.identity == other.identity and one.backend == other.backend
+    return _same_value(a, b)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return describe(a) == describe(b)
+    if isinstance(a, float):
+        return repr(a) == repr(b)  # NaN is NaN, and -0.0 is not 0.0
+    if isinstance(a, _SYMBOLS):
+        return same_number(a, b) if isinstance(a, torch.SymInt) else str(a) == str(b)
+    if isinstance(a, (tuple, list)):
+        left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
+        return len(left) == len(right) and all(_same_value(x, y) for x, y in zip(left, right, strict=True))
+    if isinstance(a, dict):
+        one, other = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
+        return one.keys() == other.keys() and all(_same_value(one[k], other[k]) for k in one)
+    try:
+        return bool(a == b)
+    except Exception:  # what another tool keeps in meta may refuse to be compared
+        return False
+
+
+class Snapshot:
+    """A graph as an object at one moment: its very nodes, what is on them, and the state it owns."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._gm = gm
+        self._facts = list(_facts(gm))
+
+    def edited(self) -> str | None:
+        """What was edited since, in a few words; None if nothing was."""
+        now = _facts(self._gm)
+        for old in self._facts:
+            new = next(now, None)
+            if new is None or len(old) != len(new) or not all(map(_is_same, old, new)):
+                return f"node '{old[1]}'" if isinstance(old[0], Node) else str(old[0])
+        return None if next(now, None) is None else "something new in it"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, (int, str)) and a == b)
+
+
+def _facts(gm: GraphModule) -> Iterator[tuple[Any, ...]]:
+    """One tuple for each thing that a pass must not touch, the same item by item while it is untouched."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                filed = node.meta.values()
+                # What is filed is told by identity, and where more can be filed in it, by how much that is.
+                sizes = [len(cast("Any", v)) for v in filed if isinstance(v, (list, dict))]
+                yield (node, node.name, node.op, node.target, node.args, node.kwargs, *filed, *sizes)
+            yield ("its signature", module.graph._codegen)
+            yield ("its meta", *module.meta.values())
+        yield ("its mode", module.training)
+        yield ("a sub-module", *module._modules.values())
+        plain = [v for v in module.__dict__.values() if isinstance(v, torch.Tensor)]
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
+            if tensor is not None:
+                # The version is raised by every write in place, but not by putting other memory behind a tensor.
+                version = 0 if tensor.is_inference() else tensor._version
+                yield ("its state", tensor, version, storage_key(tensor))

@@ -1,0 +1,1 @@
+"""Sibling products merged into one wider product."""

@@ -1,0 +1,251 @@
+"""Sibling products as one wider product."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from dovetail.errors import InvalidArgument, checked_init
+from dovetail.ir.dependencies import Index
+from dovetail.ir.graph_module import Program, copy_node, rebuild, require_graph, without_collector
+from dovetail.ir.schema import by_name, op_name
+from dovetail.ir.shape_prop import fake_mode, inferring
+from dovetail.outlining.bodies import common_module_stack
+from dovetail.passes.fold_constants import Concatenated, Constants, UniqueNames, chain_of
+from dovetail.passes.merge_parallel.merge_plan import Guard, Joint, MergePlan, make_plan, pays
+from dovetail.passes.merge_parallel.products import source_of
+from dovetail.passes.merge_parallel.sibling_groups import Missing, Row, product_arguments, row_arguments
+from dovetail.passes.pass_manager import Finding, Pass, require_fuel
+
+_aten = torch.ops.aten
+_NAMES = {"_native_batch_norm_legit_no_training": "batch_norm"}
+
+
+def write_plan(index: Index, plan: MergePlan, *, materialise: bool) -> Program:
+    """A graph in which each planned group is one product, and everything else is as it was."""
+    with inferring(fake_mode(index.nodes)):
+        return _MergeRewriter(index, plan, materialise).write()
+
+
+class _MergeRewriter:
+    def __init__(self, index: Index, plan: MergePlan, materialise: bool) -> None:
+        self.index, self.plan, self.materialise = index, plan, materialise
+        self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
+        self.env: dict[Node, Node] = {}
+        self.names = UniqueNames(index.gm)
+        self.constants = Constants(index.gm, self.names)
+        self.stem = ""
+        self.about: Sequence[Node] = ()
+        self.parts_used: list[Node] = []
+
+    def write(self) -> Program:
+        joints = {joint.group.anchor: joint for joint in self.plan.joints}
+        members = {node for joint in self.plan.joints for node in joint.group.members}
+        for i, node in enumerate(self.index.nodes):
+            if i in joints:
+                self._joint(joints[i])
+            if node not in members and node not in self.env:
+                self._copy(node)
+        self._drop_unused()
+        self.graph.set_codegen(self.index.gm.graph._codegen)
+        return self.constants.installed(rebuild(self.index.gm, self.graph))
+
+    def _copy(self, node: Node) -> Node:
+        new = self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
+        if node in self.plan.values:
+            new.meta["val"] = self.plan.values[node]
+        return new
+
+    def _fetch(self, node: Node) -> Node:
+        """A node on the new graph; a parameter that stands later in the listing is written now."""
+        chain: list[Node] = []
+        while node not in self.env:
+            chain.append(node)
+            if not node.all_input_nodes:
+                break
+            node = node.all_input_nodes[0]
+        for late in reversed(chain):
+            self._copy(late)
+        return self.env[chain[0] if chain else node]
+
+    def _joint(self, joint: Joint) -> None:
+        made: list[Node] = []
+        for number, row in enumerate(joint.group.rows):
+            self.about = row.operations
+            self.stem = f"merged_{_NAMES.get(name := op_name(row.operations[0].target), name)}"
+            if number == 0:
+                args, kwargs = product_arguments(joint.group, self._fetch, self._joined)
+            else:
+                args, kwargs = row_arguments(row, made.__getitem__, self._fetch, self._joined)
+            made.append(self._operation(joint, number, row, args, kwargs))
+            if number in joint.slices:
+                self._slice(joint, number, row, made[-1])
+
+    def _operation(self, joint: Joint, number: int, row: Row, args: Any, kwargs: Any) -> Node:
+        value = joint.tuples[number] if row.inner else joint.values[number]
+        new = self._call(self.stem, row.operations[0].target, args, kwargs, value)
+        if row.inner:
+            self.about = row.nodes
+            return self._call(f"{self.stem}_value", operator.getitem, (new, 0), {}, joint.values[number])
+        return new
+
+    def _slice(self, joint: Joint, number: int, row: Row, source: Node) -> None:
+        arguments = (source, joint.group.widths, joint.group.dim)
+        parts = self._call("merged_split", _aten.split_with_sizes.default, arguments, {}, joint.parts[number])
+        for branch, cut in joint.slices[number].items():
+            node = row.nodes[branch]
+            if cut.copied is None:
+                self.env[node] = self._stand_in(node, operator.getitem, (parts, branch), {}, cut.value)
+                continue
+            self.about = (node,)
+            part = self._call("merged_part", operator.getitem, (parts, branch), {}, cut.value)
+            options = {"memory_format": cut.copied}
+            self.env[node] = self._stand_in(node, _aten.clone.default, (part,), options, cut.copy)
+
+    def _stand_in(self, node: Node, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
+        """A node that has the name and the meta of the one whose value it is."""
+        new = self.graph.create_node("call_function", target, args, kwargs, node.name, node.type)
+        new.meta = {**node.meta, "val": value}
+        return new
+
+    def _joined(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Node:
+        """Parameters side by side, as a node: concatenated at each call, or once and for all."""
+        fixed = all(isinstance(p, Missing) or source_of(p).op == "get_attr" for p in parts)
+        given = [p for p in parts if isinstance(p, Node)]
+        self.parts_used += given
+        if self.materialise and fixed:
+            return self._constant(parts, dim, role)
+        swaps = [_swapped(p) for p in given]
+        if len(given) == len(parts) and all(s is not None for s in swaps):
+            inner = self._joined([cast("Node", s) for s in swaps], 1 - dim, role)
+            return self._dressed(given[0], inner)
+        nodes = [self._zeros(p) if isinstance(p, Missing) else self._fetch(p) for p in parts]
+        value = torch.cat([n.meta["val"] for n in nodes], dim)
+        return self._call(f"{self.stem}_{role}", _aten.cat.default, (nodes, dim), {}, value)
+
+    def _dressed(self, like: Node, inner: Node) -> Node:
+        args = (inner, *like.args[1:])
+        value = cast("Any", like.target)(inner.meta["val"], *like.args[1:], **like.kwargs)
+        return self._call(f"{self.stem}_turned", like.target, args, dict(like.kwargs), value)
+
+    def _zeros(self, missing: Missing) -> Node:
+        options = {"dtype": missing.like.dtype, "device": missing.like.device}
+        return self._call(
+            f"{self.stem}_zeros", _aten.zeros.default, ([missing.width],), options, missing.made()
+        )
+
+    def _constant(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Node:
+        value = torch.cat([p.made() if isinstance(p, Missing) else p.meta["val"] for p in parts], dim)
+
+        given = [p.width if isinstance(p, Missing) else chain_of(p)[1] for p in parts]
+        sources = [chain_of(p)[0] for p in parts if isinstance(p, Node)]
+        (target,) = self.constants.derive([f"{self.stem}_{role}"], sources, Concatenated(dim, tuple(given)))
+        new = self.graph.create_node("get_attr", target, name=target)
+        new.meta["val"] = value
+        return new
+
+    def _call(self, stem: str, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
+        """A new node with the meta that the operations it stands for have in common."""
+        new = self.graph.create_node("call_function", target, args, kwargs, self.names.new(stem))
+        new.meta["val"] = value
+        traces = [t for node in self.about if (t := node.meta.get("stack_trace"))]
+        if traces:
+            new.meta["stack_trace"] = traces[0]
+        stack = common_module_stack(node.meta for node in self.about if "nn_module_stack" in node.meta)
+        if stack:
+            new.meta["nn_module_stack"] = stack
+        return new
+
+    def _drop_unused(self) -> None:
+        """Take away what only led to the products, views of parameters and the fetching of them."""
+        for node in self.parts_used:
+            at: Node | None = node
+            while at is not None and at.op != "placeholder":
+                new = self.env.get(at)
+                if new is None or new.users or new._erased:
+                    break
+                self.graph.erase_node(new)
+                at = at.all_input_nodes[0] if at.all_input_nodes else None
+
+
+def _swapped(node: Node) -> Node | None:
+    """The matrix that a node is the transpose of."""
+    if node.op != "call_function" or not isinstance(node.args[0], Node):
+        return None
+    value = node.args[0].meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        return None
+    name, arguments = op_name(node.target), by_name(node)
+    if name == "t":
+        return node.args[0]
+    if name == "transpose" and {arguments.get("dim0"), arguments.get("dim1")} in ({0, 1}, {-1, -2}):
+        return node.args[0]
+    if name == "permute" and [d % 2 for d in arguments["dims"]] == [1, 0]:
+        return node.args[0]
+    return None
+
+
+@checked_init()
+@dataclass(frozen=True, repr=False)
+class MergeParallel(Pass):
+    """Run sibling linears or convolutions as one wider product.
+
+    Needs: a graph with values, and products that read the same value and agree in everything but their width; their
+    weights are parameters, buffers, constants or inputs. Operations of a region are not touched. Run `Cleanup` first
+    where the shared value may be computed twice.
+
+    Leaves: one product of the joined weights, and each result as a slice of it. What follows every branch alike and
+    works column by column (activations, batch norm in eval mode, a scale for each column) is done before slicing. A
+    slice is copied where it must be memory of its own: returned, written, read by a region. Values are equal within
+    float tolerance, not bit for bit: a wider product may sum in another order.
+
+    Weights are joined by a `cat` in the graph, so parameters, `state_dict` and training stay as they are, and the
+    joining is paid at each call. Frozen weights are not joined with trained ones. A branch that no loss reaches gets
+    gradients of zero where it had none. With `materialise` weights are joined once, into buffers that no `state_dict`
+    has: the way to go for inference, where reading the weights is what costs. They are joined again before the next
+    call when a weight was written, and within `weight_check_interval` calls where no version counter shows it;
+    gradients do not reach the parameters.
+
+    `guard` is shown the branches (`Branch`) and returns None or a `Decline`; None for no guard. The default, `pays`,
+    declines what is clearly no gain. `fuel` stops after so many merges.
+    """
+
+    min_branches: int = 2
+    guard: Guard | None = pays
+    materialise: bool = False
+    fuel: int | None = None
+
+    def __post_init__(self) -> None:
+        least = self.min_branches
+        if not isinstance(least, int) or isinstance(least, bool) or least < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"min_branches {least!r}: give the least number of siblings, 2 and more.")
+        if self.guard is not None and not callable(self.guard):
+            raise InvalidArgument(f"guard {self.guard!r} is not a function of the branches.")
+        require_fuel(self.fuel)
+
+    def run(self, gm: GraphModule) -> GraphModule:
+        """The graph with sibling products merged; the very graph it was given if there are none."""
+        with without_collector():
+            index = Index(require_graph(gm))
+            index.require_order()
+            plan = self._plan(index)
+            return write_plan(index, plan, materialise=self.materialise) if plan.joints else gm
+
+    def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
+        """Which products would be merged, and why others that read the same value would not."""
+        return tuple(self._plan(Index(require_graph(gm))).findings)
+
+    def _plan(self, index: Index) -> MergePlan:
+        return make_plan(
+            index,
+            min_branches=self.min_branches,
+            guard=self.guard,
+            fuel=self.fuel,
+            materialise=self.materialise,
+        )

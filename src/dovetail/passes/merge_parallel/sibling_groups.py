@@ -1,0 +1,329 @@
+"""Which products become one, and how far what follows them goes along."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from dovetail.ir.dependencies import Index
+from dovetail.ir.effects import PURE
+from dovetail.ir.nodes import describe
+from dovetail.ir.schema import as_number, by_name, same_number, written
+from dovetail.passes.merge_parallel.products import Product, is_fixed, trains
+
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
+
+# Stands for an operation whose results are read one by one, never as a whole.
+_NOT_READ = -1
+_PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class FromRow:
+    """An operand that is itself a joint value."""
+
+    row: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An operand that is the same for all branches."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Own:
+    """An operand of which each branch has its own, to be joined along `dim`."""
+
+    nodes: tuple[Node, ...]
+    dim: int
+    role: str
+
+
+Operand = FromRow | Shared | Own
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value of each branch, and the one operation that computes them side by side.
+
+    `operands` are those of the operation, in the order in which its arguments are walked. Where the operation
+    returns several values, `inner` are the operations and `nodes` the first value of each.
+    """
+
+    nodes: tuple[Node, ...]
+    operands: tuple[Operand, ...] = ()
+    inner: tuple[Node, ...] = ()
+
+    @property
+    def operations(self) -> tuple[Node, ...]:
+        return self.inner or self.nodes
+
+
+@dataclass
+class SiblingGroup:
+    """Products that become one. `rows[0]` is the products; the others are what is lifted above the slices."""
+
+    products: tuple[Product, ...]
+    rows: list[Row] = field(default_factory=list[Row])
+
+    @property
+    def anchor(self) -> int:
+        """The position of the first product, where the joint one is written."""
+        return self.products[0].position
+
+    @property
+    def dim(self) -> int:
+        return self.products[0].dim
+
+    @property
+    def widths(self) -> list[int]:
+        return [product.width for product in self.products]
+
+    @property
+    def members(self) -> set[Node]:
+        """Every operation that the joint ones stand for."""
+        return {node for row in self.rows for node in (*row.nodes, *row.inner)}
+
+
+def lift(index: Index, products: Sequence[Product], claimed: set[Node], *, by_training: bool) -> SiblingGroup:
+    """A group with everything that follows its products alike, as far as each operation works column by column.
+
+    An operation is lifted if every branch has one with the same operator and the same literals, and its other
+    operands are the same for all, or a parameter for each column. What other groups have `claimed` is left to them.
+    """
+    group = SiblingGroup(tuple(products), [Row(tuple(p.node for p in products))])
+    _Lifting(index, group, claimed, by_training).run()
+    return group
+
+
+class _Lifting:
+    def __init__(self, index: Index, group: SiblingGroup, claimed: set[Node], by_training: bool) -> None:
+        self.index, self.group, self.claimed, self.by_training = index, group, claimed, by_training
+        self.before = frozenset(index.dependencies.before.get(group.anchor, ()))
+        self.columns: list[dict[Node, int]] = [{} for _ in group.products]
+        self.waiting: list[int] = []
+        self._add(group.rows[0], 0)
+
+    def run(self) -> None:
+        while self.waiting:
+            first = self.index.nodes[heapq.heappop(self.waiting)]
+            if first in self.columns[0]:
+                continue
+            signature = self._signature(first, 0)
+            if signature is None:
+                continue
+            alike = [first]
+            for branch in range(1, len(self.columns)):
+                users = self._users_of_row(signature, branch)
+                found = next((u for u in users if self._signature(u, branch) == signature), None)
+                if found is None or found in alike:
+                    break
+                alike.append(found)
+            if len(alike) == len(self.columns):
+                self._lift(alike)
+
+    def _lift(self, alike: list[Node]) -> None:
+        listed = [self._operands(node, i) for i, node in enumerate(alike)]
+        operands = [_together(parts) for parts in zip(*cast("list[list[Operand]]", listed), strict=True)]
+        if alike[0].target is _BATCH_NORM:
+            results = tuple(next(iter(node.users)) for node in alike)
+            row = Row(results, tuple(operands), tuple(alike))
+        else:
+            row = Row(tuple(alike), tuple(operands))
+        self.group.rows.append(row)
+        self._add(row, len(self.group.rows) - 1)
+
+    def _add(self, row: Row, number: int) -> None:
+        for i, column in enumerate(self.columns):
+            column[row.nodes[i]] = number
+            if row.inner:
+                column[row.inner[i]] = _NOT_READ
+        for user in row.nodes[0].users:
+            heapq.heappush(self.waiting, self.index.position[user])
+
+    def _users_of_row(self, signature: Any, branch: int) -> Iterator[Node]:
+        """What reads, in another branch, the joint value that an operation of the first branch reads."""
+        row = next(part[1] for part in signature[2] if part[0] == "row")
+        source = self.group.rows[row].nodes[branch]
+        for user in sorted(source.users, key=self.index.position.__getitem__):
+            if user not in self.columns[branch]:
+                yield user
+
+    def _signature(self, node: Node, branch: int) -> Any:
+        """What operations that become one have in common; None for one that cannot be lifted."""
+        if node in self.claimed or not self._is_liftable(node, branch):
+            return None
+        operands = self._operands(node, branch)
+        if operands is None:
+            return None
+        return (
+            node.target,
+            (_literal(node.args), _literal(node.kwargs)),
+            tuple(self._written(operand) for operand in operands),
+        )
+
+    def _is_liftable(self, node: Node, branch: int) -> bool:
+        i = self.index.position[node]
+        dependencies = self.index.dependencies
+        if not isinstance(node.target, OpOverload) or not dependencies.effects.get(i, PURE).pure:
+            return False
+        if i in dependencies.written or frozenset(dependencies.before.get(i, ())) != self.before:
+            return False
+        if any(user.op in ("output", "call_module") for user in node.users):
+            return False  # it makes memory of its own for whoever needs that; a slice would have to be copied
+        lead: Tensor = self.group.products[branch].node.meta["val"]
+        value = node.meta.get("val")
+        if node.target is _BATCH_NORM:
+            parts = list(node.users)
+            if len(parts) != 1 or parts[0].target is not operator.getitem or parts[0].args[1] != 0:
+                return False
+            return self.group.dim == 1 and lead.dim() > 1
+        if torch.Tag.pointwise not in node.target.tags or not isinstance(value, Tensor):
+            return False
+        same = value.dim() == lead.dim() and all(map(same_number, value.shape, lead.shape))
+        return same and value.layout is torch.strided
+
+    def _operands(self, node: Node, branch: int) -> list[Operand] | None:
+        found: list[Operand] = []
+        roles = {given: name for name, given in by_name(node).items() if isinstance(given, Node)}
+        for used in leaves(node):
+            row = self.columns[branch].get(used)
+            if row is not None:
+                if row == _NOT_READ:
+                    return None
+                found.append(FromRow(row))
+                continue
+            role = roles.get(used, "part")
+            per_channel = node.target is _BATCH_NORM and role in _PER_CHANNEL
+            operand = self._outside(used, branch, role, per_channel=per_channel)
+            if operand is None:
+                return None
+            found.append(operand)
+        return found
+
+    def _outside(self, node: Node, branch: int, role: str, *, per_channel: bool) -> Operand | None:
+        """An operand that the group does not compute: the same for every column, or one entry for each."""
+        product, value = self.group.products[branch], node.meta.get("val")
+        early = self.index.position[node] < self.group.anchor
+        if not isinstance(value, Tensor):
+            return Shared(node) if early else None
+        dim = 0 if per_channel else product.dim - (product.node.meta["val"].dim() - value.dim())
+        if not per_channel and (dim < 0 or as_number(value.shape[dim]) == 1):
+            return Shared(node) if early else None
+        if dim >= value.dim() or as_number(value.shape[dim]) != product.width:
+            return None
+        fixed = is_fixed(self.index.gm, node) and may_move(self.index, node, self.group.anchor)
+        return Own((node,), dim, role) if fixed else None
+
+    def _written(self, operand: Operand) -> tuple[Any, ...]:
+        """What operands of different branches must agree in to be one, in terms that compare."""
+        if isinstance(operand, FromRow):
+            return ("row", operand.row)
+        if isinstance(operand, Shared):
+            return ("shared", operand.node)
+        node = operand.nodes[0]
+        value: Tensor = node.meta["val"]
+        sizes = tuple(str(size) for i, size in enumerate(value.shape) if i != operand.dim)
+        described = cast("tuple[Any, ...]", describe(value))
+        trained = self.by_training and trains(self.index.gm, node)
+        return ("own", operand.dim, sizes, value.dtype, described[4], trained)
+
+
+def may_move(index: Index, node: Node, anchor: int) -> bool:
+    """Whether a fixed value can be had at an earlier position: nothing is written and no mode switched between."""
+    while index.position[node] > anchor and node.op == "call_function":
+        if any(j > anchor for j in index.dependencies.before.get(index.position[node], ())):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def leaves(node: Node) -> list[Node]:
+    """The nodes among a call's arguments, one for each place they stand in, in the order they are walked."""
+    found: list[Node] = []
+    map_arg((node.args, dict(node.kwargs)), lambda n: (found.append(n), n)[1])
+    return found
+
+
+def _together(parts: Sequence[Operand]) -> Operand:
+    first = parts[0]
+    if isinstance(first, Own):
+        return Own(tuple(cast("Own", part).nodes[0] for part in parts), first.dim, first.role)
+    return first
+
+
+def _literal(value: Any) -> Any:
+    """An argument with its nodes left out, as something that compares: types and signs of numbers included."""
+    if isinstance(value, Node):
+        return Node
+    if isinstance(value, (tuple, list)):
+        return tuple(_literal(v) for v in cast("Sequence[Any]", value))
+    if isinstance(value, dict):
+        return tuple((k, _literal(v)) for k, v in cast("dict[str, Any]", value).items())
+    return (type(value), repr(value) if isinstance(value, float) else value)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Joiner = Callable[["Sequence[Node | Missing]", int, str], Any]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The bias of a product that has none, where others of its group do: zeros like theirs."""
+
+    width: int
+    like: Tensor
+
+    def made(self, like: Tensor | None = None) -> Tensor:
+        other = self.like if like is None else like
+        return torch.zeros(self.width, dtype=other.dtype, device=other.device)
+
+
+def biases(group: SiblingGroup) -> list[Node | Missing]:
+    """The bias of each product of a group, empty if none has one."""
+    given = [p.bias for p in group.products if p.bias is not None]
+    if not given:
+        return []
+    like: Tensor = given[0].meta["val"]
+    return [p.bias if p.bias is not None else Missing(p.width, like) for p in group.products]
+
+
+def product_arguments(group: SiblingGroup, of: Callable[[Node], Any], joined: Joiner) -> Arguments:
+    """The arguments of the joint product; `of` gives an operand, `joined` several along a dimension."""
+    first = group.products[0]
+    arguments = dict(first.arguments)
+    arguments[first.value_name] = of(first.value)
+    arguments[first.weight_name] = joined([p.weight for p in group.products], first.weight_dim, "weight")
+    if first.bias_name is not None:
+        given = biases(group)
+        arguments[first.bias_name] = joined(given, 0, "bias") if given else None
+    return written(cast("OpOverload", first.node.target), arguments)
+
+
+def row_arguments(
+    row: Row, of_row: Callable[[int], Any], of: Callable[[Node], Any], joined: Joiner
+) -> Arguments:
+    """The arguments of a lifted operation: those of the first branch's, with its operands replaced one by one."""
+    made: list[Any] = []
+    for operand in row.operands:
+        if isinstance(operand, FromRow):
+            made.append(of_row(operand.row))
+        elif isinstance(operand, Shared):
+            made.append(of(operand.node))
+        else:
+            made.append(joined(operand.nodes, operand.dim, operand.role))
+    rest = iter(made)
+    node = row.operations[0]
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda _: next(rest))
+    return tuple(args), dict(kwargs)

@@ -1,1 +1,0 @@
-"""Sibling products found, what follows them lifted, and both written as one."""

@@ -1,1 +1,0 @@
-"""How regions grow operation by operation: what each one does, and what may join it."""

@@ -1,0 +1,177 @@
+"""Embeddings and the norm that follows them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from dovetail.ir.nodes import is_projection
+from dovetail.ir.schema import by_name, op_name
+from dovetail.rules.library.library_rule import kind, known, real_numbers
+from dovetail.rules.library.norms import (
+    affine_fits,
+    layer_norm_kind,
+    layer_norm_operator,
+    norm_attrs,
+    rms_norm_kind,
+    rms_normalised,
+)
+from dovetail.rules.patterns.alternatives import Const, either, optional
+from dovetail.rules.patterns.match_state import Match
+from dovetail.rules.rule import Decline, RuleSet
+
+_IDS = torch.empty(2, 8, dtype=torch.int64, device="meta")
+_TABLE, _WEIGHT = torch.empty(32, 16, device="meta"), torch.empty(16, device="meta")
+_ADDED = torch.empty(2, 8, 16, device="meta")
+Ids = Annotated[Tensor | None, "of integers; rows are broadcast with those of the others"]
+Table = Annotated[Tensor | None, "[rows, width]"]
+
+
+@kind("embedding_norm", version=3, draws="one dropout mask of the shape of the sum")
+def embedding_norm_kind(
+    ids: Annotated[Tensor, "any shape, of integers"],
+    table: Annotated[Tensor, "[rows, width]"],
+    second_ids: Ids = None,
+    second: Table = None,
+    third_ids: Ids = None,
+    third: Table = None,
+    added: Annotated[Tensor | None, "[..., width], broadcast with the rows"] = None,
+    weight: Annotated[Tensor | None, "[width]"] = None,
+    bias: Annotated[Tensor | None, "[width]"] = None,
+    *,
+    norm: str,
+    tables: int = 1,
+    eps: float | None = 1e-5,
+    offset: float = 0.0,
+    dropout: float = 0.0,
+    padding_idx: int = -1,
+    dims: int = 1,
+    out_dtype: str = "promoted",
+) -> tuple[Tensor, Tensor]:
+    """The norm, "layer_norm" or "rms_norm", of the sum of rows of `tables` tables and of `added`, and that sum.
+
+    Both are after dropout. What is summed is broadcast. The row `padding_idx` of `table` gets no gradient; -1 for none.
+    """
+    total = torch.embedding(table, ids, padding_idx)
+    for other, positions in ((second, second_ids), (third, third_ids)):
+        total = total if other is None else total + torch.embedding(other, cast("Tensor", positions))
+    total = F.dropout(total if added is None else total + added, dropout)
+    if norm == "rms_norm":
+        result = rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims, out_dtype=out_dtype)
+    else:
+        result = layer_norm_kind(total, weight, bias, eps=cast("float", eps), dims=dims, out_dtype=out_dtype)
+    return result, total
+
+
+def _attrs_of(norm: str) -> Any:
+    def attrs_of(match: Match) -> dict[str, Any]:
+        tables = sum(match.operands.get(name) is not None for name in ("table", "second", "third"))
+        return {"norm": norm, "tables": tables, "padding_idx": match["padding"], **norm_attrs(match)}
+
+    return attrs_of
+
+
+def _with_stream(match: Match) -> list[Node | None]:
+    """The norm and what it is of: rows, with what is added to them, after dropout."""
+    added = match["added"]
+    summed = {n for n in match.aten if op_name(n.target) == "embedding"}
+    stream = next(n for n in summed if by_name(n)["weight"] is match["table"].aten)
+    if added is not None:
+        summed.add(cast("Node", added.aten))
+    while True:
+        users = [n for n in stream.users if n in match.aten]
+        sums = [n for n in users if op_name(n.target) == "add" and summed.issuperset(n.all_input_nodes)]
+        drops = [n for n in users if "dropout" in op_name(n.target) or is_projection(n)]
+        if not (sums or drops):
+            return [match.outputs[0], match.aten[stream]]
+        stream = (sums or drops)[0]
+        summed.add(stream)
+
+
+@known(
+    embedding_norm_kind,
+    needs="embedding layer_norm|native_layer_norm",
+    attrs_of=_attrs_of("layer_norm"),
+    results_of=_with_stream,
+    escapes="output",
+    examples=[(_IDS, _TABLE, _IDS, _TABLE, _IDS, _TABLE, _ADDED, _WEIGHT, _WEIGHT)],
+)
+def embedding_layer_norm(
+    ids: Tensor,
+    table: Tensor,
+    second_ids: Tensor,
+    second: Tensor,
+    third_ids: Tensor,
+    third: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    padding: Any = Const(1),
+    dropout: Any = Const(0.1202),
+    eps: Any = Const(0.0303),
+) -> Tensor:
+    """The layer norm of rows of a table, to which those of two more, one more, or other values may be added.
+
+    The rows are returned too where they are used again.
+    """
+    rows = torch.embedding(table, ids, padding)
+    total = either(
+        lambda: rows + torch.embedding(second, second_ids) + torch.embedding(third, third_ids),
+        lambda: rows + torch.embedding(second, second_ids),
+        lambda: rows + added,
+        lambda: rows,
+    )
+    total = optional(total, lambda r: F.dropout(r, dropout))
+    return layer_norm_operator(total, weight, bias, eps)
+
+
+@known(
+    embedding_norm_kind,
+    needs="embedding rms_norm|_fused_rms_norm|rsqrt|sqrt|pow",
+    attrs_of=_attrs_of("rms_norm"),
+    results_of=_with_stream,
+    escapes="output",
+    examples=[(_IDS, _TABLE, _ADDED, _WEIGHT)],
+)
+def embedding_rms_norm(
+    ids: Tensor,
+    table: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    padding: Any = Const(1),
+    dropout: Any = Const(0.1202),
+    eps: Any = Const(0.0303),
+    offset: Any = Const(1.0404),
+) -> Tensor:
+    """The root-mean-square norm of rows of a table; the rows are returned too where they are used again."""
+    rows = optional(torch.embedding(table, ids, padding), lambda r: r + added)
+    return rms_normalised(optional(rows, lambda r: F.dropout(r, dropout)), weight, eps, offset)
+
+
+@embedding_layer_norm.guard
+@embedding_rms_norm.guard
+def added_is_no_residual(match: Match) -> Decline | None:
+    added = match["added"]
+    if added is None:
+        return None
+    inside, seen, stack = set(match.nodes), {added.node}, [added.node]
+    while stack:
+        for used in stack.pop().all_input_nodes:
+            if used in inside:
+                return Decline(
+                    f"'{added.name}' is computed from the embedding: it belongs to a layer", at=added
+                )
+            if used not in seen:
+                seen.add(used)
+                stack.append(used)
+    return None
+
+
+for _rule in (embedding_layer_norm, embedding_rms_norm):
+    _rule.guard(affine_fits)
+    _rule.guard(real_numbers)
+EMBEDDINGS = RuleSet(embedding_layer_norm, embedding_rms_norm)

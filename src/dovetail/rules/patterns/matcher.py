@@ -1,0 +1,550 @@
+"""Finding a template in a graph: from its first result backwards, then on to results beside it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+
+from dovetail.ir.graph_module import attribute
+from dovetail.ir.op_traits import commutes, target_name, traits
+from dovetail.ir.schema import by_name, op_name
+from dovetail.rules.patterns.match_state import (
+    Cast,
+    ChosenAlternative,
+    MatchState,
+    NearMiss,
+    Pair,
+    SameNumber,
+    argument_name,
+    instead,
+    named,
+    same_fact,
+    same_literal,
+    same_pairs,
+    same_shape,
+    same_tensor,
+    works_on_integers,
+)
+from dovetail.rules.patterns.template import (
+    Path,
+    Template,
+    Where,
+    alternatives_of,
+    cast_operand,
+    is_choice,
+    is_operation,
+    is_tensors,
+    leaves,
+    site_of,
+)
+
+_VIEWS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "clone", "alias", "flatten"})
+_CASTS = frozenset({"_to_copy", "to"})
+_DIMS = frozenset({"dim", "dims", "dim0", "dim1"})
+WAYS = ("views", "casts")
+
+
+class TransparentOps:
+    """What may lie between the operations of a pattern.
+
+    Only views that keep the elements in their order count, and they may not change what an operation means: it must
+    make the same elements in the same order. Casts are those between floats.
+    """
+
+    def __init__(self, what: Iterable[str]) -> None:
+        self.views, self.casts = "views" in what, "casts" in what
+
+    def source(self, node: Node) -> Node | None:
+        """The operand of an operation to be looked through, None for any other."""
+        name = op_name(node.target)
+        operand: Any = by_name(node).get("self")
+        if not isinstance(operand, Node):
+            return None
+        before, after = operand.meta.get("val"), node.meta.get("val")
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.device != after.device:
+            return None
+        is_view = self.views and name in _VIEWS
+        is_cast = self.casts and name in _CASTS
+        floats = before.is_floating_point() and after.is_floating_point()
+        return operand if is_view or (is_cast and floats) else None
+
+    def same_dim(self, where: Where, theirs: Node, ours_dim: int, their_dim: int) -> bool:
+        """Whether two dims are the same counted from the end, in an argument that is a dim."""
+        if where is None or not self.views or argument_name(where) not in _DIMS:
+            return False
+        left, right = _first_tensor(where[0]), _first_tensor(theirs)
+        return left is not None and right is not None and ours_dim - left.dim() == their_dim - right.dim()
+
+    def same_value(self, ours: Node, theirs: Node, same_number: SameNumber) -> bool:
+        """Whether two values are the same but for what was looked through."""
+        left, right = ours.meta.get("val"), theirs.meta.get("val")
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+            return same_fact(left, right, same_number) and _same_operands(ours, theirs, same_number)
+        both_floats = left.is_floating_point() and right.is_floating_point()
+        if left.dtype != right.dtype and not (self.casts and both_floats):
+            return False
+        if left.device != right.device:
+            return False
+        if not self.views:
+            return same_shape(left, right, same_number)
+        return _same_elements(ours, theirs, same_number)
+
+
+def _same_elements(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
+    """Whether an operation makes the same elements in the same order of operands that only differ in their shape.
+
+    Operands of one shape leave no doubt. Elementwise work does so if it spreads nothing but along leading dims; other
+    work if all that it tells apart are trailing dims, the same in both.
+    """
+    if _same_operands(ours, theirs, same_number):
+        return same_shape(ours.meta["val"], theirs.meta["val"], same_number)
+    left, right = _tensors(ours), _tensors(theirs)
+    if len(left) != len(right) or not same_number(ours.meta["val"].numel(), theirs.meta["val"].numel()):
+        return False
+    if traits(ours).pointwise:
+        return all(_tiles(n, ours) for n in left) and all(_tiles(n, theirs) for n in right)
+    count = _trailing(ours)
+    if count is None or not _agree(left[1:], right[1:], same_number):
+        return False
+    mine, other = left[0].meta["val"].shape, right[0].meta["val"].shape
+    if min(len(mine), len(other)) < count:
+        return False
+    tails = zip(mine[len(mine) - count :], other[len(other) - count :], strict=True)
+    return all(same_number(a, b) for a, b in tails)
+
+
+def _same_operands(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
+    """Whether the tensors that two operations read agree in shape, one by one."""
+    left, right = _tensors(ours), _tensors(theirs)
+    if len(left) != len(right):
+        return False
+    if _agree(left, right, same_number):
+        return True
+    if len(left) != 2 or not commutes(ours):
+        return False
+    # Swapped, but only where sizes tell which is which.
+    one, two = (n.meta["val"].numel() for n in left)
+    return not same_number(one, two) and _agree(left, right[::-1], same_number)
+
+
+def _trailing(node: Node) -> int | None:
+    """How many trailing dims of its first operand an operation tells apart; None if that is not known."""
+    arguments, name = by_name(node), op_name(node.target)
+    operands = _tensors(node)
+    rank = operands[0].meta["val"].dim()
+    if name == "linear":
+        return 1
+    if name == "matmul":
+        return 1 if len(operands) == 2 and operands[1].meta["val"].dim() <= 2 else None
+    shape = arguments.get("normalized_shape")
+    if isinstance(shape, (list, tuple)):
+        return len(cast("list[Any]", shape))
+    if len(operands) > 1:
+        return None
+    given = [arguments[n] for n in _DIMS if n in arguments]
+    dims = [d for g in given for d in (cast("list[Any]", g) if isinstance(g, (list, tuple)) else [g])]
+    if not dims or not all(type(d) is int and 0 <= d < rank for d in dims):
+        return None
+    return rank - min(dims)
+
+
+def _tiles(operand: Node, result: Node) -> bool:
+    """Whether elementwise work reads an operand in order, over and over: it is spread along leading dims alone."""
+    mine, whole = list(operand.meta["val"].shape), list(result.meta["val"].shape)
+    while mine and _is(mine[0], 1):
+        mine.pop(0)
+    return len(mine) <= len(whole) and all(
+        _is(a, b) for a, b in zip(mine, whole[len(whole) - len(mine) :], strict=True)
+    )
+
+
+def _is(a: Any, b: Any) -> bool:
+    """Whether two sizes of one graph are the same, symbols by what they stand for."""
+    left = a.node.expr if isinstance(a, SymInt) else a
+    right = b.node.expr if isinstance(b, SymInt) else b
+    return bool(left == right)
+
+
+def _agree(left: list[Node], right: list[Node], same_number: SameNumber) -> bool:
+    return all(
+        same_shape(a.meta["val"], b.meta["val"], same_number) for a, b in zip(left, right, strict=True)
+    )
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+
+
+def _first_tensor(node: Node) -> Tensor | None:
+    operands = _tensors(node)
+    return operands[0].meta["val"] if operands else None
+
+
+_MOST_TRIES = 2_000
+
+# Which library may be used; they say nothing of what is computed.
+_SETTINGS = frozenset({"cudnn_enable", "cudnn_enabled"})
+
+
+class Matcher:
+    """Looks for one template.
+
+    A loose one compares operators and wiring, and takes literals as they come: what it finds is only a proposal. A
+    strict one, whose template was traced on the very operands, compares every literal, size and dtype too.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        *,
+        strict: bool,
+        constant: Callable[[Node], Tensor | None],
+        order: Callable[[Node], int],
+        through: TransparentOps | None = None,
+        same_number: SameNumber = operator.eq,
+    ) -> None:
+        self.template, self.strict = template, strict
+        self.constant, self.order = constant, order
+        self.through, self.same_number = through, same_number
+        self.literal_at: dict[tuple[Node, Path], str] = {
+            place: name for name, places in template.literals.items() for place in places
+        }
+        self.argument = {node: name for name, node in template.operands.items()}
+        self.miss: NearMiss | None = None
+        self._tries = 0
+        self._furthest = -1
+        self._slots: dict[Node, list[tuple[Path, Any, bool]]] = {}
+
+    def find(self, root: Node, operands: Mapping[Node, Node] | None = None) -> Iterator[MatchState]:
+        """Every way in which the template's first result can be this node, some operands perhaps given."""
+        self.miss, self._tries, self._furthest = None, 0, -1
+        start = MatchState(operands=dict(operands or {}))
+        yield from self._solve([(self.template.root, root, None)], start)
+
+    def _solve(self, agenda: list[Pair], found: MatchState) -> Iterator[MatchState]:
+        """Settle what is on the agenda; wherever there is a choice, each way is tried in turn."""
+        self._tries += 1
+        if self._tries > _MOST_TRIES:
+            return
+        while agenda:
+            ours, theirs, where = agenda.pop()
+            ways = self._settle(ours, theirs, where, found)
+            if ways is None:
+                return
+            if len(ways) == 1:
+                agenda.extend(ways[0])
+                continue
+            for way in ways:
+                yield from self._solve([*agenda, *way], found.copy())
+            return
+        rest = self._beside(found)
+        if rest is None:
+            if self._operands_outside(found):
+                yield found
+            return
+        ours, choices = rest
+        if not choices:
+            self._missed(found, f"nothing beside it is the '{target_name(ours)}' that is wanted", None)
+        for theirs in choices:
+            yield from self._solve([(ours, theirs, None)], found.copy())
+
+    def _settle(self, ours: Any, theirs: Any, where: Where, found: MatchState) -> list[list[Pair]] | None:
+        """What follows if a part of the template is a part of the graph: one or more agendas, None if it cannot be."""
+        if isinstance(ours, ChosenAlternative):
+            found.sites[ours.site] = ours.number
+            return [[]]
+        if isinstance(ours, Cast):
+            if ours.kept:
+                return self._settle_operation(ours.node, theirs, found)
+            found.skipped.add(ours.node)
+            return [[(cast_operand(ours.node), theirs, None)]]
+        if not isinstance(ours, Node):
+            return self._settle_literal(ours, theirs, where, found)
+        if ours.op == "placeholder":
+            return [[]] if self._bind(ours, theirs, found) else None
+        if ours.op == "get_attr":
+            return [[]] if self._same_constant(ours, theirs, found) else None
+        if ours not in self.template.operations:
+            if self.strict and not self._same_size(ours, theirs):
+                return self._refuse(found, ours, theirs)
+            return [[]]
+        if not isinstance(theirs, Node):
+            return self._refuse(found, ours, theirs)
+        if is_choice(ours):
+            return self._choose(ours, theirs, found)
+        known = found.nodes.get(ours)
+        if known is not None:
+            return [[]] if known is theirs else self._refuse(found, ours, theirs)
+        if ours in self.template.skippable:
+            return self._settle_cast(ours, theirs, found)
+        return self._settle_operation(ours, theirs, found)
+
+    def _settle_cast(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
+        """Take a cast that is not there in every precision as one of the graph's, or as not there."""
+        if ours not in found.skipped and theirs.target is ours.target and theirs not in found.taken:
+            return [[(Cast(ours, kept), theirs, None)] for kept in (True, False)]
+        found.skipped.add(ours)
+        return [[(cast_operand(ours), theirs, None)]]
+
+    def _settle_operation(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
+        if theirs in found.taken or ours.target is not theirs.target or theirs.op != "call_function":
+            return self._look_through(ours, theirs, found)
+        if self.strict and not self._same_value(ours, theirs):
+            self._missed(found, "its dtype or shape is not what the pattern would compute", theirs)
+            return None
+        found.nodes[ours] = theirs
+        found.taken.add(theirs)
+        return self._arguments(ours, theirs, found)
+
+    def _choose(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
+        known = found.joined.setdefault(ours, theirs)
+        if known is not theirs:
+            return self._refuse(found, ours, theirs)
+        site = site_of(ours)
+        taken = found.sites.get(site)
+        ways = [(k, a) for k, a in enumerate(alternatives_of(ours)) if self._may_be(a, theirs, found)]
+        if taken is not None:
+            ways = [way for way in ways if way[0] == taken]
+        if not ways:
+            return self._refuse(found, alternatives_of(ours)[taken or 0], theirs)
+        return [
+            [(alternative, theirs, None), (ChosenAlternative(site, k), None, None)] for k, alternative in ways
+        ]
+
+    def _arguments(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
+        pairs: list[Pair] = []
+        if not self._pairs(ours, theirs.args, theirs.kwargs, found, pairs):
+            self._missed(found, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
+            return None
+        possible = [pairs[::-1]] if self._fit(pairs, found) else []
+        if ours in self.template.commuting and commutes(theirs):
+            swapped: list[Pair] = []
+            args = (theirs.args[1], theirs.args[0], *theirs.args[2:])
+            fits = self._pairs(ours, args, theirs.kwargs, found, swapped)
+            if fits and not same_pairs(swapped, pairs) and self._fit(swapped, found):
+                possible.append(swapped[::-1])
+        return possible or None
+
+    def _fit(self, pairs: list[Pair], found: MatchState) -> bool:
+        """Whether arguments side by side could be the same, at first sight; if not, that is a miss."""
+        unfit = next((p for p in pairs if not self._may_be(p[0], p[1], found)), None)
+        if unfit is not None:
+            self._refuse(found, unfit[0], unfit[1])
+        return unfit is None
+
+    def _may_be(self, ours: Any, theirs: Any, found: MatchState) -> bool:
+        """Whether a part of the template could be a part of the graph, at first sight."""
+        if not isinstance(ours, Node) or ours.op != "call_function":
+            return True
+        if ours not in self.template.operations or self.through is not None:
+            return True
+        if not isinstance(theirs, Node):
+            return False
+        if is_choice(ours):
+            return any(self._may_be(a, theirs, found) for a in alternatives_of(ours))
+        if ours in self.template.skippable and self._may_be(cast_operand(ours), theirs, found):
+            return True
+        return ours.target is theirs.target
+
+    def _pairs(
+        self,
+        ours: Node,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        found: MatchState,
+        pairs: list[Pair],
+    ) -> bool:
+        """Put the arguments of a template's node and those of a graph's side by side."""
+        if len(ours.args) != len(args) or len(ours.kwargs) != len(kwargs):
+            return False
+        for path, value, deep in self._slots_of(ours):
+            key = path[1]
+            if path[0] == 0:
+                other = args[key]
+            elif key in kwargs:
+                other = kwargs[key]
+            else:
+                return False
+            if deep:
+                if not self._pair(value, other, path, ours, found, pairs):
+                    return False
+            elif self.strict or isinstance(other, Node) or isinstance(value, Node):
+                pairs.append((value, other, (ours, path)))
+        return True
+
+    def _slots_of(self, node: Node) -> list[tuple[Path, Any, bool]]:
+        """The arguments of a template's node: the way to each, its value, and whether there is more inside."""
+        known = self._slots.get(node)
+        if known is None:
+            known = self._slots[node] = []
+            for path, value in (
+                *(((0, i), v) for i, v in enumerate(node.args)),
+                *(((1, k), v) for k, v in node.kwargs.items()),
+            ):
+                captured = any(place[0] is node and place[1][:2] == path for place in self.literal_at)
+                inside = isinstance(value, (tuple, list, Mapping)) and (
+                    self.strict or any(isinstance(leaf, Node) for _, leaf in leaves(value))
+                )
+                known.append((path, value, captured or inside))
+        return known
+
+    def _pair(
+        self, ours: Any, theirs: Any, path: Path, node: Node, found: MatchState, pairs: list[Pair]
+    ) -> bool:
+        """Put what two arguments have in the same places side by side."""
+        name = self.literal_at.get((node, path))
+        if name is not None:
+            return self._capture(name, theirs, found)
+        if isinstance(ours, Node):
+            pairs.append((ours, theirs, (node, path)))
+            return True
+        if isinstance(ours, (tuple, list)) and isinstance(theirs, (tuple, list)):
+            left, right = cast("list[Any]", ours), cast("list[Any]", theirs)
+            if len(left) != len(right):
+                return not self.strict and not any(isinstance(v, Node) and is_operation(v) for v in left)
+            return all(
+                self._pair(a, b, (*path, i), node, found, pairs)
+                for i, (a, b) in enumerate(zip(left, right, strict=True))
+            )
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            mine, other = cast("Mapping[str, Any]", ours), cast("Mapping[str, Any]", theirs)
+            return mine.keys() == other.keys() and all(
+                self._pair(mine[k], other[k], (*path, k), node, found, pairs) for k in mine
+            )
+        pairs.append((ours, theirs, (node, path)))
+        return True
+
+    def _settle_literal(
+        self, ours: Any, theirs: Any, where: Where, found: MatchState
+    ) -> list[list[Pair]] | None:
+        if isinstance(theirs, Node) and is_tensors(theirs.meta.get("val")):
+            self._missed(found, f"the pattern has {ours!r} where the graph has a tensor", theirs)
+            return None
+        if ours is None and theirs is not None and not self.strict:
+            # An operand that is not there is part of the form; any other literal is not.
+            return None if isinstance(theirs, Node) else [[]]
+        if not self.strict:
+            return [[]]
+        if isinstance(theirs, Node):
+            theirs = theirs.meta.get("val", ...)
+        if (
+            argument_name(where) in _SETTINGS
+            or self._same_literal(ours, theirs, where)
+            or self._same_dim(ours, theirs, where, found)
+        ):
+            return [[]]
+        at = found.nodes.get(where[0]) if where is not None else None
+        self._missed(found, f"{named(where)} {theirs!r} where the pattern has {ours!r}", at)
+        return None
+
+    def _bind(self, ours: Node, theirs: Any, found: MatchState) -> bool:
+        if not isinstance(theirs, Node):
+            self._missed(
+                found, f"the pattern's operand '{self.argument[ours]}' is the literal {theirs!r}", None
+            )
+            return False
+        known = found.operands.setdefault(ours, theirs)
+        if known is not theirs:
+            self._missed(
+                found, f"the pattern's operand '{self.argument[ours]}' is '{known.name}' elsewhere", theirs
+            )
+        return known is theirs
+
+    def _capture(self, name: str, theirs: Any, found: MatchState) -> bool:
+        if isinstance(theirs, Node):
+            self._missed(found, f"the literal '{name}' is computed in the graph", theirs)
+            return False
+        value = list(cast("list[Any]", theirs)) if isinstance(theirs, (list, tuple)) else theirs
+        if name not in found.literals:
+            found.literals[name] = value
+            return True
+        return same_literal(found.literals[name], value)
+
+    def _same_constant(self, ours: Node, theirs: Any, found: MatchState) -> bool:
+        wanted = attribute(self.template.program, str(ours.target))
+        has = self.constant(theirs) if isinstance(theirs, Node) else None
+        same = wanted is not None and has is not None and same_tensor(wanted, has)
+        if not same:
+            self._missed(
+                found, "a constant is not the pattern's", theirs if isinstance(theirs, Node) else None
+            )
+        return same
+
+    def _look_through(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
+        source = self.through.source(theirs) if self.through is not None else None
+        if source is None or theirs in found.taken:
+            return self._refuse(found, ours, theirs)
+        found.through.append(theirs)
+        found.taken.add(theirs)
+        return [[(ours, source, None)]]
+
+    def _beside(self, found: MatchState) -> tuple[Node, list[Node]] | None:
+        """An operation not yet found that reads something found, and the nodes of the graph it may be."""
+        there = found.nodes.keys() | found.skipped
+        missing = [n for n in self.template.calls(found.sites) if n not in there]
+        if not missing:
+            return None
+        for ours in missing:
+            for used in ours.all_input_nodes:
+                source = found.nodes.get(used) or found.operands.get(used)
+                if source is not None:
+                    users = [u for u in source.users if u.target is ours.target and u not in found.taken]
+                    return ours, sorted(users, key=self.order)
+        return missing[0], []
+
+    def _operands_outside(self, found: MatchState) -> bool:
+        for ours, theirs in found.operands.items():
+            if theirs in found.taken:
+                self._missed(
+                    found,
+                    f"the pattern's operand '{self.argument[ours]}' is computed inside the match",
+                    theirs,
+                )
+                return False
+        return True
+
+    def _same_dim(self, ours: Any, theirs: Any, where: Where, found: MatchState) -> bool:
+        """Whether two dims are the same counted from the end, where views were looked through."""
+        if self.through is None or where is None or type(ours) is not int or type(theirs) is not int:
+            return False
+        node = found.nodes.get(where[0])
+        return node is not None and self.through.same_dim(where, node, ours, theirs)
+
+    def _same_value(self, ours: Node, theirs: Node) -> bool:
+        if self.through is not None:
+            return self.through.same_value(ours, theirs, self.same_number)
+        return same_fact(ours.meta.get("val"), theirs.meta.get("val"), self.same_number)
+
+    def _same_size(self, ours: Node, theirs: Any) -> bool:
+        value = theirs.meta.get("val") if isinstance(theirs, Node) else theirs
+        return self.same_number(ours.meta.get("val"), value)
+
+    def _same_literal(self, ours: Any, theirs: Any, where: Where) -> bool:
+        if isinstance(ours, (int, torch.SymInt)) and isinstance(theirs, torch.SymInt):
+            return self.same_number(ours, theirs)
+        if not same_literal(ours, theirs):
+            return False
+        return type(ours) is type(theirs) or where is None or not works_on_integers(where[0])
+
+    def _refuse(self, found: MatchState, ours: Node, theirs: Any) -> None:
+        if len(found.nodes) <= self._furthest:
+            return
+        if is_choice(ours):
+            ours = alternatives_of(ours)[0]
+        if ours.op == "placeholder":
+            self._missed(found, f"the pattern has its operand '{self.argument[ours]}' there", theirs)
+            return
+        reason = instead(ours, theirs)
+        if isinstance(theirs, Node) and theirs in found.taken:
+            reason = f"'{theirs.name}' would stand for two operations of the pattern"
+        self._missed(found, reason, theirs if isinstance(theirs, Node) else None)
+
+    def _missed(self, found: MatchState, reason: str, at: Node | None) -> None:
+        if len(found.nodes) > self._furthest:
+            self._furthest = len(found.nodes)
+            self.miss = NearMiss(tuple(found.nodes.values()), reason, at, dict(found.sites))

@@ -1,0 +1,1 @@
+"""Repeated blocks, detected from the dataflow alone."""

@@ -1,1 +1,0 @@
-"""How blocks that occur again and again are found from the dataflow alone."""

@@ -1,0 +1,1 @@
+"""Compiled models: capture on demand, guards on the module, replay."""

@@ -1,0 +1,78 @@
+"""From a captured graph to a lowered one: the passes that `compile` runs, and the backends it lowers to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from dovetail.errors import InvalidArgument
+from dovetail.lowering.backend_protocol import setting
+from dovetail.lowering.lower import lower_with
+from dovetail.lowering.options import Options
+from dovetail.outlining.region_call import call_of
+from dovetail.passes.fold_constants import FoldConstants
+from dovetail.passes.pass_manager import Pass, Pipeline
+from dovetail.passes.region_passes import Fuse
+from dovetail.rules.partition import capability
+from dovetail.rules.repeated_blocks.repeats_rule import repeats
+
+REST = "rest"
+
+
+def _is_plain(node: Node) -> bool:
+    return call_of(node.meta) is None
+
+
+def blocks() -> tuple[Pass, ...]:
+    """Passes that leave nothing outside of regions: blocks that repeat, each one body, and what is around them."""
+    return (
+        Fuse(repeats(), rounds=1),
+        Fuse(capability(_is_plain, REST, min_size=1, join_siblings=True), rounds=1),
+    )
+
+
+@dataclass(frozen=True)
+class CompilePreset:
+    """What is done to every graph of a model: the pipeline, the backends and how they are used."""
+
+    pipeline: Pass
+    backends: Any
+    options: Options
+
+    @property
+    def strict(self) -> bool:
+        """Whether a call that cannot be captured is an error."""
+        return self.options.strict
+
+    def __call__(self, gm: GraphModule) -> GraphModule:
+        """The lowered graph."""
+        fused = self.pipeline(gm)
+        return lower_with(fused, self.backends, self.options)
+
+
+def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
+    """The passes for some backends.
+
+    Compilers get blocks as large as they repeat. Rules go first where the caller names some, or where a backend has
+    kernels for kinds, which the rules of the library find. Where a backend brings rules of its own, what lies between
+    its regions goes to the others: a block that holds some could not be taken as a whole. Such a backend may lack the
+    operations that masks and positions are made with, which are done once before.
+    """
+    brought = [setting(b, "rules") for b in backends if setting(b, "rules") is not None]
+    if rules is None and brought:
+        return Pipeline([FoldConstants(), *map(Fuse, brought), blocks()[-1]])
+    named = rules is not None or any(setting(b, "kernels") for b in backends)
+    if not named:
+        return Pipeline(list(blocks()))
+    return Pipeline([Fuse(rules), *blocks()])
+
+
+def as_pipeline(value: Any) -> Pass:
+    """A pass, or a list of them as a pipeline."""
+    if isinstance(value, Pass):
+        return value
+    if isinstance(value, (list, tuple)):
+        return Pipeline(list(value))  # pyright: ignore[reportUnknownArgumentType]
+    raise InvalidArgument(f"pipeline {value!r} is neither a pass nor a list of passes.")

@@ -1,0 +1,238 @@
+"""dovetail behind `torch.compile(model, backend="dovetail")`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+import torch._guards
+from torch import SymFloat, SymInt, Tensor, nn
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.export import Dim
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+
+from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
+from dovetail.frontend.capture import capture
+from dovetail.lowering.failures import Diagnostics, report
+from dovetail.lowering.guards import autocast_off, autocasting
+from dovetail.lowering.options import Options, compilation_limit
+from dovetail.runtime.compile import make_recipe
+from dovetail.runtime.presets import CompilePreset
+
+_log = logging.getLogger("dovetail")
+_RECIPE = ("backends", "rules", "pipeline")
+_OPTIONS = (*_RECIPE, *(f.name for f in fields(Options) if f.name != "grad"))
+
+
+def backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's: brought to the form that `capture` gives, fused and lowered.
+
+    `options` are those of `dovetail.compile`. Equal bodies are compiled once, also across graphs and graph breaks. A
+    graph that cannot be captured runs as it is, with a warning; with `on_error="raise"` the error is raised.
+    """
+    if mode is not None:
+        raise InvalidArgument(
+            f"mode={mode!r} is Inductor's; give options to its backend: "
+            f"options={{'backends': [Inductor(options={{...}})]}}."
+        )
+    recipe = _recipe(options)
+    try:
+        first = _lowered(gm, example_inputs, recipe)
+    except Exception as error:
+        if recipe.options.strict:
+            raise
+        report("fallback", f"a graph of torch.compile's runs as it is: {error}")
+        return gm.forward
+    return _DynamoCaptures(gm, recipe, first)
+
+
+class _DynamoCaptures:
+    """One graph of Dynamo's, captured again for calls that Dynamo lets pass and no capture so far was made for.
+
+    A capture may specialize sizes that Dynamo left open.
+    """
+
+    def __init__(self, gm: GraphModule, recipe: CompilePreset, first: Callable[..., Any]) -> None:
+        self._gm, self._recipe, self._runs = gm, recipe, [first]
+        self._refused = 0
+        self._diagnostics = Diagnostics()
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        for run in self._runs:
+            with contextlib.suppress(CallMismatch):  # raised before anything ran
+                return run(*args)
+        with self._lock:
+            run = self._run_for(args)
+        with contextlib.suppress(CallMismatch):
+            return run(*args)
+        return self._gm.forward(*args)
+
+    def _run_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        limit = compilation_limit(self._recipe.options.recompile_limit)
+        reason = f"the recompile limit of {limit} is reached; raise `recompile_limit`"
+        if len(self._runs) + self._refused < limit:
+            try:
+                self._runs.append(_lowered(self._gm, args, self._recipe))
+                return self._runs[-1]
+            except Exception as error:
+                if self._recipe.options.strict:
+                    raise
+                self._refused += 1
+                reason = str(error)
+        message = f"calls of a graph of torch.compile's run it as it is: {reason}"
+        self._diagnostics.report("fallback", message)
+        return self._gm.forward
+
+
+def _lowered(gm: GraphModule, example_inputs: Sequence[Any], recipe: CompilePreset) -> Callable[..., Any]:
+    _refuse_lost_gradients(gm, example_inputs)
+    gm = _without_checkpoints(gm)
+    gm, floats = _with_floats_specialized(gm, example_inputs)
+    known = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    with torch._guards.tracing(None):
+        graph = capture(_Flat(gm), tuple(_settled(v) for v in example_inputs), dynamic_shapes=_dynamic(known))
+        with autocast_off():
+            run = _guarded(recipe(graph).forward, floats)
+    if not autocasting():
+        return run
+
+    def cast_already(*args: Any) -> Any:
+        # Dynamo guards on autocast, and its casts are in the captured graph.
+        with autocast_off():
+            return run(*args)
+
+    return cast_already
+
+
+def _without_checkpoints(gm: GraphModule) -> GraphModule:
+    """The graph with bodies of activation checkpoints called as they are: capture keeps no checkpoints."""
+    checkpoints = gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
+    if not checkpoints:
+        return gm
+    _log.warning(
+        "activation checkpoints are not kept (%d in this graph): what backward needs is stored, not computed again.",
+        len(checkpoints),
+    )
+    graph = copy.deepcopy(gm.graph)
+    bodies: dict[str, GraphModule] = {}
+    for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
+        name = cast("str", node.args[0].target)
+        bodies[name] = _without_checkpoints(cast("GraphModule", gm.get_submodule(name)))
+        with graph.inserting_before(node):
+            call = graph.call_module(name, tuple(node.args[1:]))
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
+    inlined = GraphModule(gm, graph)
+    for name, body in bodies.items():
+        setattr(inlined, name, body)
+    return inlined
+
+
+def _with_floats_specialized(
+    gm: GraphModule, example_inputs: Sequence[Any]
+) -> tuple[GraphModule, Mapping[int, float]]:
+    """The graph with numbers in place of floats that Dynamo passes as tensors, and these by the inputs they are.
+
+    With dynamic=True that is every float, an eps or a dropout's probability too, and operators branch on them.
+    """
+    graph = copy.deepcopy(gm.graph)
+    floats: dict[int, float] = {}
+    for i, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+        for node in list(placeholder.users):
+            if node.target != "item" or not isinstance(node.meta.get("example_value"), SymFloat):
+                continue
+            value = floats[i] = float(example_inputs[i].item())
+            for user in list(node.users):
+                user.args, user.kwargs = map_arg(
+                    (user.args, user.kwargs), lambda n, node=node, value=value: value if n is node else n
+                )
+            graph.erase_node(node)
+    return (GraphModule(gm, graph), floats) if floats else (gm, floats)
+
+
+def _guarded(run: Callable[..., Any], floats: Mapping[int, float]) -> Callable[..., Any]:
+    if not floats:
+        return run
+
+    def called(*args: Any) -> Any:
+        for i, value in floats.items():
+            if args[i].item() != value:
+                raise CallMismatch(
+                    f"a number was {value} when the graph was captured and is another one here."
+                )
+        return run(*args)
+
+    return called
+
+
+def _refuse_lost_gradients(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raise for a function with a derivative of its own: captured, it would be what its forward does."""
+    asked = any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs)
+    if not (torch.is_grad_enabled() and asked):
+        return
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "autograd_function_apply":
+                raise CaptureError(
+                    f"'{node.name}' applies a torch.autograd.Function, whose own backward formula tracing drops. "
+                    f"Make it a custom operator (torch.library.custom_op with register_autograd)."
+                )
+
+
+def _recipe(options: Mapping[str, Any] | None) -> CompilePreset:
+    given = dict(options or {})
+    unknown = sorted(set(given) - set(_OPTIONS))
+    if unknown:
+        raise InvalidArgument(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}.")
+    how = {name: given.pop(name) for name in _RECIPE if name in given}
+    # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
+    return make_recipe(Options(**given, grad=torch.is_grad_enabled()), **how)[0]
+
+
+class _Flat(nn.Module):
+    """A graph of Dynamo's as a model with positional inputs, so that it is captured like any other."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__()
+        self.graph_module = gm
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.graph_module(*inputs)
+
+
+def _settled(value: Any) -> Any:
+    """An example input with its sizes as they were in the call that is being compiled."""
+    if isinstance(value, SymInt):
+        return int(cast("Any", value).node.hint)
+    return value
+
+
+def _dynamic(inputs: Sequence[Any]) -> Any:
+    """Which sizes Dynamo left open, in the form that export takes; None if none is."""
+    if not any(_open(v) for v in inputs):
+        return None
+    return {"inputs": tuple(_open(v) for v in inputs)}
+
+
+def _open(value: Any) -> Any:
+    if isinstance(value, SymInt):
+        return Dim.AUTO
+    if isinstance(value, Tensor):
+        dims = {i: Dim.AUTO for i, n in enumerate(value.shape) if isinstance(n, SymInt)}
+        return dims or None
+    return None

@@ -1,0 +1,221 @@
+"""Tensors that lowered code fetches at once are those that its graph has at each call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx import GraphModule
+from torch.nn.utils import parametrize
+
+import dovetail
+from dovetail import Backend, Region
+from dovetail.ir import weight_guard as holding
+from dovetail.ir.weight_guard import WeightFetch
+from tests.lowering.helpers import Blocks, fused
+
+X = torch.randn(3, 8)
+
+
+class _Kept(Backend):
+    """Runs bodies, and goes into pickles."""
+
+    name = "kept"
+    trains = True
+
+    def supports(self, region: Region) -> bool:
+        return True
+
+    def compile(self, region: Region, examples: Any) -> Any:
+        return region.body
+
+
+def lowered() -> GraphModule:
+    torch.manual_seed(0)
+    return dovetail.lower(fused(Blocks().eval(), X), [_Kept()])
+
+
+def doubled() -> Tensor:
+    """What the graph gives with one of its weights doubled, by another that was never called."""
+    fresh = lowered()
+    with torch.no_grad():
+        fresh.get_parameter("layers.1.weight").mul_(2)
+    return fresh(X)
+
+
+def test_the_code_fetches_them_by_one_call() -> None:
+    assert lowered().code.count("self.") == 1
+
+
+def _data(gm: GraphModule) -> None:
+    with torch.no_grad():
+        gm.get_parameter("layers.1.weight").mul_(2)
+
+
+def _parameter(gm: GraphModule) -> None:
+    layer: Any = gm.get_submodule("layers.1")
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+def _module(gm: GraphModule) -> None:
+    layers: Any = gm.get_submodule("layers")
+    new = copy.deepcopy(layers.get_submodule("1"))
+    new.weight = nn.Parameter(new.weight.detach() * 2)
+    layers.add_module("1", new)
+
+
+def _ancestor(gm: GraphModule) -> None:
+    new = copy.deepcopy(gm.get_submodule("layers"))
+    layer: Any = new.get_submodule("1")
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    gm.add_module("layers", new)
+
+
+def _shadowed(gm: GraphModule) -> None:
+    layer: Any = gm.get_submodule("layers.1")
+    layer.__dict__["weight"] = layer.weight.detach() * 2
+
+
+def _plain(gm: GraphModule) -> None:
+    layer: Any = gm.get_submodule("layers.1")
+    weight = layer.weight.detach() * 2
+    del layer.weight
+    layer.weight = weight
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def _parametrized(gm: GraphModule) -> None:
+    parametrize.register_parametrization(gm.get_submodule("layers.1"), "weight", _Doubled())
+
+
+def _of_the_class(gm: GraphModule) -> None:
+    layer: Any = gm.get_submodule("layers.1")
+    weight = layer.weight.detach() * 2
+    layer.__class__ = type("Other", (type(layer),), {"weight": property(lambda _: weight)})
+    del layer._parameters["weight"]
+
+
+CHANGES = [_data, _parameter, _module, _ancestor, _shadowed, _plain, _parametrized, _of_the_class]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_is_seen(change: Any) -> None:
+    gm = lowered()
+    before = gm(X)
+    change(gm)
+    assert torch.equal(gm(X), doubled())
+    assert not torch.equal(gm(X), before)
+    assert torch.equal(gm(X), doubled())
+
+
+def test_what_a_property_gives_is_asked_for_every_time() -> None:
+    gm = lowered()
+    gm(X)
+    _parametrized(gm)
+    first = gm(X)
+    layer: Any = gm.get_submodule("layers.1")
+    with torch.no_grad():
+        layer.parametrizations.weight.original.zero_()
+    assert not torch.equal(gm(X), first)
+
+
+def test_a_parameter_that_is_not_there_is_told_as_torch_tells_it() -> None:
+    gm = lowered()
+    gm(X)
+    layer: Any = gm.get_submodule("layers.1")
+    weight = layer._parameters.pop("weight")
+    with pytest.raises(AttributeError, match="weight"):
+        gm(X)
+    layer._parameters["weight"] = weight
+    gm(X)
+
+
+def test_stand_ins_of_a_functional_call_are_used_and_forgotten() -> None:
+    gm = lowered()
+    before = gm(X)
+    given = {"layers.1.weight": gm.get_parameter("layers.1.weight").detach() * 2}
+    assert torch.equal(functional_call(gm, given, (X,)), doubled())
+    assert torch.equal(gm(X), before)
+
+
+def test_copies_pickles_and_replicas_have_their_own() -> None:
+    gm = lowered()
+    before = gm(X)
+    replica: Any = gm._replicate_for_data_parallel()
+    for twin in (copy.copy(gm), copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        assert torch.equal(twin(X), before)
+    for twin in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        _data(twin)
+        assert torch.equal(twin(X), doubled())
+    replica._modules["layers"] = copy.deepcopy(replica._modules["layers"])
+    _data(replica)
+    assert torch.equal(replica(X), doubled())
+    assert torch.equal(gm(X), before)
+
+
+def test_threads_see_what_was_there() -> None:
+    gm, wrong = lowered(), list[bool]()
+    wanted = gm(X)
+
+    def call() -> None:
+        for _ in range(50):
+            wrong.append(not torch.equal(gm(X), wanted))
+
+    def touch() -> None:
+        layer: Any = gm.get_submodule("layers.1")
+        for _ in range(200):
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+    threads = [threading.Thread(target=work) for work in (call, call, touch)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(wrong)
+
+
+def test_where_python_does_not_count_they_are_fetched_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "dict_version", None)
+    for change in CHANGES:
+        gm = lowered()
+        gm(X)
+        change(gm)
+        assert torch.equal(gm(X), doubled())
+
+
+def test_fetching_is_paid_once() -> None:
+    class Slow(nn.Module):
+        looked = 0
+
+        def __getattr__(self, name: str) -> Any:
+            Slow.looked += 1
+            return super().__getattr__(name)
+
+    root = Slow()
+    root.child = Slow()
+    root.child.weight = nn.Parameter(torch.ones(1))
+    holder = WeightFetch(["child.weight"])
+    assert holder(root)[0] is root.child.weight
+    Slow.looked = 0
+    for _ in range(5):
+        holder(root)
+    assert Slow.looked == 0
+
+
+def test_other_tracers_see_through_it() -> None:
+    gm = lowered()
+    wanted = gm(X)
+    traced = torch.compile(gm, backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(X), wanted)
+    _data(gm)
+    torch.testing.assert_close(traced(X), doubled())

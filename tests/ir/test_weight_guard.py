@@ -1,0 +1,153 @@
+"""Contents are compared in turns: every byte once in the interval, and about the same number of bytes in each call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dovetail.ir import weight_guard
+from dovetail.ir.weight_guard import Checksums, ContentGuard, Piece, packed_bytes, sentinel_of, write_state
+
+PIECE = 2**16
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+    """The pieces that were compared, in order."""
+    seen: list[Piece] = []
+    is_current = Piece.is_current
+
+    def spied(piece: Piece) -> bool:
+        seen.append(piece)
+        return is_current(piece)
+
+    monkeypatch.setattr(Piece, "is_current", spied)
+    return seen
+
+
+def never() -> None:
+    raise AssertionError("nothing was written")
+
+
+@pytest.mark.parametrize("interval", [1, 3, 8, 64])
+@pytest.mark.parametrize("sizes", [[5], [100_000], [4, 300_000, 7, 70_000, 1], [16] * 500])
+def test_every_piece_has_its_turn(interval: int, sizes: list[int], compared: list[Piece]) -> None:
+    guard = ContentGuard(interval)
+    for i, size in enumerate(sizes):
+        guard.watch(i, Checksums([torch.randn(size)]), never)
+    total, each = 4 * sum(sizes), list[int]()
+    for _ in range(interval):
+        before = len(compared)
+        guard.step()
+        each.append(sum(piece.size for piece in compared[before:]))
+    assert sum(each) == total
+    assert set(Counter(map(id, compared)).values()) == {1}
+    assert max(each) <= total / interval + PIECE
+    compared.clear()
+    for _ in range(2 * interval):
+        guard.step()
+    assert set(Counter(map(id, compared)).values()) == {2}
+
+
+def test_what_is_watched_anew_does_not_delay_the_others() -> None:
+    guard, weight, other = ContentGuard(4), torch.randn(8), torch.randn(8)
+    written: list[str] = []
+    guard.watch("weight", Checksums([weight]), lambda: written.append("weight"))
+    weight.data.add_(1)
+    for _ in range(4):
+        guard.watch("other", Checksums([other]), never)
+        guard.step()
+    assert written == ["weight"]
+
+
+def test_no_interval_compares_on_demand_alone() -> None:
+    guard, weight = ContentGuard(None), torch.randn(8)
+    written: list[int] = []
+    guard.watch("weight", Checksums([weight]), lambda: written.append(1))
+    weight.numpy()[3] = 9
+    for _ in range(10):
+        guard.step()
+    assert not written
+    assert guard.check() == {weight.data_ptr()}
+    assert guard.check() == set()
+    assert written == [1]
+
+
+def test_memory_that_is_gone_is_not_read() -> None:
+    weight = torch.randn(100_000)
+    checksums = Checksums([weight])
+    weight.untyped_storage().resize_(0)
+    assert checksums.written()
+    weight = torch.randn(100_000)
+    checksums = Checksums([weight])
+    weight.data = torch.randn(5)
+    assert checksums.written()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 4, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(6, 6)[::2, ::3],
+        torch.randn(1).expand(5),
+        torch.randn(3).to(torch.complex64),
+        torch.randn(3).to(torch.bfloat16),
+        torch.ones(3, dtype=torch.bool),
+        torch.tensor(2.0),
+    ],
+)
+def test_any_tensor_of_the_cpu(tensor: torch.Tensor) -> None:
+    checksums = Checksums([tensor])
+    assert not checksums.written()
+    tensor.data[(0,) * tensor.dim()] = 0
+    assert checksums.written()
+
+
+def test_what_has_no_bytes() -> None:
+    for tensor in (torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
+        assert not Checksums([tensor]).pieces
+
+
+def test_state_of_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        frozen = torch.ones(2)
+    plain = torch.ones(2)
+    before = write_state([frozen, plain])
+    assert write_state([frozen, plain]) == before
+    plain.add_(1)
+    assert write_state([frozen, plain]) != before
+
+
+def test_sentinels() -> None:
+    assert sentinel_of("a.b.running_mean") == "a.b.num_batches_tracked"
+    assert sentinel_of("running_var") == "num_batches_tracked"
+    assert sentinel_of("a.running_mean.weight") is None
+
+
+def test_one_look_per_tensor_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call pays for 100 batch norms: a version counter and an address each, and no more."""
+    looks: list[str] = []
+
+    def counted(what: str, read: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
+        def look(tensor: Tensor) -> int:
+            looks.append(what)
+            return read(tensor)
+
+        return look
+
+    monkeypatch.setattr(weight_guard, "_VERSION", counted("version", weight_guard._VERSION))
+    monkeypatch.setattr(weight_guard, "_ADDRESS", counted("address", weight_guard._ADDRESS))
+    monkeypatch.setattr(weight_guard, "fused_steps", lambda: 0)
+    write_state([b for _ in range(100) for b in nn.BatchNorm2d(4).state_dict().values()])
+    assert Counter(looks) == {"version": 500, "address": 500}
+
+
+@pytest.mark.parametrize("index", [(slice(0, 1), 0), (slice(None), 1), (0, 0), (slice(0, 0), 0), ...])
+def test_bytes_of_any_layout(index: Any) -> None:
+    value = torch.randn(2, 3)[index]
+    assert bytes(packed_bytes(value).tolist()) == value.numpy().tobytes()

@@ -1,0 +1,239 @@
+"""A model that is changed after it was compiled: what was baked into a capture is never used when it is no longer so."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dovetail
+from dovetail.lowering.lowered_state import lowering_of
+from tests.lowering.helpers import Counting
+
+
+class Scaled(nn.Module):
+    """A few layers, with a number and a tensor that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.drop = nn.Dropout(0.0)
+        self.scale = 2.0
+        self.table = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.drop(torch.relu(layer(x)) * self.scale + x * self.table)
+        return x
+
+
+X = torch.randn(3, 8)
+
+
+def replace_layer(model: Scaled) -> None:
+    model.layers[0] = nn.Linear(8, 8)
+
+
+def append_layer(model: Scaled) -> None:
+    model.layers.append(nn.Linear(8, 8))
+
+
+def set_number(model: Scaled) -> None:
+    model.scale = 3.0
+
+
+def set_tensor(model: Scaled) -> None:
+    model.table = torch.zeros(8)
+
+
+def write_tensor(model: Scaled) -> None:
+    model.table.mul_(3)
+
+
+def set_probability(model: Scaled) -> None:
+    model.drop.p = 1.0
+
+
+def hook_a_layer(model: Scaled) -> None:
+    model.layers[1].register_forward_hook(lambda module, args, result: result * 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_layer, append_layer, set_number, set_tensor, write_tensor, set_probability, hook_a_layer],
+)
+def test_changes_are_noticed(change: Callable[[Scaled], None]) -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False)
+    before = fast(X)
+    assert torch.equal(before, model(X))
+    change(model)
+    assert torch.equal(fast(X), model(X))
+    assert not torch.equal(fast(X), before)
+
+
+def test_a_number_that_comes_back_is_no_new_capture() -> None:
+    model = Scaled().eval()
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False)
+    fast.scale = 3.0  # set through the compiled module it is set on the model
+    assert model.scale == 3.0
+    assert torch.equal(fast(X), model(X))
+    fast.scale = 2.0
+    assert torch.equal(fast(X), model(X))
+    assert len(fast.graphs) == 2
+
+
+def test_equal_numbers_of_other_types_are_others() -> None:
+    class Times(nn.Module):
+        factor: float = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor + x
+
+    model, x = Times(), torch.arange(4)
+    fast = dovetail.compile(model, (x,), backends="eager", cache=False)
+    model.factor = 2.0
+    assert fast(x).dtype is model(x).dtype is torch.float32
+
+
+def test_the_mode_is_the_models() -> None:
+    model = Scaled()
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False)
+    model.eval()
+    assert not fast.training
+    fast.train()
+    assert model.training
+    assert model.drop.training
+
+
+class Wide(nn.Module):
+    """Asks for dtypes that autocast and `.to` change: a cast that does nothing when captured is not in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(10, 8), nn.Linear(8, 8)
+
+    def forward(self, i: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(self.table(i))
+        return torch.softmax(h.to(torch.float32), -1), torch.zeros(3, dtype=h.dtype) + h.sum()
+
+
+def same(model: nn.Module, fast: nn.Module, *args: Tensor) -> bool:
+    pairs = list(zip(fast(*args), model(*args), strict=True))
+    return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def test_another_dtype_of_the_weights() -> None:
+    model, i = Wide().eval(), torch.arange(4)
+    fast = dovetail.compile(model, (i,), backends="eager", cache=False)
+    model.to(torch.bfloat16)
+    assert same(model, fast, i)
+
+
+def test_autocast_when_compiling_and_when_calling() -> None:
+    model, i = Wide().eval(), torch.arange(4)
+    early = dovetail.compile(model, (i,), backends="eager", cache=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        late = dovetail.compile(model, (i,), backends="eager", cache=False)
+    for fast in (early, late, pickle.loads(pickle.dumps(late)), copy.deepcopy(late)):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                assert same(model, fast, i)
+                assert torch.is_autocast_enabled("cpu")
+        assert same(model, fast, i)
+        assert len(fast.graphs) == 3
+
+
+def test_compiled_code_is_used_under_autocast() -> None:
+    model, mine = Scaled().eval(), Counting()
+    fast = dovetail.compile(model, backends=mine, cache=False)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        fast(X)
+        mine.calls = 0
+        assert torch.equal(fast(X), model(X))
+    assert mine.calls > 0
+
+
+def test_tensors_in_the_place_of_parameters_run_the_model() -> None:
+    model = Scaled().eval()
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False)
+    others = {name: value * 2 for name, value in model.named_parameters()}
+    made = torch.func.functional_call(fast, others, (X,))
+    assert torch.equal(made, torch.func.functional_call(model, others, (X,)))
+    assert torch.equal(fast(X), model(X))
+    assert len(fast.graphs) == 1
+
+
+class Choosy(nn.Module):
+    def forward(self, x: Tensor, limited: bool = False) -> Tensor:
+        y = torch.relu(x) * 2 + 1
+        if limited:
+            print("limited")
+        return y
+
+
+def test_a_call_that_cannot_be_captured_after_others_could(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Choosy()
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False)
+    with pytest.warns(UserWarning, match=r"cannot be captured: forward prints"):
+        assert torch.equal(fast(X, limited=True), model(X))
+    assert capsys.readouterr().out == "limited\n"
+    assert torch.equal(fast(X), model(X))
+    strict = dovetail.compile(model, (X,), backends="eager", cache=False, on_error="raise")
+    with pytest.raises(dovetail.CaptureError, match="forward prints"):
+        strict(X, limited=True)
+    with pytest.raises(dovetail.CaptureError, match="forward prints"):
+        dovetail.compile(model, (X, True), backends="eager", cache=False, on_error="raise")
+
+
+def test_a_call_that_the_model_refuses_raises_the_models_error() -> None:
+    fast = dovetail.compile(Scaled().eval(), (X,), backends="eager", cache=False)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        fast()
+
+
+@pytest.mark.parametrize("backend", ["eager", "torchscript"])
+def test_retained_graphs_and_double_backward(backend: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    fast = dovetail.compile(model, (X,), backends=backend, cache=False)
+    grads: list[Tensor] = []
+    for run in (fast, model):
+        x = X.clone().requires_grad_()
+        loss = run(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (first,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+    assert {r.backend for g in fast.graphs for r in dovetail.regions(g)} == {backend}
+    assert not [e for g in fast.graphs for e in getattr(lowering_of(g), "events", []) if e.outcome == "call"]
+
+
+@pytest.mark.long
+def test_inductor_retains_graphs_and_goes_backward_twice() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    fast = dovetail.compile(model, (X,), backends="inductor")
+    grads: list[Tensor] = []
+    for run in (fast, model):
+        x = X.clone().requires_grad_()
+        loss = run(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+    second: list[Tensor] = []
+    for run in (fast, model):
+        x = X.clone().requires_grad_()
+        (first,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        second += torch.autograd.grad(first.square().sum(), x)
+    torch.testing.assert_close(*second)
