@@ -14,7 +14,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs fuzz census bench-capture bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
+.PHONY: help demo test test-all lint docs fuzz census baseline call-paths bench-capture bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,12 @@ fuzz: $(READY)  ## outline and inline N=50000 random programs, match SPELLINGS=1
 
 census: $(READY)  ## every model type of transformers, built small: exported, captured, fused, differentiated; writes benchmarks/RESULTS.md
 	$(BIN)/python -m tests.census --out build/census --jobs $(JOBS) --write benchmarks/RESULTS.md
+
+baseline: $(READY)  ## dump graphs, regions and ledgers of many models and compare with the frozen dump
+	$(BIN)/python -m tests.baseline --jobs $(JOBS)
+
+call-paths: $(READY)  ## count the files of src that capture, outline, fuse, compile and a call go through
+	$(BIN)/python -m benchmarks.call_paths
 
 bench-capture: $(READY)  ## capture against torch.export of the same models; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.capture --write benchmarks/RESULTS.md
