@@ -64,6 +64,8 @@ def _made(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     with context.Pool(options.jobs, quiet) as pool:
         for found in pool.imap_unordered(entries, names):
             yield from found.items()
+        pool.close()
+        pool.join()
 
 
 def _versions() -> dict[str, str]:
