@@ -17,6 +17,7 @@ import argparse
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.call_paths", description=__doc__)
     parser.add_argument("--list", choices=STEPS, help="print the files that this step enters, in order")
     options = parser.parse_args()
+    warnings.simplefilter("error", RuntimeWarning)  # a rule that fails is left out, and its files with it
     first, later = (paths(width) for width in WIDTHS)
     print(listing(first[options.list], later[options.list]) if options.list else table(first, later))
 
