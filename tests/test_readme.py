@@ -14,7 +14,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BY_NAME = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -35,6 +35,19 @@ def test_make_targets_exist(document: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:`|^ {4}|^)make ([a-z-]+)", document.read_text(), re.MULTILINE))
     assert named <= targets
+
+
+def test_pages_of_folders_list_every_file() -> None:
+    for page in sorted((ROOT / "docs" / "internals").glob("*.md")):
+        folder = ROOT / "src" / "dovetail" / page.stem
+        named = set(re.findall(r"`(\w+\.py|\w+/)`", page.read_text()))
+        present = {f"{p.name}/" if p.is_dir() else p.name for p in folder.iterdir()} - {
+            "__init__.py",
+            "__pycache__/",
+        }
+        inner = {p.name for p in folder.glob("*/*.py")}
+        assert not present - named, page.name
+        assert not named - present - inner, page.name
 
 
 @BY_NAME
