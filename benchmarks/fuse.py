@@ -87,10 +87,10 @@ def drawn(program: Program, *, distinct: bool) -> GraphModule:
 
 def plan(gm: GraphModule, rule: Rule) -> list[dovetail.Request]:
     """Everything a rule proposes for a graph, from the graph alone, as requests."""
-    scene = RuleContext(gm)
-    nodes = scene.nodes
+    context = RuleContext(gm)
+    nodes = context.nodes
     found: list[dovetail.Request] = []
-    for c in rule.propose(scene):
+    for c in rule.propose(context):
         if isinstance(c, Candidate):
             policies = c.escapes
             if not isinstance(policies, str):

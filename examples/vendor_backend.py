@@ -129,8 +129,8 @@ class Claim(dovetail.Rule):
     def __init__(self, kind: str, found: dovetail.Rule, *says: str) -> None:
         self.name, self.kind, self.found, self.says = f"npu.{found.name}", kind, found, says
 
-    def propose(self, scene: dovetail.RuleContext) -> Iterable[dovetail.Candidate | dovetail.Refusal]:
-        for proposal in self.found.propose(scene):
+    def propose(self, context: dovetail.RuleContext) -> Iterable[dovetail.Candidate | dovetail.Refusal]:
+        for proposal in self.found.propose(context):
             if isinstance(proposal, dovetail.Refusal):
                 yield replace(proposal, rule=self.name)
                 continue

@@ -38,13 +38,13 @@ class Fixed(Rule):
         self.divisible, self.escapes, self.min_size = divisible, escapes, min_size
         self.refusals = [(_split(s), reason) for s, reason in refusals]
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        at = {n.name: i for i, n in enumerate(scene.nodes) if n.target is not operator.getitem}
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        at = {n.name: i for i, n in enumerate(context.nodes) if n.target is not operator.getitem}
         for names in self.sets:
             members = tuple(at[n] for n in names if n in at)
             whole = len(members) == len(names)
             if (whole or (self.divisible and len(members) >= self.min_size)) and not any(
-                i in scene.barred for i in members
+                i in context.barred for i in members
             ):
                 escapes = (
                     self.escapes

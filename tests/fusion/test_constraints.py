@@ -138,10 +138,10 @@ def test_what_never_may_be_is_taken_by_no_region(never: Any) -> None:
     class Heedless(Fixed):
         """Does not look at what is barred."""
 
-        def propose(self, scene: Any) -> Any:
-            barred, scene.barred = scene.barred, {}
-            found = list(super().propose(scene))
-            scene.barred = barred
+        def propose(self, context: Any) -> Any:
+            barred, context.barred = context.barred, {}
+            found = list(super().propose(context))
+            context.barred = barred
             return found
 
     gm = fused(trace(chain), [Heedless("wide", "relu exp tanh"), Fixed("other", "relu exp")], X, never=never)
@@ -165,10 +165,10 @@ def test_never_holds_in_later_rounds_and_for_regions_that_have_it() -> None:
     gm = fuse(trace(chain), PAIR)
 
     class Around(Fixed):
-        def propose(self, scene: Any) -> Any:
+        def propose(self, context: Any) -> Any:
             from dovetail.rules.rule import Candidate
 
-            calls = [i for i, call in scene.calls.items() if call.identity.kind == "pair"]
+            calls = [i for i, call in context.calls.items() if call.identity.kind == "pair"]
             yield from (Candidate("around", "around", (i,)) for i in calls)
 
     assert held(fuse(gm, Around("around"))) == {"around_0": {"tanh", "sigmoid"}}

@@ -90,8 +90,8 @@ class Numbered(Rule):
         self.divisible, self.priority = facts.get("divisible", False), facts.get("priority", 0)
         self.escapes = facts.get("escapes", "auto")
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        where = {n.name: i for i, n in enumerate(scene.nodes) if n.target is not operator.getitem}
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        where = {n.name: i for i, n in enumerate(context.nodes) if n.target is not operator.getitem}
         for chosen in self.sets:
             members = tuple(where[self.at[i]] for i in chosen if self.at[i] in where)
             if len(members) == len(chosen) or (self.divisible and len(members) > 1):

@@ -38,14 +38,14 @@ class Says(Rule):
         self.name = self.kind = name
         self.proposals = proposals
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
         yield from self.proposals
 
 
 class Breaks(Rule):
     name = kind = "breaks"
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
         yield Candidate(self.name, self.kind, (1, 2))
         raise LookupError("no such table")
 
@@ -99,7 +99,7 @@ def test_a_rule_that_returns_nothing() -> None:
     class Silent(Rule):
         name = kind = "silent"
 
-        def propose(self, scene: RuleContext) -> Any:
+        def propose(self, context: RuleContext) -> Any:
             return None
 
     assert "propose returned a NoneType" in refused(trace(chain), RuleError, Silent(), on_error="raise")
@@ -158,9 +158,9 @@ class Wraps(Rule):
     def __init__(self, *kinds: str) -> None:
         self.kind, self.kinds = kinds[0], kinds
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        for i in scene.calls:
-            yield Candidate(self.name, f"{self.kind}{scene.round}", (i,))
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        for i in context.calls:
+            yield Candidate(self.name, f"{self.kind}{context.round}", (i,))
 
 
 def test_rules_that_never_come_to_an_end_are_stopped() -> None:
@@ -179,8 +179,8 @@ def test_a_region_is_not_wrapped_in_its_own_kind() -> None:
         name = kind = "pair"
         nests = True
 
-        def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-            yield from (Candidate(self.name, self.kind, (i,)) for i in scene.calls)
+        def propose(self, context: RuleContext) -> Iterator[Proposal]:
+            yield from (Candidate(self.name, self.kind, (i,)) for i in context.calls)
 
     gm = fuse(trace(chain), PAIR)
     assert dovetail.text(fuse(gm, Again())) == dovetail.text(gm)
@@ -219,9 +219,9 @@ class Stretches(Rule):
 
     name = kind = "stretch"
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        plain = [i for i, n in enumerate(scene.nodes) if n.op == "call_function" and i not in scene.calls]
-        plain.sort(key=scene.order.__getitem__)
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        plain = [i for i, n in enumerate(context.nodes) if n.op == "call_function" and i not in context.calls]
+        plain.sort(key=context.order.__getitem__)
         for k in range(0, len(plain) - 4, 3):
             yield Candidate(self.name, self.kind, tuple(plain[k : k + 4]), divisible=k % 2 == 0)
 

@@ -171,12 +171,12 @@ class Many(Rule):
 
     name = kind = "many"
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        plain = [i for i, n in enumerate(scene.nodes) if n.op == "call_function" and n.target is torch.sin]
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        plain = [i for i, n in enumerate(context.nodes) if n.op == "call_function" and n.target is torch.sin]
         for k in range(0, len(plain) - 1, 2):
             yield Candidate(self.name, self.kind, (plain[k], plain[k + 1]))
         for i in plain:
-            yield Refusal(self.name, (i,), f"'{scene.nodes[i].name}' costs {i} bytes", i)
+            yield Refusal(self.name, (i,), f"'{context.nodes[i].name}' costs {i} bytes", i)
 
 
 def test_it_stays_small_on_large_graphs() -> None:
@@ -312,10 +312,10 @@ def test_rules_speak_of_operations_inside_regions_as_if_these_were_open() -> Non
 
 
 class Picky(Fixed):
-    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
-        if scene.nodes[first].name == "exp":
+    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
+        if context.nodes[first].name == "exp":
             raise LookupError("no table")
-        return [f"'{scene.nodes[second].name}' is not to its taste"]
+        return [f"'{context.nodes[second].name}' is not to its taste"]
 
 
 def test_rules_have_their_say_in_this_process() -> None:

@@ -39,11 +39,11 @@ class Scattered(Rule):
             chosen = rng.sample(near, rng.randrange(1, len(near) + 1))
             self.sets.append((chosen, rng.choice(POLICIES)))
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        at = {n.name: i for i, n in enumerate(scene.nodes) if n.target is not operator.getitem}
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        at = {n.name: i for i, n in enumerate(context.nodes) if n.target is not operator.getitem}
         for chosen, policy in self.sets:
-            members = tuple(at[n] for n in chosen if n in at and at[n] not in scene.barred)
-            if len(members) > 1 or (members and scene.nodes[members[0]].op != "get_attr"):
+            members = tuple(at[n] for n in chosen if n in at and at[n] not in context.barred)
+            if len(members) > 1 or (members and context.nodes[members[0]].op != "get_attr"):
                 yield Candidate(self.name, self.kind, members, escapes=policy, divisible=self.divisible)
 
 

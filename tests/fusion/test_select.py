@@ -74,8 +74,8 @@ class Ranked(Rule):
     def __init__(self, own: int | None) -> None:
         self.own = own
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        at = {n.name: i for i, n in enumerate(scene.nodes)}
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        at = {n.name: i for i, n in enumerate(context.nodes)}
         if {"relu", "exp", "tanh"} <= at.keys():
             yield Candidate(self.name, self.kind, (at["exp"], at["tanh"]), priority=self.own)
 
@@ -205,10 +205,10 @@ class Around(Rule):
 
     name = kind = "outer"
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        for i, call in scene.calls.items():
-            results = [j for j in scene.index.after[i] if call.identity.kind == "inner"]
-            readers = [k for j in results for k in scene.index.after[j] if scene.nodes[k].op != "output"]
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        for i, call in context.calls.items():
+            results = [j for j in context.index.after[i] if call.identity.kind == "inner"]
+            readers = [k for j in results for k in context.index.after[j] if context.nodes[k].op != "output"]
             if readers:
                 yield Candidate(self.name, self.kind, (i, *readers))
 

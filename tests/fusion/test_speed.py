@@ -25,9 +25,9 @@ class Named(Rule):
     def __init__(self, sets: list[tuple[str, ...]], *, divisible: bool = False) -> None:
         self.sets, self.divisible = sets, divisible
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        if scene.round == 1:
-            at = scene.index.names
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        if context.round == 1:
+            at = context.index.names
             for names in self.sets:
                 yield Candidate(self.name, self.kind, tuple(at[n] for n in names), divisible=self.divisible)
 

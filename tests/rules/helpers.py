@@ -14,17 +14,17 @@ from tests.outlining.helpers import equal, run
 def proposals(
     rule: Rule, gm: GraphModule, **options: Any
 ) -> tuple[list[Candidate], list[Refusal], RuleContext]:
-    scene = RuleContext(gm, **options)
+    context = RuleContext(gm, **options)
     before = dovetail.text(gm)
-    said = list(rule.propose(scene))
+    said = list(rule.propose(context))
     assert dovetail.text(gm) == before, "a rule must not edit"
-    return [p for p in said if isinstance(p, Candidate)], [p for p in said if isinstance(p, Refusal)], scene
+    return [p for p in said if isinstance(p, Candidate)], [p for p in said if isinstance(p, Refusal)], context
 
 
 def found(rule: Rule, gm: GraphModule, **options: Any) -> list[list[str]]:
     """The operations of each candidate by name."""
-    candidates, _, scene = proposals(rule, gm, **options)
-    return [[scene.nodes[i].name for i in c.members] for c in candidates]
+    candidates, _, context = proposals(rule, gm, **options)
+    return [[context.nodes[i].name for i in c.members] for c in candidates]
 
 
 def declined(rule: Rule, gm: GraphModule, **options: Any) -> list[str]:
@@ -36,14 +36,14 @@ def declined(rule: Rule, gm: GraphModule, **options: Any) -> list[str]:
 
 def outlined(rule: Rule, gm: GraphModule, *inputs: Any) -> GraphModule:
     """The graph with every candidate made a region; the candidates must not overlap. Values are compared."""
-    candidates, _, scene = proposals(rule, gm)
+    candidates, _, context = proposals(rule, gm)
     requests = [
         dovetail.Request(
-            [scene.nodes[i] for i in c.members],
+            [context.nodes[i] for i in c.members],
             c.kind,
             c.version,
             c.attrs,
-            c.escapes if isinstance(c.escapes, str) else {scene.nodes[i]: p for i, p in c.escapes.items()},
+            c.escapes if isinstance(c.escapes, str) else {context.nodes[i]: p for i, p in c.escapes.items()},
         )
         for c in candidates
     ]

@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 import dovetail
 from dovetail.ir.dependencies import Index
-from dovetail.ir.op_traits import commutes
-from dovetail.ir.structural_hash import Labeller
+from dovetail.ir.op_traits import is_commutative
+from dovetail.ir.structural_hash import StructuralHasher
 from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal, run
 
@@ -24,8 +24,8 @@ def captured(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[Gr
     return dovetail.capture(function, inputs), inputs
 
 
-def candidates(scene: RuleContext, rule: Rule) -> list[Candidate]:
-    return [p for p in rule.propose(scene) if isinstance(p, Candidate)]
+def candidates(context: RuleContext, rule: Rule) -> list[Candidate]:
+    return [p for p in rule.propose(context) if isinstance(p, Candidate)]
 
 
 def moved(candidate: Candidate) -> list[int]:
@@ -36,26 +36,26 @@ def moved(candidate: Candidate) -> list[int]:
 
 def proposed(gm: GraphModule, rule: Rule, **about: Any) -> list[list[str]]:
     """The names of the operations of each candidate, in the graph's order, smallest candidate first."""
-    scene = RuleContext(gm, **about)
-    found = [[scene.nodes[i].name for i in sorted(c.members)] for c in candidates(scene, rule)]
+    context = RuleContext(gm, **about)
+    found = [[context.nodes[i].name for i in sorted(c.members)] for c in candidates(context, rule)]
     return sorted(found, key=lambda names: (len(names), names))
 
 
 def refusals(gm: GraphModule, rule: Rule, **about: Any) -> dict[tuple[str, ...], str]:
     """The reason by the names of what was refused, in the graph's order."""
-    scene = RuleContext(gm, **about)
-    found = [p for p in rule.propose(scene) if isinstance(p, Refusal)]
-    return {tuple(scene.nodes[i].name for i in sorted(r.members)): r.reason for r in found}
+    context = RuleContext(gm, **about)
+    found = [p for p in rule.propose(context) if isinstance(p, Refusal)]
+    return {tuple(context.nodes[i].name for i in sorted(r.members)): r.reason for r in found}
 
 
 def why_not(gm: GraphModule, rule: Rule, first: str, second: str, **about: Any) -> list[str]:
-    scene = RuleContext(gm, **about)
-    return rule.why_not(scene, scene.index.names[first], scene.index.names[second])
+    context = RuleContext(gm, **about)
+    return rule.why_not(context, context.index.names[first], context.index.names[second])
 
 
-def requests(scene: RuleContext, rule: Rule) -> list[dovetail.Request]:
+def requests(context: RuleContext, rule: Rule) -> list[dovetail.Request]:
     """Everything a rule proposes, as one request each."""
-    nodes = scene.nodes
+    nodes = context.nodes
     return [
         dovetail.Request(
             [nodes[i] for i in c.members],
@@ -65,7 +65,7 @@ def requests(scene: RuleContext, rule: Rule) -> list[dovetail.Request]:
             if isinstance(c.escapes, str)
             else {nodes[i]: how for i, how in c.escapes.items()},
         )
-        for c in candidates(scene, rule)
+        for c in candidates(context, rule)
     ]
 
 
@@ -104,7 +104,7 @@ def relisted(gm: GraphModule, seed: int) -> GraphModule:
         new.name = (
             f"n{rng.randrange(10**6)}_{number}" if old.op not in ("placeholder", "output") else old.name
         )
-        if commutes(new) and isinstance(new.args[0], Node) and isinstance(new.args[1], Node):
+        if is_commutative(new) and isinstance(new.args[0], Node) and isinstance(new.args[1], Node):
             new.args = (new.args[1], new.args[0], *new.args[2:])
     graph.set_codegen(gm.graph._codegen)
     return GraphModule(gm, graph)
@@ -119,9 +119,9 @@ def _release(index: Index, done: int, waiting: list[int], ready: list[int]) -> N
 
 def structure(gm: GraphModule, rule: Rule, **about: Any) -> list[tuple[int, ...]]:
     """The candidates by what their operations compute, the same for a graph that was listed otherwise."""
-    scene = RuleContext(gm, **about)
-    labels = Labeller(scene.index).forward()
-    return sorted(tuple(sorted(labels[i] for i in c.members)) for c in candidates(scene, rule))
+    context = RuleContext(gm, **about)
+    labels = StructuralHasher(context.index).forward()
+    return sorted(tuple(sorted(labels[i] for i in c.members)) for c in candidates(context, rule))
 
 
 def bodies(gm: GraphModule) -> int:
@@ -129,11 +129,11 @@ def bodies(gm: GraphModule) -> int:
     return len({id(region.body) for region in dovetail.regions(gm)})
 
 
-def is_legal(scene: RuleContext, number: Mapping[int, int]) -> bool:
+def is_legal(context: RuleContext, number: Mapping[int, int]) -> bool:
     """Whether regions, given by number for each member, are free of circles when each is drawn together."""
-    unit = [("region", number[i]) if i in number else ("node", i) for i in range(len(scene.nodes))]
+    unit = [("region", number[i]) if i in number else ("node", i) for i in range(len(context.nodes))]
     needs: dict[Any, set[Any]] = {u: set() for u in unit}
-    for i, earlier in enumerate(scene.index.before):
+    for i, earlier in enumerate(context.index.before):
         needs[unit[i]].update(unit[j] for j in earlier if unit[j] != unit[i])
     done: set[Any] = set()
     while needs:
@@ -146,13 +146,13 @@ def is_legal(scene: RuleContext, number: Mapping[int, int]) -> bool:
     return True
 
 
-def is_connected(scene: RuleContext, members: Sequence[int]) -> bool:
+def is_connected(context: RuleContext, members: Sequence[int]) -> bool:
     """Whether data edges, in either direction, lead from each member to each other."""
     inside, seen, stack = set(members), {members[0]}, [members[0]]
     while stack:
         at = stack.pop()
-        readers = [scene.index.position[user] for user in scene.nodes[at].users]
-        near = inside.intersection([*scene.index.data[at], *readers]) - seen
+        readers = [context.index.position[user] for user in context.nodes[at].users]
+        near = inside.intersection([*context.index.data[at], *readers]) - seen
         seen |= near
         stack.extend(near)
     return seen == inside

@@ -20,20 +20,22 @@ from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal
 
 
-def proposed(rule: Rule, gm: GraphModule, **scene: Any) -> tuple[RuleContext, list[Candidate], list[Refusal]]:
+def proposed(
+    rule: Rule, gm: GraphModule, **context: Any
+) -> tuple[RuleContext, list[Candidate], list[Refusal]]:
     """What a rule says of a graph, which it leaves as it was."""
     before = dovetail.text(gm)
-    look = RuleContext(gm, **scene)
+    look = RuleContext(gm, **context)
     said = list(rule.propose(look))
     assert dovetail.text(gm) == before
     candidates = [p for p in said if isinstance(p, Candidate)]
     return look, candidates, [p for p in said if isinstance(p, Refusal)]
 
 
-def requests(scene: RuleContext, candidates: list[Candidate]) -> list[Request]:
+def requests(context: RuleContext, candidates: list[Candidate]) -> list[Request]:
     return [
         Request(
-            [scene.nodes[i] for i in c.members],
+            [context.nodes[i] for i in c.members],
             c.kind,
             c.version,
             c.attrs,
@@ -46,11 +48,11 @@ def requests(scene: RuleContext, candidates: list[Candidate]) -> list[Request]:
 
 def applied(rule: Rule, gm: GraphModule) -> GraphModule:
     """The graph with every candidate of highest priority as a region."""
-    scene, candidates, _ = proposed(rule, gm)
+    context, candidates, _ = proposed(rule, gm)
     if not candidates:
         return gm
     first = max(c.priority for c in candidates)
-    out = dovetail.outline(gm, requests(scene, [c for c in candidates if c.priority == first]))
+    out = dovetail.outline(gm, requests(context, [c for c in candidates if c.priority == first]))
     dovetail.check(out)
     return out
 
@@ -65,8 +67,8 @@ def to_the_end(rule: Rule, gm: GraphModule, rounds: int = 8) -> GraphModule:
     raise AssertionError(f"{rule.name} goes on after {rounds} rounds")
 
 
-def member_names(scene: RuleContext, candidates: list[Candidate]) -> list[list[str]]:
-    return [[scene.nodes[i].name for i in c.members] for c in candidates]
+def member_names(context: RuleContext, candidates: list[Candidate]) -> list[list[str]]:
+    return [[context.nodes[i].name for i in c.members] for c in candidates]
 
 
 def bodies(gm: GraphModule, kind: str | None = None) -> int:
@@ -128,14 +130,14 @@ def an_input() -> Tensor:
 def blocks(function: Callable[..., Any], **options: Any) -> list[list[str]]:
     """The operations of each candidate, after proof that outlining them all changes nothing and shares a body."""
     gm = symbolic_trace(function)
-    scene, candidates, _ = proposed(repeats(**options), gm)
+    context, candidates, _ = proposed(repeats(**options), gm)
     if candidates:
-        out = dovetail.outline(gm, requests(scene, candidates))
+        out = dovetail.outline(gm, requests(context, candidates))
         dovetail.check(out)
         assert bodies(out) < len(candidates)
         assert same_run(gm, out, an_input())
         assert dovetail.text(dovetail.inline(out)) == dovetail.text(gm)
-    return member_names(scene, candidates)
+    return member_names(context, candidates)
 
 
 def reasons(function: Callable[..., Any], **options: Any) -> list[str]:

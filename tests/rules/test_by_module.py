@@ -78,10 +78,10 @@ TRACERS: dict[str, Callable[..., GraphModule]] = {
 @pytest.mark.parametrize("what", ["layers.*.mlp", "**.mlp", "*.[01].m?p"])
 def test_a_path_names_one_module_of_each_layer(tracer: str, what: str) -> None:
     gm = TRACERS[tracer](Model(), torch.randn(2, 4))
-    scene, found, refused = proposed(modules(what, kind="mlp"), gm)
+    context, found, refused = proposed(modules(what, kind="mlp"), gm)
     assert len(found) == 2
     assert not refused
-    first, second = member_names(scene, found)
+    first, second = member_names(context, found)
     assert len(first) == len(second) == 6  # linear, chunk, its two parts, sigmoid, mul
     assert not set(first) & set(second)
 
@@ -92,11 +92,11 @@ def test_a_path_names_one_module_of_each_layer(tracer: str, what: str) -> None:
 )
 def test_a_class_names_every_call_of_its_modules(tracer: str, what: Any) -> None:
     gm = TRACERS[tracer](Model(), torch.randn(2, 4))
-    scene, found, refused = proposed(modules(what, kind="gate"), gm)
+    context, found, refused = proposed(modules(what, kind="gate"), gm)
     # The shared one is called twice: two regions, one before and one after the layers.
     assert len(found) == 4
     assert not refused
-    assert len({name for names in member_names(scene, found) for name in names}) == 4 * 6
+    assert len({name for names in member_names(context, found) for name in names}) == 4 * 6
 
 
 def test_equal_modules_share_one_body_and_values_stay() -> None:
@@ -113,8 +113,8 @@ def test_equal_modules_share_one_body_and_values_stay() -> None:
 
 def test_parameters_are_operands() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
-    scene, found, _ = proposed(modules("layers.0", kind="layer"), gm)
-    assert all(scene.nodes[i].op == "call_function" for i in found[0].members)
+    context, found, _ = proposed(modules("layers.0", kind="layer"), gm)
+    assert all(context.nodes[i].op == "call_function" for i in found[0].members)
     region = dovetail.regions(applied(modules("layers.0", kind="layer"), gm))[0]
     assert len(region.inputs) == 1 + 4
 
@@ -204,9 +204,9 @@ def written_by_hand(cross: bool) -> GraphModule:
 
 def test_whether_a_module_can_be_one_region_is_for_the_choice_to_say() -> None:
     rule = modules("part", kind="part")
-    scene, found, _ = proposed(rule, written_by_hand(cross=True))
+    context, found, _ = proposed(rule, written_by_hand(cross=True))
     with pytest.raises(CyclicRegion, match="neg"):
-        dovetail.outline(scene.gm, requests(scene, found))
+        dovetail.outline(context.gm, requests(context, found))
     assert len(dovetail.regions(applied(rule, written_by_hand(cross=False)))) == 1
 
 
@@ -219,12 +219,12 @@ def test_small_modules_can_be_left_alone() -> None:
 def test_why_two_operations_are_not_in_one_region() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
     rule = modules("layers.*", kind="layer")
-    scene, (first, second), _ = proposed(rule, gm)
+    context, (first, second), _ = proposed(rule, gm)
     a, b = first.members[0], second.members[0]
-    assert "layers.0 and layers.1" in rule.why_not(scene, a, b)[0]
-    assert rule.why_not(scene, a, first.members[-1]) == []
-    outside = next(i for i, n in enumerate(scene.nodes) if n.op == "call_function")
-    assert "no module that matches" in rule.why_not(scene, outside, a)[0]
+    assert "layers.0 and layers.1" in rule.why_not(context, a, b)[0]
+    assert rule.why_not(context, a, first.members[-1]) == []
+    outside = next(i for i, n in enumerate(context.nodes) if n.op == "call_function")
+    assert "no module that matches" in rule.why_not(context, outside, a)[0]
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "moe", "mamba", "vit"])
@@ -306,9 +306,9 @@ def test_a_bad_kind() -> None:
 
 def test_a_part_goes_with_its_operation() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
-    scene, found, _ = proposed(modules("shared", kind="gate"), gm)
+    context, found, _ = proposed(modules("shared", kind="gate"), gm)
     for candidate in found:
-        parts = [i for i in candidate.members if scene.nodes[i].target is operator.getitem]
+        parts = [i for i in candidate.members if context.nodes[i].target is operator.getitem]
         assert len(parts) == 2
 
 

@@ -51,13 +51,13 @@ def test_all_that_is_proposed_is_legal_together_and_changes_nothing(
 ) -> None:
     gm = built(program, values=values)
     limits = Limits(nodes=nodes)
-    scene = RuleContext(gm, limits=limits)
-    found = candidates(scene, rule)
+    context = RuleContext(gm, limits=limits)
+    found = candidates(context, rule)
     members = [i for c in found for i in c.members]
     assert len(members) == len(set(members))
     if rule.kind != "group" and not getattr(rule, "join_siblings", False):
-        assert all(is_connected(scene, c.members) for c in found)
-    assert is_legal(scene, {i: k for k, c in enumerate(found) for i in moved(c)})
+        assert all(is_connected(context, c.members) for c in found)
+    assert is_legal(context, {i: k for k, c in enumerate(found) for i in moved(c)})
     fused(gm, rule, *inputs(), limits=limits)
 
 
@@ -66,8 +66,8 @@ def test_all_that_is_proposed_is_legal_together_and_changes_nothing(
 def test_each_set_of_siblings_is_legal_and_changes_nothing(program: list[Step]) -> None:
     gm = built(program)
     for rule in (siblings(), siblings(follow=True), siblings({"sin", "add", "mul"}, alike=False)):
-        scene = RuleContext(gm)
-        for request in requests(scene, rule):
+        context = RuleContext(gm)
+        for request in requests(context, rule):
             new = dovetail.outline(gm, [request])
             assert equal(run(new, *inputs()), run(gm, *inputs()))
 
@@ -87,19 +87,19 @@ def test_listing_and_names_and_operand_order_do_not_matter(
 @given(program=steps(effects=True, most=16), picks=st.lists(st.integers(0, 3), min_size=40, max_size=40))
 def test_no_two_neighbouring_regions_could_be_one(program: list[Step], picks: list[int]) -> None:
     gm = built(program, values=False)
-    scene = RuleContext(gm)
-    wanted = {node for node, pick in zip(scene.nodes, picks * 3, strict=False) if pick}
+    context = RuleContext(gm)
+    wanted = {node for node, pick in zip(context.nodes, picks * 3, strict=False) if pick}
     rule = capability(lambda node: node in wanted, "wanted", min_size=1)
-    number = {i: k for k, c in enumerate(candidates(scene, rule)) for i in c.members}
-    for late, reads in enumerate(scene.index.data):
+    number = {i: k for k, c in enumerate(candidates(context, rule)) for i in c.members}
+    for late, reads in enumerate(context.index.data):
         for early in reads:
             if early in number and late in number and number[early] != number[late]:
                 one = {i: number[early] if k == number[late] else k for i, k in number.items()}
-                assert not is_legal(scene, one)
+                assert not is_legal(context, one)
     joined = capability(lambda node: node in wanted, "wanted", min_size=1, join_siblings=True)
-    number = {i: k for k, c in enumerate(candidates(scene, joined)) for i in c.members}
+    number = {i: k for k, c in enumerate(candidates(context, joined)) for i in c.members}
     for a, b in permutations(set(number.values()), 2):
-        assert not is_legal(scene, {i: a if k == b else k for i, k in number.items()})
+        assert not is_legal(context, {i: a if k == b else k for i, k in number.items()})
 
 
 @BUSY
@@ -145,10 +145,10 @@ def test_time_grows_with_the_graph(
         gm = built(shape(n), values=False)
         best = 1e9
         for _ in range(2):
-            scene, rule = RuleContext(gm), make(gm)
-            _ = scene.order
+            context, rule = RuleContext(gm), make(gm)
+            _ = context.order
             start = time.perf_counter()
-            refused = [p for p in rule.propose(scene) if isinstance(p, Refusal)]
+            refused = [p for p in rule.propose(context) if isinstance(p, Refusal)]
             best = min(best, time.perf_counter() - start)
             assert len(refused) <= 2_000
         seconds.append(best)

@@ -82,9 +82,9 @@ def test_branches_are_in_an_order_that_no_listing_changes() -> None:
     rule = siblings(follow=True)
 
     def weights(gm: Any) -> list[str]:
-        scene = RuleContext(gm)
-        (found,) = candidates(scene, rule)
-        heads = [scene.nodes[i] for i in found.members[::2]]
+        context = RuleContext(gm)
+        (found,) = candidates(context, rule)
+        heads = [context.nodes[i] for i in found.members[::2]]
         return [head.args[1].name for head in heads]  # type: ignore[union-attr]
 
     for seed in range(4):

@@ -230,8 +230,8 @@ def test_a_region_has_the_class_of_its_body(function: Callable[..., Any], expect
     new = dovetail.outline(gm, inside, kind="all", escapes="output")
     (region,) = dovetail.regions(new)
     assert class_of_body(region.body) is expected
-    scene = RuleContext(new)
-    assert classify(scene)[scene.index.names["all_0"]] is expected
+    context = RuleContext(new)
+    assert classify(context)[context.index.names["all_0"]] is expected
 
 
 def test_a_region_that_writes_is_opaque() -> None:
@@ -242,8 +242,8 @@ def test_a_region_that_writes_is_opaque() -> None:
 
     gm = trace(function)
     new = dovetail.outline(gm, ["mul", "add_"], kind="writes", escapes="output")
-    scene = RuleContext(new)
-    assert classify(scene)[scene.index.names["writes_0"]] is OPAQUE
+    context = RuleContext(new)
+    assert classify(context)[context.index.names["writes_0"]] is OPAQUE
 
 
 def test_classes_are_ordered_and_spoken() -> None:
@@ -263,10 +263,10 @@ def test_models_leave_little_opaque() -> None:
     for name in ("llama", "bert", "moe"):
         model = zoo.get(name)
         given = model.example_inputs("tiny")
-        scene = RuleContext(dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs))
+        context = RuleContext(dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs))
         opaque = {
             str(node.target)
-            for node, found in zip(scene.nodes, classify(scene), strict=True)
+            for node, found in zip(context.nodes, classify(context), strict=True)
             if node.op == "call_function" and node.target is not operator.getitem and found is OPAQUE
         }
         assert opaque <= expected

@@ -277,7 +277,7 @@ def test_the_predicate_is_asked_once_for_each_operation() -> None:
         asked.append(node.name)
         return True
 
-    rule, scene = capability(yes, "npu"), RuleContext(gm)
+    rule, context = capability(yes, "npu"), RuleContext(gm)
     for _ in range(2):
-        list(rule.propose(scene))
+        list(rule.propose(context))
     assert sorted(asked) == ["add", "max_1"]

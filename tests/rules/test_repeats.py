@@ -51,10 +51,10 @@ def test_three_residual_blocks_are_one_body() -> None:
 
 def test_signatures_are_what_sharing_needs() -> None:
     gm = symbolic_trace(lambda x: layer(layer(layer(x))))
-    scene, candidates, _ = proposed(repeats(), gm)
+    context, candidates, _ = proposed(repeats(), gm)
     seen: set[Any] = set()
     for candidate in candidates:
-        inside = [scene.nodes[i] for i in candidate.members]
+        inside = [context.nodes[i] for i in candidate.members]
         operands = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in inside)
         seen.add(signature(gm, list(operands), inside, inside[-1:]))
     assert len(candidates) == 3
@@ -266,10 +266,10 @@ def test_neither_names_nor_the_listing_matter(seed: int) -> None:
         return x + torch.cos(mask)
 
     gm = symbolic_trace(f)
-    scene, candidates, _ = proposed(repeats(), gm)
+    context, candidates, _ = proposed(repeats(), gm)
     other, again, _ = proposed(repeats(), relisted(gm, seed))
     theirs = {frozenset(other.nodes[i].meta["original"] for i in c.members) for c in again}
-    assert theirs == {frozenset(names) for names in member_names(scene, candidates)}
+    assert theirs == {frozenset(names) for names in member_names(context, candidates)}
     out = dovetail.outline(other.gm, requests(other, again))
     assert same_run(gm, out, an_input())
 

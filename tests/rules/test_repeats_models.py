@@ -52,10 +52,10 @@ def layer_of(node: Any, prefix: str) -> str | None:
     return None
 
 
-def covers_layers(scene: RuleContext, candidates: list[Any], prefix: str) -> None:
+def covers_layers(context: RuleContext, candidates: list[Any], prefix: str) -> None:
     """Each candidate is one layer: all of its operations, and nothing else."""
     by_layer: dict[str, set[int]] = {}
-    for i, node in enumerate(scene.nodes):
+    for i, node in enumerate(context.nodes):
         layer = layer_of(node, prefix)
         if layer is not None and node.op.startswith("call"):
             by_layer.setdefault(layer, set()).add(i)
@@ -63,9 +63,9 @@ def covers_layers(scene: RuleContext, candidates: list[Any], prefix: str) -> Non
     assert {frozenset(c.members) for c in candidates} == {frozenset(m) for m in by_layer.values()}
 
 
-def one_body_for_all(scene: RuleContext, candidates: list[Any]) -> GraphModule:
+def one_body_for_all(context: RuleContext, candidates: list[Any]) -> GraphModule:
     assert len(candidates) == LAYERS
-    out = dovetail.outline(scene.gm, requests(scene, candidates))
+    out = dovetail.outline(context.gm, requests(context, candidates))
     dovetail.check(out)
     assert len(dovetail.regions(out)) == LAYERS
     assert bodies(out) == 1
@@ -74,9 +74,9 @@ def one_body_for_all(scene: RuleContext, candidates: list[Any]) -> GraphModule:
 
 def test_captured(llama: nn.Module, tokens: torch.Tensor) -> None:
     gm = dovetail.capture(llama, (tokens,), {"use_cache": False})
-    scene, candidates, _ = proposed(repeats(), gm)
-    out = one_body_for_all(scene, candidates)
-    covers_layers(scene, candidates, "model.layers.")
+    context, candidates, _ = proposed(repeats(), gm)
+    out = one_body_for_all(context, candidates)
+    covers_layers(context, candidates, "model.layers.")
     assert torch.equal(
         out(tokens, use_cache=False).logits,
         llama(tokens, use_cache=False).logits,
@@ -85,15 +85,15 @@ def test_captured(llama: nn.Module, tokens: torch.Tensor) -> None:
     # Neither names nor the listing matter.
     other, again, _ = proposed(repeats(), relisted(gm, 3))
     assert {frozenset(other.nodes[i].meta["original"] for i in c.members) for c in again} == {
-        frozenset(scene.nodes[i].name for i in c.members) for c in candidates
+        frozenset(context.nodes[i].name for i in c.members) for c in candidates
     }
 
 
 def test_exported(llama: nn.Module, tokens: torch.Tensor) -> None:
     exported = torch.export.export(llama, (tokens,), {"use_cache": False})
     gm = exported.graph_module
-    scene, candidates, _ = proposed(repeats(), gm)
-    out = one_body_for_all(scene, candidates)
+    context, candidates, _ = proposed(repeats(), gm)
+    out = one_body_for_all(context, candidates)
     # Assertions stay with what they are about: each layer has one result.
     assert all(len(region.outputs) == 1 for region in dovetail.regions(out))
     state = {**dict(llama.named_parameters()), **dict(llama.named_buffers()), **exported.constants}
@@ -105,9 +105,9 @@ def test_as_dynamo_hands_it_to_a_backend(llama: nn.Module, tokens: torch.Tensor)
     seen: list[Any] = []
 
     def backend(gm: GraphModule, examples: Any) -> Any:
-        scene, candidates, _ = proposed(repeats(), gm)
-        covers_layers(scene, candidates, "model.layers.")
-        seen.append(one_body_for_all(scene, candidates))
+        context, candidates, _ = proposed(repeats(), gm)
+        covers_layers(context, candidates, "model.layers.")
+        seen.append(one_body_for_all(context, candidates))
         return seen[-1]
 
     torch._dynamo.reset()
@@ -125,8 +125,8 @@ def test_traced_by_make_fx(llama: nn.Module, tokens: torch.Tensor) -> None:
 
     gm = make_fx(run, tracing_mode="fake")(state, tokens)
     assert not any("nn_module_stack" in node.meta for node in gm.graph.nodes)
-    scene, candidates, _ = proposed(repeats(), gm)
-    out = one_body_for_all(scene, candidates)
+    context, candidates, _ = proposed(repeats(), gm)
+    out = one_body_for_all(context, candidates)
     assert torch.equal(out(state, tokens), llama(tokens, use_cache=False).logits)
 
 
@@ -147,8 +147,8 @@ def test_stages_of_a_resnet() -> None:
     entry = zoo.get("resnet")
     inputs = entry.example_inputs("tiny")
     gm = dovetail.capture(entry.build("tiny", stages=(3, 4)).eval(), inputs.args, inputs.kwargs)
-    scene, candidates, refused = proposed(repeats(), gm)
-    out = dovetail.outline(gm, requests(scene, candidates))
+    context, candidates, refused = proposed(repeats(), gm)
+    out = dovetail.outline(gm, requests(context, candidates))
     assert len(dovetail.regions(out)) == 3 + 3
     assert bodies(out) == 2
     assert same_run(gm, out, *inputs.args)

@@ -135,9 +135,9 @@ def test_what_may_not_be_taken_is_not_in_a_block() -> None:
         return x
 
     gm = symbolic_trace(f)
-    scene, candidates, refused = proposed(repeats(), gm, barred={})
+    context, candidates, refused = proposed(repeats(), gm, barred={})
     assert len(candidates) == 4
-    barred = scene.index.names["exp_1"]
+    barred = context.index.names["exp_1"]
     _, candidates, refused = proposed(repeats(), gm, barred={barred: "asked never to"})
     assert len(candidates) == 3
     assert not any(barred in c.members for c in candidates)
@@ -191,7 +191,7 @@ def test_a_bad_kind() -> None:
 def test_why_two_operations_are_not_in_one_block() -> None:
     gm = symbolic_trace(lambda x: torch.cos(layer(layer(x))))
     rule = repeats()
-    scene = proposed(rule, gm)[0]
-    names = scene.index.names
-    assert "'cos' is called in this way only once" in rule.why_not(scene, names["cos"], names["sin"])[0]
-    assert rule.why_not(scene, names["sin"], names["exp"]) == []
+    context = proposed(rule, gm)[0]
+    names = context.index.names
+    assert "'cos' is called in this way only once" in rule.why_not(context, names["cos"], names["sin"])[0]
+    assert rule.why_not(context, names["sin"], names["exp"]) == []

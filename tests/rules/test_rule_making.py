@@ -44,11 +44,11 @@ def test_a_guard_sees_the_bound_values_and_declines_with_a_reason() -> None:
         return None
 
     gm = dovetail.capture(model, INPUTS)
-    candidates, (refusal,), scene = proposals(swiglu, gm)
+    candidates, (refusal,), context = proposals(swiglu, gm)
     assert candidates == []
     assert refusal.reason == "too wide"
     assert refusal.at is not None
-    assert scene.nodes[refusal.at].name == "gate"
+    assert context.nodes[refusal.at].name == "gate"
     (match,) = seen
     gate = match["gate"]
     assert (gate.dtype, gate.ndim, gate.device.type, gate.name) == (torch.float32, 2, "cpu", "gate")
@@ -299,3 +299,13 @@ def test_looking_through_a_view_that_changes_the_meaning_is_refused() -> None:
     assert len(found(probabilities, same)) == 1
     other = dovetail.capture(lambda x: torch.softmax((x * 2).reshape(4, 6), -1), (torch.randn(6, 4),))
     assert declined(probabilities, other)
+
+
+def test_the_old_name_of_an_analysis_still_works_and_warns() -> None:
+    context = dovetail.RuleContext(dovetail.capture(torch.relu, (torch.ones(2),)))
+    with pytest.warns(DeprecationWarning, match="analysis"):
+        assert context.fact(len_of_graph) == context.analysis(len_of_graph) == len(context.nodes)
+
+
+def len_of_graph(context: dovetail.RuleContext) -> int:
+    return len(context.nodes)

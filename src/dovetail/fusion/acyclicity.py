@@ -139,9 +139,9 @@ def _peeled(wants: dict[int, set[int]], units: set[int]) -> set[int]:
     return units.difference(ready)
 
 
-def finds_way_back(scene: RuleContext, plan: PlannedRegion, most: int) -> Loop | None:
+def finds_way_back(context: RuleContext, plan: PlannedRegion, most: int) -> Loop | None:
     """A chain that leaves a set and comes back, if one is found within so many steps."""
-    index, order = scene.index, scene.order
+    index, order = context.index, context.order
     members, clones = plan.members, plan.draft.clones
     high = plan.places[-1]
     came: dict[int, int] = {}
@@ -172,7 +172,7 @@ class RegionContraction:
     members. `budget` is how many steps all searches may take together.
     """
 
-    scene: RuleContext
+    context: RuleContext
     positions: set[int]
     budget: int
     taken: list[PlannedRegion] = field(default_factory=list[PlannedRegion])
@@ -181,7 +181,7 @@ class RegionContraction:
     _cloning: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def __post_init__(self) -> None:
-        order = self.scene.order
+        order = self.context.order
         self._slot = {i: k for k, i in enumerate(sorted(self.positions, key=order.__getitem__))}
 
     def unit(self, position: int) -> int:
@@ -214,7 +214,7 @@ class RegionContraction:
         for i in members:
             self._owner[i] = len(self.taken)
         for c in plan.draft.clones:
-            for j in self.scene.index.data[c]:
+            for j in self.context.index.data[c]:
                 if j not in plan.draft.clones:
                     self._cloning.setdefault(j, []).append(mine)
         self.taken.append(plan)
@@ -225,7 +225,7 @@ class RegionContraction:
 
     def _later(self, unit: int) -> Iterator[tuple[int, int, int]]:
         """What depends on a unit: the position it leaves from, the one it comes to, and the unit of that."""
-        index = self.scene.index
+        index = self.context.index
         for i in self._inside(unit):
             for j in index.after[i]:
                 if j in self.positions and self._counts(i, j):
@@ -238,14 +238,14 @@ class RegionContraction:
         k = self._owner.get(second)
         if k is None or first not in self.taken[k].draft.clones:
             return True
-        return first in self.scene.index.dependencies.before.get(second, ())
+        return first in self.context.index.dependencies.before.get(second, ())
 
     def _search(
         self, plan: PlannedRegion, high: int, whole: bool
     ) -> tuple[set[int], dict[int, tuple[int, int, int]], list[tuple[int, int, int]]]:
         """Everything that depends on the members and comes before the last of them; and ways back to a member."""
         members, clones = plan.members, plan.draft.clones
-        index = self.scene.index
+        index = self.context.index
         # A clone reads its operands where the region is called.
         cloning = {j: c for c in clones for j in index.data[c] if j not in clones}
         effects = index.dependencies.before
@@ -260,7 +260,7 @@ class RegionContraction:
                 came[unit] = (origin, i, j)
                 queue.append(unit)
 
-        order = self.scene.order
+        order = self.context.order
         for i in sorted(members, key=order.__getitem__):
             for _, j, unit in self._later(i):
                 self.budget -= 1
@@ -285,7 +285,7 @@ class RegionContraction:
     def _reached_from(self, plan: PlannedRegion, low: int) -> set[int]:
         """Everything that the members depend on and that comes after the first of them."""
         seen: set[int] = set()
-        index = self.scene.index
+        index = self.context.index
         stack = [self.unit(j) for j in needs(index, plan) if j in self.positions and j not in plan.members]
         while stack and self.budget >= 0:
             unit = stack.pop()
@@ -315,7 +315,7 @@ class RegionContraction:
             if i in plan.members:
                 break
             unit = origin
-        index, clones = self.scene.index, plan.draft.clones
+        index, clones = self.context.index, plan.draft.clones
         ends = {j for _, _, j in hits}
         reached = ends & plan.members
         if not ends <= plan.members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from torch import nn
@@ -17,17 +17,17 @@ from dovetail.ir.nodes import is_projection
 from dovetail.outlining.escapes import settle
 from dovetail.outlining.outline import DEEPEST
 from dovetail.outlining.region_call import Identity, call_of, clone_of, make_identity, walk
-from dovetail.outlining.request import POLICIES, RegionDraft, Request, complete, readers_among
+from dovetail.outlining.request import POLICIES, RegionDraft, complete, readers_among
 from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
 
 
-def over_limits(scene: RuleContext, figures: Figures, draft: RegionDraft) -> str:
+def over_limits(context: RuleContext, figures: Figures, draft: RegionDraft) -> str:
     """Which limit a settled draft breaks, in words; empty if it keeps to all."""
-    limits, index = scene.limits, scene.index
+    limits, index = context.limits, context.index
     if limits.unlimited:
         return ""
     if limits.nodes is not None:
-        count = _originals(scene, draft)
+        count = _originals(context, draft)
         if count > limits.nodes:
             return too_many(count, limits.nodes)
     if limits.outputs is not None and len(draft.outputs) > limits.outputs:
@@ -52,9 +52,9 @@ def too_many(count: int, most: int) -> str:
     return f"it computes {count} operations, and the limit is {most}"
 
 
-def _originals(scene: RuleContext, draft: RegionDraft) -> int:
+def _originals(context: RuleContext, draft: RegionDraft) -> int:
     """How many operations it computes, counted as `Region.nodes` lists them."""
-    calls, nodes = scene.calls, scene.nodes
+    calls, nodes = context.calls, context.nodes
     inner = [i for i in draft.inside if i in calls] if calls else []
     if not inner:
         return len(draft.members) + len(draft.clones)
@@ -64,17 +64,17 @@ def _originals(scene: RuleContext, draft: RegionDraft) -> int:
     return len(names)
 
 
-def nesting_obstacle(scene: RuleContext, draft: RegionDraft, operations: int) -> str:
+def nesting_obstacle(context: RuleContext, draft: RegionDraft, operations: int) -> str:
     """Why regions cannot be taken in as a draft does, empty if they can. `operations` is how many it has in all."""
-    calls, kind = scene.calls, draft.identity.kind
+    calls, kind = context.calls, draft.identity.kind
     inner = [i for i in draft.inside if i in calls]
     if any(calls[i].depth >= DEEPEST for i in inner):
         return f"it would nest more than {DEEPEST} deep"
     for i in draft.outputs:
         if i in calls:
-            name = scene.nodes[i].name
+            name = context.nodes[i].name
             return f"the results of '{name}' are used as one, so they cannot leave a region"
-    if len(inner) == operations == 1 and kind in _wrapped_kinds(scene.gm, scene.nodes[inner[0]]):
+    if len(inner) == operations == 1 and kind in _wrapped_kinds(context.gm, context.nodes[inner[0]]):
         return f"it is a region of kind '{kind}' already"
     return ""
 
@@ -98,13 +98,13 @@ def _wrapped_kinds(root: nn.Module, node: Node) -> set[str]:
     return kinds
 
 
-def stages(scene: RuleContext, members: Collection[int], missing: Collection[int]) -> list[list[int]]:
+def stages(context: RuleContext, members: Collection[int], missing: Collection[int]) -> list[list[int]]:
     """What is left of a convex set without some operations, in sets that are convex again.
 
     An operation that depends on another through a missing one comes in a later set.
     """
     whole, gone = set(members), set(missing)
-    before = scene.index.before
+    before = context.index.before
     reached: dict[int, int] = {}
     found: list[list[int]] = []
     for i in sorted(whole):
@@ -121,9 +121,9 @@ def stages(scene: RuleContext, members: Collection[int], missing: Collection[int
     return [group for group in found if group]
 
 
-def connected(scene: RuleContext, members: Iterable[int]) -> list[list[int]]:
+def connected(context: RuleContext, members: Iterable[int]) -> list[list[int]]:
     """The pieces of a set that values hold together; a constant is in each piece that reads it."""
-    index = scene.index
+    index = context.index
     inside = set(members)
     constants = {i for i in inside if index.nodes[i].op == "get_attr"}
     waiting = inside - constants
@@ -134,7 +134,7 @@ def connected(scene: RuleContext, members: Iterable[int]) -> list[list[int]]:
                 near[i].append(j)
                 near[j].append(i)
     pieces: list[list[int]] = []
-    for start in sorted(waiting, key=scene.order.__getitem__):
+    for start in sorted(waiting, key=context.order.__getitem__):
         if start not in waiting:
             continue
         waiting.discard(start)
@@ -149,19 +149,19 @@ def connected(scene: RuleContext, members: Iterable[int]) -> list[list[int]]:
     return pieces
 
 
-def halves(scene: RuleContext, members: Collection[int]) -> list[list[int]]:
+def halves(context: RuleContext, members: Collection[int]) -> list[list[int]]:
     """A convex set as two: what depends on less, and the rest."""
-    nodes = scene.nodes
+    nodes = context.nodes
     constants = [i for i in members if nodes[i].op == "get_attr"]
-    rest = sorted((i for i in members if nodes[i].op != "get_attr"), key=scene.order.__getitem__)
+    rest = sorted((i for i in members if nodes[i].op != "get_attr"), key=context.order.__getitem__)
     middle = (len(rest) + 1) // 2
     return [[*constants, *half] for half in (rest[:middle], rest[middle:]) if half]
 
 
-def split_at(scene: RuleContext, members: Collection[int], reached: Collection[int]) -> list[list[int]]:
+def split_at(context: RuleContext, members: Collection[int], reached: Collection[int]) -> list[list[int]]:
     """A set as two: what does not depend on `reached` inside the set, and what does."""
     inside, later = set(members), set(reached)
-    before = scene.index.before
+    before = context.index.before
     for i in sorted(inside):
         if i not in later and any(j in later and j in inside for j in before[i]):
             later.add(i)
@@ -256,17 +256,18 @@ class Refused:
 
 
 class Planner:
-    """Makes plans of candidates for one scene."""
+    """Makes plans of candidates for one context."""
 
-    def __init__(self, scene: RuleContext, cost: CostModel, wishes: ConstraintsProtocol = NO_WISHES) -> None:
-        self.scene, self.cost, self.wishes = scene, cost, wishes
-        self.figures = Figures(scene.index)
+    def __init__(
+        self, context: RuleContext, cost: CostModel, wishes: ConstraintsProtocol = NO_WISHES
+    ) -> None:
+        self.context, self.cost, self.wishes = context, cost, wishes
+        self.figures = Figures(context.index)
         self._identities: dict[tuple[str, int], Identity] = {}
-        self._requests: dict[tuple[str, str], Request] = {}
 
     def plans(self, proposed: Proposed) -> Iterator[PlannedRegion | Refused]:
         """The plan of a candidate, or why there is none; for a divisible one those of its parts, if need be."""
-        members, order = proposed.candidate.members, self.scene.order
+        members, order = proposed.candidate.members, self.context.order
         if not proposed.candidate.divisible:
             yield self.plan(proposed, members)
             return
@@ -275,11 +276,11 @@ class Planner:
             at = min(barred, key=order.__getitem__)
             yield Refused(proposed, members, self._obstacle(proposed, at), at)
         elif barred:
-            yield from self.parts(proposed, stages(self.scene, members, barred))
+            yield from self.parts(proposed, stages(self.context, members, barred))
         else:
             found = self._too_many(proposed, members) or self.plan(proposed, members)
             if isinstance(found, Refused) and found.limited:
-                yield from self.parts(proposed, halves(self.scene, members), found)
+                yield from self.parts(proposed, halves(self.context, members), found)
             else:
                 yield found
 
@@ -293,10 +294,10 @@ class Planner:
         """
         least = getattr(proposed.rule, "min_size", 2)
         least = least if isinstance(least, int) else 2
-        loose = len(connected(self.scene, proposed.candidate.members)) > 1
+        loose = len(connected(self.context, proposed.candidate.members)) > 1
 
         def pieces(group: Iterable[int]) -> list[list[int]]:
-            return [list(group)] if loose else connected(self.scene, group)
+            return [list(group)] if loose else connected(self.context, group)
 
         waiting = [piece for group in groups for piece in pieces(group)]
         made = False
@@ -307,7 +308,7 @@ class Planner:
             found = self._too_many(proposed, part) or self.plan(proposed, part)
             if isinstance(found, Refused) and found.limited:
                 over = over or found
-                waiting.extend(piece for half in halves(self.scene, part) for piece in pieces(half))
+                waiting.extend(piece for half in halves(self.context, part) for piece in pieces(half))
             else:
                 made = True
                 yield found
@@ -316,38 +317,38 @@ class Planner:
 
     def _too_many(self, proposed: Proposed, members: Collection[int]) -> Refused | None:
         """The refusal of a set that is plainly over the limit on nodes, before anything is settled about it."""
-        most, escapes = self.scene.limits.nodes, proposed.candidate.escapes
+        most, escapes = self.context.limits.nodes, proposed.candidate.escapes
         policies = escapes.values() if isinstance(escapes, Mapping) else (escapes,)
-        if most is None or len(members) <= most or "leave" in policies or self.scene.calls:
+        if most is None or len(members) <= most or "leave" in policies or self.context.calls:
             return None
         return Refused(proposed, tuple(members), too_many(len(members), most), limited=True)
 
     def count(self, members: Iterable[int]) -> int:
         """How many operations there are among positions, the parts of a tuple counted with it."""
-        nodes = self.scene.nodes
+        nodes = self.context.nodes
         return sum(nodes[i].op != "get_attr" and not is_projection(nodes[i]) for i in members)
 
     def plan(self, proposed: Proposed, members: Collection[int]) -> PlannedRegion | Refused:
         """The plan for a set of operations, or the reason why no region can be made of them alone."""
-        scene, candidate = self.scene, proposed.candidate
+        context, candidate = self.context, proposed.candidate
 
         def refused(reason: str, at: int | None = None, *, limited: bool = False) -> Refused:
             return Refused(proposed, tuple(members), reason, at, limited=limited)
 
         try:
-            inside = complete(scene.index, self._used(members), candidate.kind)
-            if scene.barred or scene.calls:
-                for i in sorted(inside, key=scene.order.__getitem__):
+            inside = complete(context.index, self._used(members), candidate.kind)
+            if context.barred or context.calls:
+                for i in sorted(inside, key=context.order.__getitem__):
                     if reason := self._obstacle(proposed, i):
                         return refused(reason, i)
             draft, gain = self._settled(proposed, inside)
         except RegionError as error:
             return refused(str(error))
-        if scene.calls and (reason := nesting_obstacle(scene, draft, self.count(draft.inside))):
+        if context.calls and (reason := nesting_obstacle(context, draft, self.count(draft.inside))):
             return refused(reason)
-        if reason := over_limits(scene, self.figures, draft):
+        if reason := over_limits(context, self.figures, draft):
             return refused(reason, limited=True)
-        order = scene.order
+        order = context.order
         places = tuple(sorted([order[i] for i in draft.members]))
         cloned = tuple(sorted([order[i] for i in draft.clones]))
         wished = self.wishes.met(candidate.kind, draft.members | draft.clones)
@@ -356,13 +357,13 @@ class Planner:
 
     def _settled(self, proposed: Proposed, inside: set[int]) -> tuple[RegionDraft, Gain]:
         draft = self._draft(proposed, inside)
-        settle(self.scene.index, draft)
+        settle(self.context.index, draft)
         gain = self.cost.gain(self.figures, draft)
         if gain.score < 0 and draft.clones and draft.default_policy == "auto":
             # Redoing them was thought cheap, but does not pay here: return them instead.
             other = self._draft(proposed, inside)
             other.policies.update(dict.fromkeys(draft.clones - draft.policies.keys(), "output"))
-            settle(self.scene.index, other)
+            settle(self.context.index, other)
             better = self.cost.gain(self.figures, other)
             if better.score > gain.score:
                 return other, better
@@ -376,27 +377,22 @@ class Planner:
             identity = make_identity(candidate.kind, candidate.version, candidate.attrs)
             if plain:
                 self._identities[candidate.kind, candidate.version] = identity
-        request = self._request(candidate)
-        escapes = candidate.escapes
-        policies = dict(escapes) if isinstance(escapes, Mapping) else {}
-        default = escapes if isinstance(escapes, str) else "auto"
-        return RegionDraft(identity, candidate.kind, request, set(inside), policies, default)
-
-    def _request(self, candidate: Candidate) -> Request:
-        request = self._requests.get((candidate.rule, candidate.kind))
-        if request is None:
-            request = Request((), candidate.kind, rule=candidate.rule, round=self.scene.round)
-            self._requests[candidate.rule, candidate.kind] = request
-        if candidate.arguments is None and not candidate.results:
-            return request
-        nodes = self.scene.nodes
-        named = {name: nodes[i] for name, i in (candidate.arguments or {}).items()}
-        results = tuple(None if i is None else nodes[i] for i in candidate.results)
-        return replace(request, arguments=named, results=results)
+        nodes, escapes = self.context.nodes, candidate.escapes
+        return RegionDraft(
+            identity,
+            candidate.kind,
+            set(inside),
+            dict(escapes) if isinstance(escapes, Mapping) else {},
+            escapes if isinstance(escapes, str) else "auto",
+            candidate.rule,
+            self.context.round,
+            {name: nodes[i] for name, i in (candidate.arguments or {}).items()},
+            tuple(None if i is None else nodes[i] for i in candidate.results),
+        )
 
     def _used(self, members: Collection[int]) -> set[int]:
         """The members without constants that none of them reads: a region would only hand them through."""
-        index = self.scene.index
+        index = self.context.index
         listed = set(members)
         constants = [i for i in listed if index.nodes[i].op == "get_attr"]
         for i in constants:
@@ -406,12 +402,12 @@ class Planner:
 
     def _obstacle(self, proposed: Proposed, position: int) -> str:
         """Why an operation cannot be part of this candidate, whatever else is."""
-        reason = self.scene.barred.get(position)
+        reason = self.context.barred.get(position)
         if reason:
             return reason
         candidate = proposed.candidate
-        if not proposed.rule.nests and self.scene.kind_of(position) == candidate.kind:
-            name = self.scene.nodes[position].name
+        if not proposed.rule.nests and self.context.kind_of(position) == candidate.kind:
+            name = self.context.nodes[position].name
             return f"'{name}' is a region of kind '{candidate.kind}' already, and the rule does not nest them"
         return ""
 
@@ -428,7 +424,7 @@ class RuleFailure:
 
 @dataclass
 class Proposals:
-    """What all rules said of one scene."""
+    """What all rules said of one context."""
 
     candidates: list[Proposed] = field(default_factory=list[Proposed])
     refusals: list[Refusal] = field(default_factory=list[Refusal])
@@ -436,7 +432,7 @@ class Proposals:
 
 
 def collect(
-    scene: RuleContext,
+    context: RuleContext,
     rules: RuleSet,
     *,
     skip: Collection[str] = (),
@@ -452,13 +448,13 @@ def collect(
         if rule.name in skip:
             continue
         try:
-            candidates, refusals = _ask(scene, rule)
+            candidates, refusals = _ask(context, rule)
         except Exception as error:
             if strict:
                 raise _blame(rule, error) from error
             text = "".join(traceback.format_exception(error))
             words = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
-            found.failures.append(RuleFailure(rule.name, words, text, scene.round))
+            found.failures.append(RuleFailure(rule.name, words, text, context.round))
             continue
         for candidate in candidates:
             found.candidates.append(Proposed(candidate, rule, _priority(rule, candidate, priorities)))
@@ -481,11 +477,11 @@ def _priority(rule: Rule, candidate: Candidate, priorities: Mapping[str, int] | 
     return own
 
 
-def _ask(scene: RuleContext, rule: Rule) -> tuple[list[Candidate], list[Refusal]]:
+def _ask(context: RuleContext, rule: Rule) -> tuple[list[Candidate], list[Refusal]]:
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
     identities: set[tuple[str, int]] = set()
-    proposed: Any = rule.propose(scene)
+    proposed: Any = rule.propose(context)
     if proposed is None or not hasattr(proposed, "__iter__"):
         raise RuleError(
             rule.name,
@@ -493,12 +489,12 @@ def _ask(scene: RuleContext, rule: Rule) -> tuple[list[Candidate], list[Refusal]
         )
     for proposal in proposed:
         if isinstance(proposal, Candidate):
-            _require_candidate(scene, rule, proposal, identities)
+            _require_candidate(context, rule, proposal, identities)
             candidates.append(proposal)
         elif isinstance(proposal, Refusal):
-            _require_positions(scene, rule, proposal.members)
+            _require_positions(context, rule, proposal.members)
             if proposal.at is not None:
-                _require_positions(scene, rule, (proposal.at,))
+                _require_positions(context, rule, (proposal.at,))
             refusals.append(proposal)
         else:
             raise RuleError(
@@ -507,8 +503,8 @@ def _ask(scene: RuleContext, rule: Rule) -> tuple[list[Candidate], list[Refusal]
     return candidates, refusals
 
 
-def _require_positions(scene: RuleContext, rule: Rule, members: Any) -> None:
-    count = len(scene.index)
+def _require_positions(context: RuleContext, rule: Rule, members: Any) -> None:
+    count = len(context.index)
     if not isinstance(members, (tuple, list, set, frozenset)):
         raise RuleError(rule.name, f"members are a {type(members).__name__}; give a tuple of positions")
     for i in cast("tuple[Any, ...]", members):
@@ -517,12 +513,12 @@ def _require_positions(scene: RuleContext, rule: Rule, members: Any) -> None:
 
 
 def _require_candidate(
-    scene: RuleContext, rule: Rule, candidate: Candidate, identities: set[tuple[str, int]]
+    context: RuleContext, rule: Rule, candidate: Candidate, identities: set[tuple[str, int]]
 ) -> None:
-    _require_positions(scene, rule, candidate.members)
+    _require_positions(context, rule, candidate.members)
     if not candidate.members:
         raise RuleError(rule.name, "proposes a candidate without operations")
-    nodes = scene.nodes
+    nodes = context.nodes
     for i in candidate.members:
         if nodes[i].op in ("placeholder", "output"):
             raise RuleError(
@@ -537,7 +533,7 @@ def _require_candidate(
     escapes: Any = candidate.escapes
     if isinstance(escapes, Mapping):
         given = cast("Mapping[Any, Any]", escapes)
-        _require_positions(scene, rule, tuple(given))
+        _require_positions(context, rule, tuple(given))
         policies = list(given.values())
     else:
         policies = [escapes]

@@ -46,7 +46,7 @@ from dovetail.fusion.ledger import (
 )
 from dovetail.fusion.select import choose
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import Program, as_program, require_graph, without_collector
+from dovetail.ir.graph_module import Program, as_program, pause_gc, require_graph
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.outline import outline_drafts
 from dovetail.outlining.region_call import call_of
@@ -161,7 +161,7 @@ def fuse(
         strict=require_on_error(on_error) == "raise",
     )
     word = resolve_constraints(gm, must, never, [rule.kind for rule in chosen])
-    with without_collector():
+    with pause_gc():
         return _Fusing(gm, chosen, word, options).run()
 
 
@@ -224,9 +224,9 @@ class _Fusing:
         index = Index(self.gm)
         index.require_order()
         barred = {i: self.word.barred[n] for n, i in locate(index.nodes, self.word.barred).items()}
-        scene = RuleContext(self.gm, index=index, limits=self.options.limits, barred=barred, round=number)
+        context = RuleContext(self.gm, index=index, limits=self.options.limits, barred=barred, round=number)
         found = collect(
-            scene,
+            context,
             self.rules,
             skip=self.failed,
             priorities=self.options.priorities,
@@ -238,7 +238,7 @@ class _Fusing:
         for failure in found.failures:
             _warn(self.rules[failure.rule], failure)
         wanted, unwanted = self._sift(found.candidates)
-        planner = Planner(scene, self.options.cost, pending(self.word, index.nodes))
+        planner = Planner(context, self.options.cost, pending(self.word, index.nodes))
         choice = choose(planner, wanted)
         accepted, refused = choice.accepted, [*unwanted, *choice.refused]
         if self.options.fuel is not None:
@@ -250,7 +250,7 @@ class _Fusing:
         names: list[str] = []
         if accepted:
             self.gm, names = outline_drafts(index, [plan.draft for plan in accepted])
-        self._write(scene, found, accepted, names, refused)
+        self._write(context, found, accepted, names, refused)
         self.made += len(accepted)
         _LOG.info(
             "round %d: %d nodes, %d candidates, %d regions made, %d refused, %d rules failed",
@@ -277,7 +277,7 @@ class _Fusing:
 
     def _write(
         self,
-        scene: RuleContext,
+        context: RuleContext,
         found: Proposals,
         accepted: tuple[PlannedRegion, ...],
         names: list[str],
@@ -285,30 +285,30 @@ class _Fusing:
     ) -> None:
         writer = self.writer
         regions = dict(zip(accepted, names, strict=True))
-        writer.accept(accepted_entry(scene, plan, name) for plan, name in regions.items())
+        writer.accept(accepted_entry(context, plan, name) for plan, name in regions.items())
         for failure in found.failures:
             writer.fail(failure)
         kinds = {rule.name: rule.kind for rule in self.rules}
-        entries = folded([near_miss(scene, refusal) for refusal in found.refusals], kinds, writer.accepted)
+        entries = folded([near_miss(context, refusal) for refusal in found.refusals], kinds, writer.accepted)
         self.unkept.clear()
         for one in refused:
-            entry = declined_entry(scene, one, regions)
+            entry = declined_entry(context, one, regions)
             entries.append(entry)
-            if self._is_unkept(scene, one):
+            if self._is_unkept(context, one):
                 self.unkept.setdefault(one.proposed.candidate.kind, []).append(entry)
         for entry in sorted(entries, key=lambda e: e.folded):
             writer.decline(entry)
         if self.word.must:
             self.concerns.extend(entries)
 
-    def _is_unkept(self, scene: RuleContext, refused: Refused) -> bool:
+    def _is_unkept(self, context: RuleContext, refused: Refused) -> bool:
         """Whether a refusal breaks a `must` by kind: nothing else that must be stands in its way."""
         candidate = refused.proposed.candidate
         if not any(candidate.kind in asked.kinds for asked in self.word.must) or candidate.divisible:
             return False
         if refused.reason == _OUT_OF_FUEL or any(other.wished for other in refused.others):
             return False
-        return not any(scene.kind_of(i) == candidate.kind for i in candidate.members)
+        return not any(context.kind_of(i) == candidate.kind for i in candidate.members)
 
     def _require_must(self) -> None:
         if not self.word.must or (self.options.fuel is not None and self.made >= self.options.fuel):

@@ -13,7 +13,7 @@ from dovetail.errors import DovetailError, InvalidArgument, checked_call
 from dovetail.fusion.candidates import PlannedRegion, Refused, RuleFailure
 from dovetail.fusion.ledger_report import generic, table
 from dovetail.fusion.why_not import FusionRecord, Reasons, why_not
-from dovetail.ir.graph_module import GraphOwner, graphs_of, without_collector
+from dovetail.ir.graph_module import GraphOwner, graphs_of, pause_gc
 from dovetail.ir.meta_keys import LEDGER, LOWERING
 from dovetail.rules.rule import UNLIMITED, Limits, Refusal, RuleContext, RuleSet
 
@@ -166,7 +166,7 @@ class Ledger:
                 "this ledger is not that of a graph at hand; ask `explain(gm)` for one that is."
             )
         told = FusionRecord(self.declined, self.never, self.limits, self._rules or RuleSet(), self.errors)
-        with without_collector():
+        with pause_gc():
             return why_not(self._graph, first, second, told)
 
     def to_json(self) -> str:
@@ -416,15 +416,15 @@ class LedgerWriter:
 _MOST_NEAR = 16
 
 
-def accepted_entry(scene: RuleContext, plan: PlannedRegion, region: str) -> Accepted:
+def accepted_entry(context: RuleContext, plan: PlannedRegion, region: str) -> Accepted:
     """The entry for a plan that became a region of this name."""
     candidate, gain, bonus = plan.proposed.candidate, plan.gain, plan.bonus
-    names = _names(scene, plan.draft.inside)
+    names = _names(context, plan.draft.inside)
     return Accepted(
         region,
         candidate.kind,
         candidate.rule,
-        scene.round,
+        context.round,
         short(names),
         len(names),
         gain.bytes_saved + bonus.bytes_saved,
@@ -433,28 +433,28 @@ def accepted_entry(scene: RuleContext, plan: PlannedRegion, region: str) -> Acce
     )
 
 
-def near_miss(scene: RuleContext, refusal: Refusal) -> Declined:
+def near_miss(context: RuleContext, refusal: Refusal) -> Declined:
     """The entry for what a rule itself refused."""
     return Declined(
         refusal.rule,
-        short(_names(scene, refusal.members)),
+        short(_names(context, refusal.members)),
         refusal.reason.rstrip("."),
-        _name(scene, refusal.at),
+        _name(context, refusal.at),
         refusal.matched,
         refusal.wanted,
-        scene.round,
+        context.round,
         len(refusal.members),
     )
 
 
-def declined_entry(scene: RuleContext, refused: Refused, regions: Mapping[PlannedRegion, str]) -> Declined:
+def declined_entry(context: RuleContext, refused: Refused, regions: Mapping[PlannedRegion, str]) -> Declined:
     """The entry for a candidate that was not taken. `regions` are the names of those that were."""
     return Declined(
         refused.proposed.candidate.rule,
-        short(_names(scene, refused.members)),
+        short(_names(context, refused.members)),
         _reason(refused, regions),
-        _name(scene, refused.at),
-        round=scene.round,
+        _name(context, refused.at),
+        round=context.round,
         size=len(refused.members),
         folded=any(_holds(plan, refused) for plan in refused.others if plan in regions),
     )
@@ -527,9 +527,9 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 
 
-def _names(scene: RuleContext, positions: Iterable[int]) -> tuple[str, ...]:
-    return tuple(scene.nodes[i].name for i in positions)
+def _names(context: RuleContext, positions: Iterable[int]) -> tuple[str, ...]:
+    return tuple(context.nodes[i].name for i in positions)
 
 
-def _name(scene: RuleContext, position: int | None) -> str | None:
-    return None if position is None else scene.nodes[position].name
+def _name(context: RuleContext, position: int | None) -> str | None:
+    return None if position is None else context.nodes[position].name

@@ -228,7 +228,7 @@ class _Chooser:
     """What was taken so far. Whatever is accepted stays, unless it is found to be impossible right away."""
 
     def __init__(self, planner: Planner) -> None:
-        self.planner, self.scene, self.index = planner, planner.scene, planner.scene.index
+        self.planner, self.context, self.index = planner, planner.context, planner.context.index
         self.taken = Selection(planner.cost, planner.figures)
         self.refused: list[Refused] = []
 
@@ -303,7 +303,7 @@ class _Chooser:
         """Whether no way back to it is near; one that can be cut is left for later."""
         if plan.proposed.candidate.divisible:
             return True
-        loop = finds_way_back(self.scene, plan, _NEAR)
+        loop = finds_way_back(self.context, plan, _NEAR)
         if loop is not None:
             self._refuse_loop(plan, loop)
         return loop is None
@@ -377,11 +377,11 @@ class _Chooser:
         gone = {i for i in inside if any(i in w.members or i in w.draft.clones for w in winners)}
         gone -= {i for i in plan.draft.clones if not any(i in w.members for w in winners)}
         if plan.proposed.candidate.divisible:
-            parts = self._sorted_in(self.planner.parts(plan.proposed, stages(self.scene, inside, gone)))
+            parts = self._sorted_in(self.planner.parts(plan.proposed, stages(self.context, inside, gone)))
             if parts:
                 return parts
-        order = self.scene.order
-        names = [f"'{self.scene.nodes[i].name}'" for i in sorted(gone, key=order.__getitem__)]
+        order = self.context.order
+        names = [f"'{self.context.nodes[i].name}'" for i in sorted(gone, key=order.__getitem__)]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         reason = f"{shown} went to"
         at = min(gone, key=order.__getitem__)
@@ -396,7 +396,7 @@ class _Chooser:
         suspects, positions = tangled(self.index, list(self.taken.plans), new)
         if not suspects:
             return set()
-        graph = RegionContraction(self.scene, positions, budget=_PATIENCE * len(positions) + 10_000)
+        graph = RegionContraction(self.context, positions, budget=_PATIENCE * len(positions) + 10_000)
         for plan in suspects:
             if plan not in new:
                 graph.draw_together(plan)
@@ -419,7 +419,7 @@ class _Chooser:
             parts: list[PlannedRegion] = []
             if plan.proposed.candidate.divisible and loop.chain:
                 reached = graph.draw_together(plan, whole=True)
-                groups = split_at(self.scene, plan.members, reached.reached if reached else ())
+                groups = split_at(self.context, plan.members, reached.reached if reached else ())
                 parts = self._sorted_in(self.planner.parts(plan.proposed, groups)) if len(groups) > 1 else []
             if parts:
                 waiting.extendleft(reversed([p for p in parts if self._pays(p)]))

@@ -69,9 +69,9 @@ def _region(name: str, call: RegionCall) -> str:
 
 def why_not(gm: GraphModule, first: str | Node, second: str | Node, told: FusionRecord) -> Reasons:
     """All reasons that are known."""
-    scene = _scene(gm, told)
-    places = _places(scene)
-    a, b = (_locate(scene, places, item) for item in (first, second))
+    context = _scene(gm, told)
+    places = _places(context)
+    a, b = (_locate(context, places, item) for item in (first, second))
     if a == b:
         return Reasons([f"'{a.name}' is one operation."])
     shared = _shared(a, b)
@@ -81,10 +81,10 @@ def why_not(gm: GraphModule, first: str | Node, second: str | Node, told: Fusion
     found = [*_homes(a, b)]
     found += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
     found += _devices(a, b)
-    found += _dependence(scene, a, b)
-    found += _as_one(scene, a, b)
+    found += _dependence(context, a, b)
+    found += _as_one(context, a, b)
     found += _recorded(told.declined, a, b)
-    found += [reason for reason in _by_rules(scene, told, a, b) if not _is_said(reason, found)]
+    found += [reason for reason in _by_rules(context, told, a, b) if not _is_said(reason, found)]
     if not found:
         found = [f"rule '{e.rule}' failed and was left out: {e.error}" for e in told.errors]
     if not found:
@@ -102,15 +102,15 @@ def _is_said(reason: str, found: Sequence[str]) -> bool:
     return reason.partition(": ")[2] in found
 
 
-def _places(scene: RuleContext) -> dict[str, _NodeLocation]:
+def _places(context: RuleContext) -> dict[str, _NodeLocation]:
     """Every operation by name. The name of a result stands for the operation inside that computes it."""
     found: dict[str, _NodeLocation] = {}
-    for i, node in enumerate(scene.nodes):
+    for i, node in enumerate(context.nodes):
         if not (is_projection(node) and call_of(cast("Node", node.args[0]).meta) is not None):
             found[node.name] = _NodeLocation(node.name, i, node.meta)
-    for i, call in scene.calls.items():
+    for i, call in context.calls.items():
         stack: list[tuple[tuple[tuple[str, RegionCall], ...], RegionCall]] = [
-            (((scene.nodes[i].name, call),), call)
+            (((context.nodes[i].name, call),), call)
         ]
         while stack:
             around, at = stack.pop()
@@ -128,7 +128,7 @@ def _places(scene: RuleContext) -> dict[str, _NodeLocation]:
     return found
 
 
-def _locate(scene: RuleContext, places: Mapping[str, _NodeLocation], item: str | Node) -> _NodeLocation:
+def _locate(context: RuleContext, places: Mapping[str, _NodeLocation], item: str | Node) -> _NodeLocation:
     name = item.name if isinstance(item, Node) else item
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"why_not takes nodes or names, not {type(name).__name__}.")
@@ -136,7 +136,7 @@ def _locate(scene: RuleContext, places: Mapping[str, _NodeLocation], item: str |
     if place is None:
         advice = did_you_mean(name, places, otherwise="`dovetail.text` lists the names.")
         raise UnknownNode("why_not: no such operation", [name], advice)
-    op = scene.nodes[place.position].op
+    op = context.nodes[place.position].op
     if not place.regions and op in ("placeholder", "output", "get_attr"):
         raise UnknownNode(f"why_not: a graph's {op} is not an operation", [name])
     return place
@@ -185,47 +185,47 @@ def _devices_of(value: Any) -> set[str]:
     return {str(part.device) for part in parts if isinstance(part, torch.Tensor)}
 
 
-def _dependence(scene: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
-    index = scene.index
+def _dependence(context: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    index = context.index
     early, late = sorted((a.position, b.position))
-    ends = [_with_parts(scene, i) for i in (early, late)]
+    ends = [_with_parts(context, i) for i in (early, late)]
     between = index.between(ends[0] | ends[1])
     if not between:
-        return [] if index.reaches(early, late) else _unconnected(scene, ends[0], ends[1])
-    chain = _through(scene, ends[0], ends[1], between)
-    names = [scene.nodes[i].name for i in chain]
+        return [] if index.reaches(early, late) else _unconnected(context, ends[0], ends[1])
+    chain = _through(context, ends[0], ends[1], between)
+    names = [context.nodes[i].name for i in chain]
     shown = " -> ".join(names if len(names) <= 12 else [*names[:8], f"({len(names) - 10} more)", *names[-2:]])
     several = len(between) > 1
     more = f" with the {len(between)} operations between them" if several else f" with '{names[1]}'"
     found = [f"a region of the two alone would depend on itself: {shown}. It would have to be made{more}."]
     found += [
-        f"the order of effects keeps them apart: '{scene.nodes[x].name}' must stay before "
-        f"'{scene.nodes[y].name}' ({index.dependencies.why(x, y)})."
-        for x, y in _held_apart(scene, ends[0] | between | ends[1])
+        f"the order of effects keeps them apart: '{context.nodes[x].name}' must stay before "
+        f"'{context.nodes[y].name}' ({index.dependencies.why(x, y)})."
+        for x, y in _held_apart(context, ends[0] | between | ends[1])
     ]
     return found
 
 
-def _held_apart(scene: RuleContext, positions: set[int]) -> list[tuple[int, int]]:
+def _held_apart(context: RuleContext, positions: set[int]) -> list[tuple[int, int]]:
     """The first few pairs among some positions that only effects keep in order."""
-    data, effects = scene.index.data, scene.index.dependencies.before
+    data, effects = context.index.data, context.index.dependencies.before
     pairs = [(x, y) for y in sorted(positions & effects.keys()) for x in effects[y] if x in positions]
     return [(x, y) for x, y in pairs if x not in data[y]][:_MOST_EFFECTS]
 
 
-def _as_one(scene: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+def _as_one(context: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
     """What speaks against one region of the two and of what lies between them."""
-    members = _with_parts(scene, a.position) | _with_parts(scene, b.position)
-    between = scene.index.between(members)
+    members = _with_parts(context, a.position) | _with_parts(context, b.position)
+    between = context.index.between(members)
     members |= between
-    barred = [i for i in sorted(between) if i in scene.barred]
+    barred = [i for i in sorted(between) if i in context.barred]
     if barred:
         at = barred[0]
-        return [f"'{scene.nodes[at].name}' between them may not be taken: {scene.barred[at]}."]
-    if members & scene.barred.keys():
+        return [f"'{context.nodes[at].name}' between them may not be taken: {context.barred[at]}."]
+    if members & context.barred.keys():
         return []
     rule = _Together()
-    made = Planner(scene, Traffic()).plan(
+    made = Planner(context, Traffic()).plan(
         Proposed(Candidate(rule.name, rule.kind, tuple(members)), rule, 0), members
     )
     if not isinstance(made, Refused):
@@ -239,20 +239,20 @@ class _Together(Rule):
     name = kind = "together"
     nests = True
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
         """Nothing: it is only asked about."""
         return ()
 
 
-def _with_parts(scene: RuleContext, position: int) -> set[int]:
+def _with_parts(context: RuleContext, position: int) -> set[int]:
     """An operation with the parts of the tuple it makes: they go wherever it goes."""
-    parts = {scene.index.position[u] for u in scene.nodes[position].users if is_projection(u)}
+    parts = {context.index.position[u] for u in context.nodes[position].users if is_projection(u)}
     return {position, *parts}
 
 
-def _through(scene: RuleContext, early: set[int], late: set[int], between: set[int]) -> list[int]:
+def _through(context: RuleContext, early: set[int], late: set[int], between: set[int]) -> list[int]:
     """A chain from one to the other by way of something else, even where they are direct neighbours."""
-    index = scene.index
+    index = context.index
     came = {j: i for i in sorted(early) for j in index.after[i] if j in between}
     queue = list(came)
     for i in queue:
@@ -268,12 +268,12 @@ def _through(scene: RuleContext, early: set[int], late: set[int], between: set[i
     return [min(early), min(late)]
 
 
-def _unconnected(scene: RuleContext, early: set[int], late: set[int]) -> list[str]:
-    index = scene.index
+def _unconnected(context: RuleContext, early: set[int], late: set[int]) -> list[str]:
+    index = context.index
     read = {j for i in late for j in index.data[i]}
     common = [j for i in sorted(early) for j in index.data[i] if j in read]
     if common:
-        names = ", ".join(f"'{scene.nodes[j].name}'" for j in common[:4])
+        names = ", ".join(f"'{context.nodes[j].name}'" for j in common[:4])
         return [f"neither reads the other's result; both read {names}: only a rule for siblings joins such."]
     return ["neither depends on the other, and they read nothing in common."]
 
@@ -297,18 +297,18 @@ def _recorded(declined: Sequence[Any], a: _NodeLocation, b: _NodeLocation) -> li
     return [*found[:_MOST_RECORDED], *([f"... and {left} more refusals."] if left > 0 else [])]
 
 
-def _by_rules(scene: RuleContext, told: FusionRecord, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+def _by_rules(context: RuleContext, told: FusionRecord, a: _NodeLocation, b: _NodeLocation) -> list[str]:
     """What the rules say, of operations inside regions as if all regions were open."""
     at = (a.position, b.position)
     if told.rules and (a.regions or b.regions) and a.call is None and b.call is None:
-        opened = _scene(inline(scene.gm), told)
+        opened = _scene(inline(context.gm), told)
         names = opened.index.names
         if a.name in names and b.name in names:
-            scene, at = opened, (names[a.name], names[b.name])
+            context, at = opened, (names[a.name], names[b.name])
     found: list[str] = []
     for rule in told.rules:
         try:
-            said = list(rule.why_not(scene, *at))
+            said = list(rule.why_not(context, *at))
         except Exception as error:
             said = [f"it could not say: {type(error).__name__}: {error}"]
         found += [f"rule '{rule.name}': {reason.rstrip('.')}." for reason in said]

@@ -126,17 +126,17 @@ class Modules(Rule):
     attrs: Mapping[str, Any] | None = None
     escapes: str = "output"
 
-    def propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        look = _Look(self, scene)
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        look = _Look(self, context)
         missing = [t for t in self.targets if t not in look.matched]
         if missing:
             yield Refusal(self.name, (), look.nothing(missing))
         for call in look.calls.values():
             if not call.wanted(self.min_size):
                 continue
-            barred = next((i for i in call.members if i in scene.barred), None)
+            barred = next((i for i in call.members if i in context.barred), None)
             if barred is not None:
-                taken = f"'{scene.nodes[barred].name}' of it may not be taken ({scene.barred[barred]})"
+                taken = f"'{context.nodes[barred].name}' of it may not be taken ({context.barred[barred]})"
                 yield Refusal(self.name, tuple(call.members), f"module {call.frame.path}: {taken}", barred)
                 continue
             yield Candidate(
@@ -150,18 +150,18 @@ class Modules(Rule):
                 self.priority - call.height,
             )
 
-    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
-        found = [self._matched_keys(scene, i) for i in (first, second)]
+    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
+        found = [self._matched_keys(context, i) for i in (first, second)]
         for i, keys in zip((first, second), found, strict=True):
             if not keys:
-                return [f"'{scene.nodes[i].name}' is in no module that matches {', '.join(self.targets)}"]
+                return [f"'{context.nodes[i].name}' is in no module that matches {', '.join(self.targets)}"]
         if not found[0].keys() & found[1].keys():
             paths = [next(iter(keys.values())).path for keys in found]
             return [f"they are in two calls of modules: {paths[0]} and {paths[1]}"]
         return []
 
-    def _matched_keys(self, scene: RuleContext, position: int) -> dict[str, Frame]:
-        frames = [frame(k, v) for k, v in stack_of(scene.nodes[position]).items()]
+    def _matched_keys(self, context: RuleContext, position: int) -> dict[str, Frame]:
+        frames = [frame(k, v) for k, v in stack_of(context.nodes[position]).items()]
         return {f.key: f for f in frames if any(fits(target, f) for target in self.targets)}
 
 
@@ -203,10 +203,10 @@ class _ModuleCall:
 
 
 class _Look:
-    """Every matching call in a scene, in the order of first appearance."""
+    """Every matching call in a context, in the order of first appearance."""
 
-    def __init__(self, rule: Modules, scene: RuleContext) -> None:
-        self.rule, self.scene = rule, scene
+    def __init__(self, rule: Modules, context: RuleContext) -> None:
+        self.rule, self.context = rule, context
         self.calls: dict[str, _ModuleCall] = {}
         self.matched: set[str] = set()
         self.frames: dict[str, Frame] = {}
@@ -214,9 +214,9 @@ class _Look:
         self._collect()
 
     def _collect(self) -> None:
-        scene, rule = self.scene, self.rule
+        context, rule = self.context, self.rule
         ways: list[tuple[int, list[str]]] = []
-        for i, node in enumerate(scene.nodes):
+        for i, node in enumerate(context.nodes):
             if node.op in ("placeholder", "get_attr", "output") or is_projection(node):
                 continue
             keys = [k for k, entry in stack_of(node).items() if self._is_wanted(k, entry)]
@@ -226,16 +226,16 @@ class _Look:
             ways.append((i, keys))
             for key in keys:
                 self.calls.setdefault(key, _ModuleCall(self.frames[key]))
-            if scene.kind_of(i) == rule.kind:
+            if context.kind_of(i) == rule.kind:
                 self.calls[keys[-1]].done = True
         for i, keys in ways:
             self._add(i, keys)
 
     def _add(self, position: int, keys: list[str]) -> None:
-        scene = self.scene
-        node = scene.nodes[position]
-        members = [position, *(scene.index.position[user] for user in node.users if is_projection(user))]
-        is_region = scene.kind_of(position) == self.rule.kind
+        context = self.context
+        node = context.nodes[position]
+        members = [position, *(context.index.position[user] for user in node.users if is_projection(user))]
+        is_region = context.kind_of(position) == self.rule.kind
         left_over, below = False, 0
         for key in reversed(keys):
             call = self.calls[key]

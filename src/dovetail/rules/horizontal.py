@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument, checked_call
 from dovetail.ir.effects import PURE
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.op_traits import commutes
+from dovetail.ir.op_traits import is_commutative
 from dovetail.rules.op_classes import OpClass, classify
 from dovetail.rules.op_predicate import (
     Ops,
@@ -39,7 +39,7 @@ def form(node: Node, shared: Node, root: nn.Module, same: Callable[[Node], Any])
     Literals count as they are, the shared value by its place among the arguments, anything else by what `same` says.
     """
     args = [_form(a, shared, same) for a in node.args]
-    if len(args) > 1 and commutes(node):
+    if len(args) > 1 and is_commutative(node):
         args[:2] = sorted(args[:2], key=repr)
     kwargs = tuple((k, _form(v, shared, same)) for k, v in sorted(node.kwargs.items()))
     return (_called(node, root), tuple(args), kwargs)
@@ -103,11 +103,11 @@ Branch = list[int]
 
 
 class Branching:
-    """The sets of siblings of one scene: for each, its branches as positions, in structural order."""
+    """The sets of siblings of one context: for each, its branches as positions, in structural order."""
 
     def __init__(
         self,
-        scene: RuleContext,
+        context: RuleContext,
         of: Ops | Predicate | None,
         name: str,
         kind: str,
@@ -116,13 +116,13 @@ class Branching:
         alike: bool,
         nests: bool,
     ) -> None:
-        self.scene, self.of, self.name, self.kind, self.nests = scene, of, name, kind, nests
+        self.context, self.of, self.name, self.kind, self.nests = context, of, name, kind, nests
         self.least, self.alike = least, alike
-        self.on = ground(scene)
-        self.closed = closed(scene, kind, nests)
-        self.classes = classify(scene, self.closed)
+        self.on = ground(context)
+        self.closed = closed(context, kind, nests)
+        self.classes = classify(context, self.closed)
         self.refused = Refusals(name)
-        self.left = max(_LEAST_STEPS, _STEPS_PER_NODE * len(scene.nodes))
+        self.left = max(_LEAST_STEPS, _STEPS_PER_NODE * len(context.nodes))
         self._said: dict[int, str] = {}
         self.sets: list[list[Branch]] = []
         for shared in self._values():
@@ -134,17 +134,17 @@ class Branching:
 
     def _values(self) -> Iterator[int]:
         """Values that several operations read, in structural order. Weights are not: tied layers are no siblings."""
-        places = [0] * len(self.scene.nodes)
-        for i, place in enumerate(self.scene.order):
+        places = [0] * len(self.context.nodes)
+        for i, place in enumerate(self.context.order):
             places[place] = i
         for i in places:
-            node = self.scene.nodes[i]
+            node = self.context.nodes[i]
             if len(node.users) >= self.least and node.op not in ("get_attr", "output"):
                 yield i
 
     def _heads(self, shared: int) -> Iterator[list[int]]:
         """Sets of independent readers of a value that are alike."""
-        nodes, at, order = self.scene.nodes, self.scene.index.position, self.scene.order
+        nodes, at, order = self.context.nodes, self.context.index.position, self.context.order
         node = nodes[shared]
         readers = [at[u] for u in node.users if self.on.home[at[u]] != self.on.home[shared]]
         units = sorted({self.on.home[r] for r in readers}, key=order.__getitem__)
@@ -160,7 +160,7 @@ class Branching:
                 yield from self._independent(alike)
 
     def _form(self, unit: int, shared: Node) -> Form:
-        return form(self.scene.nodes[unit], shared, self.scene.gm, kind_of_operand)
+        return form(self.context.nodes[unit], shared, self.context.gm, kind_of_operand)
 
     def _why_closed(self, unit: int) -> str:
         """Why an operation is no sibling of anything, "" if it may be; a refusal unless it was never asked for."""
@@ -172,17 +172,17 @@ class Branching:
 
     def _ask(self, unit: int) -> tuple[bool, str]:
         """Whether the rule is about an operation at all, and why that may still not be taken."""
-        name = self.scene.nodes[unit].name
-        shut = why_closed(self.scene, self.kind, self.nests, unit)
-        if self.scene.nodes[unit].op == "output":
+        name = self.context.nodes[unit].name
+        shut = why_closed(self.context, self.kind, self.nests, unit)
+        if self.context.nodes[unit].op == "output":
             return False, shut
-        told = self.scene.index.dependencies.effects.get(unit, PURE)
+        told = self.context.index.dependencies.effects.get(unit, PURE)
         if self.of is None:
             wanted = self.classes[unit] is OpClass.ANCHOR
-            if told.aliases and not told.doubtful_aliases:
+            if told.aliases and not told.assumed_aliases:
                 return False, f"'{name}' is a view: no value is computed"
         else:
-            said = verdict(self.of, self.scene, unit, self.name)
+            said = verdict(self.of, self.context, unit, self.name)
             if isinstance(said, Decline):
                 return True, said.reason
             if not said:
@@ -191,7 +191,7 @@ class Branching:
         if shut or self.closed[unit]:
             return wanted, shut or f"'{name}' waits for an effect"
         if not told.pure:
-            what = told.world or ("it draws at random" if told.random else "it writes memory")
+            what = told.host_effect or ("it draws at random" if told.random else "it writes memory")
             return True, f"'{name}' has an effect: {what}"
         if self.of is None and self.classes[unit] is OpClass.OPAQUE:
             return False, f"'{name}' is opaque"
@@ -210,12 +210,12 @@ class Branching:
 
     def _independent(self, units: Sequence[int]) -> Iterator[list[int]]:
         """The units in sets without a path between members, each as long a stretch as possible."""
-        most = self.scene.limits.nodes or len(units)
+        most = self.context.limits.nodes or len(units)
         current: dict[int, None] = {}
         for unit in units:
             path = self._path(current, unit) if current else []
             if path:
-                names = [self.scene.nodes[i].name for i in path]
+                names = [self.context.nodes[i].name for i in path]
                 shown = names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], "...", names[-1]]
                 self.refused.add((path[0], unit), f"one depends on the other: {' -> '.join(shown)}", unit)
             if path or path is None or len(current) == most:
@@ -229,7 +229,7 @@ class Branching:
 
         Sources are in structural order.
         """
-        before, order, home = self.scene.index.before, self.scene.order, self.on.home
+        before, order, home = self.context.index.before, self.context.order, self.on.home
         first = next(iter(sources))
         low = order[first]
         came: dict[int, int] = {}
@@ -258,7 +258,7 @@ class Branching:
 
     def _follow(self, branches: list[Branch]) -> None:
         """Take in what comes after each branch while it is the same in all of them."""
-        most = self.scene.limits.nodes
+        most = self.context.limits.nodes
         taken = {unit for branch in branches for unit in branch}
         while most is None or len(taken) + len(branches) <= most:
             tips = [branch[-1] for branch in branches]
@@ -266,7 +266,7 @@ class Branching:
             units = [unit for unit in found if unit is not None]
             if len(set(units)) < len(branches) or taken.intersection(units):
                 return
-            nodes = self.scene.nodes
+            nodes = self.context.nodes
             if len({self._form(u, nodes[tip]) for u, tip in zip(units, tips, strict=True)}) > 1:
                 return
             for branch, unit in zip(branches, units, strict=True):
@@ -279,11 +279,11 @@ class Branching:
         if tip in self.on.parts or len(readers) != 1:
             return None
         unit = readers[0]
-        told = self.scene.index.dependencies.effects.get(unit, PURE)
+        told = self.context.index.dependencies.effects.get(unit, PURE)
         if self.closed[unit] or not told.pure or self.classes[unit] is OpClass.OPAQUE:
             return None
-        nodes = self.scene.nodes
-        others = [j for j in self.scene.index.before[unit] if j != tip]
+        nodes = self.context.nodes
+        others = [j for j in self.context.index.before[unit] if j != tip]
         return unit if all(nodes[j].op in ("placeholder", "get_attr") for j in others) else None
 
     def _add(self, branches: list[Branch]) -> None:
@@ -296,8 +296,8 @@ class Branching:
 
     def why_not(self, first: int, second: int) -> list[str]:
         """Why two positions are not in one set, empty if they are."""
-        nodes, home = self.scene.nodes, self.on.home
-        one, two = sorted((home[first], home[second]), key=self.scene.order.__getitem__)
+        nodes, home = self.context.nodes, self.on.home
+        one, two = sorted((home[first], home[second]), key=self.context.order.__getitem__)
         if one == two or any(all(any(u in b for b in s) for u in (one, two)) for s in self.sets):
             return []
         found = [why for unit in (one, two) if (why := self._why_closed(unit))]
@@ -310,7 +310,7 @@ class Branching:
         if self.alike and all(a != b for a, b in forms):
             a, b = forms[0]
             found.append(f"not alike: {difference(a, b) if a[0] == b[0] else 'other operators'}")
-        path = self.scene.index.path(one, two)
+        path = self.context.index.path(one, two)
         if path:
             names = " -> ".join(nodes[i].name for i in path)
             found.append(f"one depends on the other: {names}")
@@ -366,19 +366,19 @@ class Siblings(Rule):
         of = "" if self.of is None else f"{spelled(self.of)}, "
         return f"siblings({of}kind={self.kind!r}, name={self.name!r})"
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
         """One candidate for each set of siblings, and what reads the same value and had to stay apart."""
-        plan = scene.fact(self._plan)
+        plan = context.analysis(self._plan)
         for branches in plan.sets:
             members = tuple(dict.fromkeys(i for branch in branches for i in branch))
             yield Candidate(self.name, self.kind, members, escapes="output", priority=self.priority)
         yield from plan.refused.found
 
-    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
+    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
         """Why two positions are not branches of one set."""
-        return scene.fact(self._plan).why_not(first, second)
+        return context.analysis(self._plan).why_not(first, second)
 
-    def _plan(self, scene: RuleContext) -> Branching:
+    def _plan(self, context: RuleContext) -> Branching:
         return Branching(
-            scene, self.of, self.name, self.kind, self.min_branches, self.follow, self.alike, self.nests
+            context, self.of, self.name, self.kind, self.min_branches, self.follow, self.alike, self.nests
         )

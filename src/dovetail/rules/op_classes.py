@@ -242,29 +242,29 @@ class OpClass(IntEnum):
         return name
 
 
-def classify(scene: RuleContext, closed: Sequence[bool] | None = None) -> list[OpClass]:
+def classify(context: RuleContext, closed: Sequence[bool] | None = None) -> list[OpClass]:
     """The class of each position. What is no operation is opaque; a part of a tuple is what made the tuple.
 
     Effects other than drawing at random elementwise make an operation opaque. Where values are not known, shapes
     are taken to agree. With `closed`, the bodies of regions that are are not looked into: those are opaque.
     """
-    reader = scene.fact(_classify)
+    reader = context.analysis(_classify)
     if not reader.calls:
         return reader.found
     found = list(reader.found)
     for i, body in reader.calls.items():
         if closed is None or not closed[i]:
             found[i] = class_of_body(body)
-            for user in scene.nodes[i].users:
+            for user in context.nodes[i].users:
                 if is_projection(user):
-                    found[scene.index.position[user]] = found[i]
+                    found[context.index.position[user]] = found[i]
     return found
 
 
-def _classify(scene: RuleContext) -> _Classes:
-    effects = scene.index.dependencies.effects
-    reader = _Classes(scene.gm, scene.index.position)
-    for i, node in enumerate(scene.nodes):
+def _classify(context: RuleContext) -> _Classes:
+    effects = context.index.dependencies.effects
+    reader = _Classes(context.gm, context.index.position)
+    for i, node in enumerate(context.nodes):
         reader.add(node, effects.get(i, PURE))
     return reader
 
@@ -288,7 +288,7 @@ class _Classes:
     def _of(self, node: Node, told: Effects) -> OpClass:
         if node.op in ("placeholder", "get_attr", "output"):
             return OpClass.OPAQUE
-        if told is not PURE and (told.writes or told.state_written or told.world or told.barrier):
+        if told is not PURE and (told.writes or told.state_written or told.host_effect or told.barrier):
             return OpClass.OPAQUE
         if node.target is operator.getitem and is_projection(node):
             return self.found[self.position[cast("Node", node.args[0])]]
@@ -454,20 +454,20 @@ def class_of_body(body: GraphModule) -> OpClass:
     return known
 
 
-def _of_graph(scene: RuleContext) -> OpClass:
-    classes = classify(scene)
-    inside = [i for i, n in enumerate(scene.nodes) if n.op not in ("placeholder", "get_attr", "output")]
+def _of_graph(context: RuleContext) -> OpClass:
+    classes = classify(context)
+    inside = [i for i, n in enumerate(context.nodes) if n.op not in ("placeholder", "get_attr", "output")]
     worst = max((classes[i] for i in inside), default=OpClass.OPAQUE)
     if worst is not OpClass.ANCHOR:
         return worst
-    anchors = [i for i in inside if classes[i] is OpClass.ANCHOR and not is_projection(scene.nodes[i])]
+    anchors = [i for i in inside if classes[i] is OpClass.ANCHOR and not is_projection(context.nodes[i])]
     if len(anchors) > 1 or any(classes[i] is OpClass.REDUCTION for i in inside):
         return OpClass.OPAQUE
     behind = {anchors[0]}
     for i in inside:
-        if not behind.isdisjoint(scene.index.data[i]):
-            if classes[i] > OpClass.BROADCAST and not is_projection(scene.nodes[i]):
+        if not behind.isdisjoint(context.index.data[i]):
+            if classes[i] > OpClass.BROADCAST and not is_projection(context.nodes[i]):
                 return OpClass.OPAQUE
             behind.add(i)
-    returned = scene.index.data[len(scene.nodes) - 1]
+    returned = context.index.data[len(context.nodes) - 1]
     return OpClass.ANCHOR if all(i in behind for i in returned) else OpClass.OPAQUE

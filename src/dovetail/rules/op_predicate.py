@@ -150,11 +150,11 @@ def _names(op: str) -> set[str]:
     return {op}
 
 
-def verdict(accepts: Ops | Predicate, scene: RuleContext, position: int, rule: str) -> bool | Decline:
+def verdict(accepts: Ops | Predicate, context: RuleContext, position: int, rule: str) -> bool | Decline:
     """Whether an operation is accepted; RuleError if a predicate says neither yes nor no."""
-    node = scene.nodes[position]
+    node = context.nodes[position]
     if isinstance(accepts, Ops):
-        return accepts.has(node, scene.gm, scene.kind_of(position))
+        return accepts.has(node, context.gm, context.kind_of(position))
     said = accepts(node)
     if not isinstance(said, (bool, Decline)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RuleError(
@@ -166,18 +166,18 @@ def verdict(accepts: Ops | Predicate, scene: RuleContext, position: int, rule: s
 
 
 def verdicts(
-    accepts: Ops | Predicate, scene: RuleContext, positions: Iterable[int], rule: str
+    accepts: Ops | Predicate, context: RuleContext, positions: Iterable[int], rule: str
 ) -> dict[int, bool | Decline]:
     """The same for many operations; a set of operators is asked once per target."""
     if not isinstance(accepts, Ops):
-        return {i: verdict(accepts, scene, i, rule) for i in positions}
+        return {i: verdict(accepts, context, i, rule) for i in positions}
     known: dict[Any, bool] = {}
     found: dict[int, bool | Decline] = {}
     for i in positions:
-        node = scene.nodes[i]
-        key = (node.op, node.target, scene.kind_of(i))
+        node = context.nodes[i]
+        key = (node.op, node.target, context.kind_of(i))
         if key not in known:
-            known[key] = accepts.has(node, scene.gm, key[2])
+            known[key] = accepts.has(node, context.gm, key[2])
         found[i] = known[key]
     return found
 
@@ -210,13 +210,13 @@ class GrowthContext:
         return tuple(sorted([*units, *(p for u in units for p in self.parts.get(u, ()))]))
 
 
-def ground(scene: RuleContext) -> GrowthContext:
-    """The units of a scene, worked out once."""
-    return scene.fact(_ground)
+def ground(context: RuleContext) -> GrowthContext:
+    """The units of a context, worked out once."""
+    return context.analysis(_ground)
 
 
-def _ground(scene: RuleContext) -> GrowthContext:
-    nodes, data, at = scene.nodes, scene.index.data, scene.index.position
+def _ground(context: RuleContext) -> GrowthContext:
+    nodes, data, at = context.nodes, context.index.data, context.index.position
     home = list(range(len(nodes)))
     parts: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -231,49 +231,49 @@ def _ground(scene: RuleContext) -> GrowthContext:
             if source != unit and (not readers[source] or readers[source][-1] != unit):
                 readers[source].append(unit)
     places = [0] * len(nodes)
-    for i, place in enumerate(scene.order):
+    for i, place in enumerate(context.order):
         places[place] = i
     listed = [i for i in places if home[i] == i] if parts else places
     return GrowthContext(home, parts, readers, listed)
 
 
-def closed(scene: RuleContext, kind: str, nests: bool, grows: bool = True) -> list[bool]:
+def closed(context: RuleContext, kind: str, nests: bool, grows: bool = True) -> list[bool]:
     """Which positions a rule of a kind may not take: what is barred, regions of the kind, what is no operation.
 
     A rule that does not grow leaves all regions alone.
     """
-    found = [node.op in ("placeholder", "get_attr", "output") for node in scene.nodes]
-    home = ground(scene).home
-    for i in scene.barred:
+    found = [node.op in ("placeholder", "get_attr", "output") for node in context.nodes]
+    home = ground(context).home
+    for i in context.barred:
         found[i] = found[home[i]] = True
-    effects = scene.index.dependencies.before
-    for unit, parts in ground(scene).parts.items() if effects else ():
+    effects = context.index.dependencies.before
+    for unit, parts in ground(context).parts.items() if effects else ():
         # A part that waits for an effect which its tuple does not wait for cannot be one with it.
         if any(not set(effects.get(p, ())) <= set(effects.get(unit, ())) for p in parts):
             found[unit] = True
-    for i, call in scene.calls.items():
+    for i, call in context.calls.items():
         if not grows or (not nests and call.identity.kind == kind):
             found[i] = True
     return found
 
 
-def why_closed(scene: RuleContext, kind: str, nests: bool, position: int, grows: bool = True) -> str:
+def why_closed(context: RuleContext, kind: str, nests: bool, position: int, grows: bool = True) -> str:
     """The reason for the same of one position, "" if it may be taken."""
-    node = scene.nodes[position]
+    node = context.nodes[position]
     if node.op in ("placeholder", "get_attr", "output"):
         return f"'{node.name}' is a graph's {node.op}, no operation"
-    if position in scene.barred:
-        return f"'{node.name}' may not be taken: {scene.barred[position]}"
-    if not nests and scene.kind_of(position) == kind:
+    if position in context.barred:
+        return f"'{node.name}' may not be taken: {context.barred[position]}"
+    if not nests and context.kind_of(position) == kind:
         return f"'{node.name}' is a region of kind '{kind}' already"
-    if not grows and position in scene.calls:
+    if not grows and position in context.calls:
         return f"'{node.name}' is a region, and regions are left as they are"
     return ""
 
 
-def weight(scene: RuleContext, unit: int) -> int:
+def weight(context: RuleContext, unit: int) -> int:
     """How many operations a unit counts for against a limit."""
-    call = scene.calls.get(unit)
+    call = context.calls.get(unit)
     return call.size if call is not None else 1
 
 

@@ -41,13 +41,13 @@ class PartitionContraction:
     """
 
     def __init__(
-        self, scene: RuleContext, accepted: Sequence[bool], weights: Sequence[int], most: int
+        self, context: RuleContext, accepted: Sequence[bool], weights: Sequence[int], most: int
     ) -> None:
-        self.scene, self.accepted, self.most = scene, accepted, most
-        self.before, self.data = scene.index.before, scene.index.data
+        self.context, self.accepted, self.most = context, accepted, most
+        self.before, self.data = context.index.before, context.index.data
         self.root = list(range(len(accepted)))
         self.size = list(weights)
-        on = ground(scene)
+        on = ground(context)
         for unit, parts in on.parts.items():
             if accepted[unit]:
                 for part in parts:
@@ -68,7 +68,7 @@ class PartitionContraction:
 
     def _sweep(self) -> None:
         """Merge each unit into its last predecessors; the merged one stands where the predecessor stood."""
-        root, size, accepted, order, find = self.root, self.size, self.accepted, self.scene.order, self.find
+        root, size, accepted, order, find = self.root, self.size, self.accepted, self.context.order, self.find
         # No outside predecessor of a region stands behind this place.
         last = [-1] * len(root)
         for unit in self._listed:
@@ -95,7 +95,7 @@ class PartitionContraction:
 
     def _open_pairs(self) -> list[tuple[int, int]]:
         """Data edges whose ends are accepted and not in one region, in structural order."""
-        accepted, find, order = self.accepted, self.find, self.scene.order
+        accepted, find, order = self.accepted, self.find, self.context.order
         found = [
             (j, i)
             for i, reads in enumerate(self.data)
@@ -126,7 +126,7 @@ class _MergeSearch:
                 if other != unit:
                     self.into[unit].add(other)
                     self.out[other].add(unit)
-        self.key: list[Key] = [(place, 0) for place in made.scene.order]
+        self.key: list[Key] = [(place, 0) for place in made.context.order]
         self.left = max(_LEAST_STEPS, _STEPS_PER_NODE * count)
         self.changed = [0] * count
         self.clock = self.keys = 0
@@ -233,7 +233,7 @@ class _MergeSearch:
     def _leads_to(self, source: int, target: int) -> bool:
         """Whether a path is known beforehand: from target back, always to the last predecessor."""
         if self._tree is None:
-            self._tree = _last_predecessors(self.made.before, self.made.scene.order)
+            self._tree = _last_predecessors(self.made.before, self.made.context.order)
         first, count = self._tree
         return first[source] <= first[target] < first[source] + count[source]
 
@@ -328,10 +328,10 @@ class Capability(Rule):
     def __repr__(self) -> str:
         return f"capability({spelled(self.accepts)}, kind={self.kind!r}, name={self.name!r})"
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
         """Regions that are legal each and all together, and what was declined or had to stay apart."""
-        plan = scene.fact(self._plan)
-        on = ground(scene)
+        plan = context.analysis(self._plan)
+        on = ground(context)
         for units in plan.regions:
             yield Candidate(
                 self.name,
@@ -343,26 +343,26 @@ class Capability(Rule):
             )
         yield from plan.refused.found
 
-    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
+    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
         """Why two positions are not in one region: what is not accepted, or what lies between them."""
-        home = ground(scene).home
-        early, late = sorted((home[first], home[second]), key=scene.order.__getitem__)
-        return scene.fact(self._plan).why_not(early, late)
+        home = ground(context).home
+        early, late = sorted((home[first], home[second]), key=context.order.__getitem__)
+        return context.analysis(self._plan).why_not(early, late)
 
-    def _plan(self, scene: RuleContext) -> _Plan:
-        return _Plan(scene, self)
+    def _plan(self, context: RuleContext) -> _Plan:
+        return _Plan(context, self)
 
 
 class _Plan:
-    """The regions of one scene. `number` has for each position that is accepted the number of its region."""
+    """The regions of one context. `number` has for each position that is accepted the number of its region."""
 
-    def __init__(self, scene: RuleContext, rule: Capability) -> None:
-        self.scene, self.rule = scene, rule
-        self.on = ground(scene)
+    def __init__(self, context: RuleContext, rule: Capability) -> None:
+        self.context, self.rule = context, rule
+        self.on = ground(context)
         self.refused = Refusals(rule.name)
-        shut = closed(scene, rule.kind, rule.nests)
-        self.said = verdicts(rule.accepts, scene, [u for u in self.on.listed if not shut[u]], rule.name)
-        accepted = [False] * len(scene.nodes)
+        shut = closed(context, rule.kind, rule.nests)
+        self.said = verdicts(rule.accepts, context, [u for u in self.on.listed if not shut[u]], rule.name)
+        accepted = [False] * len(context.nodes)
         for unit, said in self.said.items():
             if isinstance(said, Decline):
                 self.refused.add((unit,), said.reason, unit)
@@ -372,16 +372,16 @@ class _Plan:
             for part in parts:
                 accepted[part] = accepted[unit]
         weights = [1] * len(accepted)
-        for i in scene.calls:
-            weights[i] = weight(scene, i)
+        for i in context.calls:
+            weights[i] = weight(context, i)
         self.accepted, self.weights = accepted, weights
-        self.most = scene.limits.nodes or sum(weights)
+        self.most = context.limits.nodes or sum(weights)
         self.blocked: dict[tuple[int, int], int] = {}
         self.number = self._levels() if rule.join_siblings else self._connected()
         self.regions = self._listed(rule.min_size)
 
     def _connected(self) -> Sequence[int]:
-        made = PartitionContraction(self.scene, self.accepted, self.weights, self.most)
+        made = PartitionContraction(self.context, self.accepted, self.weights, self.most)
         self.blocked = made.blocked
         for (early, late), between in made.blocked.items():
             self.refused.add((early, late), self._why_blocked(between), None if between < 0 else between)
@@ -390,12 +390,12 @@ class _Plan:
     def _why_blocked(self, between: int) -> str:
         if between == GIVEN_UP:
             return "whether something lies between them was not found out: the search is bounded"
-        name = self.scene.nodes[between].name
+        name = self.context.nodes[between].name
         return f"one region would depend on itself: '{name}' lies between them"
 
     def _levels(self) -> Sequence[int]:
         """One region for all that comes after as many alternations: two of them always have something between."""
-        before, accepted, home = self.scene.index.before, self.accepted, self.on.home
+        before, accepted, home = self.context.index.before, self.accepted, self.on.home
         level = [-1] * len(accepted)
         for i, earlier in enumerate(before):
             if accepted[i]:
@@ -429,10 +429,10 @@ class _Plan:
         """Why two units are not in one region, empty if they are."""
         if early == late or (self.accepted[early] and self.number[early] == self.number[late]):
             return []
-        scene, nodes, rule = self.scene, self.scene.nodes, self.rule
+        context, nodes, rule = self.context, self.context.nodes, self.rule
         found: list[str] = []
         for unit in (early, late):
-            shut = why_closed(scene, rule.kind, rule.nests, unit)
+            shut = why_closed(context, rule.kind, rule.nests, unit)
             said = self.said.get(unit)
             if shut:
                 found.append(shut)
@@ -440,7 +440,7 @@ class _Plan:
                 found.append(f"'{nodes[unit].name}' is declined: {said.reason}")
             elif not said:
                 found.append(f"'{nodes[unit].name}' is not accepted by {spelled(rule.accepts)}")
-        path = scene.index.path(early, late)
+        path = context.index.path(early, late)
         outside = [i for i in path[1:-1] if not self.accepted[i]]
         if outside:
             found.append(f"between them lies '{nodes[outside[0]].name}', which is not accepted")

@@ -1,7 +1,8 @@
-"""What a rule is: something that looks at a graph and proposes, and never edits."""
+"""The rule interface: a rule reads a graph through a `RuleContext` and yields proposals; it never edits the graph."""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -20,10 +21,10 @@ from dovetail.outlining.region_call import RegionCall, call_of
 @checked_init()
 @dataclass(frozen=True)
 class Limits:
-    """The most that a region may have; None is no limit.
+    """Upper bounds on the size of a region; None means unlimited.
 
-    `nodes` counts the operations it computes, `operands` what it reads from outside, `outputs` what it returns,
-    `bytes` what operands and outputs take together.
+    `nodes` counts its operations, `operands` the values it reads from outside, `outputs` the values it returns,
+    `bytes` the memory of operands and outputs together.
     """
 
     nodes: int | None = None
@@ -41,18 +42,18 @@ class Limits:
 
     @property
     def unlimited(self) -> bool:
-        """Whether there is no limit at all."""
+        """Whether every bound is None."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
 
 UNLIMITED = Limits()
-Fact = TypeVar("Fact")
+Result = TypeVar("Result")
 
 
 class RuleContext:
-    """What rules look at. Positions are those of `index`; facts are worked out when first asked for.
+    """The graph as rules see it. Positions are those of `index`; analyses are computed lazily and cached.
 
-    `barred` has the positions that no rule may take, each with the reason.
+    `barred` maps the positions that no rule may take to the reason.
     """
 
     def __init__(
@@ -69,46 +70,46 @@ class RuleContext:
         self.limits = limits
         self.barred: Mapping[int, str] = barred or {}
         self.round = round
-        self._facts: dict[Any, Any] = {}
+        self._analyses: dict[Any, Any] = {}
 
-    def fact(self, make: Callable[[RuleContext], Fact]) -> Fact:
-        """What `make` says of this scene, worked out once."""
-        if make not in self._facts:
-            self._facts[make] = make(self)
-        return self._facts[make]
+    def analysis(self, compute: Callable[[RuleContext], Result]) -> Result:
+        """Return `compute(self)`, computed once per context."""
+        if compute not in self._analyses:
+            self._analyses[compute] = compute(self)
+        return self._analyses[compute]
+
+    def fact(self, make: Callable[[RuleContext], Result]) -> Result:
+        """Deprecated name of `analysis`."""
+        warnings.warn("RuleContext.fact is now RuleContext.analysis", DeprecationWarning, stacklevel=2)
+        return self.analysis(make)
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes of the graph by position."""
+        """The nodes of the graph, by position."""
         return self.index.nodes
 
     @cached_property
     def order(self) -> list[int]:
-        """A place for each position that neither names nor the listing can change, for breaking ties."""
+        """The rank of each position in an order independent of names and of the node list, for breaking ties."""
         return structural_order(self.index)
 
     @cached_property
     def calls(self) -> dict[int, RegionCall]:
-        """The record of each position that calls a region."""
-        found: dict[int, RegionCall] = {}
-        for i, node in enumerate(self.nodes):
-            if node.op == "call_module":
-                call = call_of(node.meta)
-                if call is not None:
-                    found[i] = call
-        return found
+        """The region calls of the graph, by position."""
+        calls = ((i, call_of(node.meta)) for i, node in enumerate(self.nodes) if node.op == "call_module")
+        return {i: call for i, call in calls if call is not None}
 
     def kind_of(self, position: int) -> str | None:
-        """The kind of the region called at a position, None for any other operation."""
+        """Return the kind of the region called at a position, None for any other operation."""
         call = self.calls.get(position)
         return call.identity.kind if call is not None else None
 
     def value(self, position: int) -> Any:
-        """What is known of a position's value: a fake tensor, a number, a tuple; None if nothing is."""
+        """Return the value recorded for a position: a fake tensor, a number, a tuple; None if unknown."""
         return self.nodes[position].meta.get("val")
 
     def module_path(self, position: int) -> str:
-        """The path of the innermost module that an operation came from, "" if that is not known."""
+        """Return the path of the innermost module that an operation came from, "" if unknown."""
         stack = self.nodes[position].meta.get("nn_module_stack")
         if not stack:
             return ""
@@ -117,29 +118,29 @@ class RuleContext:
 
 @dataclass(frozen=True)
 class Decline:
-    """A refusal with its reason, and the node or value that it is about."""
+    """A refusal with its reason and the node or value it concerns."""
 
     reason: str
     at: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str) or not self.reason.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument("a Decline needs a reason in words.")
+            raise InvalidArgument("a Decline needs a non-empty text as its reason.")
 
     @property
     def place(self) -> str | None:
-        """The name of the node it is about."""
+        """The name of the node concerned, if any."""
         node = getattr(self.at, "node", self.at)
         return node.name if isinstance(node, Node) else node if isinstance(node, str) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Operations that a rule would make one region of, as positions in the scene it was proposed for.
+    """Operations that a rule proposes as one region, as positions in the `RuleContext` it was proposed for.
 
-    A `divisible` one is as good in parts: where another candidate wins some of its operations, what is left of it
-    is weighed again. `escapes` is a policy, or one per position. `priority` is the rule's unless it is given here.
-    `arguments` are what a pattern calls the operands, `results` its results in order, None for one not computed.
+    A `divisible` candidate is still useful in parts: if another candidate wins some of its operations, the rest is
+    considered again. `escapes` is a policy, or one per position. `priority` defaults to the rule's. `arguments` maps
+    the pattern's names of operands to positions, `results` are its results in order, None for one not computed.
     """
 
     rule: str
@@ -156,9 +157,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Operations that a rule looked at and will not take, and why.
+    """Operations that a rule considered and refused, with the reason.
 
-    A near-miss of a pattern says how far it got: `matched` of `wanted` operations.
+    For a near-miss of a pattern, `matched` of `wanted` operations were matched.
     """
 
     rule: str
@@ -173,11 +174,11 @@ Proposal = Candidate | Refusal
 
 
 class Rule(ABC):
-    """Looks at a graph and proposes what belongs together.
+    """Proposes sets of operations that form regions of one kind.
 
-    `name` tells rules of one set apart. Among overlapping candidates those of higher `priority` win, whatever
-    they save. A rule leaves regions of its own kind alone unless `nests` is set. `reference` is the function of
-    arguments and attributes that defines the kind, where it has one.
+    `name` is unique within a rule set. Among overlapping candidates the one of higher `priority` wins, whatever it
+    saves. A rule does not take regions of its own kind unless `nests` is set. `reference` is the function of
+    arguments and attributes that defines the kind, if there is one.
     """
 
     name: str
@@ -187,30 +188,30 @@ class Rule(ABC):
     reference: Any = None
 
     @abstractmethod
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        """Candidates and refusals for the graph as the scene shows it; the graph is not to be touched."""
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        """Yield candidates and refusals for the graph of `context`, which must not be modified."""
 
-    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
-        """Why this rule would not put two positions into one region, as far as it can tell beforehand."""
+    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
+        """Return the reasons why this rule would not put two positions into one region, as far as known."""
         return []
 
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Rules as a value: sets are added, compared and iterated over; names in one set are distinct."""
+    """An immutable, ordered collection of rules with distinct names; sets can be added, compared and iterated."""
 
     rules: tuple[Rule, ...] = field(default=())
 
     def __init__(self, *rules: Rule | RuleSet | Iterable[Any]) -> None:
-        object.__setattr__(self, "rules", tuple(_flat(rules)))
-        seen: dict[str, Rule] = {}
+        object.__setattr__(self, "rules", tuple(_flatten(rules)))
+        by_name: dict[str, Rule] = {}
         for rule in self.rules:
-            other = seen.setdefault(rule.name, rule)
+            other = by_name.setdefault(rule.name, rule)
             if other is not rule:
                 raise RuleError(
                     rule.name, "two rules of one set have this name; give one of them another `name`"
                 )
-        object.__setattr__(self, "rules", tuple(seen.values()))
+        object.__setattr__(self, "rules", tuple(by_name.values()))
 
     def __add__(self, other: Rule | RuleSet | Iterable[Any]) -> RuleSet:
         return RuleSet(self, other)
@@ -226,8 +227,8 @@ class RuleSet:
             if rule.name == name:
                 return rule
         names = [r.name for r in self.rules]
-        there = f"There are {', '.join(names)}" if names else "The set is empty"
-        hint = did_you_mean(str(name), names, otherwise=there).removesuffix("?")
+        available = f"There are {', '.join(names)}" if names else "The set is empty"
+        hint = did_you_mean(str(name), names, otherwise=available).removesuffix("?")
         raise RuleError(str(name), f"no rule of this name. {hint}")
 
     def __repr__(self) -> str:
@@ -235,11 +236,11 @@ class RuleSet:
 
 
 def as_rules(rules: Any) -> RuleSet:
-    """A rule, a rule set or any nesting of lists of them as one set."""
+    """Return a rule, a rule set or any nesting of lists of them as one set."""
     return rules if isinstance(rules, RuleSet) else RuleSet(rules)
 
 
-def _flat(rules: Any) -> Iterator[Rule]:
+def _flatten(rules: Any) -> Iterator[Rule]:
     stack: list[Any] = [rules]
     while stack:
         item = stack.pop()

@@ -14,17 +14,17 @@ from dovetail.rules.op_predicate import Refusals, closed, ground, require_rule, 
 from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 
 
-def untangle(scene: RuleContext, group: list[int]) -> list[int]:
+def untangle(context: RuleContext, group: list[int]) -> list[int]:
     """Groups by position, split where effect edges would make some of them depend on each other in a circle.
 
     `group[i]` is any number for the group of position `i`; numbers of parts that were split off are new. Along data
     edges alone the groups must be free of circles, with all readers of all but one member inside. Only groups on a
     circle are split, by how many effects of other groups they come after.
     """
-    effects = scene.index.dependencies.before
+    effects = context.index.dependencies.before
     if not effects:
         return group
-    before = scene.index.before
+    before = context.index.before
     numbers = {g: k for k, g in enumerate(dict.fromkeys(group))}
     of = [numbers[g] for g in group]
     needs: list[set[int]] = [set() for _ in numbers]
@@ -33,7 +33,7 @@ def untangle(scene: RuleContext, group: list[int]) -> list[int]:
     circle = _circles(needs)
     if not circle:
         return group
-    data = scene.index.data
+    data = context.index.data
     phase = [0] * len(group)
     fresh: dict[tuple[int, int], int] = {}
     split = list(group)
@@ -101,25 +101,25 @@ _MOST_REASONS = 4
 
 
 class Grouping:
-    """The groups of one scene, for regions of one kind.
+    """The groups of one context, for regions of one kind.
 
     `groups` has the units of each group and those cloned into it. `group` has for each position the number of its
     group, `owner` the anchor that an operation follows, -1 if none.
     """
 
     def __init__(
-        self, scene: RuleContext, name: str, kind: str, min_size: int, nests: bool, grows: bool = True
+        self, context: RuleContext, name: str, kind: str, min_size: int, nests: bool, grows: bool = True
     ) -> None:
-        self.scene, self.kind, self.nests, self.grows = scene, kind, nests, grows
-        self.on = ground(scene)
-        self.closed = closed(scene, kind, nests, grows)
-        self.classes = classify(scene, self.closed)
+        self.context, self.kind, self.nests, self.grows = context, kind, nests, grows
+        self.on = ground(context)
+        self.closed = closed(context, kind, nests, grows)
+        self.classes = classify(context, self.closed)
         # What takes no producer in.
         self.shut = [shut or c >= _ANCHOR for shut, c in zip(self.closed, self.classes, strict=True)]
-        self.weight = [1] * len(scene.nodes)
-        for i in scene.calls:
-            self.weight[i] = weight(scene, i)
-        self.most = scene.limits.nodes or sum(self.weight)
+        self.weight = [1] * len(context.nodes)
+        for i in context.calls:
+            self.weight[i] = weight(context, i)
+        self.most = context.limits.nodes or sum(self.weight)
         self.refused = Refusals(name)
         self._sizes: dict[int, object] = {}
         # What would follow an anchor if its group had room.
@@ -131,7 +131,7 @@ class Grouping:
 
     def _alike(self, position: int, unit: int) -> bool:
         """Whether a value has the sizes of what a unit makes of it, as far as both are known."""
-        known, nodes = self._sizes, self.scene.nodes
+        known, nodes = self._sizes, self.context.nodes
         pair: list[object] = []
         for i in (position, unit):
             value = nodes[i].meta.get("val")
@@ -142,7 +142,7 @@ class Grouping:
 
     def _followed(self) -> list[int]:
         """For each unit the anchor whose elementwise epilogue it could be in, -1 if none; the deepest of several."""
-        data, order, home, classes = self.scene.index.data, self.scene.order, self.on.home, self.classes
+        data, order, home, classes = self.context.index.data, self.context.order, self.on.home, self.classes
         label = [-1] * len(classes)
         anchors = {i for i in self.on.listed if classes[i] is _ANCHOR and not self.closed[i]}
         if not anchors:
@@ -192,7 +192,7 @@ class Grouping:
         if unit not in self.on.parts:
             return self._alike(unit, reader)
         home = self.on.home
-        return all(self._alike(j, reader) for j in self.scene.index.data[reader] if home[j] == unit)
+        return all(self._alike(j, reader) for j in self.context.index.data[reader] if home[j] == unit)
 
     def _join(self) -> list[int]:
         """For each unit the last of its group."""
@@ -226,11 +226,11 @@ class Grouping:
 
     def _untangled(self) -> list[int]:
         home, joined = self.on.home, self.joined
-        if not self.scene.index.dependencies.before:
+        if not self.context.index.dependencies.before:
             return [joined[unit] for unit in home]
         grown = {last for unit, last in enumerate(joined) if unit != last}
         group = [joined[home[i]] if joined[home[i]] in grown else i for i in range(len(home))]
-        split = untangle(self.scene, group)
+        split = untangle(self.context, group)
         if split is not group:
             for unit in self.on.listed:
                 last = split[unit]
@@ -258,8 +258,8 @@ class Grouping:
         return found
 
     def _is_view(self, unit: int) -> bool:
-        told = self.scene.index.dependencies.effects.get(unit, PURE)
-        return bool(told.aliases) and not told.doubtful_aliases
+        told = self.context.index.dependencies.effects.get(unit, PURE)
+        return bool(told.aliases) and not told.assumed_aliases
 
     def _clones(self, members: dict[int, list[int]]) -> dict[int, list[int]]:
         """What is cloned into which group: a group of one with readers that fit, all in one group, and others."""
@@ -280,7 +280,7 @@ class Grouping:
             into = fitting.pop()
             if into in copied or any(self.group[r] == into for r in set(readers).difference(open_to)):
                 continue
-            reason = why_not_redone(self.scene.index, unit)
+            reason = why_not_redone(self.context.index, unit)
             if reason or size[into] + self.weight[unit] > self.most:
                 reason = reason or "the group would be larger than the limit"
                 self.refused.add((unit, *members[into]), f"not cloned into the group: {reason}", unit)
@@ -294,12 +294,12 @@ class Grouping:
     def _refuse(self, unit: int, readers: Sequence[int], group: list[int]) -> None:
         fusible = [r for r in readers if self.classes[r] is not _OPAQUE and not self.closed[r]]
         if fusible:
-            reader = min(fusible, key=self.scene.order.__getitem__)
+            reader = min(fusible, key=self.context.order.__getitem__)
             self.refused.add((unit, reader), self._why_apart(unit, reader, group)[0], reader)
 
     def _why_apart(self, unit: int, reader: int, group: Sequence[int]) -> list[str]:
         """Why an operation is not in one group with one that reads it, at least one reason."""
-        name, other = self.scene.nodes[unit].name, self.scene.nodes[reader].name
+        name, other = self.context.nodes[unit].name, self.context.nodes[reader].name
         found: list[str] = []
         if self.classes[unit] in (_REDUCTION, _OPAQUE):
             found.append(f"'{name}' is {self.classes[unit].words}: nothing fuses behind it")
@@ -307,7 +307,7 @@ class Grouping:
             found.append(f"'{other}' is {self.classes[reader].words}: it takes no producer in")
         elsewhere = [r for r in self.on.readers[unit] if group[r] != group[reader]]
         if elsewhere:
-            third = self.scene.nodes[min(elsewhere, key=self.scene.order.__getitem__)].name
+            third = self.context.nodes[min(elsewhere, key=self.context.order.__getitem__)].name
             found.append(f"'{name}' is also read by '{third}', outside the group of '{other}'")
         if not found:
             full = self.owner[unit] >= 0 and self._no_room.get(reader) == self.owner[unit]
@@ -318,15 +318,15 @@ class Grouping:
         return f"the group would be larger than {self.most} operations"
 
     def _why_unfit(self, unit: int, last: int) -> str:
-        name = self.scene.nodes[unit].name
+        name = self.context.nodes[unit].name
         own, theirs = self.owner[unit], self.owner[last]
         if own < 0 and theirs < 0 and self.classes[unit] is _ANCHOR:
             return f"'{name}' is an anchor: only elementwise work of its shape may follow it"
         if self._fits(unit, theirs):
             return self._too_large()
-        anchor = self.scene.nodes[theirs if theirs >= 0 else own].name
+        anchor = self.context.nodes[theirs if theirs >= 0 else own].name
         if theirs >= 0:
-            kind = self.classes[unit].words if own < 0 else f"behind '{self.scene.nodes[own].name}'"
+            kind = self.classes[unit].words if own < 0 else f"behind '{self.context.nodes[own].name}'"
             return f"'{name}' is {kind}: it cannot join what follows the anchor '{anchor}'"
         return (
             f"'{name}' follows the anchor '{anchor}', behind which only elementwise work of its shape fuses"
@@ -336,21 +336,21 @@ class Grouping:
         """Why two units are not in one group, empty if they are."""
         if early == late or (self.group[early] == self.group[late]):
             return []
-        nodes, classes = self.scene.nodes, self.classes
+        nodes, classes = self.context.nodes, self.classes
         found = [
-            r for i in (early, late) if (r := why_closed(self.scene, self.kind, self.nests, i, self.grows))
+            r for i in (early, late) if (r := why_closed(self.context, self.kind, self.nests, i, self.grows))
         ]
         if late in self.on.readers[early]:
             return found or self._why_apart(early, late, self.group)
         for i in (early, late):
             if classes[i] is _OPAQUE and not self.closed[i]:
                 found.append(f"'{nodes[i].name}' is opaque: it fuses with nothing")
-        path = self.scene.index.path(early, late)
+        path = self.context.index.path(early, late)
         if not path:
             return [*found, f"no value of '{nodes[early].name}' reaches '{nodes[late].name}'"]
-        between = {self.on.home[i] for i in self.scene.index.between((early, late))} - {early, late}
+        between = {self.on.home[i] for i in self.context.index.between((early, late))} - {early, late}
         hard = [i for i in between if classes[i] >= _REDUCTION or self.closed[i]]
-        for i in sorted(hard, key=self.scene.order.__getitem__)[:_MOST_REASONS]:
+        for i in sorted(hard, key=self.context.order.__getitem__)[:_MOST_REASONS]:
             found.append(f"between them lies '{nodes[i].name}', {classes[i].words}")
         units = [self.on.home[i] for i in path]
         steps = [(a, b) for a, b in pairwise(units) if self.group[a] != self.group[b]]
@@ -394,10 +394,10 @@ class Groups(Rule):
     def __post_init__(self) -> None:
         require_rule(self.name, self.kind, self.priority, min_size=(self.min_size, 1))
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
         """Groups that are legal each and all together, and the pairs that looked fusible and were not."""
-        plan = scene.fact(self._plan)
-        on = ground(scene)
+        plan = context.analysis(self._plan)
+        on = ground(context)
         for units, clones in plan.groups:
             yield Candidate(
                 self.name,
@@ -409,11 +409,11 @@ class Groups(Rule):
             )
         yield from plan.refused.found
 
-    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
+    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
         """Why two positions are not in one group: by their classes, what lies between them, who else reads."""
-        home, plan = ground(scene).home, scene.fact(self._plan)
-        early, late = sorted((home[first], home[second]), key=scene.order.__getitem__)
+        home, plan = ground(context).home, context.analysis(self._plan)
+        early, late = sorted((home[first], home[second]), key=context.order.__getitem__)
         return plan.why_not(early, late)
 
-    def _plan(self, scene: RuleContext) -> Grouping:
-        return Grouping(scene, self.name, self.kind, self.min_size, self.nests, self.grows)
+    def _plan(self, context: RuleContext) -> Grouping:
+        return Grouping(context, self.name, self.kind, self.min_size, self.nests, self.grows)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.errors import ScheduleError
-from dovetail.ir.effects import effects
+from dovetail.ir.effects import effects_of
 from dovetail.ir.graph_module import copy_graph, rebuild
 from dovetail.ir.meta_keys import LOWERING
 from dovetail.ir.nodes import is_projection
@@ -59,7 +59,7 @@ class Checkpoint(Backend):
 def not_repeatable(gm: GraphModule, names: Iterable[str]) -> dict[str, str]:
     """Which regions of a graph would be computed again from other numbers, and why: what they read is written later."""
     nodes = {node.name: node for node in gm.graph.nodes}
-    written = {w for node in gm.graph.nodes for w in effects(node, gm).writes}
+    written = {w for node in gm.graph.nodes for w in effects_of(node, gm).writes}
     found: dict[str, str] = {}
     for name in names:
         read = [source.name for source in nodes[name].all_input_nodes if source in written]
@@ -139,18 +139,18 @@ class Address:
     finder: Finder
     occurrence: int
 
-    def all(self, scene: RuleContext, root: str) -> list[PartMatch]:
+    def all(self, context: RuleContext, root: str) -> list[PartMatch]:
         """Every match of the finder in the part, in the graph of the traced part at `root`."""
-        return self.finder.find(scene, below(self.path, root))[0]
+        return self.finder.find(context, below(self.path, root))[0]
 
     def resolve(
-        self, scene: RuleContext, root: str, known: dict[Any, tuple[list[PartMatch], str]] | None = None
+        self, context: RuleContext, root: str, known: dict[Any, tuple[list[PartMatch], str]] | None = None
     ) -> PartMatch:
         """The match that is meant; `known` remembers what finders found for other addresses in the same graph."""
         key = (self.path, self.finder.identity)
         remembered = {} if known is None else known
         if key not in remembered:
-            remembered[key] = self.finder.find(scene, below(self.path, root))
+            remembered[key] = self.finder.find(context, below(self.path, root))
         found, why = remembered[key]
         if self.occurrence >= len(found):
             raise ScheduleError(
@@ -183,9 +183,9 @@ class Edit(ABC):
         return self
 
     def _matches(self, part: PartGraph, root: str, look: Look) -> list[PartMatch]:
-        scene = look(part.gm)
+        context = look(part.gm)
         known: dict[Any, tuple[list[PartMatch], str]] = {}
-        return [target.resolve(scene, root, known) for target in self.targets]
+        return [target.resolve(context, root, known) for target in self.targets]
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,7 +177,7 @@ class Finder(ABC):
     kind: str
 
     @abstractmethod
-    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         """Every match in a graph, and what came near."""
 
     @abstractmethod
@@ -193,23 +193,25 @@ class Finder(ABC):
         """The finder for a part at `scope` of a graph; others than it if what it looks for is told from there."""
         return self
 
-    def find(self, scene: RuleContext, scope: str) -> tuple[list[PartMatch], str]:
+    def find(self, context: RuleContext, scope: str) -> tuple[list[PartMatch], str]:
         """Matches with all operations in the module at `scope`, none overlapping, in execution order; why if none."""
-        known = scene.fact(_remembered)
+        known = context.analysis(_remembered)
         finder = self.seen_from(scope)
         if finder.identity not in known:
-            known[finder.identity] = finder.look(scene)
+            known[finder.identity] = finder.look(context)
         found, refusals = known[finder.identity]
         inside = [m for m in found if all(_is_inside(n, scope) for n in m.nodes if not is_projection(n))]
         if inside:
-            return in_order(inside, scene.index.position), ""
+            return in_order(inside, context.index.position), ""
         near = [
-            r for r in refusals if not r.members or any(_is_inside(scene.nodes[i], scope) for i in r.members)
+            r
+            for r in refusals
+            if not r.members or any(_is_inside(context.nodes[i], scope) for i in r.members)
         ]
         return [], why_none(near)
 
 
-def _remembered(scene: RuleContext) -> dict[Any, tuple[list[PartMatch], list[Refusal]]]:
+def _remembered(context: RuleContext) -> dict[Any, tuple[list[PartMatch], list[Refusal]]]:
     return {}
 
 
@@ -249,21 +251,22 @@ class ByRule(Finder):
     def identity(self) -> Any:
         return (ByRule, *(_identity(rule) for rule in self.rules))
 
-    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         found: list[PartMatch] = []
         refusals: list[Refusal] = []
         for rule in self.rules:
-            for proposal in rule.propose(scene):
+            for proposal in rule.propose(context):
                 if isinstance(proposal, Refusal):
                     refusals.append(proposal)
                 else:
-                    found.append(self._match(scene, proposal))
+                    found.append(self._match(context, proposal))
         return found, refusals
 
-    def _match(self, scene: RuleContext, candidate: Candidate) -> PartMatch:
-        nodes = scene.nodes
+    def _match(self, context: RuleContext, candidate: Candidate) -> PartMatch:
+        nodes = context.nodes
         operands = {
-            name: Value(nodes[i], scene.value(i), scene.gm) for name, i in (candidate.arguments or {}).items()
+            name: Value(nodes[i], context.value(i), context.gm)
+            for name, i in (candidate.arguments or {}).items()
         }
         members = tuple(nodes[i] for i in sorted(candidate.members))
         results = tuple(None if i is None else nodes[i] for i in candidate.results)
@@ -280,7 +283,7 @@ class ByRule(Finder):
             arguments={name: value.node for name, value in operands.items()},
             results=results,
         )
-        found = replace(_found(self, scene, members, outputs, request), rule=candidate.rule)
+        found = replace(_found(self, context, members, outputs, request), rule=candidate.rule)
         literals = dict(candidate.attrs or {})
         return replace(found, operands=operands or found.operands, literals=literals, kind=candidate.kind)
 
@@ -293,12 +296,16 @@ def _identity(rule: Rule) -> Any:
 
 
 def _found(
-    finder: Finder, scene: RuleContext, members: tuple[Node, ...], outputs: tuple[Node, ...], request: Request
+    finder: Finder,
+    context: RuleContext,
+    members: tuple[Node, ...],
+    outputs: tuple[Node, ...],
+    request: Request,
 ) -> PartMatch:
     inside = set(members)
     reads = dict.fromkeys(n for m in members for n in m.all_input_nodes if n not in inside)
-    at = scene.index.position
-    operands = {n.name: Value(n, scene.value(at[n]), scene.gm) for n in reads}
+    at = context.index.position
+    operands = {n.name: Value(n, context.value(at[n]), context.gm) for n in reads}
     return PartMatch(
         rule=finder.name,
         operands=operands,
@@ -347,9 +354,9 @@ class ByNode(Finder):
         is_operator = isinstance(self.what, (OpOverload, OpOverloadPacket))
         return {"operator": str(self.what)} if is_operator else {"predicate": self.what}
 
-    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         found: list[PartMatch] = []
-        for node in scene.nodes:
+        for node in context.nodes:
             if (
                 node.op in ("placeholder", "get_attr", "output")
                 or is_projection(node)
@@ -358,10 +365,10 @@ class ByNode(Finder):
                 continue
             members = (node, *(user for user in node.users if is_projection(user)))
             found.append(
-                _found(self, scene, members, _outputs(members) or (node,), Request(members, self.kind))
+                _found(self, context, members, _outputs(members) or (node,), Request(members, self.kind))
             )
         names = sorted(
-            {str(n.target) for n in scene.nodes if n.op == "call_function" and not is_projection(n)}
+            {str(n.target) for n in context.nodes if n.op == "call_function" and not is_projection(n)}
         )
         reason = f"no operation is accepted by {self.name}; there are {', '.join(names[:8])}"
         return found, [] if found else [Refusal(self.name, (), reason)]
@@ -409,10 +416,10 @@ class ByModule(Finder):
     def spelled(self) -> dict[str, Any]:
         return {"module": self.what} if isinstance(self.what, type) else {"path": self.what.pattern}
 
-    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         calls: dict[str, list[Node]] = {}
         frames: dict[str, Frame] = {}
-        for node in scene.nodes:
+        for node in context.nodes:
             if node.op in ("placeholder", "get_attr", "output") or is_projection(node):
                 continue
             for at in frames_of(node):
@@ -420,8 +427,8 @@ class ByModule(Finder):
                     frames[at.key] = at
                     calls.setdefault(at.key, []).append(node)
                     break
-        found = [self._match(scene, frames[key], nodes) for key, nodes in calls.items()]
-        return found, [] if found else [Refusal(self.name, (), self._nothing(scene))]
+        found = [self._match(context, frames[key], nodes) for key, nodes in calls.items()]
+        return found, [] if found else [Refusal(self.name, (), self._nothing(context))]
 
     def _fits(self, at: Frame) -> bool:
         if isinstance(self.what, type):
@@ -430,16 +437,16 @@ class ByModule(Finder):
             return False
         return self.what.search(below(at.path, self.scope)) is not None
 
-    def _match(self, scene: RuleContext, at: Frame, nodes: list[Node]) -> PartMatch:
+    def _match(self, context: RuleContext, at: Frame, nodes: list[Node]) -> PartMatch:
         members = tuple(m for n in nodes for m in (n, *(u for u in n.users if is_projection(u))))
         outputs = _outputs(members)
         request = Request(members, self.kind, escapes="output")
-        return replace(_found(self, scene, members, outputs, request), module_path=at.path)
+        return replace(_found(self, context, members, outputs, request), module_path=at.path)
 
-    def _nothing(self, scene: RuleContext) -> str:
+    def _nothing(self, context: RuleContext) -> str:
         seen = {
             f.bare: below(f.path, self.scope)
-            for n in scene.nodes
+            for n in context.nodes
             for f in frames_of(n)
             if is_within(f.path, self.scope)
         }
@@ -463,10 +470,10 @@ class ByRegion(Finder):
     def spelled(self) -> dict[str, Any]:
         return {"region": self.kind}
 
-    def look(self, scene: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         found: list[PartMatch] = []
         kinds: set[str] = set()
-        for node in scene.nodes:
+        for node in context.nodes:
             call = call_of(node.meta)
             if call is None:
                 continue
@@ -474,9 +481,10 @@ class ByRegion(Finder):
             if call.identity.kind == self.kind:
                 members = (node, *(u for u in node.users if is_projection(u)))
                 request = Request(members, self.kind)
-                match = _found(self, scene, members, members[1:], request)
+                match = _found(self, context, members, members[1:], request)
                 named = {
-                    name: Value(n, scene.value(scene.index.position[n]), scene.gm) for name, n in _named(node)
+                    name: Value(n, context.value(context.index.position[n]), context.gm)
+                    for name, n in _named(node)
                 }
                 found.append(replace(match, operands=named or match.operands))
         reason = f"no region is of kind '{self.kind}'; there are {', '.join(sorted(kinds)) or 'none'}"

@@ -27,11 +27,11 @@ class Scenes:
         self._made: dict[GraphModule, RuleContext] = {}
 
     def __call__(self, gm: GraphModule) -> RuleContext:
-        scene = self._made.pop(gm, None) or RuleContext(gm)
-        self._made[gm] = scene
+        context = self._made.pop(gm, None) or RuleContext(gm)
+        self._made[gm] = context
         while len(self._made) > self._most:
             del self._made[next(iter(self._made))]
-        return scene
+        return context
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ class Census:
     """The parts of a model by path, and what was proposed for its graph."""
 
     parts: dict[str, tuple[str, ...]]
-    scene: RuleContext
+    context: RuleContext
     candidates: list[Candidate]
     refusals: list[Refusal]
 
@@ -80,24 +80,24 @@ class Census:
         return [self._told(path) for path, kinds in self.parts.items() if not self._covered(path, kinds)]
 
     def _covered(self, path: str, kinds: tuple[str, ...]) -> bool:
-        inside = {i for i in range(len(self.scene.nodes)) if _under(self.scene.module_path(i), path)}
+        inside = {i for i in range(len(self.context.nodes)) if _under(self.context.module_path(i), path)}
         needed = {i for i in inside if self._must_be_in(i, path, kinds)}
         fitting = [set(c.members) for c in self.candidates if c.kind in kinds and set(c.members) <= inside]
         return bool(fitting) and any(needed <= members for members in fitting)
 
     def _must_be_in(self, i: int, path: str, kinds: tuple[str, ...]) -> bool:
-        node = self.scene.nodes[i]
+        node = self.context.nodes[i]
         if node.op != "call_function":
             return False
         if "attention" in kinds:
             return op_name(node.target) in _WHOLE
-        return self.scene.module_path(i) == path and bool(set(kinds) & set(NORM))
+        return self.context.module_path(i) == path and bool(set(kinds) & set(NORM))
 
     def _told(self, path: str) -> str:
         near = [
             f"{r.rule}: {r.reason} ({r.matched} of {r.wanted})"
             for r in self.refusals
-            if any(_under(self.scene.module_path(i), path) for i in r.members)
+            if any(_under(self.context.module_path(i), path) for i in r.members)
         ]
         return f"{path}: {'; '.join(near[:3]) or 'nothing was near'}"
 
@@ -113,11 +113,11 @@ def census(model: nn.Module, graph: GraphModule, extra: dict[str, tuple[str, ...
         name = type(module).__name__
         if path and NOTABLE.search(name) and not name.startswith("BatchNorm"):
             assert path in parts or name in WRAPPERS, f"'{path}' is a {name}: say what it should be found as"
-    scene = RuleContext(graph)
-    told: list[Any] = [p for rule in ALL for p in rule.propose(scene)]
+    context = RuleContext(graph)
+    told: list[Any] = [p for rule in ALL for p in rule.propose(context)]
     candidates = [p for p in told if isinstance(p, Candidate)]
     refusals = [p for p in told if isinstance(p, Refusal)]
-    return Census({**parts, **(extra or {})}, scene, candidates, refusals)
+    return Census({**parts, **(extra or {})}, context, candidates, refusals)
 
 
 def parts_by_kind(found: Census) -> Counter[str]:
@@ -129,11 +129,11 @@ def outlined(found: Census) -> GraphModule:
     taken: set[int] = set()
     requests: list[Request] = []
     for c in sorted(found.candidates, key=lambda c: (-len(c.members), c.members, c.kind)):
-        if taken & set(c.members) or found.scene.index.between(set(c.members)):
+        if taken & set(c.members) or found.context.index.between(set(c.members)):
             continue
         taken.update(c.members)
-        requests.append(request_for(found.scene.gm, c))
-    fused = dovetail.outline(found.scene.gm, requests)
+        requests.append(request_for(found.context.gm, c))
+    fused = dovetail.outline(found.context.gm, requests)
     assert_references(fused)
     return fused
 

@@ -26,8 +26,8 @@ def graph_of(model: Model, inputs: tuple[Any, ...]) -> GraphModule:
 
 
 def proposals(rules: Rule | Iterable[Rule], graph: GraphModule) -> list[Candidate | Refusal]:
-    scene = RuleContext(graph)
-    return [p for rule in ([rules] if isinstance(rules, Rule) else rules) for p in rule.propose(scene)]
+    context = RuleContext(graph)
+    return [p for rule in ([rules] if isinstance(rules, Rule) else rules) for p in rule.propose(context)]
 
 
 def candidates(rules: Rule | Iterable[Rule], graph: GraphModule) -> list[Candidate]:

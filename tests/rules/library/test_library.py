@@ -136,9 +136,9 @@ def test_a_near_miss_of_what_every_graph_has_is_not_told() -> None:
 
 
 def test_what_was_looked_for_once_is_not_looked_for_again() -> None:
-    scene = RuleContext(graph_of(Block(), (torch.randn(2, 6, 16),)))
+    context = RuleContext(graph_of(Block(), (torch.randn(2, 6, 16),)))
     rule = library.NORMS["layer_norm"]
-    assert rule.propose(scene) is rule.propose(scene)
+    assert rule.propose(context) is rule.propose(context)
 
 
 def test_nothing_is_said_of_what_no_rule_knows() -> None:

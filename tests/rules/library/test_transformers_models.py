@@ -130,7 +130,7 @@ def test_every_part_is_found(name: str, attention: str) -> None:
     found, args, kwargs = looked_at(name, attention)
     assert_all_found(name, found)
     with torch.no_grad():
-        before = pytree.tree_leaves(found.scene.gm(*args, **kwargs))
+        before = pytree.tree_leaves(found.context.gm(*args, **kwargs))
         after = pytree.tree_leaves(outlined(found)(*args, **kwargs))
     tensors = [[v for v in values if isinstance(v, Tensor)] for values in (before, after)]
     assert same_results(*tensors)

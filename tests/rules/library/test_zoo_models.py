@@ -51,7 +51,7 @@ def test_every_part_is_found(name: str, mode: str) -> None:
         for c in found.candidates
         if c.kind == "conv_bn_act" and c.attrs and c.attrs["batch_norm"]
         for i in c.members
-        if "batch_norm" in str(found.scene.nodes[i].target)
+        if "batch_norm" in str(found.context.nodes[i].target)
     }
     assert len(covered) == len(norms)
 
@@ -60,7 +60,7 @@ def test_every_part_is_found(name: str, mode: str) -> None:
 def test_as_regions_they_compute_the_same(name: str) -> None:
     _, found = looked_at(name, "eval")
     inputs = zoo.get(name).example_inputs()
-    before = pytree.tree_leaves(found.scene.gm(*inputs.args, **inputs.kwargs))
+    before = pytree.tree_leaves(found.context.gm(*inputs.args, **inputs.kwargs))
     after = pytree.tree_leaves(outlined(found)(*inputs.args, **inputs.kwargs))
     assert same_results(before, after)
 
@@ -74,7 +74,7 @@ def test_what_belongs_to_a_llama() -> None:
     assert all(attrs is not None and attrs["causal"] for attrs in causal)
     assert {attrs["groups"] for attrs in causal if attrs} >= {2}
     norms = {c.members for c in found.candidates if c.kind == "add_rms_norm"}
-    assert len({m for members in norms for m in members if "rsqrt" in found.scene.nodes[m].name}) == 4
+    assert len({m for members in norms for m in members if "rsqrt" in found.context.nodes[m].name}) == 4
 
 
 def test_what_belongs_to_a_bert() -> None:

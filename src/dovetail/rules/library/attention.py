@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.schema import as_number, by_name, op_name, value_of
+from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
 from dovetail.rules.library.library_rule import broadcasts, has, kind, taking
 from dovetail.rules.patterns.alternatives import either, optional
 from dovetail.rules.patterns.match_state import Match, Value
@@ -299,7 +299,7 @@ def _heads(match: Match) -> tuple[int, ...]:
     sizes = [value.shape[1] for value in bound if value is not None]
     if len({str(n) for n in sizes}) == 1:
         return ()
-    return tuple(as_number(n) or 0 for n in sizes)
+    return tuple(static_size(n) or 0 for n in sizes)
 
 
 def heads_are_grouped(match: Match) -> Decline | None:
@@ -322,10 +322,10 @@ def _mask_type(match: Match) -> str:
         return "hide"
     choices = [node for node in match.nodes if op_name(node.target) == "where"]
     if not choices:
-        subtracted = any(by_name(node).get("other") is mask.aten for node in _named(match, "sub"))
+        subtracted = any(named_arguments(node).get("other") is mask.aten for node in _named(match, "sub"))
         return "subtracted" if subtracted else "additive"
     # What masked scores become is a number, or a tensor without dimensions; scores have some.
-    chosen = value_of(by_name(choices[0]).get("self"))
+    chosen = value_of(named_arguments(choices[0]).get("self"))
     return "keep" if isinstance(chosen, Tensor) and chosen.dim() else "hide"
 
 
@@ -486,7 +486,7 @@ def _draws_in_order(match: Match) -> Decline | None:
     """Refuse a dropout of weights that are laid out in another order: random numbers are drawn in that of memory."""
     for node in match.nodes:
         if op_name(node.target) in ("native_dropout", "dropout"):
-            weights = value_of(by_name(node).get("input"))
+            weights = value_of(named_arguments(node).get("input"))
             # A part of a larger tensor is not, but what is drawn for it is.
             if isinstance(weights, Tensor) and not torch.empty_like(weights).is_contiguous():
                 return Decline("its dropout draws for weights that are not contiguous", at=node)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.ir.nodes import is_projection
-from dovetail.ir.schema import by_name, op_name
+from dovetail.ir.schema import named_arguments, op_name
 from dovetail.rules.library.attention import (
     BIAS,
     KV,
@@ -55,9 +55,9 @@ def _is_turned(node: Any) -> bool:
     return op_name(node.target) == "transpose" and list(node.args[1:]) == [value.dim() - 2, value.dim() - 1]
 
 
-def _has_columns(scene: RuleContext) -> bool:
+def _has_columns(context: RuleContext) -> bool:
     """Whether there is a softmax of a product with something that was not turned for it."""
-    products = [n for n in scene.fact(normalized_graph_of).nodes if op_name(n.target) == "matmul"]
+    products = [n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "matmul"]
     return any(
         not _is_turned(n.args[1]) and ahead_of([n], _SOFTMAX, _TO_SOFTMAX) is not None for n in products
     )
@@ -262,9 +262,9 @@ def _attends(inward: str, outward: str) -> bool:
     return set(between) == batch | query | key and between[-1] in key and set(v) >= batch | key and kept
 
 
-def _has_sinks(scene: RuleContext) -> bool:
+def _has_sinks(context: RuleContext) -> bool:
     """Whether there is a softmax of what was joined from several parts."""
-    joined = [n for n in scene.fact(normalized_graph_of).nodes if op_name(n.target) == "cat"]
+    joined = [n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "cat"]
     return ahead_of(joined, _SOFTMAX, frozenset({"sub", "_to_copy"})) is not None
 
 
@@ -336,12 +336,12 @@ class AttentionUnusual(Rule):
         self.name, self.kind, self.reference = "attention_unusual", "attention", attention_kind
         self.known = tuple(known)
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        shadow = scene.fact(normalized_graph_of)
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        shadow = context.analysis(normalized_graph_of)
         found = [n for n in shadow.nodes if op_name(n.target) in ("softmax", "_softmax")]
         if not found:
             return
-        told = [p for rule in self.known for p in rule.propose(scene)]
+        told = [p for rule in self.known for p in rule.propose(context)]
         covered = {i for p in told for i in p.members}
         for softmax in found:
             before, after = _way(softmax, back=True), _way(softmax, back=False)
@@ -385,7 +385,7 @@ def _path(reached: dict[Node, Node | None], end: Node) -> list[Node]:
 def _odd(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> tuple[Node, str]:
     """The operation that an attention does not have there, and what is odd about it."""
     value = softmax.meta.get("val")
-    if isinstance(value, Tensor) and by_name(softmax).get("dim") != value.dim() - 1:
+    if isinstance(value, Tensor) and named_arguments(softmax).get("dim") != value.dim() - 1:
         return softmax, "its softmax is not over the keys"
     for nodes, usual in ((before, _BEFORE), (after, _AFTER)):
         for node in nodes[:-1]:

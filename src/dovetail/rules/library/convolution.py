@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.ir.schema import as_number, by_name, op_name, value_of
+from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
 from dovetail.rules.library.library_rule import (
     SIMPLE,
     LibraryRule,
@@ -192,9 +192,9 @@ def _examples(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _tensor(*image), _tensor(*kernel), _tensor(8), _tensor(2, 8, *[1] * rank)
 
 
-def _pads_by_word(scene: RuleContext) -> bool:
+def _pads_by_word(context: RuleContext) -> bool:
     """Whether there is a convolution whose padding is a word, "same" or "valid": an operator of its own."""
-    targets = scene.fact(normalized_graph_of).by_target
+    targets = context.analysis(normalized_graph_of).by_target
     return any(getattr(target, "_overloadname", "") == "padding" for target in targets)
 
 
@@ -275,7 +275,7 @@ _GRAD = _tensor(2, 8, 6, 6)
 
 def _grad_attrs(match: Match) -> dict[str, Any]:
     backward = next(n for n in match.nodes if op_name(n.target) == "convolution_backward")
-    given = by_name(backward)
+    given = named_arguments(backward)
     return {
         "stride": match["stride"],
         "padding": match["padding"],
@@ -421,13 +421,13 @@ class MixFFN(Rule):
     def __init__(self) -> None:
         self.name, self.kind, self.reference = "mix_ffn", "mix_ffn", mix_ffn_kind
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        grids = scene.fact(_grids)
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        grids = context.analysis(_grids)
         known = sorted(grid for grid in grids.values() if grid is not None)
         proposals = [
-            p for height, width in dict.fromkeys(known) for p in _of_grid(height, width).propose(scene)
+            p for height, width in dict.fromkeys(known) for p in _of_grid(height, width).propose(context)
         ]
-        origins = scene.fact(normalized_graph_of).origins
+        origins = context.analysis(normalized_graph_of).origins
         for node, grid in grids.items():
             if grid is None and origins.get(node):
                 reason = "the sizes of its grid are dynamic, and the kind has them as numbers"
@@ -437,20 +437,20 @@ class MixFFN(Rule):
         return [p for p in proposals if isinstance(p, Candidate) or p.members not in matched]
 
 
-def _grids(scene: RuleContext) -> dict[Node, Grid | None]:
+def _grids(context: RuleContext) -> dict[Node, Grid | None]:
     """The sizes of images that depthwise convolutions read from a reshape of tokens; None where they are dynamic."""
     grids: dict[Node, Grid | None] = {}
-    for node in scene.fact(normalized_graph_of).nodes:
+    for node in context.analysis(normalized_graph_of).nodes:
         if op_name(node.target) != "conv2d":
             continue
-        arguments = by_name(node)
+        arguments = named_arguments(node)
         image = value_of(arguments.get("input"))
         if not isinstance(image, Tensor) or arguments.get("groups") in (None, 1):
             continue
         source = arguments["input"]
         if op_name(source.target) != "reshape":
             continue
-        height, width = (as_number(n) for n in image.shape[-2:])
+        height, width = (static_size(n) for n in image.shape[-2:])
         if height is not None and width is not None:
             grids[node] = (height, width)
         elif op_name(source.args[0].target) in _TURNS:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.ir.nodes import is_projection
-from dovetail.ir.schema import by_name, op_name
+from dovetail.ir.schema import named_arguments, op_name
 from dovetail.rules.library.library_rule import kind, known, real_numbers
 from dovetail.rules.library.norms import (
     affine_fits,
@@ -79,7 +79,7 @@ def _with_stream(match: Match) -> list[Node | None]:
     """The norm and what it is of: rows, with what is added to them, after dropout."""
     added = match["added"]
     summed = {n for n in match.aten if op_name(n.target) == "embedding"}
-    stream = next(n for n in summed if by_name(n)["weight"] is match["table"].aten)
+    stream = next(n for n in summed if named_arguments(n)["weight"] is match["table"].aten)
     if added is not None:
         summed.add(cast("Node", added.aten))
     while True:

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from dovetail.errors import InvalidArgument, RuleError
 from dovetail.ir.nodes import is_projection
-from dovetail.ir.schema import as_number, op_name
+from dovetail.ir.schema import op_name, static_size
 from dovetail.outlining.region_call import make_identity
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
@@ -135,25 +135,25 @@ class LibraryRule(PatternRule):
         if unknown:
             raise RuleError(self.name, f"'{unknown[0]}' is not an argument of the kind '{kind.name}'")
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        """What was found, looked for once in a scene: other rules may ask for it too."""
-        return scene.fact(self._look)
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        """What was found, looked for once in a context: other rules may ask for it too."""
+        return context.analysis(self._look)
 
-    def _look(self, scene: RuleContext) -> tuple[Proposal, ...]:
-        names = scene.fact(_operator_names)
+    def _look(self, context: RuleContext) -> tuple[Proposal, ...]:
+        names = context.analysis(_operator_names)
         if names is not None and not all(word & names for word in self.needs):
             return ()
-        if self.when is not None and not self.when(scene):
+        if self.when is not None and not self.when(context):
             return ()
-        return tuple(p for p in super().propose(scene) if self._is_worth_telling(scene, p))
+        return tuple(p for p in super().propose(context) if self._is_worth_telling(context, p))
 
-    def _is_worth_telling(self, scene: RuleContext, found: Proposal) -> bool:
+    def _is_worth_telling(self, context: RuleContext, found: Proposal) -> bool:
         if isinstance(found, Candidate) or found.matched >= found.wanted:
             return True
         if found.matched < _LEAST:
             return False
         telling = [word for word in self.needs if not word <= _COMMON]
-        reached = {n for i in found.members for n in scene.fact(_names_at)[i]}
+        reached = {n for i in found.members for n in context.analysis(_names_at)[i]}
         return not telling or any(word & reached for word in telling)
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline:
@@ -214,7 +214,7 @@ def broadcasts(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """
     if len(first) != len(second):
         return True
-    pairs = ((as_number(a), as_number(b)) for a, b in zip(first, second, strict=True))
+    pairs = ((static_size(a), static_size(b)) for a, b in zip(first, second, strict=True))
     return any(a != b if a is not None and b is not None else 1 in (a, b) for a, b in pairs)
 
 
@@ -279,18 +279,18 @@ def taking(
     return decorate
 
 
-def _names_at(scene: RuleContext) -> Mapping[int, Set[str]]:
+def _names_at(context: RuleContext) -> Mapping[int, Set[str]]:
     """The operators that each position comes to as patterns see it."""
-    found: dict[int, set[str]] = {i: set() for i in range(len(scene.nodes))}
-    for node, places in scene.fact(normalized_graph_of).origins.items():
+    found: dict[int, set[str]] = {i: set() for i in range(len(context.nodes))}
+    for node, places in context.analysis(normalized_graph_of).origins.items():
         for i in places:
             found[i].add(op_name(node.target))
     return found
 
 
-def _operator_names(scene: RuleContext) -> frozenset[str] | None:
+def _operator_names(context: RuleContext) -> frozenset[str] | None:
     """The operators of a graph as patterns see it, None where it cannot be seen."""
-    shadow = scene.fact(normalized_graph_of)
+    shadow = context.analysis(normalized_graph_of)
     if shadow.why_none:
         return None
     return frozenset(op_name(target) for target in shadow.by_target)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.ir.nodes import is_projection
-from dovetail.ir.schema import by_name, op_name
+from dovetail.ir.schema import named_arguments, op_name
 from dovetail.rules.library.library_rule import (
     GELU_NAMES,
     SIMPLE,
@@ -187,7 +187,7 @@ def _layouts(match: Match, name: str) -> set[str]:
     """How a weight is laid out as each operation of the match reads it."""
     weight = match[name].aten
     reads = [(node, *_READS[op_name(node.target)]) for node in match.aten if op_name(node.target) in _READS]
-    return {layout for node, argument, layout in reads if by_name(node).get(argument) is weight}
+    return {layout for node, argument, layout in reads if named_arguments(node).get(argument) is weight}
 
 
 def weight_layout(match: Match, name: str = "weight") -> str:
@@ -295,7 +295,7 @@ def _gate_half(match: Match) -> str:
     """Which half of a packed product goes through the activation: not the one that the last product reads."""
     read = list(match.aten)[-1].all_input_nodes
     up = next(n for n in read if is_projection(n) or op_name(n.target) == "slice")
-    is_first = up.args[1] == 0 if is_projection(up) else by_name(up).get("start") in (0, None)
+    is_first = up.args[1] == 0 if is_projection(up) else named_arguments(up).get("start") in (0, None)
     return "second" if is_first else "first"
 
 
@@ -315,14 +315,14 @@ def one_weight_layout(match: Match) -> Decline | None:
     return None
 
 
-def _gates(scene: RuleContext, whole: str, part: frozenset[str]) -> bool:
+def _gates(context: RuleContext, whole: str, part: frozenset[str]) -> bool:
     """Whether the result of an activation, an operator or the last of its steps, is multiplied by another value."""
 
     def multiplied(node: Node) -> list[Node]:
         ahead = [user for user in node.users if op_name(user.target) == "mul"]
         return [user for user in ahead if sum(isinstance(a, Node) for a in user.args) == 2]
 
-    for node in scene.fact(normalized_graph_of).nodes:
+    for node in context.analysis(normalized_graph_of).nodes:
         name = op_name(node.target)
         if name == whole and multiplied(node):
             return True
@@ -337,12 +337,12 @@ def _gates(scene: RuleContext, whole: str, part: frozenset[str]) -> bool:
     return False
 
 
-def _silu_gates(scene: RuleContext) -> bool:
-    return _gates(scene, "silu", frozenset({"sigmoid"}))
+def _silu_gates(context: RuleContext) -> bool:
+    return _gates(context, "silu", frozenset({"sigmoid"}))
 
 
-def _gelu_gates(scene: RuleContext) -> bool:
-    return _gates(scene, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
+def _gelu_gates(context: RuleContext) -> bool:
+    return _gates(context, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
 
 
 def _gated_halves(x: Tensor, step: Step) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.ir.schema import by_name
+from dovetail.ir.schema import named_arguments
 from dovetail.rules.library.library_rule import has, kind, known, same_sizes
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
@@ -53,7 +53,7 @@ def cross_entropy_kind(
 def _cross_entropy_attrs(match: Match) -> dict[str, Any]:
     reduction = "mean" if has(match, "mean") else "sum" if has(match, "sum") else "none"
     for node in match.nodes:
-        number = by_name(node).get("reduction")
+        number = named_arguments(node).get("reduction")
         if isinstance(number, int):
             reduction = _REDUCTIONS[number]
     return {

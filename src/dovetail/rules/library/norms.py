@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.ir.schema import by_name, op_name, value_of
+from dovetail.ir.schema import named_arguments, op_name, value_of
 from dovetail.rules.library.library_rule import (
     Step,
     activate,
@@ -146,7 +146,7 @@ def normalized_dims(match: Match) -> int:
     """How many dimensions a norm is over: those that its operator names, one where it is written out."""
     for node in match.aten:
         if op_name(node.target) in _OPERATORS:
-            return len(cast("list[Any]", by_name(node)["normalized_shape"]))
+            return len(cast("list[Any]", named_arguments(node)["normalized_shape"]))
     return 1
 
 
@@ -312,7 +312,7 @@ def dropout_add_layer_norm(
 def _normalized_sizes(match: Match) -> list[Any]:
     """The sizes of what is normalized."""
     node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_OPERATORS})
-    given = by_name(node)
+    given = named_arguments(node)
     return list(value_of(given.get("input", given.get("self"))).shape)
 
 

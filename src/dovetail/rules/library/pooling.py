@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.ir.schema import as_number, by_name, op_name, value_of
+from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
 from dovetail.rules.library.library_rule import LibraryRule, kind, known, real_numbers
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
@@ -35,21 +35,21 @@ def avg_pool_kind(
     return F.avg_pool2d(x, cast("list[int]", kernel), stride)
 
 
-def _has_means_of_images(scene: RuleContext) -> bool:
+def _has_means_of_images(context: RuleContext) -> bool:
     """Whether there is a mean over the last two of four dimensions, at once or one after the other."""
     return any(
-        _pools(node) for node in scene.fact(normalized_graph_of).nodes if op_name(node.target) == "mean"
+        _pools(node) for node in context.analysis(normalized_graph_of).nodes if op_name(node.target) == "mean"
     )
 
 
 def _pools(node: Node) -> bool:
-    source = by_name(node).get("self")
+    source = named_arguments(node).get("self")
     if not isinstance(source, Node):
         return False
     if op_name(source.target) in ("reshape", "view", "flatten", "mean"):
-        first = value_of(by_name(source).get("self"))
+        first = value_of(named_arguments(source).get("self"))
         return isinstance(first, Tensor) and first.dim() == 4
-    value, dims = value_of(source), by_name(node).get("dim")
+    value, dims = value_of(source), named_arguments(node).get("dim")
     return isinstance(value, Tensor) and value.dim() == 4 and sorted(dims or ()) == [2, 3]
 
 
@@ -78,7 +78,7 @@ def pools_images(match: Match) -> Decline | None:
     x = match["x"]
     if x.ndim != 4:
         return Decline(f"'{x.name}' has {x.ndim} dimensions: it is no batch of images", at=x)
-    if any(as_number(n) == 0 for n in x.shape[1:]):
+    if any(static_size(n) == 0 for n in x.shape[1:]):
         return Decline(f"'{x.name}' has no elements to take the mean of", at=x)
     return real_numbers(match)
 
@@ -86,9 +86,9 @@ def pools_images(match: Match) -> Decline | None:
 avg_pool_global.guard(pools_images)
 
 
-def _takes_every_other(scene: RuleContext) -> bool:
-    slices = (n for n in scene.fact(normalized_graph_of).nodes if op_name(n.target) == "slice")
-    return any(by_name(node).get("step") == 2 for node in slices)
+def _takes_every_other(context: RuleContext) -> bool:
+    slices = (n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "slice")
+    return any(named_arguments(node).get("step") == 2 for node in slices)
 
 
 @known(
@@ -119,7 +119,7 @@ avg_pool_slices.guard(pools_images)
 @avg_pool_slices.guard
 def sizes_are_even(match: Match) -> Decline | None:
     x = match["x"]
-    sizes = [as_number(n) for n in x.shape[2:]]
+    sizes = [static_size(n) for n in x.shape[2:]]
     if all(n is not None and n % 2 == 0 for n in sizes):
         return None
     # Every other row of an odd count is one more than the rows between: they broadcast, or do not add up.
@@ -179,21 +179,21 @@ class AveragePoolBlocks(Rule):
     def __init__(self) -> None:
         self.name, self.kind, self.reference = "avg_pool_blocks", "avg_pool", avg_pool_kind
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        for height, width in sorted(scene.fact(_block_sizes)):
-            yield from _blocks_of(height, width).propose(scene)
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        for height, width in sorted(context.analysis(_block_sizes)):
+            yield from _blocks_of(height, width).propose(context)
 
 
-def _block_sizes(scene: RuleContext) -> set[tuple[int, int]]:
+def _block_sizes(context: RuleContext) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
-    for node in scene.fact(normalized_graph_of).nodes:
+    for node in context.analysis(normalized_graph_of).nodes:
         if op_name(node.target) not in ("reshape", "view"):
             continue
-        before, after = value_of(by_name(node).get("self")), node.meta.get("val")
+        before, after = value_of(named_arguments(node).get("self")), node.meta.get("val")
         if not isinstance(before, Tensor) or not isinstance(after, Tensor):
             continue
         if before.dim() == 4 and after.dim() == 6:
-            height, width = as_number(after.shape[3]), as_number(after.shape[5])
+            height, width = static_size(after.shape[3]), static_size(after.shape[5])
             if height is not None and width is not None:
                 found.add((height, width))
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dovetail.ir.schema import as_number
+from dovetail.ir.schema import static_size
 from dovetail.rules.library.library_rule import ahead_of, broadcasts, by_halves, has, kind, known
 from dovetail.rules.patterns.alternatives import either
 from dovetail.rules.patterns.match_state import Match
@@ -124,11 +124,11 @@ class RotaryPair(Rule):
     def __init__(self) -> None:
         self.name, self.kind, self.reference = "rotary_pair", "rotary", rotary_kind
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        shadow = scene.fact(normalized_graph_of)
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        shadow = context.analysis(normalized_graph_of)
         by_place: dict[int, Node] = {i: n for n, places in shadow.origins.items() for i in places}
         waiting: dict[Node, Candidate] = {}
-        for found in rotary.propose(scene):
+        for found in rotary.propose(context):
             if not isinstance(found, Candidate):
                 continue
             meeting = ahead_of([by_place[i] for i in found.members], _MEETINGS, _BETWEEN)
@@ -210,7 +210,7 @@ def turns_are_complex(match: Match) -> Decline | None:
 
 def turns_every_pair(match: Match) -> Decline | None:
     """Refuse a width that is odd, or not known, and angles for more than there is to be turned."""
-    x, width = match["x"], as_number(match["x"].shape[-1])
+    x, width = match["x"], static_size(match["x"].shape[-1])
     if width is None or width % 2:
         # A chunk cuts an odd width above the middle, slices below it.
         return Decline(f"the last dimension of '{x.name}' is not known to be even", at=x)

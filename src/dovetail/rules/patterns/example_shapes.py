@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dovetail.errors import RuleError
 from dovetail.ir import source_location
-from dovetail.ir.process_state import quietly
+from dovetail.ir.process_state import suppress_fake_tensor_log
 from dovetail.rules.patterns.alternatives import Chooser, Const, ConstMisuse, Site, choosing, opaque
 
 _RANKS = (3, 2, 4, 1, 0, 5)
@@ -318,7 +318,7 @@ class ExampleSearch:
                 arguments[name] = self.unknown[name]
         counting = _Counting()
         try:
-            with quietly(), choosing(chooser), torch.no_grad(), counting:
+            with suppress_fake_tensor_log(), choosing(chooser), torch.no_grad(), counting:
                 self.function(**arguments)
         except _NeedsShape as need:
             return need

@@ -11,8 +11,8 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.op_traits import commutes, target_name, traits
-from dovetail.ir.schema import by_name, op_name
+from dovetail.ir.op_traits import is_commutative, target_name, traits_of
+from dovetail.ir.schema import named_arguments, op_name
 from dovetail.rules.patterns.match_state import (
     Cast,
     ChosenAlternative,
@@ -62,7 +62,7 @@ class TransparentOps:
     def source(self, node: Node) -> Node | None:
         """The operand of an operation to be looked through, None for any other."""
         name = op_name(node.target)
-        operand: Any = by_name(node).get("self")
+        operand: Any = named_arguments(node).get("self")
         if not isinstance(operand, Node):
             return None
         before, after = operand.meta.get("val"), node.meta.get("val")
@@ -106,7 +106,7 @@ def _same_elements(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
     left, right = _tensors(ours), _tensors(theirs)
     if len(left) != len(right) or not same_number(ours.meta["val"].numel(), theirs.meta["val"].numel()):
         return False
-    if traits(ours).pointwise:
+    if traits_of(ours).pointwise:
         return all(_tiles(n, ours) for n in left) and all(_tiles(n, theirs) for n in right)
     count = _trailing(ours)
     if count is None or not _agree(left[1:], right[1:], same_number):
@@ -125,7 +125,7 @@ def _same_operands(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
         return False
     if _agree(left, right, same_number):
         return True
-    if len(left) != 2 or not commutes(ours):
+    if len(left) != 2 or not is_commutative(ours):
         return False
     # Swapped, but only where sizes tell which is which.
     one, two = (n.meta["val"].numel() for n in left)
@@ -134,7 +134,7 @@ def _same_operands(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
 
 def _trailing(node: Node) -> int | None:
     """How many trailing dims of its first operand an operation tells apart; None if that is not known."""
-    arguments, name = by_name(node), op_name(node.target)
+    arguments, name = named_arguments(node), op_name(node.target)
     operands = _tensors(node)
     rank = operands[0].meta["val"].dim()
     if name == "linear":
@@ -322,7 +322,7 @@ class Matcher:
             self._missed(found, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
             return None
         possible = [pairs[::-1]] if self._fit(pairs, found) else []
-        if ours in self.template.commuting and commutes(theirs):
+        if ours in self.template.commuting and is_commutative(theirs):
             swapped: list[Pair] = []
             args = (theirs.args[1], theirs.args[0], *theirs.args[2:])
             fits = self._pairs(ours, args, theirs.kwargs, found, swapped)

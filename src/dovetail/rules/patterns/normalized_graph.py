@@ -18,7 +18,7 @@ from dovetail.ir.effects import is_subgraph
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.meta_keys import CANONICAL, ORIGIN
 from dovetail.ir.nodes import is_projection
-from dovetail.ir.op_traits import traits
+from dovetail.ir.op_traits import traits_of
 from dovetail.rules.patterns.template import is_tensors
 from dovetail.rules.patterns.trace import AUTOGRAD, CAPTURED, Stage, trace
 from dovetail.rules.rule import RuleContext
@@ -35,7 +35,7 @@ _AUTOGRAD_ONLY = frozenset(_AUTOGRAD_NAMES.split())
 class NormalizedGraph:
     """The graph that patterns are looked for in.
 
-    `nodes` are canonical; `origins` tells for each the positions in the scene that it stands for: one operation of a
+    `nodes` are canonical; `origins` tells for each the positions in the context that it stands for: one operation of a
     captured graph is one node here, while a leaf module may be several. `unseen` are positions whose memory is
     written by what was not run.
     """
@@ -84,14 +84,14 @@ class NormalizedGraph:
         return set(members), next(others, None)
 
 
-def normalized_graph_of(scene: RuleContext) -> NormalizedGraph:
-    """The shadow of a scene's graph: itself where it is canonical, else made canonical or traced once."""
-    gm = scene.gm
-    if all(_is_aten(node) for node in scene.nodes) and not any(_writes_early(n) for n in scene.nodes):
+def normalized_graph_of(context: RuleContext) -> NormalizedGraph:
+    """The shadow of a context's graph: itself where it is canonical, else made canonical or traced once."""
+    gm = context.gm
+    if all(_is_aten(node) for node in context.nodes) and not any(_writes_early(n) for n in context.nodes):
         if CANONICAL in gm.meta:
-            return NormalizedGraph(gm, scene.nodes, {n: (i,) for i, n in enumerate(scene.nodes)})
-        return _canonical(scene)
-    return _traced(scene)
+            return NormalizedGraph(gm, context.nodes, {n: (i,) for i, n in enumerate(context.nodes)})
+        return _canonical(context)
+    return _traced(context)
 
 
 def _is_aten(node: Node) -> bool:
@@ -112,29 +112,29 @@ def _writes_early(node: Node) -> bool:
     return node.target is not torch.ops.aten.copy_.default or bool(node.users)
 
 
-def _canonical(scene: RuleContext) -> NormalizedGraph:
-    program, _, made = canonicalize_traced(scene.gm)
+def _canonical(context: RuleContext) -> NormalizedGraph:
+    program, _, made = canonicalize_traced(context.gm)
     origins: dict[Node, list[int]] = {}
     for old, new in made.items():
         if old.op != "call_module" or new.op == "call_function":
-            origins.setdefault(new, []).append(scene.index.position[old])
+            origins.setdefault(new, []).append(context.index.position[old])
     return NormalizedGraph(program, list(program.graph.nodes), {n: tuple(p) for n, p in origins.items()})
 
 
-def _traced(scene: RuleContext) -> NormalizedGraph:
+def _traced(context: RuleContext) -> NormalizedGraph:
     """Run the graph on stand-ins and note which operation each traced node came from."""
-    unknown = [n.name for n in scene.nodes if n.op == "placeholder" and n.meta.get("val") is None]
+    unknown = [n.name for n in context.nodes if n.op == "placeholder" and n.meta.get("val") is None]
     if unknown:
         why = f"the values of {', '.join(unknown[:4])} are not known; `capture(gm, args)` fills them in"
-        return NormalizedGraph(scene.gm, [], {}, why_none=why)
-    replay = _Replay(scene)
+        return NormalizedGraph(context.gm, [], {}, why_none=why)
+    replay = _Replay(context)
     try:
         with traceback.preserve_node_meta():
             program = trace(replay.run, replay.values, CAPTURED if replay.functional else AUTOGRAD)
     except Exception as error:  # a graph of others' making may call anything
         first = (str(error).splitlines() or [""])[0]
         return NormalizedGraph(
-            scene.gm, [], {}, why_none=f"it cannot be traced to operators: {type(error).__name__}: {first}"
+            context.gm, [], {}, why_none=f"it cannot be traced to operators: {type(error).__name__}: {first}"
         )
     return replay.shadow(program)
 
@@ -145,32 +145,32 @@ class _Replay:
     What is not known to be a plain computation is sealed: it is never run, and its results are inputs too.
     """
 
-    def __init__(self, scene: RuleContext) -> None:
-        self.scene = scene
-        self.sealed = {n for n in scene.nodes if _is_sealed(scene, n)}
-        effects = scene.index.dependencies.effects
+    def __init__(self, context: RuleContext) -> None:
+        self.context = context
+        self.sealed = {n for n in context.nodes if _is_sealed(context, n)}
+        effects = context.index.dependencies.effects
         self.functional = not any(
-            (n.op == "call_module" and _may_write(attribute(scene.gm, cast("str", n.target))))
+            (n.op == "call_module" and _may_write(attribute(context.gm, cast("str", n.target))))
             or (n.op in ("call_function", "call_method") and i in effects and effects[i].writes)
-            for i, n in enumerate(scene.nodes)
+            for i, n in enumerate(context.nodes)
             if n not in self.sealed
         )
         self.stage = Stage()
-        self.marks = _marks(len(scene.nodes))
+        self.marks = _marks(len(context.nodes))
         self.known: dict[Node, list[Any]] = {}
         self.several: dict[Node, bool] = {}
         self.unchanged: dict[Node, Node] = {}
         self.sources: list[tuple[Node, str | int | None]] = []
         self.values: list[Any] = []
-        for node in scene.nodes:
+        for node in context.nodes:
             if node.op == "placeholder":
                 self._add(node, None, node.meta["val"])
             elif node in self.sealed:
                 self._seal(node)
-            elif node.op == "get_attr" and not is_subgraph(scene.gm, node):
-                self._add(node, None, attribute(scene.gm, cast("str", node.target)))
+            elif node.op == "get_attr" and not is_subgraph(context.gm, node):
+                self._add(node, None, attribute(context.gm, cast("str", node.target)))
             elif node.op == "call_module":
-                module = attribute(scene.gm, cast("str", node.target))
+                module = attribute(context.gm, cast("str", node.target))
                 for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                     self._add(node, name, tensor)
 
@@ -201,7 +201,7 @@ class _Replay:
                 state.setdefault(node, {})[name] = value
         given.update((n, tuple(r) if self.several[n] else r[0]) for n, r in results.items())
         env: dict[Node, Any] = {}
-        for i, node in enumerate(self.scene.nodes):
+        for i, node in enumerate(self.context.nodes):
             if node.op == "output":
                 returned = [env[n] for n in node.all_input_nodes]
                 return tuple(r for r in returned if isinstance(r, Tensor))
@@ -218,14 +218,14 @@ class _Replay:
             return getattr(args[0], cast("str", node.target))(*args[1:], **kwargs)
         if node.op == "call_function":
             return cast("Callable[..., Any]", node.target)(*args, **kwargs)
-        module = attribute(self.scene.gm, cast("str", node.target))
+        module = attribute(self.context.gm, cast("str", node.target))
         if node.op == "get_attr":
             return module
         return torch.func.functional_call(module, state, args, kwargs)
 
     def shadow(self, program: GraphModule) -> NormalizedGraph:
         inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
-        at = self.scene.index.position
+        at = self.context.index.position
         origins: dict[Node, tuple[int, ...]] = {}
         parts: dict[int, set[Node]] = {}
         for node, (source, _) in zip(inputs, self.sources, strict=True):
@@ -242,22 +242,22 @@ class _Replay:
             if at[same] in last:
                 last[at[node]] = last[at[same]]
                 origins[last[at[same]]] += (at[node],)
-        effects = self.scene.index.dependencies
+        effects = self.context.index.dependencies
         hidden = any((e := effects.effects.get(at[n])) is not None and e.writes for n in self.sealed)
         unseen = frozenset(effects.written) if hidden else frozenset[int]()
         return NormalizedGraph(program, list(program.graph.nodes), origins, parts, unseen=unseen)
 
 
-def _is_sealed(scene: RuleContext, node: Node) -> bool:
+def _is_sealed(context: RuleContext, node: Node) -> bool:
     """Whether running an operation could do more than compute: code of users, effects on the world, modes."""
     if node.op == "call_module":
-        module = attribute(scene.gm, cast("str", node.target))
+        module = attribute(context.gm, cast("str", node.target))
         ours = type(module).__module__.startswith("torch.nn.") and not isinstance(module, GraphModule)
         return not ours or bool(module._forward_hooks or module._forward_pre_hooks)
     if node.op not in ("call_function", "call_method"):
         return False
-    told = traits(node)
-    if told.opaque or told.higher_order or told.barrier or told.world:
+    told = traits_of(node)
+    if told.opaque or told.higher_order or told.barrier or told.host_effect:
         return True
     # An operator of somebody else's is known by its schema alone.
     return isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prim", "prims")

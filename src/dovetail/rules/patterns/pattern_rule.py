@@ -99,12 +99,12 @@ class PatternRule(Rule):
         self.guards = (*self.guards, function)
         return function
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        return PatternSearch(self, scene).run()
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        return PatternSearch(self, context).run()
 
-    def matches(self, scene: RuleContext) -> list[Match]:
+    def matches(self, context: RuleContext) -> list[Match]:
         """Every place where the pattern stands and all guards accept; places may overlap."""
-        search = PatternSearch(self, scene)
+        search = PatternSearch(self, context)
         for _ in search.run():
             pass
         return search.matches

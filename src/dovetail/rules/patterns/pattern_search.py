@@ -1,4 +1,4 @@
-"""One pattern looked for in one scene: loose finds, each proven on its own operands before it is proposed."""
+"""One pattern looked for in one context: loose finds, each proven on its own operands before it is proposed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.nodes import is_projection, makes_tuple
+from dovetail.ir.nodes import is_projection, returns_tuple
 from dovetail.rules.patterns.example_shapes import Parameters, PatternExample
 from dovetail.rules.patterns.match_state import Match, MatchState, NearMiss, Value, same_literal
 from dovetail.rules.patterns.matcher import Matcher, TransparentOps
@@ -46,11 +46,11 @@ class Pattern(Protocol):
 
 
 class PatternSearch:
-    """Looks for every form of one rule's pattern in one scene."""
+    """Looks for every form of one rule's pattern in one context."""
 
-    def __init__(self, rule: Pattern, scene: RuleContext) -> None:
-        self.rule, self.scene = rule, scene
-        self.shadow: NormalizedGraph = scene.fact(normalized_graph_of)
+    def __init__(self, rule: Pattern, context: RuleContext) -> None:
+        self.rule, self.context = rule, context
+        self.shadow: NormalizedGraph = context.analysis(normalized_graph_of)
         self.seen: set[tuple[int, ...]] = set()
         self.misses: dict[Node, Refusal] = {}
         self.hit: set[int] = set()
@@ -106,7 +106,7 @@ class PatternSearch:
 
     def _has_gaps(self, members: tuple[int, ...]) -> bool:
         """Whether something lies between operations; not asked where they are listed far apart."""
-        return max(members) - min(members) <= _NEAR and bool(self.scene.index.between(members))
+        return max(members) - min(members) <= _NEAR and bool(self.context.index.between(members))
 
     def _matcher(self, template: Template, *, strict: bool, through: TransparentOps | None) -> Matcher:
         stage = template.stage
@@ -123,12 +123,12 @@ class PatternSearch:
     def _constant(self, node: Node) -> Tensor | None:
         """The tensor that a node names, if nothing changes it: no parameter, no saved buffer, never written."""
         origin = self.shadow.origins.get(node, ())
-        real = self.scene.nodes[origin[0]] if len(origin) == 1 else node
-        if real.op != "get_attr" or self.scene.index.dependencies.written.intersection(origin):
+        real = self.context.nodes[origin[0]] if len(origin) == 1 else node
+        if real.op != "get_attr" or self.context.index.dependencies.written.intersection(origin):
             return None
-        value = attribute(self.scene.gm, cast("str", real.target))
+        value = attribute(self.context.gm, cast("str", real.target))
         plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        return value if plain and not _is_saved(self.scene.gm, cast("str", real.target)) else None
+        return value if plain and not _is_saved(self.context.gm, cast("str", real.target)) else None
 
     def _proven(
         self, template: Template, root: Node, found: MatchState, dialect: str, through: TransparentOps | None
@@ -181,32 +181,32 @@ class PatternSearch:
         members = self._with_parts(self._with_sizes(self._with_views(members)))
         key = tuple(sorted(members))
         if partly is not None:
-            whole = self.scene.nodes[self.shadow.origins[partly][0]].name
+            whole = self.context.nodes[self.shadow.origins[partly][0]].name
             return self._refuse(key, f"only a part of '{whole}' matches", key[0])
         if key in self.seen:
             return None
-        if len(template.outputs) > 1 and (between := self.scene.index.between(members)):
+        if len(template.outputs) > 1 and (between := self.context.index.between(members)):
             # Results side by side can be paired in many ways; only one that is convex is what is meant.
-            names = ", ".join(self.scene.nodes[i].name for i in sorted(between)[:3])
+            names = ", ".join(self.context.nodes[i].name for i in sorted(between)[:3])
             return self._refuse(key, f"{names} would lie between its operations", min(between))
         written = self._writes_outside(members)
         if written is not None:
-            name = self.scene.nodes[written].name
+            name = self.context.nodes[written].name
             return self._refuse(key, f"'{name}' also writes to memory outside the match", written)
         unseen = next((i for i in key if i in self.shadow.unseen), None)
         if unseen is not None:
-            name = self.scene.nodes[unseen].name
+            name = self.context.nodes[unseen].name
             return self._refuse(
                 key, f"the memory of '{name}' is written by what cannot be looked into", unseen
             )
-        barred = next((i for i in key if i in self.scene.barred), None)
+        barred = next((i for i in key if i in self.context.barred), None)
         if barred is not None:
-            return self._refuse(key, self.scene.barred[barred], barred)
+            return self._refuse(key, self.context.barred[barred], barred)
         self.seen.add(key)
         match = self._match(template, proof, loose, key)
         verdict = self.rule.judge(match)
         if verdict is not None:
-            at = self.scene.index.names.get(verdict.place) if verdict.place is not None else None
+            at = self.context.index.names.get(verdict.place) if verdict.place is not None else None
             return self._refuse(key, verdict.reason, at)
         rule = self.rule
         attrs = rule.attributes(match)
@@ -214,7 +214,7 @@ class PatternSearch:
             return self._refuse(key, attrs.reason, None)
         self.hit.update(key)
         self.matches.append(match)
-        at = self.scene.index.position
+        at = self.context.index.position
         return Candidate(
             rule.name,
             rule.kind,
@@ -235,7 +235,7 @@ class PatternSearch:
 
     def _writes_outside(self, members: set[int]) -> int | None:
         """A member that writes to what is no member's: more than the pattern computes."""
-        found, at = self.scene.index.dependencies.effects, self.scene.index.position
+        found, at = self.context.index.dependencies.effects, self.context.index.position
         for i in members:
             told = found.get(i)
             if told is None:
@@ -248,7 +248,7 @@ class PatternSearch:
                 if j not in members:
                     return i
                 source = found.get(j)
-                if source is not None and source.aliases and not (source.writes or source.doubtful_aliases):
+                if source is not None and source.aliases and not (source.writes or source.assumed_aliases):
                     stack.extend(source.aliases)
         return None
 
@@ -256,33 +256,33 @@ class PatternSearch:
         self, template: Template, proof: MatchState, loose: MatchState, members: tuple[int, ...]
     ) -> Match:
         operands: dict[str, Value | None] = dict.fromkeys(self.rule.parameters.operands)
-        read = {n for i in members for n in self.scene.nodes[i].all_input_nodes}
+        read = {n for i in members for n in self.context.nodes[i].all_input_nodes}
         for name, node in template.operands.items():
             if node not in proof.operands:
                 continue
             bound = proof.operands[node]
-            same = [self.scene.nodes[i] for i in self.shadow.origins.get(bound, ())] or [bound]
+            same = [self.context.nodes[i] for i in self.shadow.origins.get(bound, ())] or [bound]
             # A view that changes nothing is no node of its own in the shadow, but may be what the members read.
             real = next((n for n in same if n in read), same[0])
-            operands[name] = Value(real, bound.meta.get("val"), self.scene.gm, bound)
-        outputs = [self.scene.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
-        paths = {self.scene.module_path(i) for i in members}
+            operands[name] = Value(real, bound.meta.get("val"), self.context.gm, bound)
+        outputs = [self.context.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
+        paths = {self.context.module_path(i) for i in members}
         inner = [*proof.through, *reversed(proof.nodes.values())]
         inner.sort(key=lambda n: self.shadow.origins[n][0])
         return Match(
             self.rule.name,
             operands,
             dict(loose.literals),
-            tuple(self.scene.nodes[i] for i in members),
+            tuple(self.context.nodes[i] for i in members),
             tuple(outputs),
             paths.pop() if len(paths) == 1 else "",
             dict(template.example.picks),
-            {n: self.scene.nodes[self.shadow.origins[n][-1]] for n in inner},
+            {n: self.context.nodes[self.shadow.origins[n][-1]] for n in inner},
         )
 
     def _views_of_operands(self, proof: MatchState, members: set[int]) -> set[int]:
         """Views that change nothing, where members read an operand by several: the operand would have several names."""
-        nodes, at = self.scene.nodes, self.scene.index.position
+        nodes, at = self.context.nodes, self.context.index.position
         read = {at[n] for i in members for n in nodes[i].all_input_nodes}
         found: set[int] = set()
         for bound in set(proof.operands.values()):
@@ -298,20 +298,22 @@ class PatternSearch:
 
     def _with_parts(self, members: set[int]) -> set[int]:
         """The members and every part of what they return several values: those move along."""
-        nodes, at = self.scene.nodes, self.scene.index.position
-        parts = {at[u] for i in members if makes_tuple(nodes[i]) for u in nodes[i].users if is_projection(u)}
+        nodes, at = self.context.nodes, self.context.index.position
+        parts = {
+            at[u] for i in members if returns_tuple(nodes[i]) for u in nodes[i].users if is_projection(u)
+        }
         return members | parts
 
     def _with_views(self, members: set[int]) -> set[int]:
         """The members and what lies between them that patterns do not see: views and copies that change nothing."""
-        if self.shadow.root is self.scene.gm or max(members) - min(members) > _NEAR:
+        if self.shadow.root is self.context.gm or max(members) - min(members) > _NEAR:
             return members
-        unseen = self.scene.index.between(members) - self.shadow.places
-        return members | {i for i in unseen if is_tensors(self.scene.nodes[i].meta.get("val"))}
+        unseen = self.context.index.between(members) - self.shadow.places
+        return members | {i for i in unseen if is_tensors(self.context.nodes[i].meta.get("val"))}
 
     def _with_sizes(self, members: set[int]) -> set[int]:
         """The members and the sizes they use that are read from members: outside, they would make a cycle."""
-        nodes, at = self.scene.nodes, self.scene.index.position
+        nodes, at = self.context.nodes, self.context.index.position
         stack = [u for i in members for u in nodes[i].users if not is_tensors(u.meta.get("val"))]
         reached: set[int] = set()
         while stack:
@@ -368,7 +370,7 @@ class PatternSearch:
         """What matched and was refused, then what came near and is not part of a match, the nearest first."""
         yield from self.firm.values()
         missed = [r for r in self.misses.values() if not self.hit.intersection(r.members)]
-        missed.sort(key=lambda r: (-r.matched, r.wanted, [self.scene.order[i] for i in r.members[:1]]))
+        missed.sort(key=lambda r: (-r.matched, r.wanted, [self.context.order[i] for i in r.members[:1]]))
         yield from missed[:_MOST_MISSES]
         if len(missed) > _MOST_MISSES:
             reasons = Counter(r.reason for r in missed[_MOST_MISSES:])
@@ -380,7 +382,7 @@ class PatternSearch:
 
     def _order(self, node: Node) -> int:
         origin = self.shadow.origins.get(node)
-        return self.scene.order[origin[0]] if origin else -1
+        return self.context.order[origin[0]] if origin else -1
 
     def _position(self, node: Node | None) -> int | None:
         origin = self.shadow.origins.get(node) if node is not None else None

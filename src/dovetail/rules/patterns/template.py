@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
 from dovetail.ir.graph_module import Program
-from dovetail.ir.op_traits import commutes
+from dovetail.ir.op_traits import is_commutative
 from dovetail.rules.patterns.alternatives import Chooser, Site, choosing, either_op, opaque
 from dovetail.rules.patterns.example_shapes import Parameters, PatternExample
 from dovetail.rules.patterns.trace import CAPTURED, NotPlain, Sketch, Stage, sketch, trace
@@ -56,7 +56,7 @@ class Template:
 
     @cached_property
     def commuting(self) -> frozenset[Node]:
-        return frozenset(n for n in self.operations if commutes(n))
+        return frozenset(n for n in self.operations if is_commutative(n))
 
     @cached_property
     def root_targets(self) -> tuple[Any, ...]:

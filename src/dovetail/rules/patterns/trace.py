@@ -24,8 +24,8 @@ from dovetail.errors import DovetailError
 from dovetail.frontend.capture import capture
 from dovetail.ir.canonicalize import canonicalize
 from dovetail.ir.graph_module import Program, copy_graph, rebuild
-from dovetail.ir.op_traits import traits
-from dovetail.ir.process_state import quiet, quietly, rng_kept
+from dovetail.ir.op_traits import traits_of
+from dovetail.ir.process_state import preserve_rng_state, suppress_fake_tensor_log, suppress_torch_warnings
 
 Apart = Mapping[OpOverload, Callable[..., Any]]
 
@@ -225,7 +225,7 @@ def trace(
 
     The `quick` way is tried first where it is asked for; it keeps no record of where an operation came from.
     """
-    with quiet(), quietly(), rng_kept(), torch.no_grad():
+    with suppress_torch_warnings(), suppress_fake_tensor_log(), preserve_rng_state(), torch.no_grad():
         if dialect == AUTOGRAD:
             with enable_python_dispatcher():
                 traced = make_fx(torch.func.functionalize(function))(*values)
@@ -249,7 +249,7 @@ class Sketch:
 
 def sketch(function: Callable[..., Any], values: Sequence[Tensor]) -> Sketch:
     """The canonical graph of a function on tensors of the meta device; `NotPlain` where it is more than operators."""
-    with quiet(), quietly(), rng_kept(), torch.no_grad():
+    with suppress_torch_warnings(), suppress_fake_tensor_log(), preserve_rng_state(), torch.no_grad():
         recorded, blind = record(function, values, taken_apart())
     return Sketch(canonicalize(recorded)[0], blind)
 
@@ -265,7 +265,7 @@ def _recorded(function: Callable[..., Any], values: Sequence[Any]) -> Program | 
 
 def writes(module: GraphModule) -> bool:
     """Whether a traced graph has operators that write, as only a functional form can be compared."""
-    return any(n.op == "call_function" and traits(n).writes for n in module.graph.nodes)
+    return any(n.op == "call_function" and traits_of(n).writes for n in module.graph.nodes)
 
 
 def _captured(function: Callable[..., Any], values: Sequence[Any]) -> Program:

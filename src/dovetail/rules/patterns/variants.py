@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
-from dovetail.ir.nodes import describe
+from dovetail.ir.nodes import value_signature
 from dovetail.rules.patterns.alternatives import Chooser, Site
 from dovetail.rules.patterns.example_shapes import ExampleSearch, Parameters, PatternExample
 from dovetail.rules.patterns.match_state import MatchState
@@ -82,7 +82,7 @@ class Variants:
         symbols: dict[str, str] = {}
         first: dict[int, int] = {}
         same = tuple(first.setdefault(id(n), i) for i, (n, _) in enumerate(operands.values()))
-        values = tuple(describe(v, symbols) for _, v in operands.values())
+        values = tuple(value_signature(v, symbols) for _, v in operands.values())
         written = tuple((k, repr(v)) for k, v in here.literals.items())
         key = (dialect, tuple(sorted(picks.items())), example.absent, values, same, written)
         # Numbers of another graph's symbols cannot be compared with this one's.

@@ -13,25 +13,24 @@ from torch.fx import Node
 
 from dovetail.ir.effects import is_subgraph
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.nodes import describe, is_projection
-from dovetail.outlining.bodies import literal
-from dovetail.outlining.region_call import call_of
+from dovetail.ir.nodes import is_projection, value_signature
+from dovetail.outlining.region_call import call_of, literal
 from dovetail.rules.rule import RuleContext
 
 
 class Linearization:
-    """The operations of a scene by place: a walk from the outputs, operands first, in the order of arguments.
+    """The operations of a context by place: a walk from the outputs, operands first, in the order of arguments.
 
     An operation that returns several values is one with the getitems that take them apart. Labels are equal for
     operations that are called alike: target, literals, form of the arguments, dtype, sizes and strides of operands
     and result. What is not in `free` has a label of its own, and so is never part of anything that repeats.
     """
 
-    def __init__(self, scene: RuleContext, free: Iterable[int]) -> None:
-        self.scene = scene
-        self.head, self.part = _heads(scene)
+    def __init__(self, context: RuleContext, free: Iterable[int]) -> None:
+        self.context = context
+        self.head, self.part = _heads(context)
         self.heads: list[int] = []  # by place: the position of the operation
-        self.place: list[int] = [-1] * len(scene.nodes)  # by position: -1 for what is no operation
+        self.place: list[int] = [-1] * len(context.nodes)  # by position: -1 for what is no operation
         self.before: list[list[int]] = []  # by place: places that must come before it
         self._walk()
         self.free = self._free(set(free))
@@ -58,10 +57,10 @@ class Linearization:
                 maker = self.place[value]
                 if maker >= 0:
                     found[maker].append((self.part[value], q, slot))
-        for output in self.scene.nodes:
+        for output in self.context.nodes:
             if output.op == "output":
                 for slot, node in enumerate(output.all_input_nodes):
-                    value = self.scene.index.position[node]
+                    value = self.context.index.position[node]
                     if self.place[value] >= 0:
                         found[self.place[value]].append((self.part[value], len(self), slot))
         return found
@@ -82,11 +81,11 @@ class Linearization:
 
     def size(self, place: int) -> int:
         """How many operations a place stands for: none if it is a view, those inside if it calls a region."""
-        call = self.scene.calls.get(self.heads[place])
+        call = self.context.calls.get(self.heads[place])
         if call is not None:
             return call.size
-        told = self.scene.index.dependencies.effects.get(self.heads[place])
-        return 0 if told is not None and told.aliases and not told.looks else 1
+        told = self.context.index.dependencies.effects.get(self.heads[place])
+        return 0 if told is not None and told.aliases and not told.reads_data else 1
 
     def positions(self, places: Iterable[int]) -> tuple[int, ...]:
         """The positions of operations with the getitems that belong to them, in the graph's order."""
@@ -96,15 +95,15 @@ class Linearization:
         """A number for what is known of a value: dtype, sizes, strides, device."""
         found = self._described.get(value)
         if found is None:
-            told = describe(self.scene.value(value))
+            told = value_signature(self.context.value(value))
             found = self._described[value] = self._descriptions.setdefault(told, len(self._descriptions))
         return found
 
     def _walk(self) -> None:
         """Places by a depth-first walk without recursion; what a getitem waits for, its operation waits for."""
-        scene, head = self.scene, self.head
+        context, head = self.context, self.head
         waits = self._waits()
-        state = bytearray(len(scene.nodes))
+        state = bytearray(len(context.nodes))
         for root in self._roots():
             if state[root]:
                 continue
@@ -120,7 +119,7 @@ class Linearization:
                         break
                 else:
                     stack.pop()
-                    if scene.nodes[at].op.startswith("call"):
+                    if context.nodes[at].op.startswith("call"):
                         self.place[at] = len(self.heads)
                         self.heads.append(at)
         for i, at in enumerate(head):
@@ -130,11 +129,11 @@ class Linearization:
             self.before.append(sorted(earlier))
 
     def _waits(self) -> Any:
-        index = self.scene.index
+        index = self.context.index
         effects = index.dependencies.before
         if not effects:
             return index.data.__getitem__
-        order = self.scene.order
+        order = self.context.order
         parts: dict[int, list[int]] = {}
         for i, at in enumerate(self.head):
             if at != i and i in effects:
@@ -153,12 +152,12 @@ class Linearization:
         Assertions and the like so stand beside what they are about. Updates come at the end of a program, and
         a block that leaves them there has no effect.
         """
-        nodes, found = self.scene.nodes, self.scene.index.dependencies.effects
+        nodes, found = self.context.nodes, self.context.index.dependencies.effects
         outputs = [i for i, node in enumerate(nodes) if node.op == "output"]
         unread = {
             self.head[i] for i, node in enumerate(nodes) if not node.users and node.op.startswith("call")
         }
-        calls = sorted(unread, key=self.scene.order.__getitem__) if len(unread) > 1 else list(unread)
+        calls = sorted(unread, key=self.context.order.__getitem__) if len(unread) > 1 else list(unread)
         self.updates = {
             i
             for i in calls
@@ -172,20 +171,20 @@ class Linearization:
     def _free(self, free: set[int]) -> list[bool]:
         """By place, whether it may be taken: so must be all of its getitems, which read nothing else."""
         found = [at in free and at not in self.updates for at in self.heads]
-        data = self.scene.index.data
+        data = self.context.index.data
         for i, at in enumerate(self.head):
             if at != i and (i not in free or len(data[i]) > 1) and self.place[at] >= 0:
                 found[self.place[at]] = False
         return found
 
     def _label(self) -> None:
-        scene = self.scene
-        root, at = scene.gm, scene.index.position
+        context = self.context
+        root, at = context.gm, context.index.position
         known: dict[Any, int] = {}
-        sketches = [known.setdefault(_sketch(n.meta.get("val")), len(known)) for n in scene.nodes]
+        sketches = [known.setdefault(_sketch(n.meta.get("val")), len(known)) for n in context.nodes]
         shapes = [tuple(sorted([self.part[i] for i in parts])) for parts in self.parts]
         for q, position in enumerate(self.heads):
-            node = scene.nodes[position]
+            node = context.nodes[position]
             refs = _Refs(root if isinstance(node.target, HigherOrderOperator) else None)
             target: Any = node.target
             if node.op == "call_module":
@@ -218,13 +217,13 @@ class _Refs:
         return "%"
 
 
-def _heads(scene: RuleContext) -> tuple[list[int], list[int]]:
+def _heads(context: RuleContext) -> tuple[list[int], list[int]]:
     """For each position the operation it is a part of, itself for most, and which part: -1 is the whole."""
-    head = list(range(len(scene.nodes)))
+    head = list(range(len(context.nodes)))
     part = [-1] * len(head)
-    at = scene.index.position
+    at = context.index.position
     paths: dict[tuple[int, Any], int] = {}
-    for i, node in enumerate(scene.nodes):
+    for i, node in enumerate(context.nodes):
         if is_projection(node):
             source = at[cast("Node", node.args[0])]
             head[i] = head[source]

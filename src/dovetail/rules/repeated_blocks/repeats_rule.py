@@ -9,11 +9,10 @@ from typing import Any
 from torch.fx import Node
 
 from dovetail.errors import RuleError, checked_call
-from dovetail.ir.graph_module import without_collector
-from dovetail.ir.nodes import short
-from dovetail.ir.op_traits import target_name, traits
-from dovetail.outlining.bodies import literal
-from dovetail.outlining.region_call import make_identity
+from dovetail.ir.graph_module import pause_gc
+from dovetail.ir.nodes import format_type
+from dovetail.ir.op_traits import target_name, traits_of
+from dovetail.outlining.region_call import literal, make_identity
 from dovetail.rules.repeated_blocks.block_search import BlockAlignment, BlockSearch, Wanted
 from dovetail.rules.repeated_blocks.blocks import Block, DataflowStep, Family, follow, plan, results, wiring
 from dovetail.rules.repeated_blocks.linearize import Linearization, WindowNumbering
@@ -69,7 +68,7 @@ def _miss(
             return what, at
         other = line.place[line.reads[at][failed.slot]]
         if other < 0:
-            value = line.scene.nodes[line.reads[at][failed.slot]].name
+            value = line.context.nodes[line.reads[at][failed.slot]].name
             wanted = _called(line, model[failed.found])
             return f"'{_name(line, at)}' reads '{value}' where the others read the result of {wanted}", at
         if line.free[other] and line.rough[other] != line.rough[model[failed.found]]:
@@ -117,10 +116,10 @@ def apart(line: Linearization, taken: Set[int], min_size: int) -> Iterator[Block
 
 def difference(line: Linearization, model: int, place: int) -> str:
     """In which way an operation is not called like another."""
-    theirs, mine = (line.scene.nodes[line.heads[q]] for q in (model, place))
+    theirs, mine = (line.context.nodes[line.heads[q]] for q in (model, place))
     name, other = f"'{mine.name}'", f"'{theirs.name}'"
     if not line.free[place]:
-        barred = line.scene.barred.get(line.heads[place])
+        barred = line.context.barred.get(line.heads[place])
         return f"{name} may not be part of a block{f' ({barred})' if barred else ''}"
     if line.rough[model] != line.rough[place]:
         if target_name(mine) == target_name(theirs):
@@ -138,11 +137,11 @@ def difference(line: Linearization, model: int, place: int) -> str:
 
 def _kinds(line: Linearization, place: int, *, reads: bool) -> str:
     values = line.reads[place] if reads else [line.heads[place]]
-    return ", ".join(short(line.scene.value(v)) or "?" for v in values)
+    return ", ".join(format_type(line.context.value(v)) or "?" for v in values)
 
 
 def _arguments(mine: Node, theirs: Node) -> Iterator[tuple[str, Any, Any]]:
-    parameters = traits(mine).parameters if mine.op != "call_module" else ()
+    parameters = traits_of(mine).parameters if mine.op != "call_module" else ()
     for i in range(max(len(mine.args), len(theirs.args))):
         name = parameters[i] if i < len(parameters) else f"argument {i}"
         here, there = (node.args[i] if i < len(node.args) else None for node in (mine, theirs))
@@ -161,11 +160,11 @@ def _shown(value: Any) -> str:
 
 
 def _name(line: Linearization, place: int) -> str:
-    return line.scene.nodes[line.heads[place]].name
+    return line.context.nodes[line.heads[place]].name
 
 
 def _called(line: Linearization, place: int) -> str:
-    return target_name(line.scene.nodes[line.heads[place]])
+    return target_name(line.context.nodes[line.heads[place]])
 
 
 @checked_call()
@@ -207,13 +206,13 @@ class Repeats(Rule):
     min_size: int = 4
     version: int = 1
 
-    def propose(self, scene: RuleContext) -> Iterable[Proposal]:
-        with without_collector():
-            return list(self._propose(scene))
+    def propose(self, context: RuleContext) -> Iterable[Proposal]:
+        with pause_gc():
+            return list(self._propose(context))
 
-    def _propose(self, scene: RuleContext) -> Iterator[Proposal]:
-        line = self._line(scene)
-        search = BlockSearch(line, Wanted(self.min_size, self.min_repeats, scene.limits.nodes))
+    def _propose(self, context: RuleContext) -> Iterator[Proposal]:
+        line = self._line(context)
+        search = BlockSearch(line, Wanted(self.min_size, self.min_repeats, context.limits.nodes))
         families = search.families()
         for family, height in self._levels(line, families):
             for block in family.blocks:
@@ -230,22 +229,22 @@ class Repeats(Rule):
                 )
         yield from self._refusals(line, search, families)
 
-    def _line(self, scene: RuleContext) -> Linearization:
+    def _line(self, context: RuleContext) -> Linearization:
         free = [
             i
-            for i, node in enumerate(scene.nodes)
+            for i, node in enumerate(context.nodes)
             if node.op.startswith("call")
-            and i not in scene.barred
-            and (self.nests or scene.kind_of(i) != self.kind)
+            and i not in context.barred
+            and (self.nests or context.kind_of(i) != self.kind)
         ]
-        return Linearization(scene, free)
+        return Linearization(context, free)
 
     def _levels(self, line: Linearization, families: list[Family]) -> list[tuple[Family, int]]:
         """Families, and with `nests` those inside of their blocks, each with how many levels it has below it."""
         if not self.nests:
             return [(family, 0) for family in families]
         found: list[tuple[Family, int | None]] = [(family, None) for family in families]
-        wanted = Wanted(self.min_size, self.min_repeats, line.scene.limits.nodes)
+        wanted = Wanted(self.min_size, self.min_repeats, line.context.limits.nodes)
         for n, (family, _) in enumerate(found):  # grows while it is walked
             found.extend((inner, n) for inner in BlockSearch(line, wanted).inside(family))
         heights = [0] * len(found)
@@ -287,8 +286,8 @@ class Repeats(Rule):
     ) -> Refusal:
         return Refusal(self.name, line.positions(places), reason, line.heads[at], matched, wanted)
 
-    def why_not(self, scene: RuleContext, first: int, second: int) -> list[str]:
-        line = self._line(scene)
+    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
+        line = self._line(context)
         counts: dict[int, int] = {}
         for label in line.labels:
             counts[label] = counts.get(label, 0) + 1
@@ -297,5 +296,5 @@ class Repeats(Rule):
             place = line.place[i]
             if place >= 0 and counts[line.labels[place]] < self.min_repeats:
                 times = "once" if counts[line.labels[place]] == 1 else f"{counts[line.labels[place]]} times"
-                found.append(f"'{scene.nodes[i].name}' is called in this way only {times}")
+                found.append(f"'{context.nodes[i].name}' is called in this way only {times}")
         return found
