@@ -24,12 +24,12 @@ from dovetail.frontend.input_guards import expect, overlap, owned_by
 from dovetail.frontend.model_copy import structural_copy
 from dovetail.frontend.unlift import Unlifted, unlift
 from dovetail.ir.canonicalize import canonicalize
-from dovetail.ir.graph_module import Program, without_collector
+from dovetail.ir.graph_module import Program, pause_gc
 from dovetail.ir.meta_keys import CANONICAL, DIM_NAMES
-from dovetail.ir.process_state import forked_while_tracing, released_by_fork, tracing
-from dovetail.ir.shape_prop import fill_values
+from dovetail.ir.process_state import forked_while_tracing, reset_at_fork, tracing
+from dovetail.ir.shape_prop import propagate_values
 
-CAPTURING = released_by_fork(threading.RLock())
+CAPTURING = reset_at_fork(threading.RLock())
 """Held while a model is traced: torch traces one at a time."""
 
 
@@ -55,7 +55,7 @@ def capture(
     trains = torch.is_grad_enabled()
     args, kwargs = _checked(args, kwargs)
     if isinstance(model, GraphModule):
-        return fill_values(model, args, kwargs)
+        return propagate_values(model, args, kwargs)
     if isinstance(model, ExportedProgram):
         if check_capture:
             raise InvalidArgument("check_capture compares with a model, and an ExportedProgram is none.")
@@ -79,7 +79,7 @@ def capture(
         model_copy.refuse_distributed(model)
     with outside_inference_mode():
         given, named = pytree.tree_map(_tracked, (args, kwargs))
-        with without_collector():
+        with pause_gc():
             graph = _from_model(model, given, named, dynamic_shapes, strict, trains)
         if check_capture:
             with torch.set_grad_enabled(trains):

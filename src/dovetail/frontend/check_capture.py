@@ -18,7 +18,7 @@ from dovetail.errors import CaptureMismatch
 from dovetail.frontend import model_copy, side_effects
 from dovetail.frontend.calling_convention import convention_of
 from dovetail.frontend.tensor_effects import generators_of
-from dovetail.ir.process_state import rng_kept
+from dovetail.ir.process_state import preserve_rng_state
 
 _log = logging.getLogger(__name__)
 _MOST_COPIED = 2**31
@@ -183,7 +183,7 @@ def state_kept(*roots: nn.Module) -> Generator[None]:
     gradients = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in state.values() if t.is_leaf]
     streams = [(generator, generator.get_state()) for root in roots for generator in generators_of(root)]
     try:
-        with rng_kept():
+        with preserve_rng_state():
             yield
     finally:
         for generator, stream in streams:

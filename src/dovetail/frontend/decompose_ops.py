@@ -16,8 +16,8 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail import torch_compat
-from dovetail.frontend.export_aliases import storage_of, written_operands
-from dovetail.ir.schema import by_name
+from dovetail.frontend.export_aliases import storage_of
+from dovetail.ir.schema import named_arguments, written_operands
 
 _PARTED = """
     adjoint atleast_1d atleast_2d atleast_3d batch_norm broadcast_to chunk contiguous dropout dsplit expand_as flatten hsplit
@@ -341,7 +341,7 @@ def _written_nodes(node: Node) -> list[Node]:
     if node.target is not _BATCH_NORM:
         return [n for n in written_operands(node) if isinstance(n.meta.get("val"), Tensor)]
     # Its schema does not say that it updates the running statistics.
-    arguments = by_name(node)
+    arguments = named_arguments(node)
     statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
     return [n for n in statistics if isinstance(n, Node)] if arguments.get("training") is True else []
 

@@ -402,7 +402,9 @@ class _Walk:
         is_reformed = any(self._is_reformed(old) for old in node.all_input_nodes)
         moved = [old for old in node.all_input_nodes if old in self.moved]
         theirs = {storage_of(part) for old in moved for part in _parts(old.meta["val"])}
-        is_moved = any(storage_of(part) in theirs for part in _parts(value) if isinstance(part, Tensor))
+        is_moved = bool(theirs) and any(
+            storage_of(part) in theirs for part in _parts(value) if isinstance(part, Tensor)
+        )
         if not is_moved and not is_reformed:
             return value
         args, kwargs = map_arg((node.args, node.kwargs), lambda old: self._new(old).meta["val"])

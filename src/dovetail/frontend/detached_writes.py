@@ -28,16 +28,15 @@ from dovetail.frontend.export_aliases import (
     grouped,
     is_float,
     is_recorded,
-    operator_name,
     refused,
     same_memory,
     share,
     state_requires_grad,
     storage_of,
     view_chain,
-    written_operands,
 )
 from dovetail.frontend.input_guards import overlaps_itself
+from dovetail.ir.schema import op_name, written_operands
 
 _aten = torch.ops.aten
 _LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
@@ -71,18 +70,20 @@ class DetachedInputs:
     graded: frozenset[str] = frozenset()
 
 
-def separate(program: ExportedProgram) -> DetachedInputs:
-    """Give groups that are written with gradients memory of their own; edits the program's graph."""
+def separate(program: ExportedProgram, inputs: DetachedInputs) -> DetachedInputs:
+    """Give groups that are written with gradients memory of their own; edits the program's graph.
+
+    Return `inputs`, which has those that require gradients, with what is known of the writes.
+    """
     graph = program.graph
     state = state_requires_grad(program)
     changed = any([_replace_resizing(graph), _replace_in_place_views(graph), _replace_detach_in_place(graph)])
     groups = grouped(graph, state)
     separated = _planned(groups, state)
     placeholders = graph.find_nodes(op="placeholder")
-    graded = frozenset(n.name for n in placeholders if getattr(n.meta.get("val"), "requires_grad", False))
-    inputs = replace(_detached_inputs(program, groups), graded=graded)
+    inputs = replace(_detached_inputs(program, groups), graded=inputs.graded)
     if groups.writes and _differs_with_gradients(program, state, separated):
-        inputs = replace(inputs, ungraded=frozenset(n.name for n in placeholders) - graded)
+        inputs = replace(inputs, ungraded=frozenset(n.name for n in placeholders) - inputs.graded)
     # Copies come right after the write, so that those of inner aliases, inserted last, come before those of outer ones.
     for root in sorted(separated, key=groups.position.__getitem__):
         _separate(graph, groups, root)
@@ -121,7 +122,7 @@ def _differs_with_gradients(
 def _replace_detach_in_place(graph: Graph) -> bool:
     """Let what follows `y.detach_()` read `y.detach()`, which functionalisation keeps."""
     calls = [n for n in graph.nodes if n.target is _aten.detach_.default]
-    calls = [n for n in calls if operator_name(cast(Node, n.args[0])) not in _LIFTS]
+    calls = [n for n in calls if op_name(cast(Node, n.args[0]).target) not in _LIFTS]
     groups, edited = grouped(graph) if calls else AliasGroups(), set[int]()
     for node in calls:
         tensor = cast(Node, node.args[0])
@@ -151,7 +152,7 @@ def _replace_detach_in_place(graph: Graph) -> bool:
 def _replace_resizing(graph: Graph) -> bool:
     """Let what follows `y.resize_()` to no more elements read a view of the first ones, which it is."""
     is_changed = False
-    for node in [n for n in graph.nodes if operator_name(n) in ("resize_", "resize_as_")]:
+    for node in [n for n in graph.nodes if op_name(n.target) in ("resize_", "resize_as_")]:
         tensor = cast(Node, node.args[0])
         given, value = tensor.meta.get("val"), node.meta.get("val")
         if not isinstance(given, Tensor) or not isinstance(value, Tensor):
@@ -213,7 +214,7 @@ def _same_tensor(node: Node) -> list[Node]:
 
 def _refuse_lost_history(groups: AliasGroups, write: Write) -> None:
     """Raise for writes over values with gradients whose functional form has no derivative."""
-    name = operator_name(write.node)
+    name = op_name(write.node.target)
     if not (name in COMPARISONS or name in _LOGICAL or "out" in write.node.kwargs):
         return
     at = write.position
@@ -229,9 +230,9 @@ def _refuse_lost_history(groups: AliasGroups, write: Write) -> None:
 
 def _refuse_unsupported(groups: AliasGroups) -> None:
     for write in groups.writes:
-        if operator_name(write.node) in STORAGE_WRITES:
+        if op_name(write.node.target) in STORAGE_WRITES:
             raise refused(
-                f"forward changes the storage of a tensor by {operator_name(write.node)}, which a functional graph cannot do",
+                f"forward changes the storage of a tensor by {op_name(write.node.target)}, which a functional graph cannot do",
                 write.node,
                 "Make a new tensor (torch.empty, clone, narrow) instead.",
             )
@@ -252,7 +253,7 @@ def _refuse_unsupported(groups: AliasGroups) -> None:
                 write.node,
                 "Write to the tensor that was expanded, or to a clone.",
             )
-        if groups.is_differentiable(write) and any(operator_name(view) == "as_strided" for view in views):
+        if groups.is_differentiable(write) and any(op_name(view.target) == "as_strided" for view in views):
             raise _refused_scatter(write.node)
         if any(_skips_elements(view) for view in views):
             raise refused(
@@ -270,7 +271,7 @@ def _repeats_elements(view: Node) -> bool:
 
 def _skips_elements(view: Node) -> bool:
     """Whether a view is one of windows that leave elements of their dimension out."""
-    if operator_name(view) != "unfold":
+    if op_name(view.target) != "unfold":
         return False
     names = [a.name for a in cast(OpOverload, view.target)._schema.arguments]
     given: dict[str, Any] = {**dict(zip(names, view.args, strict=False)), **view.kwargs}

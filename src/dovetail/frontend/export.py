@@ -10,13 +10,13 @@ import inspect
 import logging
 import operator
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from traceback import walk_tb
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
@@ -38,13 +38,21 @@ from dovetail.frontend.detached_writes import DetachedInputs
 from dovetail.frontend.export_aliases import state_requires_grad
 from dovetail.frontend.pytree_specs import dict_of, leaf_spec, tuple_of
 from dovetail.ir import source_location
-from dovetail.ir.process_state import noise_kept, quiet, rng_kept
+from dovetail.ir.process_state import defer_torch_output, preserve_rng_state, suppress_torch_warnings
 
 _LEAF = leaf_spec()
 _log = logging.getLogger(__name__)
 
 # In torch's errors about dynamic_shapes of another structure than the inputs have.
 _MISFITS = ("mismatch between the structure", "top-level keys", "expected dynamic_shapes", "Unexpected")
+_SCATTER = torch.ops.aten.as_strided_scatter.default
+
+# What is edited after decomposition, if the graph calls it.
+_AFTER_DECOMPOSITION: dict[Any, Callable[[Graph], None]] = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: export_fixups.choose_kernel_as_eager,
+    torch.ops.aten.copy.default: export_fixups.make_differentiable,
+    torch.ops.higher_order.auto_functionalized_v2: export_fixups.make_bases_dense,
+}
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound")
 
 
@@ -80,7 +88,7 @@ def export_model(
     """
     if dynamic_shapes is not None:
         dynamic_shapes = _with_named_parameters(model, args, kwargs, dynamic_shapes)
-    with rng_kept(), torch.enable_grad():
+    with preserve_rng_state(), torch.enable_grad():
         if not strict:
             with side_effects.watched(model, trains=trains) as seen:
                 program, failure = _tried(model, args, kwargs, dynamic_shapes)
@@ -95,7 +103,7 @@ def export_model(
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
 ) -> ExportedProgram:
-    with noise_kept() as noise:
+    with defer_torch_output() as noise:
         try:
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         except InvalidArgument:
@@ -202,19 +210,28 @@ def decompose(program: ExportedProgram) -> Exported:
 
     Edits the program given; `own` makes one that may be edited.
     """
-    with quiet(), rng_kept(), torch.enable_grad():
-        mutation_fixups.refuse_resizing(program)
-        export_aliases.see_through_identities(program)
-        export_aliases.keep_old_values(program)
-        aliases = export_aliases.aliased_results(program)
-        if export_fixups.flatten_no_grad(program.graph_module):
+    with suppress_torch_warnings(), preserve_rng_state(), torch.enable_grad():
+        targets = _targets(program.graph_module)
+        writes = any(isinstance(target, OpOverload) and target._schema.is_mutable for target in targets)
+        if writes:
+            mutation_fixups.refuse_resizing(program)
+        if targets & export_aliases.MAYBE_IDENTITIES:
+            export_aliases.remove_identities(program)
+        if writes:
+            export_aliases.keep_old_values(program)
+        aliases = (
+            export_aliases.aliased_results(program) if writes or _updates_state(program, targets) else {}
+        )
+        if any(getattr(target, "__name__", "") == export_fixups.GRAD_MODE_BLOCK for target in targets):
+            export_fixups.flatten_no_grad(program)
+        detached, draws_in_place = _requiring_gradients(program), False
+        if writes:
+            mutation_fixups.keep_strides(program)
+            draws_in_place = mutation_fixups.draw_into_fresh_memory(program)
+            export_fixups.keep_histories(program)
+            detached = detached_writes.separate(program, detached)
+            mutation_fixups.call_functional_forms(program)
             export_aliases.rename_results(program)
-        mutation_fixups.keep_strides(program)
-        draws_in_place = mutation_fixups.draw_into_fresh_memory(program)
-        export_fixups.keep_histories(program)
-        detached = detached_writes.separate(program)
-        mutation_fixups.call_functional_forms(program)
-        export_aliases.rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
             raise CaptureError("the exported program does not say how it is called. Export it anew.")
@@ -226,20 +243,47 @@ def decompose(program: ExportedProgram) -> Exported:
             except Unsure as reason:
                 _log.debug("the program is traced anew to decompose it: %s", reason)
                 decomposed = retraced(program, signature)
-        detached_writes.refuse_strided_scatters(decomposed.graph, state_requires_grad(program))
-        mutation_fixups.call_originals(decomposed.graph)
-        export_fixups.choose_kernel_as_eager(decomposed.graph)
-        export_fixups.make_differentiable(decomposed.graph)
-        export_fixups.make_bases_dense(decomposed.graph)
-        mutation_fixups.draw_in_place(decomposed.graph)
+        targets = {node.target for node in decomposed.graph.nodes}
+        if _SCATTER in targets:
+            detached_writes.refuse_strided_scatters(decomposed.graph, state_requires_grad(program))
+        if writes:
+            mutation_fixups.call_originals(decomposed.graph)
+        for target, fixup in _AFTER_DECOMPOSITION.items():
+            if target in targets:
+                fixup(decomposed.graph)
+        if draws_in_place:
+            mutation_fixups.draw_in_place(decomposed.graph)
         return Exported(decomposed, aliases, names, in_spec, out_spec, detached, draws_in_place)
+
+
+def _targets(module: GraphModule) -> set[Any]:
+    """Return what the graph and the graphs of its blocks and branches call."""
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, GraphModule)]
+    return {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+
+
+def _updates_state(program: ExportedProgram, targets: set[Any]) -> bool:
+    """Return whether decomposition may return new values of inputs or buffers though no schema declares a write."""
+    if any("MUTATION" in spec.kind.name for spec in program.graph_signature.output_specs):
+        return True
+    overloads = [target for target in targets if isinstance(target, OpOverload)]
+    return any(isinstance(target, HigherOrderOperator) for target in targets) or any(
+        argument.name == "running_mean" for target in overloads for argument in target._schema.arguments
+    )
+
+
+def _requiring_gradients(program: ExportedProgram) -> DetachedInputs:
+    placeholders = program.graph.find_nodes(op="placeholder")
+    return DetachedInputs(
+        graded=frozenset(n.name for n in placeholders if getattr(n.meta.get("val"), "requires_grad", False))
+    )
 
 
 def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:
     """The program as torch itself decomposes it, whatever it holds."""
     _see_through_boolean_casts(program.graph)
     flat = _called_flat(program, signature)
-    with noise_kept() as noise:
+    with defer_torch_output() as noise:
         try:
             new = flat.run_decompositions({})
         except Exception as error:

@@ -22,6 +22,7 @@ from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.frontend.input_guards import overlap
 from dovetail.ir import source_location
+from dovetail.ir.schema import op_name, written_operands
 
 
 def keep_old_values(program: ExportedProgram) -> None:
@@ -49,15 +50,18 @@ def keep_old_values(program: ExportedProgram) -> None:
     rename_results(program)
 
 
-_DROPOUTS = tuple(
+_DROPOUTS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 )
-_EXPANDS = tuple(getattr(torch.ops.aten, name).default for name in ("expand", "expand_as", "broadcast_to"))
+_EXPANDS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("expand", "expand_as", "broadcast_to")
+)
+MAYBE_IDENTITIES = _DROPOUTS | _EXPANDS
 
 
-def see_through_identities(program: ExportedProgram) -> None:
-    """Take out dropout that drops nothing and `expand` that repeats nothing.
+def remove_identities(program: ExportedProgram) -> None:
+    """Remove dropout that drops nothing and `expand` that repeats nothing.
 
     Such dropout returns its input itself, and decomposing would make a copy of that, which what is written into the
     result, here or by the caller, would not reach. What is written through `expand` would be added to its base as a
@@ -67,7 +71,7 @@ def see_through_identities(program: ExportedProgram) -> None:
     is_changed = False
     gone: set[int] = set()
     graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]
-    written = {place for graph in graphs for node in graph.nodes for place in written_by(node)}
+    written = {place for graph in graphs for node in graph.nodes for place in written_storages(node)}
     for graph in graphs:
         calls = [n for n in graph.nodes if _is_idle_dropout(n) or _added_dimensions(n, written) is not None]
         if calls:
@@ -140,7 +144,7 @@ def _see_anew(module: GraphModule, gone: set[int], grad: bool) -> None:
             continue
         args, kwargs = cast(Any, map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
         # A leaf may be written where no gradients are recorded only, and what was written is the same tensor.
-        with cast(Any, tensors[0]).fake_mode, torch.set_grad_enabled(grad and not written_by(node)):
+        with cast(Any, tensors[0]).fake_mode, torch.set_grad_enabled(grad and not written_storages(node)):
             node.meta["val"] = node.target(*args, **kwargs)
     module.recompile()
 
@@ -161,21 +165,10 @@ def _tensors(value: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor)]
 
 
-def written_by(node: Node) -> set[int]:
-    """The memory that an operation writes, by what its operands are known to be."""
-    target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
-        return set()
-    given = {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
-    found: set[int] = set()
-    for argument in target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            values: Any = given.get(argument.name)
-            for value in values if isinstance(values, (list, tuple)) else (values,):
-                known = value.meta.get("val") if isinstance(value, Node) else None
-                if isinstance(known, Tensor):
-                    found.add(storage_of(known))
-    return found
+def written_storages(node: Node) -> set[int]:
+    """Return the storages that an operation writes, according to the fake values of its operands."""
+    values = [operand.meta.get("val") for operand in written_operands(node)]
+    return {storage_of(value) for value in values if isinstance(value, Tensor)}
 
 
 def _is_rebinding(node: Node) -> bool:
@@ -348,7 +341,7 @@ def grouped(graph: Graph, state: Mapping[str, bool] = MappingProxyType({})) -> A
 
 def _visit(groups: AliasGroups, node: Node, position: int) -> None:
     sources = [groups.of[n] for n in node.all_input_nodes if n in groups.of and is_float(n.meta.get("val"))]
-    flows = any(group in groups.gradient for group in sources) and operator_name(node) not in _CONSTANT
+    flows = any(group in groups.gradient for group in sources) and op_name(node.target) not in _CONSTANT
     written = written_operands(node)
     for operand in written:
         group = groups.of.get(operand)
@@ -357,7 +350,7 @@ def _visit(groups: AliasGroups, node: Node, position: int) -> None:
         others = [groups.of[n] for n in node.all_input_nodes if n is not operand and n in groups.of]
         has_gradient = (
             any(g in groups.gradient for g in others)
-            and operator_name(node) not in _INPLACE_DRAWS
+            and op_name(node.target) not in _INPLACE_DRAWS
             and is_recorded(node)
         )
         groups.writes.append(Write(position, node, operand, group, has_gradient))
@@ -391,21 +384,6 @@ def _enter(groups: AliasGroups, node: Node, written: Node | None, flows: bool, p
     groups.add(node, group)
 
 
-def written_operands(node: Node) -> list[Node]:
-    target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
-        return []
-    names = [a.name for a in target._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    operands: list[Node] = []
-    for argument in target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            parts: Any = value if isinstance(value, (list, tuple)) else (value,)
-            operands += [part for part in parts if isinstance(part, Node)]
-    return operands
-
-
 def is_recorded(node: Node) -> bool:
     """Whether autograd records the writes of an operation.
 
@@ -413,11 +391,6 @@ def is_recorded(node: Node) -> bool:
     """
     definition = torch_compat.CUSTOM_OPERATOR.value
     return definition is None or not isinstance(node.target, OpOverload) or definition(node.target) is None
-
-
-def operator_name(node: Node) -> str:
-    target = node.target
-    return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else ""
 
 
 def is_float(value: Any) -> bool:

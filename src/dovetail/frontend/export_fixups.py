@@ -21,46 +21,34 @@ from dovetail.frontend.export_aliases import (
     grouped,
     grouped_with_gradients,
     know_readers,
-    operator_name,
     refused,
+    rename_results,
     same_memory,
     share,
     state_requires_grad,
     storage_of,
-    written_by,
-    written_operands,
+    written_storages,
 )
 from dovetail.ir.graph_module import copy_node
-from dovetail.ir.schema import by_name
+from dovetail.ir.schema import named_arguments, op_name, written_operands
 from dovetail.ir.weight_guard import is_dense
 
-_WRAP = "wrap_with_set_grad_enabled"
+GRAD_MODE_BLOCK = "wrap_with_set_grad_enabled"
 
 
-def flatten_no_grad(module: GraphModule) -> int:
-    """Inline every gradient-mode block and detach what leaves a `no_grad` one; returns how many there were.
+def flatten_no_grad(program: ExportedProgram) -> None:
+    """Inline every gradient-mode block and detach what leaves a `no_grad` one.
 
-    Edits `module` and the graphs inside it. Values that leave a block get other names.
+    Edits the program's graph and the graphs inside it. Values that leave a block get other names.
     """
-    count = 0
-    for owner in [module, *_inner_graphs(module)]:
-        blocks = [n for n in owner.graph.nodes if _is_block(n)]
+    for owner in [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]:
+        blocks = [n for n in owner.graph.nodes if getattr(n.target, "__name__", "") == GRAD_MODE_BLOCK]
         if blocks:
             know_readers(owner.graph)
-        for block in blocks:
-            _inline_block(owner, block)
-        if blocks:
+            for block in blocks:
+                _inline_block(owner, block)
             owner.recompile()
-        count += len(blocks)
-    return count
-
-
-def _inner_graphs(module: GraphModule) -> list[GraphModule]:
-    return [m for m in module.modules() if isinstance(m, GraphModule) and m is not module]
-
-
-def _is_block(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == _WRAP
+    rename_results(program)
 
 
 def _inline_block(owner: GraphModule, block: Node) -> None:
@@ -165,7 +153,7 @@ def _fresh(graph: Graph, node: Node, operands: list[Any], block: Node) -> Node:
     """
     place = storage_of(node.meta["val"])
     read = {storage_of(n.meta["val"]) for n in operands if _holds_tensor(n)}
-    if place in read or not any(place in written_by(n) for n in _after(block)):
+    if place in read or not any(place in written_storages(n) for n in _after(block)):
         return node
     new = graph.call_function(torch.ops.aten.clone.default, (node,))
     new.meta = dict(node.meta)
@@ -199,7 +187,7 @@ def choose_kernel_as_eager(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_NATIVE):
         values = cast("tuple[Any, ...]", node.meta.get("val") or ())
-        arguments = by_name(node)
+        arguments = named_arguments(node)
         on_gpu = bool(values) and isinstance(values[0], Tensor) and values[0].device.type == "cuda"
         only_items = all(user.target is operator.getitem for user in node.users)
         if on_gpu and only_items and arguments["training"] is True:
@@ -354,7 +342,7 @@ def _functional_form(node: Node) -> OpOverload | None:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or "out" in node.kwargs:
         return None
-    name = operator_name(node)
+    name = op_name(node.target)
     if written_operands(node) != list(node.args[:1]) or not name.endswith("_"):
         return None
     if name in ("copy_", *STORAGE_WRITES) or torch.Tag.nondeterministic_seeded in target.tags:
@@ -456,7 +444,7 @@ def _split_foreach(program: ExportedProgram) -> bool:
     The functional form reads all of them before it writes, and lets every result require gradients if one does.
     """
     graph = program.graph
-    calls = [n for n in graph.nodes if operator_name(n).startswith("_foreach_") and written_operands(n)]
+    calls = [n for n in graph.nodes if op_name(n.target).startswith("_foreach_") and written_operands(n)]
     groups = _groups(program) if calls else AliasGroups()
     for node in calls:
         written = written_operands(node)
@@ -501,17 +489,17 @@ def _one_of(graph: Graph, argument: Any, position: int) -> Any:
 def _copy_comparisons(program: ExportedProgram) -> bool:
     """Write out comparisons in place of values with gradients as a copy, which has the same gradient: zeros."""
     graph = program.graph
-    if not any(operator_name(n) in COMPARISONS for n in graph.nodes):
+    if not any(op_name(n.target) in COMPARISONS for n in graph.nodes):
         return False
     calls = {
         w.node: w.operand
         for groups in (_groups(program), grouped_with_gradients(program))
         for w in groups.writes
-        if operator_name(w.node) in COMPARISONS and groups.had_gradient(w.group, w) and not w.has_gradient
+        if op_name(w.node.target) in COMPARISONS and groups.had_gradient(w.group, w) and not w.has_gradient
     }
     for node, operand in calls.items():
         compare = getattr(
-            getattr(_aten, operator_name(node)[:-1]), cast(OpOverload, node.target)._overloadname
+            getattr(_aten, op_name(node.target)[:-1]), cast(OpOverload, node.target)._overloadname
         )
         with graph.inserting_before(node):
             result = graph.call_function(compare, node.args, node.kwargs)

@@ -11,8 +11,10 @@ from torch import SymInt, Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from dovetail.ir.nodes import size_hint
+
 Arguments = dict[str, Any]
-TO_THE_END = sys.maxsize
+SLICE_END = sys.maxsize
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2", "start_dim", "end_dim", "dimension"})
 _ONE_MORE = frozenset({"unsqueeze", "stack", "diag_embed"})
 _AS_RESULT = frozenset({"cat", "concat", "linalg_cross"})
@@ -33,13 +35,28 @@ def is_aten(target: object) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "aten"
 
 
-def by_name(node: Node) -> Arguments:
+def named_arguments(node: Node) -> Arguments:
     """The arguments of an operator call by the names in its schema, as far as they were given."""
     target = node.target
     if not isinstance(target, OpOverload):
         return {}
     names = [argument.name for argument in target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def written_operands(node: Node) -> list[Node]:
+    """Return the operands that an operator writes, according to its schema."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+        return []
+    given = named_arguments(node)
+    operands: list[Node] = []
+    for argument in target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            parts = value if isinstance(value, (list, tuple)) else (value,)
+            operands += [part for part in parts if isinstance(part, Node)]
+    return operands
 
 
 def viewed_operand(node: Node) -> Node | None:
@@ -56,7 +73,7 @@ def viewed_operand(node: Node) -> Node | None:
     return None
 
 
-def normalised(node: Node, given: Arguments) -> Arguments:
+def normalized_arguments(node: Node, given: Arguments) -> Arguments:
     """The same arguments in one spelling. Values never change, only how they are written."""
     target = node.target
     if not isinstance(target, OpOverload):
@@ -71,7 +88,9 @@ def normalised(node: Node, given: Arguments) -> Arguments:
     return new
 
 
-def written(target: OpOverload, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def to_args_kwargs(
+    target: OpOverload, arguments: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments as the schema has them: keywords only where it demands them."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -167,8 +186,8 @@ def _slice(node: Node, arguments: Arguments) -> None:
     size = _size_along(arguments)
     start, end = arguments.get("start"), arguments.get("end")
     arguments["start"] = _clamped(0 if start is None else start, size)
-    if end is None or (type(end) is int and end >= TO_THE_END):
-        arguments["end"] = TO_THE_END if size is None else size
+    if end is None or (type(end) is int and end >= SLICE_END):
+        arguments["end"] = SLICE_END if size is None else size
     else:
         arguments["end"] = _clamped(end, size)
 
@@ -189,7 +208,7 @@ def _size_along(arguments: Arguments) -> int | None:
     value, dim = value_of(arguments.get("self")), arguments.get("dim")
     if not isinstance(value, Tensor) or type(dim) is not int or not 0 <= dim < value.dim():
         return None
-    return as_number(value.shape[dim])
+    return static_size(value.shape[dim])
 
 
 def _reshape(node: Node, arguments: Arguments) -> None:
@@ -201,7 +220,7 @@ def explicit_sizes(sizes: Any, result: Any) -> list[Any]:
     """Sizes with -1 resolved where the result's size is a number; symbolic ones stay as they were."""
     if not isinstance(result, Tensor) or result.dim() != len(sizes):
         return list(sizes)
-    numbers = [as_number(size) for size in result.shape]
+    numbers = [static_size(size) for size in result.shape]
     return [
         number if type(size) is int and number is not None else size
         for size, number in zip(sizes, numbers, strict=True)
@@ -244,15 +263,15 @@ def same_geometry(a: Tensor, b: Tensor) -> bool:
         and a.device == b.device
         and a.layout == b.layout == torch.strided
         and a.dim() == b.dim()
-        and all(same_number(x, y) for x, y in zip(a.shape, b.shape, strict=True))
-        and all(same_number(x, y) for x, y in zip(a.stride(), b.stride(), strict=True))
-        and same_number(a.storage_offset(), b.storage_offset())
+        and all(same_size(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+        and all(same_size(x, y) for x, y in zip(a.stride(), b.stride(), strict=True))
+        and same_size(a.storage_offset(), b.storage_offset())
         and a.is_conj() == b.is_conj()
         and a.is_neg() == b.is_neg()
     )
 
 
-def same_number(a: Any, b: Any) -> bool:
+def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are written alike; comparing symbolic ones outright would add a guard."""
     symbolic_a, symbolic_b = isinstance(a, SymInt), isinstance(b, SymInt)
     if symbolic_a and symbolic_b:
@@ -260,7 +279,7 @@ def same_number(a: Any, b: Any) -> bool:
     return not symbolic_a and not symbolic_b and a == b
 
 
-def as_number(size: Any) -> int | None:
+def static_size(size: Any) -> int | None:
     """A size as an int, if it is one or a symbol that turned out to be one."""
     if isinstance(size, SymInt):
         expression = size.node.expr
@@ -268,18 +287,10 @@ def as_number(size: Any) -> int | None:
     return int(size)
 
 
-def as_hint(size: Any) -> int | None:
-    """A size as it was in the example, without a guard."""
-    if not isinstance(size, SymInt):
-        return int(size)
-    hint = size.node.hint if size.node.has_hint() else None
-    return int(hint) if hint is not None else None
-
-
-def viewable(value: Tensor, sizes: Any) -> bool | None:
+def is_viewable(value: Tensor, sizes: Any) -> bool | None:
     """Whether `value` could be viewed with these sizes without a copy; None if that cannot be told."""
-    old = [(as_hint(n), as_hint(s)) for n, s in zip(value.shape, value.stride(), strict=True)]
-    new = [as_hint(n) for n in sizes]
+    old = [(size_hint(n), size_hint(s)) for n, s in zip(value.shape, value.stride(), strict=True)]
+    new = [size_hint(n) for n in sizes]
     if any(n is None or s is None for n, s in old) or any(n is None for n in new):
         return None
     try:
