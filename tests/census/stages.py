@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.frontend.pytree_specs import prepare
+from dovetail.frontend.cache_pytrees import register_caches
 
 from .configs import build_model, model_class, small_configs
 from .inputs import calls, with_placeholders
@@ -31,7 +31,7 @@ class Skipped(Exception):
 def warm_up() -> None:
     """Load and run once what every child needs, so that the forked ones begin with it; starts no thread."""
     torch.set_num_threads(1)
-    prepare()
+    register_caches()
     model, kwargs = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)), {"input": torch.zeros(2, 4)}
     torch.export.export(model, (), kwargs, strict=False).module()
     fused = dovetail.fuse(dovetail.capture(model, (), kwargs))
@@ -96,7 +96,7 @@ class Subject:
                 config = build()
                 model = build_model(cls, config)
                 self.unrun_model = copy.deepcopy(model)
-                prepare()  # a model may bring a cache class of its own
+                register_caches()  # a model may bring a cache class of its own
             except Exception as error:
                 reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
                 continue

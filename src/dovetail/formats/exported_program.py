@@ -33,13 +33,20 @@ from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import SaveError
 from dovetail.formats.archive import encode
-from dovetail.frontend.calling_convention import Convention, convention_of
-from dovetail.frontend.pytree_specs import Slot, children, context_of, dict_of, leaf_spec, tuple_of
+from dovetail.frontend.calling_convention import (
+    Convention,
+    Slot,
+    children,
+    context_of,
+    convention_of,
+    dict_of,
+    leaf_spec,
+    tuple_of,
+)
 from dovetail.ir.graph_module import Program, attribute, copy_graph, copy_node, rebuild
-from dovetail.ir.nodes import is_projection
-from dovetail.numerics.sample_inputs import real_examples
+from dovetail.ir.nodes import SYMBOLIC, is_projection
+from dovetail.numerics.sample_inputs import random_inputs
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def retraced(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
@@ -52,7 +59,7 @@ def retraced(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
                 "nothing is known of this input: `capture` the graph with example inputs first", node.name
             )
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if any(isinstance(size, _SYMBOLIC) for size in sizes):
+        if any(isinstance(size, SYMBOLIC) for size in sizes):
             raise SaveError(
                 "this input has sizes that vary, and the graph calls functions that are no operators: `capture` the model",
                 node.name,
@@ -65,7 +72,7 @@ def retraced(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
     traced.__dict__["forward"] = _node_by_node(traced)
     try:
         with torch.random.fork_rng(devices=[]):
-            program = torch.export.export(traced, tuple(real_examples(examples)), strict=False)
+            program = torch.export.export(traced, tuple(random_inputs(examples)), strict=False)
     except Exception as error:
         raise SaveError(
             f"torch.export cannot trace the graph: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -121,7 +128,7 @@ def _is_foreign(node: Node) -> bool:
     target = node.target
     if node.op != "call_function" or isinstance(target, OpOverload | HigherOrderOperator):
         return node.op == "call_method"
-    name = encode.name_of(target) or ""
+    name = encode.function_name(target) or ""
     if isinstance(node.meta.get("val"), Tensor):
         return bool(name) and not is_projection(node)
     return name.startswith(("torch.", "builtins.")) and not name.startswith(_EXPORTED)

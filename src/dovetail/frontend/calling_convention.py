@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,20 +20,11 @@ from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CallMismatch
 from dovetail.frontend.input_guards import Expectations
-from dovetail.frontend.pytree_specs import (
-    Carried,
-    Slot,
-    children,
-    describe_spec,
-    hand_back,
-    pack,
-    split_at,
-    unpack,
-)
 
 NAME = "_dovetail_call"
 GIVEN = "_dovetail_given"
 _TAKEN = frozenset({"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "math", NAME})
+_CACHES = "transformers.cache_utils"
 _LITERALS = (bool, int, float, str, type(None))
 
 
@@ -325,3 +318,243 @@ def convention_of(module: torch.fx.GraphModule) -> Convention | None:
     """The convention a captured graph is called by, if it has one."""
     codegen = module.graph._codegen
     return codegen.convention if isinstance(codegen, ModelCodeGen) else None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter of the model's signature, whether capture was given a value for it, and whether by its name."""
+
+    name: str
+    kind: Any
+    has_default: bool
+    default: Any
+    captured: bool
+    by_name: bool = False
+
+    def parameter(self) -> inspect.Parameter:
+        default = self.default if self.has_default else inspect.Parameter.empty
+        return inspect.Parameter(self.name, self.kind, default=default)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a signature's parameters, flattened in order, line up with a graph's inputs."""
+
+    slots: tuple[Slot, ...]
+    spec: TreeSpec
+    order: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+def arrange(in_spec: TreeSpec, signature: inspect.Signature) -> Arrangement:
+    """Line up torch's `(args, kwargs)` spec with the model's signature. Raises TypeError if they disagree."""
+    args_spec, kwargs_spec = children(in_spec)
+    specs = [*children(args_spec), *children(kwargs_spec)]
+    keys: list[str] = list(context_of(kwargs_spec) or ())
+    starts: list[int] = []
+    total = 0
+    for spec in specs:
+        starts.append(total)
+        total += spec.num_leaves
+    positional = len(specs) - len(keys)
+    bound = signature.bind(*range(positional), **{k: positional + i for i, k in enumerate(keys)})
+
+    slots: list[Slot] = []
+    chosen: list[TreeSpec] = []
+    leaf_of: list[int] = []
+    paths: list[str] = []
+
+    def take(index: int, path: str) -> TreeSpec:
+        leaf_of.extend(range(starts[index], starts[index] + specs[index].num_leaves))
+        paths.extend(path + inner for inner in _leaf_paths(specs[index]))
+        return specs[index]
+
+    for name, parameter in signature.parameters.items():
+        captured = name in bound.arguments
+        default = parameter.default
+        value: Any = bound.arguments.get(name)
+        by_name = _is_named(value, positional)
+        known = None if default is inspect.Parameter.empty else default
+        slots.append(
+            Slot(name, parameter.kind, default is not inspect.Parameter.empty, known, captured, by_name)
+        )
+        if not captured:
+            continue
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            chosen.append(tuple_of([take(i, f"{name}[{j}]") for j, i in enumerate(value)]))
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            chosen.append(dict_of(list(value), [take(i, f"{name}[{k!r}]") for k, i in value.items()]))
+        else:
+            chosen.append(take(value, name))
+    order = [0] * total
+    named = [""] * total
+    for leaf, (placeholder, path) in enumerate(zip(leaf_of, paths, strict=True)):
+        order[placeholder] = leaf
+        named[placeholder] = path
+    return Arrangement(tuple(slots), tuple_of(chosen), tuple(order), tuple(named))
+
+
+def _is_named(value: Any, positional: int) -> bool:
+    """Whether what was bound to a parameter, by number, was given by name: the numbers of those come last."""
+    return isinstance(value, dict) or (isinstance(value, int) and value >= positional)
+
+
+def _leaf_paths(spec: TreeSpec) -> list[str]:
+    if spec.type is None:
+        return [""]
+    inner = children(spec)
+    keys: list[Any] = list(context_of(spec)) if spec.type is dict else list(range(len(inner)))
+    return [f"[{key!r}]{rest}" for key, child in zip(keys, inner, strict=True) for rest in _leaf_paths(child)]
+
+
+def children(spec: TreeSpec) -> list[TreeSpec]:
+    """The specs directly inside `spec`."""
+    getter = getattr(spec, "children", None)
+    return list(cast(Any, getter() if callable(getter) else cast(Any, spec).children_specs))
+
+
+def context_of(spec: TreeSpec) -> Any:
+    """What the node keeps beside its children: the keys of a dict, say."""
+    return cast(Any, spec).context
+
+
+def pack(spec: TreeSpec) -> Any:
+    """A tree spec as plain tuples, which pickle without going through torch's own spec classes."""
+    if spec.type is None:
+        return None
+    return (spec.type, context_of(spec), tuple(pack(child) for child in children(spec)))
+
+
+def unpack(packed: Any) -> TreeSpec:
+    """The tree spec that `pack` wrote."""
+    if packed is None:
+        return leaf_spec()
+    kind, context, inner = packed
+    return TreeSpec(kind, context, [unpack(child) for child in inner])
+
+
+def leaf_spec() -> TreeSpec:
+    return pytree.tree_structure(0)
+
+
+def tuple_of(specs: Sequence[TreeSpec]) -> TreeSpec:
+    return TreeSpec(tuple, None, list(specs))
+
+
+def dict_of(keys: Sequence[str], specs: Sequence[TreeSpec]) -> TreeSpec:
+    return TreeSpec(dict, list(keys), list(specs))
+
+
+def describe_spec(names: Sequence[str], spec: TreeSpec) -> str:
+    """The nesting of the arguments in words: a name for each, a star for each leaf."""
+    parts = [f"{name}={_shown(child)}" for name, child in zip(names, children(spec), strict=False)]
+    return f"({', '.join(parts)})"
+
+
+def _shown(spec: TreeSpec) -> str:
+    if spec.type is None:
+        return "*"
+    inner = [_shown(child) for child in children(spec)]
+    if spec.type is dict:
+        return "{" + ", ".join(f"{k!r}: {v}" for k, v in zip(context_of(spec), inner, strict=True)) + "}"
+    if spec.type in (list, tuple):
+        opening, closing = ("[", "]") if spec.type is list else ("(", ")")
+        return opening + ", ".join(inner) + closing
+    return f"{spec.type.__name__}({', '.join(inner)})"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A cache argument that the model updates in place: which parameter, and where in the results its state is.
+
+    `start` and `count` are the leaves of the results that make up the cache.
+    """
+
+    slot: int
+    start: int
+    count: int
+
+
+def find_caches(spec: TreeSpec) -> list[tuple[int, int]]:
+    """First leaf and number of leaves of every cache in a spec, in order."""
+    places: list[tuple[int, int]] = []
+    stack: list[tuple[TreeSpec, int]] = [(spec, 0)]
+    while stack:
+        at, start = stack.pop()
+        if _is_cache_spec(at):
+            places.append((start, at.num_leaves))
+            continue
+        for child in children(at):
+            stack.append((child, start))
+            start += child.num_leaves
+    return sorted(places)
+
+
+def is_cache(value: object) -> bool:
+    base = getattr(sys.modules.get(_CACHES), "Cache", None)
+    return base is not None and isinstance(value, base)
+
+
+def loaded_types(*names: str) -> list[type]:
+    """Classes of this name in transformers' cache module and all that derive from them."""
+    module = sys.modules.get(_CACHES)
+    known = [kind for name in names if isinstance(kind := getattr(module, name, None), type)]
+    for kind in known:
+        known.extend(sub for sub in kind.__subclasses__() if sub not in known)
+    return known
+
+
+def cache_layer_types() -> tuple[type, ...]:
+    return tuple(loaded_types("CacheLayerMixin", "LinearAttentionCacheLayerMixin"))
+
+
+def _is_cache_spec(spec: TreeSpec) -> bool:
+    return isinstance(spec.type, type) and spec.type in loaded_types("Cache")
+
+
+def split_at(spec: TreeSpec, starts: frozenset[int]) -> tuple[TreeSpec, dict[int, TreeSpec]]:
+    """The spec with the caches whose leaves begin at `starts` as one leaf each, and the specs of these caches."""
+    leaf = pytree.tree_structure(0)
+    inner: dict[int, TreeSpec] = {}
+
+    def walk(at: TreeSpec, first: int) -> TreeSpec:
+        if first in starts and _is_cache_spec(at):
+            inner[first] = at
+            return leaf
+        if at.type is None:
+            return at
+        parts: list[TreeSpec] = []
+        for child in children(at):
+            parts.append(walk(child, first))
+            first += child.num_leaves
+        return TreeSpec(at.type, context_of(at), parts)
+
+    return walk(spec, 0), inner
+
+
+def hand_back(given: Any, updated: Any) -> Any:
+    """Give the caller's cache the updated state, its layers those of theirs; returns the caller's."""
+    for name in [name for name in vars(given) if name not in vars(updated)]:
+        del vars(given)[name]
+    for name, value in vars(updated).items():
+        vars(given)[name] = _merged(vars(given).get(name), value)
+    return given
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, list):
+        items, others = cast("list[Any]", old), cast("list[Any]", new)
+        both = [_merged(a, b) for a, b in zip(items, others, strict=False)]
+        items[:] = [*both, *others[len(items) :]]
+        return items
+    if isinstance(old, dict):
+        table, changed = cast("dict[Any, Any]", old), cast("dict[Any, Any]", new)
+        merged = {key: _merged(table.get(key), value) for key, value in changed.items()}
+        table.clear()
+        table.update(merged)
+        return table
+    if is_cache(old) or isinstance(old, cache_layer_types()):
+        return hand_back(old, new)
+    return new

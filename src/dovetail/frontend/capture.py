@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from dovetail import torch_compat
 from dovetail.errors import CaptureError, InvalidArgument, checked_call
-from dovetail.frontend import export, model_copy, pytree_specs, side_effects
+from dovetail.frontend import cache_pytrees, calling_convention, export, model_copy, side_effects
 from dovetail.frontend.calling_convention import Convention, ModelCodeGen
 from dovetail.frontend.check_capture import check_against_model
 from dovetail.frontend.input_guards import expect, overlap, owned_by
@@ -73,7 +73,8 @@ def capture(
         raise InvalidArgument(f"capture takes a module, a callable or a graph, not a {type(model).__name__}.")
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InvalidArgument(f"capture takes a module, not the class {model.__name__}; make one of it.")
-    pytree_specs.prepare()
+    if calling_convention.loaded_types("Cache"):
+        cache_pytrees.register_caches()
     if isinstance(model, nn.Module):
         _refuse_inference_tensors(model)
         model_copy.refuse_distributed(model)
@@ -232,7 +233,7 @@ def _finished(
         ungraded |= frozenset(range(len(unlifted.inputs))) - (unlifted.graded if trains else frozenset())
         state = (*captured.named_parameters(), *captured.named_buffers())
         graded = tuple(name for name, tensor in state if trains and tensor.requires_grad)
-    arrangement = pytree_specs.arrange(exported.in_spec, signature)
+    arrangement = calling_convention.arrange(exported.in_spec, signature)
     expectations = expect(
         [node.meta.get("val") for node in unlifted.inputs],
         arrangement.paths,
@@ -275,11 +276,11 @@ def _depends_on_strides(exported: export.Exported, seen: side_effects.SideEffect
 
 
 def _carried(
-    slots: tuple[pytree_specs.Slot, ...], out_spec: Any, caches: tuple[tuple[str | int, int], ...]
-) -> tuple[pytree_specs.Carried, ...]:
+    slots: tuple[calling_convention.Slot, ...], out_spec: Any, caches: tuple[tuple[str | int, int], ...]
+) -> tuple[calling_convention.Carried, ...]:
     names = [slot.name for slot in slots]
-    returned = pytree_specs.find_caches(out_spec)
-    carried: list[pytree_specs.Carried] = []
+    returned = calling_convention.find_caches(out_spec)
+    carried: list[calling_convention.Carried] = []
     for cache, place in caches:
         slot = cache if isinstance(cache, int) else names.index(cache) if cache in names else None
         if slot is None or place >= len(returned):
@@ -287,7 +288,7 @@ def _carried(
                 "the model updates a cache that it was given in a way that cannot be followed. "
                 "Pass the cache as a parameter of its own, or capture with use_cache=False."
             )
-        carried.append(pytree_specs.Carried(slot, *returned[place]))
+        carried.append(calling_convention.Carried(slot, *returned[place]))
     return tuple(carried)
 
 

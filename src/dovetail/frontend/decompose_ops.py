@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dovetail.ir.nodes import storage_key
 from dovetail import torch_compat
 from dovetail.frontend.export_aliases import storage_of
 from dovetail.ir.schema import named_arguments, written_operands
@@ -289,7 +290,7 @@ class FunctionalMemory:
     def enter(self, node: Node, tensor: Tensor) -> None:
         """Let a functional tensor stand for a value that is the first on its storage, or an alias of that."""
         storage = storage_of(node.meta["val"])
-        if self._functional.setdefault(storage, _storage(tensor)) != _storage(tensor):
+        if self._functional.setdefault(storage, storage_key(tensor)) != storage_key(tensor):
             raise Unsure(f"'{node.name}' is in memory of another value")
         self.tensors[node] = tensor
 
@@ -303,9 +304,9 @@ class FunctionalMemory:
         values, tensors = list(_tensors(node.meta.get("val"))), list(_tensors(result))
         known = set(self._functional.values())
         for value, tensor in zip(values, tensors, strict=True):
-            is_alias = is_functional(tensor) and _storage(tensor) in known
+            is_alias = is_functional(tensor) and storage_key(tensor) in known
             expected = self._functional.get(storage_of(value))
-            if is_alias != (expected is not None) or (is_alias and _storage(tensor) != expected):
+            if is_alias != (expected is not None) or (is_alias and storage_key(tensor) != expected):
                 raise Unsure(f"'{node.name}' shares other memory than its exported value")
         if not self.holds(node.meta.get("val")):
             return False
@@ -350,10 +351,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for part in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(part, Tensor):
             yield part
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def returns_alias(op: OpOverload) -> bool:

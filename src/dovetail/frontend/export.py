@@ -32,11 +32,11 @@ from dovetail.frontend import (
     mutation_fixups,
     side_effects,
 )
+from dovetail.frontend.calling_convention import dict_of, leaf_spec, tuple_of
 from dovetail.frontend.decompose_ops import Unsure
 from dovetail.frontend.decompose_program import Decomposed
 from dovetail.frontend.detached_writes import DetachedInputs
 from dovetail.frontend.export_aliases import state_requires_grad
-from dovetail.frontend.pytree_specs import dict_of, leaf_spec, tuple_of
 from dovetail.ir import source_location
 from dovetail.ir.process_state import defer_torch_output, preserve_rng_state, suppress_torch_warnings
 

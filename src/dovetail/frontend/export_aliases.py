@@ -18,6 +18,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from dovetail.ir.nodes import storage_key
 from dovetail import torch_compat
 from dovetail.errors import CaptureError
 from dovetail.frontend.input_guards import overlap
@@ -219,9 +220,7 @@ def storage_of(value: Tensor) -> int:
     is_batched, unwrapped = torch_compat.BATCHED_TENSOR.value, torch_compat.FUNCTORCH_UNWRAPPED.value
     while is_batched is not None and unwrapped is not None and is_batched(value):
         value = unwrapped(value)
-    if value.layout is not torch.strided:
-        return id(value)
-    return value.untyped_storage()._cdata
+    return storage_key(value)
 
 
 def rename_results(program: ExportedProgram) -> None:

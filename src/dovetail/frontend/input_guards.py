@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
+from dovetail.ir.nodes import storage_key
 from dovetail.errors import CallMismatch
 from dovetail.ir.graph_module import attribute
 
@@ -72,7 +73,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
     if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):
-        if a.untyped_storage()._cdata != b.untyped_storage()._cdata:  # they have no data to point at
+        if storage_key(a) != storage_key(b):  # they have no data to point at
             return False
     elif a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
@@ -111,7 +112,7 @@ def same_place(a: Tensor, b: Tensor) -> bool:
     """Whether two values are the same elements of one memory."""
     if a.layout is not torch.strided or b.layout is not torch.strided or a.dim() != b.dim():
         return False
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.dtype == b.dtype
+    same = storage_key(a) == storage_key(b) and a.dtype == b.dtype
     return same and str(a.shape) == str(b.shape) and str(a.stride()) == str(b.stride())
 
 

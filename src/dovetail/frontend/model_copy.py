@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, InvalidArgument
-from dovetail.frontend import pytree_specs
+from dovetail.frontend import calling_convention
 
 _RESERVED = frozenset(dir(GraphModule)) - frozenset(dir(nn.Module)) | {"meta", "shape_env", "generate"}
 
@@ -175,18 +175,28 @@ def signature_of_program(program: ExportedProgram) -> inspect.Signature:
     """The signature of an exported program: its arguments by name, in the form they were exported."""
     in_spec = program.call_spec.in_spec
     if in_spec is None:
-        return pytree_specs.generic_signature()
-    args_spec, kwargs_spec = pytree_specs.children(in_spec)
+        return _generic_signature()
+    args_spec, kwargs_spec = calling_convention.children(in_spec)
     keys = list(kwargs_spec.context or ())
-    count = len(pytree_specs.children(args_spec))
+    count = len(calling_convention.children(args_spec))
     entries = [entry.signature for entry in program.module_call_graph if entry.fqn == ""]
     names = list(getattr(entries[0], "forward_arg_names", None) or ()) if entries else []
     if len(names) != count + len(keys) or len(set(names)) != len(names):
-        return pytree_specs.generic_signature()
+        return _generic_signature()
     kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * count + [inspect.Parameter.KEYWORD_ONLY] * len(keys)
     if not all(name.isidentifier() for name in names) or names[count:] != keys:
-        return pytree_specs.generic_signature()
+        return _generic_signature()
     return inspect.Signature([inspect.Parameter(n, kind) for n, kind in zip(names, kinds, strict=True)])
+
+
+def _generic_signature() -> inspect.Signature:
+    """What is called with anything: used where the model's own signature is not known."""
+    return inspect.Signature(
+        [
+            inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+            inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
 
 
 class _Calling(nn.Module):

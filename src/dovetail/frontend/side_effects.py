@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from dovetail import torch_compat
 from dovetail.errors import CaptureError
-from dovetail.frontend import pytree_specs
+from dovetail.frontend import calling_convention
 from dovetail.frontend.export_aliases import storage_of
 from dovetail.frontend.tensor_effects import TensorEffects, autograd_history
 from dovetail.ir import source_location
@@ -204,16 +204,16 @@ class _Given:
     """The arguments of forward as they were when it began."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        self._leaves, self._spec = pytree.tree_flatten((args, kwargs), is_leaf=pytree_specs.is_cache)
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs), is_leaf=calling_convention.is_cache)
         self._caches = [
             (where, value, pytree.tree_flatten(value))
             for where, value in _named(args, kwargs)
-            if pytree_specs.is_cache(value)
+            if calling_convention.is_cache(value)
         ]
         self._nested = [
             (leaf, pytree.tree_flatten(leaf))
             for leaf in self._leaves
-            if pytree_specs.is_cache(leaf) and not any(leaf is cache for _, cache, _ in self._caches)
+            if calling_convention.is_cache(leaf) and not any(leaf is cache for _, cache, _ in self._caches)
         ]
 
     def compare(self, args: Any, kwargs: Any, result: Any, seen: SideEffects) -> Any:
@@ -221,7 +221,7 @@ class _Given:
 
         Caches that it updated are part of the result, those that it does not return appended in a tuple.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=pytree_specs.is_cache)
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=calling_convention.is_cache)
         if not _are_same((leaves, spec), (self._leaves, self._spec)) or not all(
             _are_same(pytree.tree_flatten(cache), before) for cache, before in self._nested
         ):
@@ -232,7 +232,9 @@ class _Given:
             )
             return result
         returned = [
-            v for v in pytree.tree_leaves(result, is_leaf=pytree_specs.is_cache) if pytree_specs.is_cache(v)
+            v
+            for v in pytree.tree_leaves(result, is_leaf=calling_convention.is_cache)
+            if calling_convention.is_cache(v)
         ]
         places: list[tuple[str | int, int]] = []
         appended: list[Any] = []

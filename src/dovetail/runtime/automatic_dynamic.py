@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import Dim
 from torch.utils._pytree import MappingKey, SequenceKey, TreeSpec
 
-from dovetail.frontend import pytree_specs
+from dovetail.frontend import calling_convention
 
 # What torch._dynamo.mark_dynamic, mark_unbacked, maybe_mark_dynamic and mark_static leave on a tensor.
 _MARKED, _UNBACKED, _MAYBE_MARKED, _STATIC = (
@@ -193,14 +193,14 @@ def _sizes(leaf: Any) -> tuple[int, ...]:
 
 def _lengths_of_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """The leaves and dimensions that have the length of a cache, or of a cache and the tokens of this call."""
-    leaves = pytree.tree_leaves((args, dict(kwargs)), is_leaf=pytree_specs.is_cache)
-    if not any(pytree_specs.is_cache(leaf) for leaf in leaves):
+    leaves = pytree.tree_leaves((args, dict(kwargs)), is_leaf=calling_convention.is_cache)
+    if not any(calling_convention.is_cache(leaf) for leaf in leaves):
         return
     lengths: set[int] = set()
     others: list[tuple[int, Tensor]] = []
     start = 0
     for leaf in leaves:
-        if not pytree_specs.is_cache(leaf):
+        if not calling_convention.is_cache(leaf):
             others += [(start, leaf)] if isinstance(leaf, Tensor) else []
             start += 1
             continue

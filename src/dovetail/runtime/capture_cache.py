@@ -16,9 +16,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, InvalidArgument
-from dovetail.frontend import pytree_specs
+from dovetail.frontend import cache_pytrees
 from dovetail.frontend.capture import CAPTURING, capture
-from dovetail.ir.process_state import on_fork, released_by_fork
+from dovetail.ir.graph_module import HOOK_KINDS
+from dovetail.ir.process_state import register_after_fork, reset_at_fork
 from dovetail.lowering.dispatch import is_watched
 from dovetail.lowering.failures import Diagnostics
 from dovetail.lowering.guards import autocast_off, autocasting, nothing_noted
@@ -37,13 +38,10 @@ from dovetail.runtime.module_guard import (
 CudaGraphs = Literal["auto"] | bool
 Modes = tuple[Any, ...]
 HOOKS = (
-    "_forward_hooks",
+    *HOOK_KINDS,
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
-    "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
 )
 
 
@@ -110,9 +108,9 @@ class CaptureCache:
         self._busy: int | None = None
         # Threads that run a `forward` that the model's user has set.
         self._running: set[int] = set()
-        self._lock = lock or released_by_fork(threading.RLock())
+        self._lock = lock or reset_at_fork(threading.RLock())
         self._inherited = False
-        on_fork(self)
+        register_after_fork(self)
         self._makeup = Makeup(model)
 
     @property
@@ -356,7 +354,7 @@ class CaptureCache:
             graph = capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
             self._report_recompilation(cause)
             return graph
-        pytree_specs.prepare()
+        cache_pytrees.register_caches()
         dims = self.automatic.observe(model.forward, args, kwargs)
         failure: CaptureError | None = None
         if dims:

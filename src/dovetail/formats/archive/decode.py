@@ -15,10 +15,11 @@ import torch.utils._pytree as pytree
 from torch.fx import Node
 from torch.utils._pytree import TreeSpec
 
+from dovetail.ir.nodes import SYMBOLIC
 from dovetail.errors import InvalidArgument
 from dovetail.formats.archive import encode
-from dovetail.formats.archive.encode import SYMBOLIC, TYPES, Encoder, Unwritable
-from dovetail.frontend.calling_convention import MISSING, Convention
+from dovetail.formats.archive.encode import TYPES, Encoder, Unwritable
+from dovetail.frontend.calling_convention import MISSING, Carried, Convention, Slot, children, find_caches
 from dovetail.frontend.input_guards import (
     ConstantInput,
     Expectations,
@@ -27,9 +28,8 @@ from dovetail.frontend.input_guards import (
     SymbolInput,
     TensorInput,
 )
-from dovetail.frontend.pytree_specs import Carried, Slot, children, find_caches
 from dovetail.ir.meta_keys import CLONE, DECLARED, DIM_NAMES
-from dovetail.ir.pickling import higher_order_named, overload_named, packet_named
+from dovetail.ir.pickling import higher_order_by_name, overload_by_name, packet_by_name
 from dovetail.ir.symbolic_expr import require_arithmetic, require_symbol
 from dovetail.ir.tensor_spec import Symbolic, SymbolicEnv
 
@@ -62,10 +62,10 @@ class Decoder:
         self._work = 0
         self._decoded_metas: dict[tuple[int, frozenset[str]], tuple[dict[str, Any], dict[str, Any]]] = {}
         self._targets: dict[tuple[str, str], Any] = {}
-        self.texts: list[str] = [take(str, text) for text in rows(tables["texts"])]
-        self.symbols: Mapping[str, Any] = table(tables["symbols"])
-        self.metas: list[Any] = rows(tables["metas"])
-        values = rows(tables["values"])
+        self.texts: list[str] = [expect(str, text) for text in as_list(tables["texts"])]
+        self.symbols: Mapping[str, Any] = as_dict(tables["symbols"])
+        self.metas: list[Any] = as_list(tables["metas"])
+        values = as_list(tables["values"])
         self.world = SymbolicEnv(budget=max(_MOST_READING, len(values) << 4))
         self.values = [self._made(row) for row in values]
 
@@ -80,7 +80,7 @@ class Decoder:
         if written is None or isinstance(written, bool | float | str):
             return written
         if isinstance(written, int):
-            return take(int, written)
+            return expect(int, written)
         if depth > _DEEPEST:
             raise Unreadable(f"a value is nested more than {_DEEPEST} deep")
         depth += 1
@@ -90,51 +90,51 @@ class Decoder:
             raise Unreadable(f"a {type(written).__name__} that is no value")
         ((tag, content),) = cast("dict[str, Any]", written).items()
         if tag == "n":
-            return (nodes or ())[index(content, nodes or ())]
+            return (nodes or ())[as_index(content, nodes or ())]
         if tag == "t":
-            return tuple(self.value(v, nodes, depth) for v in rows(content))
+            return tuple(self.value(v, nodes, depth) for v in as_list(content))
         if tag == "d":
-            return {self.value(k): self.value(v, nodes, depth) for k, v in rows(content)}
+            return {self.value(k): self.value(v, nodes, depth) for k, v in as_list(content)}
         if tag == "sl":
-            return slice(*[self.value(v, nodes, depth) for v in rows(content)])
+            return slice(*[self.value(v, nodes, depth) for v in as_list(content)])
         return self._object(tag, content, nodes is not None)
 
     def _object(self, tag: str, content: Any, is_argument: bool) -> Any:
         if tag == "v":
-            value = self.values[index(content, self.values)]
+            value = self.values[as_index(content, self.values)]
             if is_argument and isinstance(value, torch.Tensor):
                 raise Unreadable("a node has a tensor among its arguments that is no node")
             return value
         if tag == "s":
-            text = self.texts[index(content, self.texts)]
+            text = self.texts[as_index(content, self.texts)]
             self.spend(len(text) >> 6)
             return text
         if tag == "sz":
-            return torch.Size([self.value(v) for v in rows(content)])
+            return torch.Size([self.value(v) for v in as_list(content)])
         if tag == "f":
-            return float(take(str, content))
+            return float(expect(str, content))
         if tag == "c":
-            real, imaginary = rows(content)
-            return complex(float(take(str, real)), float(take(str, imaginary)))
+            real, imaginary = as_list(content)
+            return complex(float(expect(str, real)), float(expect(str, imaginary)))
         if tag == "e":
             return Ellipsis
         if tag == "torch":
             return _torch(content)
         if tag == "dev":
-            return torch.device(take(str, content))
+            return torch.device(expect(str, content))
         if tag in ("op", "pk", "ho", "fn"):
             return self.target(tag, content)
         raise Unreadable(f"nothing is known by the tag {_short(tag)}")
 
     def target(self, tag: str, name: Any) -> Any:
         """What a node calls, if it is one of the things that a graph in a file may call."""
-        key = (tag, take(str, name))
+        key = (tag, expect(str, name))
         if key not in self._targets:
             called = _named(*key)
             refusal = None if tag == "fn" or self.trust.permits(name) else encode.why_not_call(called)
             if refusal is not None:
-                plain = encode.plain_name(name)
-                raise Absent(
+                plain = encode.qualified_name(name)
+                raise MissingRequirement(
                     f"calls the operator '{name}', which {refusal}. If you trust its author, "
                     f"`dovetail.load(path, trust={{{plain!r}}})` loads it; trust={{{plain.split('::')[0]!r}}} is for all "
                     f"operators of that namespace, trust=True for any."
@@ -145,42 +145,44 @@ class Decoder:
     def _made(self, row: Any) -> Any:
         if isinstance(row, dict):
             return self.world.symbolic(self._symbolic(cast("dict[str, Any]", row)))
-        storage, sizes, strides, start, dtype, device, grad, parameter = rows(row)
+        storage, sizes, strides, start, dtype, device, grad, parameter = as_list(row)
         return self.world.tensor(
             (
-                take(int, storage),
-                tuple(self._size(s) for s in dims(sizes)),
-                None if strides is None else tuple(self._size(s) for s in dims(strides)),
+                expect(int, storage),
+                tuple(self._size(s) for s in as_dims(sizes)),
+                None if strides is None else tuple(self._size(s) for s in as_dims(strides)),
                 self._size(start),
-                dtype_named(dtype),
-                torch.device(take(str, device)),
-                take(bool, grad),
-                take(bool, parameter),
+                as_dtype(dtype),
+                torch.device(expect(str, device)),
+                expect(bool, grad),
+                expect(bool, parameter),
             )
         )
 
     def _size(self, size: Any) -> Any:
-        return self._symbolic(cast("dict[str, Any]", size)) if isinstance(size, dict) else size_of(size)
+        return self._symbolic(cast("dict[str, Any]", size)) if isinstance(size, dict) else as_size(size)
 
     def _symbolic(self, row: Mapping[str, Any]) -> Symbolic:
-        kind, text, names = rows(row["x"])
+        kind, text, names = as_list(row["x"])
         if kind not in _KINDS:
             raise Unreadable(f"{_short(kind)} is no kind of symbolic number")
         facts: list[tuple[str, int | None, int | None, int | None]] = []
-        for name in rows(names):
-            known = [None if fact is None else take(int, fact) for fact in rows(self.symbols[name])]
-            facts.append((take(str, name), *cast("tuple[int | None, int | None, int | None]", tuple(known))))
-        return Symbolic(kind, take(str, text), tuple(facts))
+        for name in as_list(names):
+            known = [None if fact is None else expect(int, fact) for fact in as_list(self.symbols[name])]
+            facts.append(
+                (expect(str, name), *cast("tuple[int | None, int | None, int | None]", tuple(known)))
+            )
+        return Symbolic(kind, expect(str, text), tuple(facts))
 
     def type(self, name: Any) -> Any:
         """The type of a node."""
-        return None if name is None else TYPES[take(str, name)]
+        return None if name is None else TYPES[expect(str, name)]
 
     def meta(self, number: Any, owned: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A node's meta, and those entries of it that are not values: the `owned` ones, as they are written."""
-        key = (index(number, self.metas), owned)
+        key = (as_index(number, self.metas), owned)
         if key not in self._decoded_metas:
-            row: dict[str, Any] = table(self.metas[key[0]])
+            row: dict[str, Any] = as_dict(self.metas[key[0]])
             meta = {name: None if name in owned else self._entry(name, value) for name, value in row.items()}
             self._decoded_metas[key] = meta, {name: row[name] for name in owned & row.keys()}
         meta, written = self._decoded_metas[key]
@@ -253,42 +255,42 @@ def _named(tag: str, name: str) -> Any:
             raise Unreadable(f"a graph may not call {_short(name)}")
         return function
     find, kind = {
-        "op": (overload_named, torch._ops.OpOverload),
-        "pk": (packet_named, torch._ops.OpOverloadPacket),
-        "ho": (higher_order_named, torch._ops.HigherOrderOperator),
+        "op": (overload_by_name, torch._ops.OpOverload),
+        "pk": (packet_by_name, torch._ops.OpOverloadPacket),
+        "ho": (higher_order_by_name, torch._ops.HigherOrderOperator),
     }[tag]
     try:
         found = find(name) if _OPERATOR.fullmatch(name) else None
     except (AttributeError, ValueError, RuntimeError):
         found = None
     if not isinstance(found, kind):
-        raise Absent(
+        raise MissingRequirement(
             f"calls the operator {_short(name)}, which this torch does not have. Load the library that defines it first."
         )
     return found
 
 
-class Absent(Exception):
+class MissingRequirement(Exception):
     """A file is sound, and needs something that is not here."""
 
 
 def _torch(name: Any) -> Any:
     # Not by `getattr`: torch imports some of its parts when they are asked for.
-    found = vars(torch).get(take(str, name))
+    found = vars(torch).get(expect(str, name))
     if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
         raise Unreadable(f"torch has no dtype, layout or memory format {_short(name)}")
     return found
 
 
-def dtype_named(name: Any) -> torch.dtype:
+def as_dtype(name: Any) -> torch.dtype:
     """The dtype of a name."""
-    return take(torch.dtype, _torch(name))
+    return expect(torch.dtype, _torch(name))
 
 
 T = TypeVar("T")
 
 
-def take(kind: type[T], value: Any) -> T:
+def expect(kind: type[T], value: Any) -> T:
     """The value, if it is what it must be."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise Unreadable(f"{_short(value)} stands where a {kind.__name__} must be")
@@ -297,17 +299,17 @@ def take(kind: type[T], value: Any) -> T:
     return value
 
 
-def size_of(value: Any) -> int:
+def as_size(value: Any) -> int:
     """The value, if it can be a size, a stride or an offset."""
-    number = take(int, value)
+    number = expect(int, value)
     if not 0 <= number < 2**63:
         raise Unreadable(f"a size of {number}")
     return number
 
 
-def dims(value: Any) -> list[Any]:
+def as_dims(value: Any) -> list[Any]:
     """The value, if it is a list with as many entries as a tensor can have dimensions."""
-    sizes = rows(value)
+    sizes = as_list(value)
     if len(sizes) > _MOST_DIMENSIONS:
         raise Unreadable(f"a tensor of {len(sizes)} dimensions")
     return sizes
@@ -317,19 +319,19 @@ def _short(value: Any) -> str:
     return repr(value[:60] if isinstance(value, str) else str(type(value).__name__))
 
 
-def rows(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """The value, if it is a list."""
-    return cast("list[Any]", take(list, value))
+    return cast("list[Any]", expect(list, value))
 
 
-def table(value: Any) -> dict[str, Any]:
+def as_dict(value: Any) -> dict[str, Any]:
     """The value, if it is an object."""
-    return cast("dict[str, Any]", take(dict, value))
+    return cast("dict[str, Any]", expect(dict, value))
 
 
-def index(value: Any, among: Sequence[Any]) -> int:
+def as_index(value: Any, among: Sequence[Any]) -> int:
     """A number of something that is there."""
-    number = take(int, value)
+    number = expect(int, value)
     if not 0 <= number < len(among):
         raise Unreadable(f"number {number} of {len(among)}")
     return number
@@ -354,21 +356,21 @@ _MAPPINGS = frozenset({"builtins.dict", "collections.OrderedDict", "collections.
 _FACTORIES = frozenset({"list", "dict", "set", "tuple", "int", "float", "str", "bool"})
 
 
-def write(convention: Convention, encoder: Encoder) -> dict[str, Any]:
+def encode_convention(convention: Convention, encoder: Encoder) -> dict[str, Any]:
     """A convention as JSON. Raises Unwritable where a type or a default has no form in a file."""
     expectations = convention.expectations
     written: dict[str, Any] = {
         "slots": [_slot(slot, encoder) for slot in convention.slots],
-        "in": write_tree(convention.in_spec),
+        "in": encode_tree(convention.in_spec),
         "order": list(convention.order),
-        "out": write_tree(convention.out_spec),
+        "out": encode_tree(convention.out_spec),
         "inputs": [_input(expected, encoder) for expected in expectations.inputs],
         "ranges": [list(row) for row in expectations.ranges],
         "solved": [list(row) for row in expectations.solved],
         "guards": list(expectations.guards),
         "twins": [list(pair) for pair in expectations.twins],
         "written": list(expectations.owned.written),
-        "read": list(expectations.owned.read),
+        "decode_convention": list(expectations.owned.read),
         "function": expectations.function,
         "graded": list(expectations.graded),
         "training": convention.training,
@@ -382,24 +384,29 @@ def write(convention: Convention, encoder: Encoder) -> dict[str, Any]:
     return written
 
 
-def read(written: dict[str, Any], decoder: Decoder) -> Convention:
+def decode_convention(written: dict[str, Any], decoder: Decoder) -> Convention:
     """The convention that `write` wrote."""
     _require_arithmetic(written)
     expectations = Expectations(
-        tuple(_read_input(row, decoder) for row in rows(written["inputs"])),
-        tuple((take(str, n), _bound(low), _bound(high)) for n, low, high in rows(written["ranges"])),
-        tuple((take(str, n), take(str, s), take(str, i)) for n, s, i in rows(written["solved"])),
-        tuple(take(str, guard) for guard in rows(written["guards"])),
-        tuple((take(int, i), take(int, j)) for i, j in rows(written["twins"])),
-        Owned(*(tuple(take(str, target) for target in rows(written[key])) for key in ("written", "read"))),
+        tuple(_read_input(row, decoder) for row in as_list(written["inputs"])),
+        tuple((expect(str, n), _bound(low), _bound(high)) for n, low, high in as_list(written["ranges"])),
+        tuple((expect(str, n), expect(str, s), expect(str, i)) for n, s, i in as_list(written["solved"])),
+        tuple(expect(str, guard) for guard in as_list(written["guards"])),
+        tuple((expect(int, i), expect(int, j)) for i, j in as_list(written["twins"])),
+        Owned(
+            *(
+                tuple(expect(str, target) for target in as_list(written[key]))
+                for key in ("written", "decode_convention")
+            )
+        ),
         # Not in files of earlier versions.
-        take(str, written.get("function", "")),
-        tuple(take(str, name) for name in rows(written.get("graded", []))),
+        expect(str, written.get("function", "")),
+        tuple(expect(str, name) for name in as_list(written.get("graded", []))),
     )
     carried, training = written["carried"], written["training"]
-    slots = tuple(_read_slot(row, decoder) for row in rows(written["slots"]))
-    in_spec, out_spec = read_tree(written["in"]), read_tree(written["out"])
-    order = tuple(take(int, i) for i in rows(written["order"]))
+    slots = tuple(_read_slot(row, decoder) for row in as_list(written["slots"]))
+    in_spec, out_spec = decode_tree(written["in"]), decode_tree(written["out"])
+    order = tuple(expect(int, i) for i in as_list(written["order"]))
     inside = children(in_spec)
     if len(inside) != sum(slot.captured for slot in slots) or sorted(order) != list(
         range(in_spec.num_leaves)
@@ -407,7 +414,7 @@ def read(written: dict[str, Any], decoder: Decoder) -> Convention:
         raise Unreadable("the inputs and the parameters they come by do not fit together")
     for pair in expectations.twins:
         for i in pair:
-            index(i, expectations.inputs)
+            as_index(i, expectations.inputs)
     inspect.Signature([slot.parameter() for slot in slots])
     return Convention(
         slots,
@@ -415,7 +422,7 @@ def read(written: dict[str, Any], decoder: Decoder) -> Convention:
         order,
         out_spec,
         expectations,
-        None if training is None else take(bool, training),
+        None if training is None else expect(bool, training),
         _read_carried(carried, slots, out_spec),
         _read_appended(written.get("appended", 0), out_spec),
     )
@@ -426,16 +433,16 @@ def _read_carried(written: Any, slots: tuple[Slot, ...], out_spec: TreeSpec) -> 
     carried: list[Carried] = []
     # Files of earlier versions have one or none.
     one = isinstance(written, list) and bool(written) and isinstance(written[0], int)
-    for row in [written] if one else rows(written or []):
-        slot, start, count = (take(int, n) for n in rows(row))
-        if not slots[index(slot, slots)].captured or (start, count) not in caches:
+    for row in [written] if one else as_list(written or []):
+        slot, start, count = (expect(int, n) for n in as_list(row))
+        if not slots[as_index(slot, slots)].captured or (start, count) not in caches:
             raise Unreadable("the results have no cache where one is updated")
         carried.append(Carried(slot, start, count))
     return tuple(carried)
 
 
 def _read_appended(written: Any, out_spec: TreeSpec) -> int:
-    appended = take(int, written)
+    appended = expect(int, written)
     if appended and (out_spec.type is not tuple or len(children(out_spec)) != appended + 1):
         raise Unreadable("the results lack caches that are updated")
     return appended
@@ -451,20 +458,20 @@ def _slot(slot: Slot, encoder: Encoder) -> list[Any]:
 
 
 def _read_slot(row: Any, decoder: Decoder) -> Slot:
-    name, kind, has_default, default, captured, by_name = rows(row)
+    name, kind, has_default, default, captured, by_name = as_list(row)
     known = MISSING if default == {"missing": 0} else decoder.value(default)
     return Slot(
         _name(name),
-        inspect._ParameterKind(take(int, kind)),
-        take(bool, has_default),
+        inspect._ParameterKind(expect(int, kind)),
+        expect(bool, has_default),
         known,
-        take(bool, captured),
-        take(bool, by_name),
+        expect(bool, captured),
+        expect(bool, by_name),
     )
 
 
 def _name(name: Any) -> str:
-    if not take(str, name).isidentifier():
+    if not expect(str, name).isidentifier():
         raise Unreadable(f"{name!r} is no name of a parameter")
     return cast("str", name)
 
@@ -475,8 +482,8 @@ def _input(expected: Any, encoder: Encoder) -> list[Any]:
 
 
 def _read_input(row: Any, decoder: Decoder) -> Any:
-    kind, *values = rows(row)
-    made = _INPUTS[take(str, kind)]
+    kind, *values = as_list(row)
+    made = _INPUTS[expect(str, kind)]
     known, forms = [decoder.value(value) for value in values], _FORMS[kind]
     if kind == "tensor":
         known += (TensorInput.ungraded, TensorInput.strides)[
@@ -497,23 +504,23 @@ def _are_strides(strides: tuple[Any, ...], dimensions: int) -> bool:
 
 
 def _bound(value: Any) -> int | None:
-    return None if value is None else take(int, value)
+    return None if value is None else expect(int, value)
 
 
 def _require_arithmetic(written: dict[str, Any]) -> None:
     """Conditions on sizes are compiled when a graph is called: each must be arithmetic over symbols of its inputs."""
-    stated = [text for row in rows(written["inputs"]) for text in _stated(rows(row))]
-    solved = [[take(str, text) for text in rows(row)] for row in rows(written["solved"])]
+    stated = [text for row in as_list(written["inputs"]) for text in _stated(as_list(row))]
+    solved = [[expect(str, text) for text in as_list(row)] for row in as_list(written["solved"])]
     symbols = {text for text in stated if text.isidentifier()}
     try:
         for name, text, inverse in solved:
             require_arithmetic(inverse, {"size"})
             if text in stated:
                 symbols.add(name)
-        for name in symbols | {take(str, rows(row)[0]) for row in rows(written["ranges"])}:
+        for name in symbols | {expect(str, as_list(row)[0]) for row in as_list(written["ranges"])}:
             require_symbol(name)
-        for text in dict.fromkeys([*stated, *rows(written["guards"])]):
-            require_arithmetic(take(str, text), symbols)
+        for text in dict.fromkeys([*stated, *as_list(written["guards"])]):
+            require_arithmetic(expect(str, text), symbols)
     except InvalidArgument as error:
         raise Unreadable(str(error).removesuffix(".")) from error
 
@@ -521,13 +528,13 @@ def _require_arithmetic(written: dict[str, Any]) -> None:
 def _stated(row: list[Any]) -> list[str]:
     """The expressions that an input has in place of numbers."""
     if row[0] == "symbol":
-        return [take(str, row[2])]
+        return [expect(str, row[2])]
     if row[0] != "tensor":
         return []
-    return [take(str, size) for size in rows(table(row[4])["t"]) if not isinstance(size, int)]
+    return [expect(str, size) for size in as_list(as_dict(row[4])["t"]) if not isinstance(size, int)]
 
 
-def write_tree(spec: TreeSpec) -> str:
+def encode_tree(spec: TreeSpec) -> str:
     """A tree of arguments or results as torch writes it."""
     try:
         written = pytree.treespec_dumps(spec)
@@ -543,14 +550,14 @@ def write_tree(spec: TreeSpec) -> str:
     return written
 
 
-def read_tree(written: Any) -> TreeSpec:
+def decode_tree(written: Any) -> TreeSpec:
     """The tree that `write_tree` wrote, of types that are registered here."""
     try:
-        _, tree = json.loads(take(str, written))
+        _, tree = json.loads(expect(str, written))
         _require_plain(tree)
         return pytree.treespec_loads(written)
     except NotImplementedError as error:
-        raise Absent(
+        raise MissingRequirement(
             f"returns or takes a type that is not known here: {error} Import the module that registers it first."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -561,8 +568,8 @@ def _require_plain(tree: Any) -> None:
     """Two contexts make torch import whatever they name: enumerations, and what a dict takes for a missing key."""
     stack = [tree]
     while stack:
-        spec = table(stack.pop())
-        context, inside = spec["context"], rows(spec["children_spec"])
+        spec = as_dict(stack.pop())
+        context, inside = spec["context"], as_list(spec["children_spec"])
         _require_no_enumeration(context)
         keys = context
         if isinstance(context, dict) and "default_factory_module" in context:
@@ -572,7 +579,7 @@ def _require_plain(tree: Any) -> None:
             keys = context["dict_context"]
         if spec["type"] in _MAPPINGS:
             keys = json.loads(keys) if isinstance(keys, str) else keys
-            if len(rows(keys)) != len(inside):
+            if len(as_list(keys)) != len(inside):
                 raise Unreadable("a dict among the arguments or results has other keys than values")
         stack.extend(inside)
 

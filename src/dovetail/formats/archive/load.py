@@ -17,29 +17,29 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import DovetailError, InvalidArgument, InvalidFile, checked_call
 from dovetail.formats.archive import decode, encode
-from dovetail.formats.archive.container import Archive, storage_of
+from dovetail.formats.archive.container import Archive, storage_from
 from dovetail.formats.archive.decode import (
-    Absent,
     Decoder,
+    MissingRequirement,
     Unreadable,
-    dims,
-    dtype_named,
-    index,
-    rows,
-    size_of,
-    table,
-    take,
+    as_dict,
+    as_dims,
+    as_dtype,
+    as_index,
+    as_list,
+    as_size,
+    expect,
 )
 from dovetail.formats.archive.encode import PATH, Trust
-from dovetail.frontend import pytree_specs
+from dovetail.frontend import cache_pytrees
 from dovetail.frontend.calling_convention import ModelCodeGen
 from dovetail.fusion.ledger import Ledger, write_ledger
 from dovetail.ir.canonicalize import CanonicalReport
-from dovetail.ir.graph_module import Body, Program, attribute, make_body, rebuild, without_collector
+from dovetail.ir.graph_module import Body, Program, attribute, make_body, pause_gc, rebuild
 from dovetail.ir.meta_keys import CANONICAL, REGION
 from dovetail.ir.verifier import check
 from dovetail.ir.weight_guard import Compute, Derivation
-from dovetail.outlining.region_call import (
+from dovetail.outlining.region import (
     Escape,
     Identity,
     Member,
@@ -69,13 +69,13 @@ _ARGUMENTS: dict[str, tuple[int, int | None]] = {
 _OWNED = frozenset({REGION})
 
 
-class Restorer:
+class GraphDecoder:
     """Builds the graph again; `tensors` are what it holds, in the order of their numbers."""
 
     def __init__(self, described: dict[str, Any], tensors: Sequence[Tensor], trust: encode.Trust) -> None:
         self.described, self.tensors = described, tensors
         self.decoder = Decoder(described, trust)
-        self.rows = rows(described["modules"])
+        self.rows = as_list(described["modules"])
         self._made: dict[int, nn.Module] = {}
         self._making: set[int] = set()
         self._calls: dict[int, RegionCall | None] = {}
@@ -89,7 +89,7 @@ class Restorer:
         if not isinstance(root, Program):
             raise Unreadable("what it holds is no graph")
         if convention is not None:
-            read = decode.read(table(convention), self.decoder)
+            read = decode.decode_convention(as_dict(convention), self.decoder)
             inputs = sum(n.op == "placeholder" for n in root.graph.nodes)
             if inputs != len(read.order) or inputs != len(read.expectations.inputs):
                 raise Unreadable("the graph takes other inputs than its callers are told to give")
@@ -99,35 +99,35 @@ class Restorer:
             root.graph.set_codegen(ModelCodeGen(read))
         ledger = self.described["ledger"]
         if ledger is not None:
-            write_ledger(root, Ledger.from_json(take(str, ledger)))
+            write_ledger(root, Ledger.from_json(expect(str, ledger)))
         return root
 
     def _module(self, number: Any) -> nn.Module:
-        at = index(number, self.rows)
+        at = as_index(number, self.rows)
         if at in self._made:
             return self._made[at]
         if at in self._making or len(self._making) - len(self._made) > _DEEPEST:
             raise Unreadable("a module is inside itself, or modules are nested too deep")
         self._making.add(at)
-        row = table(self.rows[at])
+        row = as_dict(self.rows[at])
         plain = _owner(row)
-        plain.training = take(bool, row["training"])
-        for name, child in rows(row["modules"]):
+        plain.training = expect(bool, row["training"])
+        for name, child in as_list(row["modules"]):
             plain._modules[_attribute(name, plain)] = None if child is None else self._module(child)
-        for name, tensor in rows(row["parameters"]):
+        for name, tensor in as_list(row["parameters"]):
             held = self._tensor(tensor)
             if held is not None and not isinstance(held, nn.Parameter):
                 raise Unreadable(f"the parameter '{name}' is a tensor that is none")
             plain._parameters[_attribute(name, plain)] = held
-        for name, tensor, persistent in rows(row["buffers"]):
+        for name, tensor, persistent in as_list(row["buffers"]):
             plain._buffers[_attribute(name, plain)] = self._tensor(tensor)
-            if not take(bool, persistent):
+            if not expect(bool, persistent):
                 plain._non_persistent_buffers_set.add(name)
-        for name, tensor in rows(row["constants"]):
+        for name, tensor in as_list(row["constants"]):
             if hasattr(GraphModule, name):
                 raise Unreadable(f"a constant named '{name}'")
             plain.__dict__[_attribute(name, plain)] = self._tensor(tensor)
-        made = self._graph(table(row["graph"]), plain) if "graph" in row else plain
+        made = self._graph(as_dict(row["graph"]), plain) if "graph" in row else plain
         inside = [child for child in made._modules.values() if child is not None]
         self._paths[made] = 1 + sum(self._paths[child] for child in inside)
         _require_bounded(self._paths[made])
@@ -135,11 +135,11 @@ class Restorer:
         return made
 
     def _tensor(self, number: Any) -> Tensor | None:
-        return None if number is None else self.tensors[index(number, self.tensors)]
+        return None if number is None else self.tensors[as_index(number, self.tensors)]
 
     def _graph(self, row: dict[str, Any], owner: nn.Module) -> Program:
-        graph = self._nodes(rows(row["nodes"]))
-        if take(bool, row["body"]):
+        graph = self._nodes(as_list(row["nodes"]))
+        if expect(bool, row["body"]):
             returned: Any = graph.output_node().args[0]
             if not isinstance(returned, tuple | list) or not all(isinstance(n, Node) for n in returned):
                 raise Unreadable("the body of a region returns something else than values of its graph")
@@ -154,16 +154,20 @@ class Restorer:
         canonical, outlining = row["canonical"], row["outlining"]
         if canonical is not None:
             counts = (
-                () if canonical is False else tuple((take(str, n), take(int, c)) for n, c in rows(canonical))
+                ()
+                if canonical is False
+                else tuple((expect(str, n), expect(int, c)) for n, c in as_list(canonical))
             )
             meta[CANONICAL] = None if canonical is False else CanonicalReport(counts)
         made.meta = meta
         if outlining is not None:
-            counters, ranks, epoch = rows(outlining)
+            counters, ranks, epoch = as_list(outlining)
             known = None if ranks is None else _numbers(ranks)
-            made.meta = with_state(meta, OutlineState(_numbers(counters), known, take(int, epoch)))
+            made.meta = with_state(meta, OutlineState(_numbers(counters), known, expect(int, epoch)))
         # Files of earlier versions have none.
-        record_derivations(made, [self._derived(made, derived) for derived in rows(row.get("derived", []))])
+        record_derivations(
+            made, [self._derived(made, derived) for derived in as_list(row.get("derived", []))]
+        )
         return made
 
     def _require_held(self, program: Program) -> None:
@@ -187,42 +191,42 @@ class Restorer:
 
     def _derived(self, owner: Program, row: Any) -> Derivation:
         """Buffers that are computed from weights, by one of the two ways that passes have, of tensors of the file."""
-        results, sources, sentinels, written = rows(row)
-        names = [take(str, name) for name in rows(results)]
+        results, sources, sentinels, written = as_list(row)
+        names = [expect(str, name) for name in as_list(results)]
         for name in names:
             if name not in owner._buffers:
                 raise Unreadable(f"'{name}' is computed from weights and is no buffer")
-        paths = [None if path is None else take(str, path) for path in rows(sources)]
-        counters = [take(str, path) for path in rows(sentinels)]
+        paths = [None if path is None else expect(str, path) for path in as_list(sources)]
+        counters = [expect(str, path) for path in as_list(sentinels)]
         for path in (*paths, *counters):
             if path is not None and not isinstance(_held(owner, path), Tensor):
                 raise Unreadable(f"'{path}' is not a tensor")
-        how = self._computed(take(tuple, self.decoder.value(written)), paths)
+        how = self._computed(expect(tuple, self.decoder.value(written)), paths)
         return Derivation(names, paths, how, counters)
 
     def _computed(self, row: tuple[Any, ...], paths: Sequence[str | None]) -> Compute:
         kind, *rest = row or (None,)
         if kind == "folded" and len(paths) == 6 and len(rest) == 2:
-            return Folded(take(float, rest[0]), None if rest[1] is None else take(int, rest[1]))
+            return Folded(expect(float, rest[0]), None if rest[1] is None else expect(int, rest[1]))
         if kind != "joined" or len(rest) != 2:
             raise Unreadable(f"a buffer is computed by {str(kind)[:60]!r}")
-        parts = take(tuple, rest[1])
+        parts = expect(tuple, rest[1])
         for part in parts:
-            for step in () if isinstance(part, int) else take(tuple, part):
-                name, args, kwargs = take(tuple, step) if len(step) == 3 else (None, None, None)
+            for step in () if isinstance(part, int) else expect(tuple, part):
+                name, args, kwargs = expect(tuple, step) if len(step) == 3 else (None, None, None)
                 self.decoder.target("op", name)
-                take(tuple, args)
+                expect(tuple, args)
                 if not all(
                     isinstance(k, tuple) and len(k) == 2 and isinstance(k[0], str)
-                    for k in take(tuple, kwargs)
+                    for k in expect(tuple, kwargs)
                 ):
                     raise Unreadable("a step of a buffer's computation has no arguments")
-        return Concatenated(take(int, rest[0]), parts)
+        return Concatenated(expect(int, rest[0]), parts)
 
     def _borrow(self, body: Body, row: dict[str, Any]) -> None:
-        body.mark_impure(take(bool, row["impure"]))
-        for name, at, kind, number in rows(row["borrowed"]):
-            if not take(str, name).isidentifier() or hasattr(GraphModule, name) or name in body.__dict__:
+        body.mark_impure(expect(bool, row["impure"]))
+        for name, at, kind, number in as_list(row["borrowed"]):
+            if not expect(str, name).isidentifier() or hasattr(GraphModule, name) or name in body.__dict__:
                 raise Unreadable(f"a body that holds something as '{name}'")
             value = self._tensor(number) if kind == "tensor" else self._module(number)
             body.borrow(name, value, _path(at))
@@ -231,7 +235,7 @@ class Restorer:
         graph = Graph()
         made: list[Node] = []
         for row in written:
-            op, aim, args, kwargs, name, kind, meta = rows(row)
+            op, aim, args, kwargs, name, kind, meta = as_list(row)
             called = self._target(op, aim)
             arguments, keywords = self.decoder.value(args, made), self.decoder.value(kwargs, made)
             _require_call(op, called, arguments, keywords, name)
@@ -253,14 +257,14 @@ class Restorer:
         if not isinstance(op, str) or op not in _OPS:
             raise Unreadable("a node whose operation is none of a graph")
         if op == "call_function":
-            ((tag, name),) = table(aim).items()
+            ((tag, name),) = as_dict(aim).items()
             if tag not in ("op", "pk", "ho", "fn"):
                 raise Unreadable(f"a node calls a {tag[:20]!r}")
             return self.decoder.target(tag, name)
         if op == "placeholder":
-            return _identifier(take(str, aim).removeprefix("*").removeprefix("*")) and aim
+            return _identifier(expect(str, aim).removeprefix("*").removeprefix("*")) and aim
         if op == "call_method":
-            if not encode.is_method(take(str, aim)):
+            if not encode.is_method(expect(str, aim)):
                 raise Unreadable(f"a node calls the method {aim[:60]!r}")
             return aim
         return _path(aim)
@@ -271,7 +275,7 @@ class Restorer:
             # Nodes whose meta is the same have the same record: what is written once is read once.
             if number not in self._calls:
                 self._calls[number] = None
-                self._calls[number] = self._call(table(owned[REGION]), depth)
+                self._calls[number] = self._call(as_dict(owned[REGION]), depth)
             call = self._calls[number]
             if call is None:
                 raise Unreadable("a region is inside itself")
@@ -281,35 +285,38 @@ class Restorer:
     def _call(self, row: dict[str, Any], depth: int) -> RegionCall:
         if depth > _DEEPEST:
             raise Unreadable("regions are nested without end")
-        kind, version, attrs = rows(row["identity"])
-        identity = Identity(take(str, kind), take(int, version), take(str, attrs))
-        if make_identity(kind, version, json.loads(take(str, attrs))) != identity:
+        kind, version, attrs = as_list(row["identity"])
+        identity = Identity(expect(str, kind), expect(int, version), expect(str, attrs))
+        if make_identity(kind, version, json.loads(expect(str, attrs))) != identity:
             raise Unreadable(f"the attributes of a region of kind '{kind}'")
         rule, number = row["rule"], row["round"]
-        members = tuple(self._member(member, depth) for member in rows(row["members"]))
+        members = tuple(self._member(member, depth) for member in as_list(row["members"]))
         _require_bounded(sum(self._unfolded(member) for member in members))
         return RegionCall(
             identity,
             members,
-            take(int, row["rank"]),
-            take(int, row["epoch"]),
-            tuple((take(str, n), Escape(take(str, p), take(str, why))) for n, p, why in rows(row["escapes"])),
-            None if rule is None else take(str, rule),
-            None if number is None else take(int, number),
+            expect(int, row["rank"]),
+            expect(int, row["epoch"]),
+            tuple(
+                (expect(str, n), Escape(expect(str, p), expect(str, why)))
+                for n, p, why in as_list(row["escapes"])
+            ),
+            None if rule is None else expect(str, rule),
+            None if number is None else expect(int, number),
             None,
-            take(int, row["depth"]),
-            tuple((take(str, n), take(int, i)) for n, i in rows(row["arguments"])),
-            tuple(None if i is None else take(int, i) for i in rows(row["results"])),
+            expect(int, row["depth"]),
+            tuple((expect(str, n), expect(int, i)) for n, i in as_list(row["arguments"])),
+            tuple(None if i is None else expect(int, i) for i in as_list(row["results"])),
         )
 
     def _member(self, row: Any, depth: int) -> Member:
-        name, number, rank, at, clone, kind = rows(row)
+        name, number, rank, at, clone, kind = as_list(row)
         return Member(
             _identifier(name),
             self._meta(number, depth + 1),
-            take(int, rank),
+            expect(int, rank),
             None if at is None else _path(at),
-            take(bool, clone),
+            expect(bool, clone),
             self.decoder.type(kind),
         )
 
@@ -369,7 +376,7 @@ def _owner(row: dict[str, Any]) -> nn.Module:
     """An empty module; a graph is named like the class of the module it is made of."""
     if "graph" not in row:
         return nn.Module()
-    name = take(str, table(row["graph"])["name"])
+    name = expect(str, as_dict(row["graph"])["name"])
     if not name.isprintable() or len(name) > _LONGEST_NAME:
         raise Unreadable("a graph whose name cannot be shown")
     return cast("nn.Module", type(name, (nn.Module,), {})())
@@ -405,13 +412,13 @@ def _signature(called: Any) -> inspect.Signature:
 
 
 def _identifier(name: Any) -> str:
-    if not take(str, name).isidentifier() or keyword.iskeyword(name) or len(name) > _LONGEST_NAME:
+    if not expect(str, name).isidentifier() or keyword.iskeyword(name) or len(name) > _LONGEST_NAME:
         raise Unreadable(f"{name[:60]!r} is no name of a node")
     return cast("str", name)
 
 
 def _path(name: Any) -> str:
-    if not PATH.fullmatch(take(str, name)) or len(name) > _LONGEST_NAME:
+    if not PATH.fullmatch(expect(str, name)) or len(name) > _LONGEST_NAME:
         raise Unreadable(f"{name[:60]!r} is no place in a module")
     return cast("str", name)
 
@@ -424,15 +431,15 @@ def _attribute(name: Any, owner: nn.Module) -> str:
 
 
 def _numbers(value: Any) -> dict[str, int]:
-    return {take(str, k): take(int, v) for k, v in table(value).items()}
+    return {expect(str, k): expect(int, v) for k, v in as_dict(value).items()}
 
 
-def tensor_from(row: Any, storage: torch.UntypedStorage) -> Tensor:
+def decode_tensor(row: Any, storage: torch.UntypedStorage) -> Tensor:
     """The tensor that a row of the description tells of, in the memory that was read for it."""
-    _, dtype, sizes, strides, offset, _, grad, parameter = rows(row)
-    kind = dtype_named(dtype)
-    shape, steps = [size_of(n) for n in dims(sizes)], [size_of(n) for n in dims(strides)]
-    start = size_of(offset)
+    _, dtype, sizes, strides, offset, _, grad, parameter = as_list(row)
+    kind = as_dtype(dtype)
+    shape, steps = [as_size(n) for n in as_dims(sizes)], [as_size(n) for n in as_dims(strides)]
+    start = as_size(offset)
     if len(shape) != len(steps):
         raise Unreadable("a tensor without strides")
     needed = 0 if 0 in shape else start + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
@@ -441,9 +448,9 @@ def tensor_from(row: Any, storage: torch.UntypedStorage) -> Tensor:
     if math.prod(n or 1 for n in shape) * kind.itemsize >= 2**63:
         raise Unreadable("a tensor has more elements than can be counted")
     value = torch.empty(0, dtype=kind, device=storage.device).set_(storage, start, shape, steps)
-    if take(bool, parameter):
-        return nn.Parameter(value, requires_grad=take(bool, grad))
-    return value.requires_grad_(take(bool, grad))
+    if expect(bool, parameter):
+        return nn.Parameter(value, requires_grad=expect(bool, grad))
+    return value.requires_grad_(expect(bool, grad))
 
 
 @checked_call()
@@ -462,17 +469,17 @@ def load(path: str | os.PathLike[str] | IO[bytes], *, trust: bool | Collection[s
     if not isinstance(path, str | os.PathLike) and not callable(getattr(path, "read", None)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a path nor a file to read from.")
     trusted = Trust(trust)
-    pytree_specs.prepare()
+    cache_pytrees.register_caches()
     archive = Archive(path)
     try:
-        with without_collector():
+        with pause_gc():
             described = archive.description()
-            program = Restorer(described, _tensors(archive, described), trusted).restore()
+            program = GraphDecoder(described, _tensors(archive, described), trusted).restore()
             check(program)
             return program
     except InvalidFile:
         raise
-    except Absent as reason:
+    except MissingRequirement as reason:
         raise InvalidFile(archive.path, f"{reason}") from reason
     # What nobody vouches for can make torch and sympy raise anything, MemoryError included.
     except Exception as error:
@@ -489,23 +496,27 @@ def _tensors(archive: Archive, described: dict[str, Any]) -> list[Tensor]:
     places = archive.places()
     memory: dict[int, Any] = {}
     made: list[Tensor] = []
-    storages = rows(described["storages"])
+    storages = as_list(described["storages"])
     # Older files have none.
-    checksums = rows(described.get("checksums", [None] * len(storages)))
-    for row in rows(described["tensors"]):
-        number = index(rows(row)[0], storages)
+    checksums = as_list(described.get("checksums", [None] * len(storages)))
+    for row in as_list(described["tensors"]):
+        number = as_index(as_list(row)[0], storages)
         if number not in memory:
-            place, device = storages[number], torch.device(take(str, row[5]))
+            place, device = storages[number], torch.device(expect(str, row[5]))
             if device.type == "meta":
                 raise Unreadable("a tensor of the graph is on the meta device")
-            if place is not None and take(str, place) not in places:
+            if place is not None and expect(str, place) not in places:
                 raise Unreadable(f"it has no numbers for '{place}', or only pickled ones, which are not read")
             try:
                 data = (
-                    b"" if place is None else archive.read(places[place], checksums[index(number, checksums)])
+                    b""
+                    if place is None
+                    else archive.read(places[place], checksums[as_index(number, checksums)])
                 )
-                memory[number] = storage_of(data, device)
+                memory[number] = storage_from(data, device)
             except (RuntimeError, AssertionError) as error:
-                raise Absent(f"holds tensors on '{device}', which is not there: {error}") from error
-        made.append(tensor_from(row, memory[number]))
+                raise MissingRequirement(
+                    f"holds tensors on '{device}', which is not there: {error}"
+                ) from error
+        made.append(decode_tensor(row, memory[number]))
     return made

@@ -18,18 +18,25 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from dovetail.errors import InvalidArgument, SaveError, checked_call
-from dovetail.formats.atomic_write import replaced, target_of
-from dovetail.formats.onnx.writer import IR_VERSION, OPSET, OnnxWriter, bound, described, element, packed
+from dovetail.formats.atomic_write import atomic_replace, resolve_target
+from dovetail.formats.onnx.writer import (
+    IR_VERSION,
+    OPSET,
+    OnnxWriter,
+    bind_arguments,
+    element_type,
+    tensor_proto,
+    value_info,
+)
+from dovetail.frontend.cache_pytrees import leaf_steps
 from dovetail.frontend.calling_convention import convention_of
-from dovetail.frontend.pytree_specs import leaf_steps
 from dovetail.ir.graph_module import Body, GraphOwner, attribute, only_graph
 from dovetail.ir.meta_keys import DIM_NAMES, REGION
 from dovetail.ir.source_location import of_node
 from dovetail.lowering.failures import UnknownOp, UnsupportedOp, in_a_line
-from dovetail.outlining.bodies import results
-from dovetail.outlining.region_call import RegionCall, call_of
+from dovetail.outlining.region import RegionCall, call_of, results
 
-OnnxForm = Callable[..., Any]
+CustomFunction = Callable[..., Any]
 """Called with an `OnnxOperators` and the arguments of an operator; returns the name of the result, or a tuple of them."""
 _LARGEST_CHECKED = 2**31 - 2**26
 
@@ -53,7 +60,7 @@ class OnnxOperators:
             if not domain:
                 self._check_known(kind)
             names = [self._value(value) for value in inputs]
-            held = {k: packed(v) if isinstance(v, Tensor) else v for k, v in attributes.items()}
+            held = {k: tensor_proto(v) if isinstance(v, Tensor) else v for k, v in attributes.items()}
             result = self._writer.op(kind, *names, results=outputs, domain=domain, **held)
             if not domain:
                 self._check_node(kind, self._writer.nodes[-1])
@@ -69,7 +76,7 @@ class OnnxOperators:
                 raise self._wrong(f"reads {value!r}, which is no value of the graph")
             return value
         if isinstance(value, Tensor):
-            return self._writer.op("Constant", value=packed(value), label="constant")
+            return self._writer.op("Constant", value=tensor_proto(value), label="constant")
         numbers: list[Any] = list(cast("list[Any]", value)) if isinstance(value, (list, tuple)) else [value]
         for kind, dtype in ((bool, torch.bool), (int, torch.int64), ((int, float), torch.float32)):
             # An empty list is of sizes or axes.
@@ -101,17 +108,17 @@ class OnnxOperators:
         return SaveError(f"the form given for {self._what} {what}.", self.node.name)
 
 
-class CustomForm:
+class CustomTranslation:
     """The form that a user gave for an operator."""
 
-    def __init__(self, target: str, function: OnnxForm) -> None:
+    def __init__(self, target: str, function: CustomFunction) -> None:
         self.target, self.function = target, function
         self.used = False
 
     def write(self, writer: OnnxWriter, node: Node) -> Any:
         """Append the nodes of the form; SaveError where it is wrong."""
         self.used = True
-        args, kwargs = map_arg(bound(node), writer.of)
+        args, kwargs = map_arg(bind_arguments(node), writer.of)
         try:
             result = self.function(OnnxOperators(writer, node, self.target), *args, **kwargs)
         except SaveError:
@@ -151,7 +158,7 @@ class CustomForm:
 
 DOMAIN = "dovetail"
 """The domain of functions whose kind names no vendor."""
-TOLD = REGION
+IDENTITY = REGION
 """The key in the metadata of a call that has all of the region's identity, as JSON: that of the call here."""
 GRAPH = "dovetail.graph"
 """The key in the metadata of a model with the version of what is written here."""
@@ -166,7 +173,7 @@ def to_onnx(
     gm: GraphModule | GraphOwner,
     path: str | Path,
     *,
-    operators: Mapping[OpOverload | OpOverloadPacket, OnnxForm] | None = None,
+    operators: Mapping[OpOverload | OpOverloadPacket, CustomFunction] | None = None,
 ) -> Path:
     """Write a graph as an ONNX model whose regions are local functions.
 
@@ -188,12 +195,12 @@ def to_onnx(
         import onnx
     except ImportError as error:
         raise SaveError("onnx is not installed; pip install 'dovetail[onnx]'") from error
-    target = target_of(path)
+    target = resolve_target(path)
     model = _Model(gm, forms).made()
     apart = model.ByteSize() > _LARGEST
     if apart and os.path.islink(path):
         raise SaveError(f"'{path}' is a link, and weights beyond 2 GiB lie beside the file: give '{target}'.")
-    with replaced(target) as written:
+    with atomic_replace(target) as written:
         if apart:
             beside = f"{target.name}.data"
             onnx.save_model(model, str(written), save_as_external_data=True, location=beside)
@@ -202,14 +209,14 @@ def to_onnx(
     return Path(path)
 
 
-def _checked_forms(operators: Any) -> dict[Any, CustomForm]:
+def _checked_forms(operators: Any) -> dict[Any, CustomTranslation]:
     if operators is None:
         return {}
     if not isinstance(operators, Mapping):
         raise InvalidArgument(
             f"operators must be a dict from operators to functions, not a {type(operators).__name__}."
         )
-    forms: dict[Any, CustomForm] = {}
+    forms: dict[Any, CustomTranslation] = {}
     for target, function in cast("Mapping[Any, Any]", operators).items():
         if not isinstance(target, (OpOverload, OpOverloadPacket)):
             raise InvalidArgument(
@@ -220,7 +227,7 @@ def _checked_forms(operators: Any) -> dict[Any, CustomForm]:
                 f"operators[{target}] is a {type(function).__name__}; a form is a function of a writer and "
                 f"the operator's arguments."
             )
-        forms[target] = CustomForm(str(target), function)
+        forms[target] = CustomTranslation(str(target), function)
     return forms
 
 
@@ -266,7 +273,7 @@ def _place(node: Node) -> str:
 class _Functions:
     """The functions of a model, one for each kind and body."""
 
-    def __init__(self, forms: Mapping[Any, CustomForm]) -> None:
+    def __init__(self, forms: Mapping[Any, CustomTranslation]) -> None:
         self.forms, self.failures = forms, _Failures()
         self._failed: dict[tuple[str, int], Counter[str]] = {}
         self.made: list[Any] = []
@@ -359,7 +366,7 @@ class _GraphWriter(OnnxWriter):
             count = len(cast("tuple[Any, ...]", value)) if several else 0
             self.names[node] = tuple(node.name for _ in range(count)) if several else node.name
 
-    def _custom_form(self, node: Node) -> CustomForm | None:
+    def _custom_form(self, node: Node) -> CustomTranslation | None:
         forms, target = self.functions.forms, node.target
         if not isinstance(target, OpOverload):
             return None
@@ -369,7 +376,7 @@ class _GraphWriter(OnnxWriter):
         value = attribute(self.owner, cast("str", node.target))
         if not isinstance(value, Tensor):
             raise UnsupportedOp(f"it holds a {type(value).__name__}")
-        return self.op("Constant", value=packed(value), label=node.name)
+        return self.op("Constant", value=tensor_proto(value), label=node.name)
 
     def _call(self, node: Node, call: RegionCall) -> None:
         from onnx import helper
@@ -388,7 +395,7 @@ class _GraphWriter(OnnxWriter):
             **{key: _attribute(value) for key, value in attrs.items()},
         )
         entry = written.metadata_props.add()
-        entry.key, entry.value = TOLD, json.dumps(_told(node, call, attrs), sort_keys=True)
+        entry.key, entry.value = IDENTITY, json.dumps(_told(node, call, attrs), sort_keys=True)
         self.nodes.append(written)
         self.names[node] = tuple(made)
 
@@ -408,7 +415,7 @@ class _GraphWriter(OnnxWriter):
 
 
 class _Model:
-    def __init__(self, gm: GraphModule, forms: Mapping[Any, CustomForm]) -> None:
+    def __init__(self, gm: GraphModule, forms: Mapping[Any, CustomTranslation]) -> None:
         self.gm = gm
         self.functions = _Functions(forms)
         self.dim_names = _dim_names(gm)
@@ -468,7 +475,7 @@ class _Model:
 
     def _described(self, name: str, node: Node) -> Any:
         try:
-            info = described(name, node.meta.get("val"))
+            info = value_info(name, node.meta.get("val"))
             for dim in info.type.tensor_type.shape.dim:
                 if dim.dim_param:
                     dim.dim_param = re.sub(r"\w+", lambda m: self.dim_names.get(m[0], m[0]), dim.dim_param)
@@ -482,10 +489,10 @@ class _Model:
         place = (value.data_ptr(), value.dtype, tuple(value.shape), tuple(value.stride()))
         if place not in self.kept or not value.numel():
             try:
-                element(value.dtype)
+                element_type(value.dtype)
             except UnsupportedOp as failure:
                 raise SaveError(f"{failure}; this graph cannot be written as ONNX.", node.name) from failure
-            made = packed(value)
+            made = tensor_proto(value)
             made.name = self.kept[place] = self.writer.name(cast("str", node.target))
             self.initialisers.append(made)
         return self.kept[place]
