@@ -269,7 +269,7 @@ def test_what_is_only_slower_or_refused_without_a_name_is_not_stated(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _without(monkeypatch, name)
-    monkeypatch.setattr(holding, "dict_version", holding.writes_counter())
+    monkeypatch.setattr(holding, "dict_version", holding.find_dict_version())
     assert (holding.dict_version is None) >= (name == "DICT_VERSION")
     model = Plain()
     with caplog.at_level(logging.WARNING, logger="dovetail"):

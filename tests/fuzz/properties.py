@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import dovetail
 from dovetail.ir.dependencies import dependencies
-from dovetail.ir.effects import effects
+from dovetail.ir.effects import effects_of
 from dovetail.ir.op_traits import target_name
 
 from .fusing import why_not_settled
@@ -315,7 +315,7 @@ def _eliminated(gm: GraphModule) -> GraphModule:
 
 def _unknown_to_fx(gm: GraphModule, node: Node) -> bool:
     """Whether an operation outside regions has an effect that FX does not see."""
-    return "dovetail.region" not in node.meta and not effects(node, gm).pure and not node.is_impure()
+    return "dovetail.region" not in node.meta and not effects_of(node, gm).pure and not node.is_impure()
 
 
 def facts(gm: GraphModule) -> list[Any]:

@@ -9,8 +9,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Interpreter, Node
 
-from dovetail.ir.alias_analysis import Storages, storages
-from dovetail.ir.effects import Effects, effects
+from dovetail.ir.alias_analysis import AliasClasses, alias_classes
+from dovetail.ir.effects import Effects, effects_of
 
 from . import ops
 from .observe import Snapshot
@@ -41,9 +41,9 @@ class _Watcher(Interpreter):
     def __init__(self, gm: GraphModule, state: Snapshot) -> None:
         super().__init__(gm, garbage_collect_values=False)
         nodes = list(gm.graph.nodes)
-        each = [effects(node, gm) for node in nodes]
+        each = [effects_of(node, gm) for node in nodes]
         self.told: dict[Node, Effects] = dict(zip(nodes, each, strict=True))
-        self.classes: Storages = storages(gm, nodes, each)
+        self.classes: AliasClasses = alias_classes(gm, nodes, each)
         self.state = state
 
     def run_node(self, n: Node) -> Any:
@@ -56,7 +56,7 @@ class _Watcher(Interpreter):
         told = self.told[n]
         if not told.random and not torch.equal(stream, torch.get_rng_state()):
             raise Untold("draws at random", n, f"{n.format_node()} draws at random")
-        if not (told.world or told.barrier) and len(ops.LOG) != log:
+        if not (told.host_effect or told.barrier) and len(ops.LOG) != log:
             raise Untold("acts on the world", n, f"{n.format_node()} acts on the world")
         if not told.barrier and torch.is_grad_enabled() != grad:
             raise Untold("switches a mode", n, f"{n.format_node()} switches gradients")

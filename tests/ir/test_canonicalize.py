@@ -17,7 +17,7 @@ import dovetail
 from dovetail import zoo
 from dovetail.frontend.capture import capture
 from dovetail.ir.canonicalize import canonicalize
-from dovetail.ir.schema import TO_THE_END
+from dovetail.ir.schema import SLICE_END
 
 X = torch.randn(2, 3, 4)
 aten = torch.ops.aten
@@ -232,7 +232,7 @@ def test_symbolic_sizes_stay_and_no_guard_is_added() -> None:
     assert reshapes
     assert not any(n.target in (aten.view.default, aten.clone.default) for n in again.graph.nodes)
     ends = [n.args[3] for n in again.graph.nodes if n.target is aten.slice.Tensor]
-    assert TO_THE_END in ends
+    assert SLICE_END in ends
     for size in (3, 7):
         x = torch.randn(size, 3, 5)
         assert torch.equal(again(x), forward(x))

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 
 import dovetail
 from dovetail.ir.dependencies import dependencies
-from dovetail.ir.effects import Effects, effects
+from dovetail.ir.effects import Effects, effects_of
 from tests.outlining.helpers import drawn, trace
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def of(target, *args, op="call_function", **kwargs) -> Effects:
         op, target, tuple(map(resolve, args)), {k: resolve(v) for k, v in kwargs.items()}
     )
     graph.output(node)
-    return effects(node, GraphModule(nn.Module(), graph))
+    return effects_of(node, GraphModule(nn.Module(), graph))
 
 
 def writes(told: Effects) -> list[str]:
@@ -100,12 +100,12 @@ def test_randomness(call, random):
     ],
 )
 def test_the_world(call):
-    assert of(*call).world
+    assert of(*call).host_effect
 
 
 def test_a_python_function_we_do_not_know_may_do_anything():
     told = of(lambda x: x, "x")
-    assert told.world
+    assert told.host_effect
     assert told.random
     assert writes(told) == ["x"]
 
@@ -121,7 +121,7 @@ def log_ops() -> Iterator[tuple[object, object]]:
 
 def test_custom_operators(log_ops):
     log, pure = log_ops
-    assert of(log, "x").world
+    assert of(log, "x").host_effect
     assert of(pure, "x").pure
     assert writes(of(torch.ops.dovetail_tests.bump.default, "x")) == ["x"]
 
@@ -219,7 +219,7 @@ def test_leaf_modules_by_what_they_are():
 
     def told(model):
         gm = GraphModule(model, Leafy().trace(model))
-        return {n.name: effects(n, gm) for n in gm.graph.nodes}
+        return {n.name: effects_of(n, gm) for n in gm.graph.nodes}
 
     model = M().train()
     found = told(model)
@@ -227,7 +227,7 @@ def test_leaf_modules_by_what_they_are():
     assert found["drop"].random
     assert found["linear"].pure
     assert writes(found["act"]) == ["linear"]
-    assert found["mine"].world == "an unknown module"
+    assert found["mine"].host_effect == "an unknown module"
     # The mode may change after a region was made.
     found = told(model.eval())
     assert len(found["norm"].state_written) == 3

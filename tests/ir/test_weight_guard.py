@@ -11,22 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.ir import weight_guard
-from dovetail.ir.weight_guard import Checksums, ContentGuard, Piece, packed_bytes, sentinel_of, write_state
+from dovetail.ir.weight_guard import (
+    Checksums,
+    Chunk,
+    ContentGuard,
+    mutation_stamp,
+    packed_bytes,
+    version_sentinel,
+)
 
 PIECE = 2**16
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
     """The pieces that were compared, in order."""
-    seen: list[Piece] = []
-    is_current = Piece.is_current
+    seen: list[Chunk] = []
+    is_current = Chunk.is_current
 
-    def spied(piece: Piece) -> bool:
+    def spied(piece: Chunk) -> bool:
         seen.append(piece)
         return is_current(piece)
 
-    monkeypatch.setattr(Piece, "is_current", spied)
+    monkeypatch.setattr(Chunk, "is_current", spied)
     return seen
 
 
@@ -36,7 +43,7 @@ def never() -> None:
 
 @pytest.mark.parametrize("interval", [1, 3, 8, 64])
 @pytest.mark.parametrize("sizes", [[5], [100_000], [4, 300_000, 7, 70_000, 1], [16] * 500])
-def test_every_piece_has_its_turn(interval: int, sizes: list[int], compared: list[Piece]) -> None:
+def test_every_piece_has_its_turn(interval: int, sizes: list[int], compared: list[Chunk]) -> None:
     guard = ContentGuard(interval)
     for i, size in enumerate(sizes):
         guard.watch(i, Checksums([torch.randn(size)]), never)
@@ -117,16 +124,16 @@ def test_state_of_tensors_of_inference_mode() -> None:
     with torch.inference_mode():
         frozen = torch.ones(2)
     plain = torch.ones(2)
-    before = write_state([frozen, plain])
-    assert write_state([frozen, plain]) == before
+    before = mutation_stamp([frozen, plain])
+    assert mutation_stamp([frozen, plain]) == before
     plain.add_(1)
-    assert write_state([frozen, plain]) != before
+    assert mutation_stamp([frozen, plain]) != before
 
 
 def test_sentinels() -> None:
-    assert sentinel_of("a.b.running_mean") == "a.b.num_batches_tracked"
-    assert sentinel_of("running_var") == "num_batches_tracked"
-    assert sentinel_of("a.running_mean.weight") is None
+    assert version_sentinel("a.b.running_mean") == "a.b.num_batches_tracked"
+    assert version_sentinel("running_var") == "num_batches_tracked"
+    assert version_sentinel("a.running_mean.weight") is None
 
 
 def test_one_look_per_tensor_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +149,8 @@ def test_one_look_per_tensor_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(weight_guard, "_VERSION", counted("version", weight_guard._VERSION))
     monkeypatch.setattr(weight_guard, "_ADDRESS", counted("address", weight_guard._ADDRESS))
-    monkeypatch.setattr(weight_guard, "fused_steps", lambda: 0)
-    write_state([b for _ in range(100) for b in nn.BatchNorm2d(4).state_dict().values()])
+    monkeypatch.setattr(weight_guard, "fused_optimizer_steps", lambda: 0)
+    mutation_stamp([b for _ in range(100) for b in nn.BatchNorm2d(4).state_dict().values()])
     assert Counter(looks) == {"version": 500, "address": 500}
 
 

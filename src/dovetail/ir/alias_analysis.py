@@ -1,9 +1,16 @@
-"""Which values of a graph may share memory."""
+"""Alias analysis: which values of a graph may share memory.
+
+A flow-insensitive, unification-based may-alias analysis in the manner of B. Steensgaard ("Points-to analysis in almost
+linear time", POPL 1996): each node and each tensor of the module's state begins in a class of its own, and every fact that
+two of them may share memory (an alias in the operator's schema, one storage behind their fake values, one attribute)
+merges their classes. Classes are never too fine, and the time is nearly linear in the size of the graph. Aliases that no
+schema declares, but that cannot be ruled out, are dropped where the fake values prove that they do not hold.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -11,122 +18,91 @@ from torch.fx import Node
 
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.meta_keys import CANONICAL
+from dovetail.ir.nodes import SCALARS, storage_key, storage_keys
+from dovetail.ir.union_find import UnionFind
 
 
-class Sharing(Protocol):
-    """What an operator says of the memory of its result."""
+class AliasInfo(Protocol):
+    """The memory that the result of a node may share."""
 
     @property
     def aliases(self) -> tuple[Node, ...]: ...
     @property
-    def doubtful_aliases(self) -> bool: ...
+    def assumed_aliases(self) -> bool: ...
     @property
     def state_shared(self) -> tuple[torch.Tensor, ...]: ...
 
 
-class Storages:
-    """Which values may share memory, as a union of sets: linear, and never too fine."""
+class AliasClasses:
+    """Classes of nodes and state tensors that may share memory, each under a number."""
 
-    def __init__(self, count: int) -> None:
-        self._parent = list(range(count))
-        self.position: dict[Node, int] = {}
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.position = {node: i for i, node in enumerate(nodes)}
+        self._sets = UnionFind(len(nodes))
         self._state: dict[int, int] = {}
-
-    def find(self, i: int) -> int:
-        parent = self._parent
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    def join(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self._parent[max(a, b)] = min(a, b)
+        self.join = self._sets.union
 
     def of(self, node: Node) -> int:
-        return self.find(self.position[node])
+        return self._sets.find(self.position[node])
 
     def of_state(self, tensor: torch.Tensor) -> int:
-        """The class of a parameter or buffer that no node names."""
+        """Return the class of a parameter or buffer that no node names."""
         key = storage_key(tensor)
         if key not in self._state:
-            self._state[key] = len(self._parent)
-            self._parent.append(len(self._parent))
-        return self.find(self._state[key])
+            self._state[key] = self._sets.add()
+        return self._sets.find(self._state[key])
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share storage."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def storages(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) -> Storages:
-    """Which nodes may share memory: by operator schemas, by the fake values' storages, by the real attributes."""
-    classes = Storages(len(nodes))
-    trusted = values_tell(root, nodes, each)
-    position = classes.position
-    seen: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        position[node] = i
-    for i, node in enumerate(nodes):
+def alias_classes(root: nn.Module, nodes: Sequence[Node], infos: Sequence[AliasInfo]) -> AliasClasses:
+    """Return the alias classes of a graph's nodes, from `infos`, the fake values' storages and the real attributes."""
+    classes = AliasClasses(nodes)
+    trusted = _values_model_aliasing(root, nodes, infos)
+    first: dict[int, int] = {}
+    for i, (node, info) in enumerate(zip(nodes, infos, strict=True)):
         if node.op == "output":
             continue
-        keys = _storage_keys(node.meta.get("val"))
         if node.op == "get_attr":
             value = attribute(root, cast("str", node.target))
             if isinstance(value, torch.Tensor):
                 classes.join(i, classes.of_state(value))
-        told = each[i]
-        if told.aliases and not (trusted and rules_out(node, told)):
-            for other in told.aliases:
-                classes.join(i, position[other])
-        for tensor in told.state_shared:
+        if info.aliases and not (trusted and values_exclude_alias(node, info)):
+            for other in info.aliases:
+                classes.join(i, classes.position[other])
+        for tensor in info.state_shared:
             classes.join(i, classes.of_state(tensor))
-        for key in keys:
-            classes.join(i, seen.setdefault(key, i))
+        for key in storage_keys(node.meta.get("val")):
+            classes.join(i, first.setdefault(key, i))
     return classes
 
 
-def _storage_keys(value: Any) -> list[int]:
-    if isinstance(value, torch.Tensor):
-        return [storage_key(value)]
-    if isinstance(value, (tuple, list)):
-        return [storage_key(v) for v in cast("Sequence[Any]", value) if isinstance(v, torch.Tensor)]
-    return []
+def _values_model_aliasing(root: nn.Module, nodes: Sequence[Node], infos: Sequence[AliasInfo]) -> bool:
+    """Whether fake values share storage where the program does, so that not sharing proves something.
 
-
-def values_tell(root: nn.Module, nodes: Sequence[Node], each: Sequence[Sharing]) -> bool:
-    """Whether the values of a graph share storage where the program does, so that not sharing means something.
-
-    Captured graphs' values do. Elsewhere the views that schemas declare give evidence: some tracers make every value
-    anew.
+    Values of captured graphs do. Elsewhere the views that schemas declare are the evidence: some tracers give every
+    value a storage of its own.
     """
     if CANONICAL in getattr(root, "meta", {}):
         return True
     evidence = False
-    for node, told in zip(nodes, each, strict=True):
-        if told.aliases and not told.doubtful_aliases:
-            keys = _storage_keys(node.meta.get("val"))
-            theirs = {k for n in told.aliases for k in _storage_keys(n.meta.get("val"))}
+    for node, info in zip(nodes, infos, strict=True):
+        if info.aliases and not info.assumed_aliases:
+            keys = storage_keys(node.meta.get("val"))
+            theirs = {key for n in info.aliases for key in storage_keys(n.meta.get("val"))}
             if keys and theirs:
-                if not theirs.intersection(keys):
+                if keys.isdisjoint(theirs):
                     return False
                 evidence = True
     return evidence
 
 
-def rules_out(node: Node, told: Sharing) -> bool:
-    """Whether the values show that a result is memory of its own, where no schema claims otherwise."""
-    if not told.doubtful_aliases:
+def values_exclude_alias(node: Node, info: AliasInfo) -> bool:
+    """Whether the fake values show that a result has memory of its own, where no schema declares otherwise."""
+    if not info.assumed_aliases:
         return False
-    keys = _storage_keys(node.meta.get("val"))
+    value = node.meta.get("val")
+    keys = storage_keys(value)
     if not keys:
-        # A size, a number, or nothing at all shares no memory; a missing value proves nothing.
-        return isinstance(
-            node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
-        )
-    theirs = [_storage_keys(n.meta.get("val")) for n in told.aliases]
-    if any("val" not in n.meta or n.meta["val"] is None for n in told.aliases):
-        return False
-    return not any(k in keys for ks in theirs for k in ks)
+        # A number shares no memory; a missing value proves nothing.
+        return isinstance(value, SCALARS)
+    others = [n.meta.get("val") for n in info.aliases]
+    return all(other is not None and keys.isdisjoint(storage_keys(other)) for other in others)

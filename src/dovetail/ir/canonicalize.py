@@ -16,16 +16,16 @@ from torch.fx.node import map_arg
 
 from dovetail.ir.graph_module import Program, copy_node, rebuild
 from dovetail.ir.schema import (
-    by_name,
     explicit_sizes,
     is_aten,
-    normalised,
+    is_viewable,
+    named_arguments,
+    normalized_arguments,
     op_name,
     same_geometry,
+    to_args_kwargs,
     value_of,
-    viewable,
     viewed_operand,
-    written,
 )
 
 _RESHAPE = torch.ops.aten.reshape.default
@@ -132,7 +132,7 @@ class _Rewriting:
         name = op_name(node.target)
         if not is_aten(node.target) or node in self.returned:
             return None
-        copies = name in _COPIES or bool(by_name(node).get("copy"))
+        copies = name in _COPIES or bool(named_arguments(node).get("copy"))
         operand = _only_operand(node) if copies or name in _VIEWS else None
         if not isinstance(operand, Node):
             return None
@@ -184,10 +184,10 @@ class _Rewriting:
     def _is_reshape(self, node: Node) -> bool:
         if not is_aten(node.target) or op_name(node.target) not in ("view", "_unsafe_view"):
             return False
-        return "size" in by_name(node) and isinstance(node.meta.get("val"), Tensor)
+        return "size" in named_arguments(node) and isinstance(node.meta.get("val"), Tensor)
 
     def _reshaped(self, node: Node) -> Node:
-        arguments = by_name(node)
+        arguments = named_arguments(node)
         operand, sizes = cast(Node, arguments["self"]), arguments["size"]
         original = self._before_copy(operand, node)
         if original is not None:
@@ -201,7 +201,7 @@ class _Rewriting:
 
     def _cast(self, node: Node) -> Node:
         """A conversion that reads another tensor only for its dtype and device, with these written out."""
-        value, source = node.meta["val"], self.made[cast(Node, by_name(node)["self"])]
+        value, source = node.meta["val"], self.made[cast(Node, named_arguments(node)["self"])]
         kwargs: dict[str, Any] = {"dtype": value.dtype}
         was = source.meta.get("val")
         if not isinstance(was, Tensor) or was.device != value.device:
@@ -210,7 +210,9 @@ class _Rewriting:
             "call_function", torch.ops.aten._to_copy.default, (source,), kwargs, "_to_copy"
         )
         new.meta = dict(node.meta)
-        new.args, new.kwargs = written(torch.ops.aten._to_copy.default, normalised(new, by_name(new)))
+        new.args, new.kwargs = to_args_kwargs(
+            torch.ops.aten._to_copy.default, normalized_arguments(new, named_arguments(new))
+        )
         self.counts["conversions respelled"] += 1
         return new
 
@@ -222,7 +224,7 @@ class _Rewriting:
             or not self.functional
         ):
             return None
-        arguments = by_name(operand)
+        arguments = named_arguments(operand)
         if arguments.get("memory_format") is not torch.contiguous_format:
             return None
         original = arguments["self"]
@@ -232,7 +234,7 @@ class _Rewriting:
         if self._origin(original) in self.written:
             return None
         source = self.made[original]
-        return source if viewable(value, node.meta["val"].shape) is False else None
+        return source if is_viewable(value, node.meta["val"].shape) is False else None
 
     def _origin(self, node: Node) -> Node:
         root = self.roots[node]
@@ -241,7 +243,7 @@ class _Rewriting:
     def _respelled(self, node: Node) -> Node:
         new = copy_node(self.graph, node, self.made.__getitem__)
         if isinstance(new.target, OpOverload):
-            args, kwargs = written(new.target, normalised(new, by_name(new)))
+            args, kwargs = to_args_kwargs(new.target, normalized_arguments(new, named_arguments(new)))
             if (args, kwargs) != (new.args, new.kwargs):
                 new.args, new.kwargs = args, kwargs
                 self.counts["arguments respelled"] += 1
@@ -250,10 +252,10 @@ class _Rewriting:
 
 def _only_operand(node: Node) -> Any:
     """What the operator passes on, if it does: its tensor operand, or the only one of a list."""
-    arguments = by_name(node)
+    arguments = named_arguments(node)
     if op_name(node.target) != "cat":
         return arguments.get("self", arguments.get("input"))
-    tensors = normalised(node, arguments)["tensors"]
+    tensors = normalized_arguments(node, arguments)["tensors"]
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else None
 
 
@@ -266,7 +268,7 @@ def _reads_strides(node: Node) -> bool:
 
 def _draws(node: Node) -> bool:
     """Whether a dropout is one that drops."""
-    arguments = by_name(node)
+    arguments = named_arguments(node)
     return op_name(node.target) == "dropout" and bool(arguments.get("train")) and arguments.get("p") != 0
 
 

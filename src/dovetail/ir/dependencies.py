@@ -1,4 +1,11 @@
-"""What must come before what: data edges, and effect edges kept per storage."""
+"""The dependence graph of a graph module: data edges, effect edges, and reachability over both.
+
+Data edges are the arguments of nodes. Effect edges order what arguments do not: random draws among themselves, effects on
+the host among themselves, mode switches against everything, and the reads and writes of one memory (read after write,
+write after read, write after write; see K. D. Cooper and L. Torczon, "Engineering a Compiler", on dependence graphs).
+Memories are distinguished by alias class. A chain of draws or of writes has one edge per link, not one per pair, so that edges
+and the time to find them are linear in the size of the graph and the number of reads.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +20,11 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidGraph
-from dovetail.ir.alias_analysis import storages
-from dovetail.ir.effects import PURE, Effects, Reader
+from dovetail.ir.alias_analysis import alias_classes
+from dovetail.ir.effects import PURE, EffectAnalysis, Effects
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.nodes import makes_tuple
-from dovetail.ir.op_traits import traits
+from dovetail.ir.nodes import returns_tuple
+from dovetail.ir.op_traits import traits_of
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,8 @@ class Dependencies:
     """Effect edges of a graph by position; data edges are the nodes' own arguments.
 
     `before[i]` are earlier positions that must stay before `i`. `effects` has an entry for each node that is not
-    plainly a value. `written` tells of the nodes whose memory some node of the graph writes, `reshaping` are the
-    positions of those that may give what they write other sizes or strides.
+    known to be pure. `written` are the positions of values whose memory some node of the graph writes, `reshaping`
+    those of nodes that may give what they write other sizes or strides.
     """
 
     nodes: list[Node]
@@ -38,95 +45,83 @@ class Dependencies:
     reshaping: set[int] = field(default_factory=set[int])
 
     def value_read(self, node: Node, position: int) -> Any:
-        """What is known of a value where the node at a position reads it: `t_` and the like may have changed its form.
+        """Return the fake value of `node` where the node at `position` reads it, after in-place changes of its shape.
 
-        None after a call of a graph that does so.
+        None where a called graph has made such a change.
         """
         if not self.reshaping:
             return node.meta.get("val")
         first = node
-        while (written := self._is_returned(first)) is not None:
+        while (written := self._returned_operand(first)) is not None:
             first = written
         same, latest = [first], self.position[node]
-        for each in same:
-            for user in each.users:
+        for value in same:
+            for user in value.users:
                 at = self.position.get(user, position)
-                if at < position and each in self.effects.get(at, PURE).writes:
+                if at < position and value in self.effects.get(at, PURE).writes:
                     latest = max(latest, at) if at in self.reshaping else latest
-                    if self._is_returned(user) is each:
+                    if self._returned_operand(user) is value:
                         same.append(user)
         is_known = self.nodes[latest] in same or self.nodes[latest] is node
         return self.nodes[latest].meta.get("val") if is_known else None
 
-    def _is_returned(self, node: Node) -> Node | None:
-        """The operand that an in-place operator writes and returns."""
-        told = self.effects.get(self.position[node], PURE)
-        is_operator = node.op in ("call_function", "call_method")
-        return (
-            told.writes[0] if is_operator and len(told.writes) == 1 and told.writes == told.aliases else None
-        )
+    def _returned_operand(self, node: Node) -> Node | None:
+        """Return the operand that an in-place operator writes and returns."""
+        effects = self.effects.get(self.position[node], PURE)
+        is_in_place = len(effects.writes) == 1 and effects.writes == effects.aliases
+        return effects.writes[0] if is_in_place and node.op in ("call_function", "call_method") else None
 
     def why(self, first: int, second: int) -> str:
-        """Why the effect edge between two positions is there."""
+        """Return the reason of the effect edge between two positions."""
         a, b = self.effects.get(first, PURE), self.effects.get(second, PURE)
         if a.barrier or b.barrier:
             return "one of them switches a mode for everything after it"
         if a.random and b.random:
             return "both draw from the random stream"
-        if a.world and b.world:
-            return f"{a.world}, then {b.world}"
-        writes_first = bool(a.writes or a.state_written)
-        writes_second = bool(b.writes or b.state_written)
-        if writes_first and writes_second:
-            return "both write the same memory"
-        return (
-            "it reads what the first has written"
-            if writes_first
-            else "the second overwrites what the first reads"
-        )
+        if a.host_effect and b.host_effect:
+            return f"{a.host_effect}, then {b.host_effect}"
+        if not (a.writes or a.state_written):
+            return "the second overwrites what the first reads"
+        writes_both = b.writes or b.state_written
+        return "both write the same memory" if writes_both else "it reads what the first has written"
 
 
 def dependencies(root: nn.Module, nodes: list[Node], position: dict[Node, int] | None = None) -> Dependencies:
-    """The effect edges among `nodes`, which are all the nodes of a graph owned by `root`, in its order."""
+    """Return the effect edges among `nodes`, which are all the nodes of a graph owned by `root`, in its order."""
     if position is None:
         position = {node: i for i, node in enumerate(nodes)}
-    found: dict[int, Effects] = {}
-    cheap = _Cheap(root)
-    for i, node in enumerate(nodes):
-        told = cheap(node)
-        if told is not PURE:
-            found[i] = told
+    effects = _impure_effects(root, nodes)
     edges: dict[int, list[int]] = {}
-    _chain(edges, [i for i, e in found.items() if e.random])
-    _chain(edges, [i for i, e in found.items() if e.world])
+    _chain(edges, [i for i, e in effects.items() if e.random])
+    _chain(edges, [i for i, e in effects.items() if e.host_effect])
     written: set[int] = set()
     reshaping: set[int] = set()
-    if any(e.writes or e.state_written for e in found.values()):
-        inner = _Inner(root)
-        reshaping = {i for i, e in found.items() if e.writes and inner.reshapes(nodes[i])}
-        written = _order_memory(root, nodes, found, edges, inner, reshaping)
-    switches_modes = any(e.barrier for e in found.values())
+    if any(e.writes or e.state_written for e in effects.values()):
+        nested = _NestedTraits(root)
+        reshaping = {i for i, e in effects.items() if e.writes and nested.reshapes(nodes[i])}
+        written = _order_memory(root, nodes, effects, edges, nested, reshaping)
+    switches_modes = any(e.barrier for e in effects.values())
     if switches_modes:
-        _order_barriers(nodes, found, edges)
-    return Dependencies(nodes, position, edges, found, written, switches_modes, reshaping)
+        _order_barriers(nodes, effects, edges)
+    return Dependencies(nodes, position, edges, effects, written, switches_modes, reshaping)
 
 
-class _Cheap:
-    """Effects by node, asking only once per target for the many that are plainly values."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._plain: dict[Any, bool] = {}
-        self._reader = Reader(root)
-
-    def __call__(self, node: Node) -> Effects:
-        if node.op == "call_function" and not self._reader.declared:
-            plain = self._plain.get(node.target)
-            if plain is None:
-                plain = self._plain[node.target] = traits(node).plain
-            if plain:
-                return PURE
-        return self._reader.effects(node, self._root)
+def _impure_effects(root: nn.Module, nodes: list[Node]) -> dict[int, Effects]:
+    """Return the effects of all nodes but those whose target is pure, which is looked up once per target."""
+    analysis = EffectAnalysis(root)
+    pure: dict[Any, bool] = {}
+    effects: dict[int, Effects] = {}
+    for i, node in enumerate(nodes):
+        if node.op == "call_function" and not analysis.declared:
+            is_pure = pure.get(node.target)
+            if is_pure is None:
+                is_pure = pure[node.target] = traits_of(node).pure
+            if is_pure:
+                continue
+        node_effects = analysis.effects(node, root)
+        if node_effects is not PURE:
+            effects[i] = node_effects
+    return effects
 
 
 def _chain(edges: dict[int, list[int]], positions: list[int]) -> None:
@@ -137,26 +132,26 @@ def _chain(edges: dict[int, list[int]], positions: list[int]) -> None:
 def _order_memory(
     root: nn.Module,
     nodes: list[Node],
-    found: dict[int, Effects],
+    effects: dict[int, Effects],
     edges: dict[int, list[int]],
-    inner: _Inner,
+    nested: _NestedTraits,
     reshaping: set[int],
 ) -> set[int]:
-    """Reads and writes of one memory keep their order. Returns the positions whose memory is written."""
-    classes = storages(root, nodes, [found.get(i, PURE) for i in range(len(nodes))])
-    written = {classes.of(w) for e in found.values() for w in e.writes}
-    written |= {classes.of_state(t) for e in found.values() for t in e.state_written}
-    reshaped = {classes.of(w) for i in reshaping for w in found[i].writes}
-    listed = _views_from_lists(nodes, found, inner)
+    """Add edges between reads and writes of one memory. Return the positions whose memory is written."""
+    classes = alias_classes(root, nodes, [effects.get(i, PURE) for i in range(len(nodes))])
+    written = {classes.of(w) for e in effects.values() for w in e.writes}
+    written |= {classes.of_state(t) for e in effects.values() for t in e.state_written}
+    reshaped = {classes.of(w) for i in reshaping for w in effects[i].writes}
+    multi_views = _views_from_lists(nodes, effects, nested)
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
-        told = found.get(i, PURE)
-        writes = {classes.of(w) for w in told.writes} | {classes.of_state(t) for t in told.state_written}
-        reads = {classes.of(n) for n in node.all_input_nodes} | {classes.of_state(t) for t in told.state_read}
-        if not told.looks:
-            # A view reads the form of what it views, if not the data; some may not be taken after a write.
-            reads &= reshaped | {classes.of(n) for n in node.all_input_nodes if n in listed}
+        own = effects.get(i, PURE)
+        writes = {classes.of(w) for w in own.writes} | {classes.of_state(t) for t in own.state_written}
+        reads = {classes.of(n) for n in node.all_input_nodes} | {classes.of_state(t) for t in own.state_read}
+        if not own.reads_data:
+            # A view reads the shape of what it views, if not the data; some may not be taken after a write.
+            reads &= reshaped | {classes.of(n) for n in node.all_input_nodes if n in multi_views}
         for c in (reads & written) - writes:
             if c in last_write:
                 edges.setdefault(i, []).append(last_write[c])
@@ -171,27 +166,27 @@ def _order_memory(
     return {i for i, node in enumerate(nodes) if classes.of(node) in written}
 
 
-def _views_from_lists(nodes: list[Node], found: dict[int, Effects], inner: _Inner) -> set[Node]:
-    """Values that are views which came in a list with others, or views of those.
+def _views_from_lists(nodes: list[Node], effects: dict[int, Effects], nested: _NestedTraits) -> set[Node]:
+    """Return the values that are views out of a list of views, or views of those.
 
-    Autograd lets nobody use them, not even for another view, once their base was written.
+    Autograd refuses every use of them, another view included, once their base was written.
     """
     lists: set[Node] = set()
     views: set[Node] = set()
     for i, node in enumerate(nodes):
-        told = found.get(i, PURE)
-        if not told.aliases:
+        aliases = effects.get(i, PURE).aliases
+        if not aliases:
             continue
-        taken = any(n in views or n in lists for n in told.aliases)
-        if inner.makes_lists(node) or (taken and makes_tuple(node)):
+        from_list = any(n in views or n in lists for n in aliases)
+        if nested.returns_view_list(node) or (from_list and returns_tuple(node)):
             lists.add(node)
-        elif taken:
+        elif from_list:
             views.add(node)
     return views
 
 
-class _Inner:
-    """What a node does at any depth, in its own right or in the graphs it calls, that its effects do not tell."""
+class _NestedTraits:
+    """Traits of a node that its effects do not have: its own, and those of the graphs it calls at any depth."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -199,41 +194,41 @@ class _Inner:
 
     def reshapes(self, node: Node) -> bool:
         """Whether what it writes may have other sizes or strides afterwards."""
-        return self._facts(node, self._root)[0]
+        return self._traits(node, self._root)[0]
 
-    def makes_lists(self, node: Node) -> bool:
-        """Whether a result may be one of several views that came in a list."""
-        return self._facts(node, self._root)[1]
+    def returns_view_list(self, node: Node) -> bool:
+        """Whether a result may be one of several views that were returned in a list."""
+        return self._traits(node, self._root)[1]
 
-    def _facts(self, node: Node, root: nn.Module) -> tuple[bool, bool]:
+    def _traits(self, node: Node, root: nn.Module) -> tuple[bool, bool]:
         if node.op in ("call_function", "call_method"):
-            told = traits(node)
-            if not told.higher_order:
-                shares = told.aliases is None or any(name != "out" for name in told.aliases)
-                return told.reshapes_in_place, told.several and shares
+            traits = traits_of(node)
+            if not traits.higher_order:
+                shares = traits.aliases is None or any(name != "out" for name in traits.aliases)
+                return traits.reshapes_in_place, traits.returns_tuple and shares
         reshapes = lists = False
-        for body in _called(node, root):
+        for body in _called_graphs(node, root):
             if id(body) not in self._known:
-                each = [self._facts(n, body) for n in body.graph.nodes]
-                self._known[id(body)] = (any(r for r, _ in each), any(several for _, several in each))
+                pairs = [self._traits(n, body) for n in body.graph.nodes]
+                self._known[id(body)] = any(pair[0] for pair in pairs), any(pair[1] for pair in pairs)
             reshapes, lists = reshapes or self._known[id(body)][0], lists or self._known[id(body)][1]
         return reshapes, lists
 
 
-def _called(node: Node, root: nn.Module) -> list[GraphModule]:
-    """The graphs that a node runs: a body, or those that a higher-order operator is given."""
+def _called_graphs(node: Node, root: nn.Module) -> list[GraphModule]:
+    """Return the graphs that a node runs: a body, or the operands of a higher-order operator that are graphs."""
     if node.op == "call_module":
         targets = [node.target]
     elif node.op == "call_function":
         targets = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
     else:
         return []
-    found = [attribute(root, cast("str", target)) for target in targets]
-    return [value for value in found if isinstance(value, GraphModule)]
+    values = [attribute(root, cast("str", target)) for target in targets]
+    return [value for value in values if isinstance(value, GraphModule)]
 
 
-def _order_barriers(nodes: list[Node], found: dict[int, Effects], edges: dict[int, list[int]]) -> None:
-    """A switch of modes stays between what came before it and what comes after."""
+def _order_barriers(nodes: list[Node], effects: dict[int, Effects], edges: dict[int, list[int]]) -> None:
+    """Add edges that keep a mode switch between what comes before it and what comes after."""
     last: int | None = None
     since: list[int] = []
     for i, node in enumerate(nodes):
@@ -241,7 +236,7 @@ def _order_barriers(nodes: list[Node], found: dict[int, Effects], edges: dict[in
             continue
         if last is not None:
             edges.setdefault(i, []).append(last)
-        if found.get(i, PURE).barrier:
+        if effects.get(i, PURE).barrier:
             edges.setdefault(i, []).extend(since)
             last, since = i, []
         else:
@@ -249,9 +244,9 @@ def _order_barriers(nodes: list[Node], found: dict[int, Effects], edges: dict[in
 
 
 class Index:
-    """Positions, neighbours and reachability of a graph as it was when the index was made.
+    """Positions, neighbours and reachability of a graph, as of when the index was built.
 
-    Edges are data edges plus effect edges. A position is a place in the graph's own (topological) order.
+    Edges are data edges and effect edges. A position is an index into the graph's own (topological) order.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -281,13 +276,13 @@ class Index:
 
     @cached_property
     def data(self) -> list[list[int]]:
-        """The positions each position reads, each once, in the order of first use."""
+        """The positions that each position reads, each once, in the order of first use."""
         at = self.position
         return [[at[n] for n in node.all_input_nodes] for node in self.nodes]
 
     @cached_property
     def before(self) -> list[list[int]]:
-        """Everything that must come before each position: what it reads, then effect edges."""
+        """The positions that must come before each position: what it reads, then effect edges."""
         effects = self.dependencies.before
         if not effects:
             return self.data
@@ -295,38 +290,40 @@ class Index:
 
     @cached_property
     def after(self) -> list[list[int]]:
-        """Everything that must come after each position."""
-        found: list[list[int]] = [[] for _ in self.nodes]
+        """The positions that must come after each position."""
+        after: list[list[int]] = [[] for _ in self.nodes]
         for i, earlier in enumerate(self.before):
             for j in earlier:
-                found[j].append(i)
-        return found
+                after[j].append(i)
+        return after
 
     def reaches(self, source: int, target: int) -> bool:
         """Whether `target` depends on `source`, directly or through others."""
         return bool(self.path(source, target))
 
     def path(self, source: int, target: int) -> list[int]:
-        """A shortest chain of dependencies from `source` to `target`, empty if there is none.
+        """Return a shortest path of edges from `source` to `target`, empty if `target` is not reachable.
 
-        Looks only at what lies between the two in the graph's order.
+        A breadth-first search that visits only positions between the two.
         """
         if source == target:
             return [source]
-        came: dict[int, int] = {source: source}
-        queue = deque([source])
-        while queue:
-            at = queue.popleft()
-            for later in self.after[at]:
-                if later <= target and later not in came:
-                    came[later] = at
-                    if later == target:
-                        return _walk_back(came, target)
-                    queue.append(later)
-        return []
+
+        def edges(i: int) -> Iterable[int]:
+            return (j for j in self.after[i] if j <= target)
+
+        return shortest_path([source], edges, lambda _, j: j == target)
+
+    def effect_edge(self, path: Iterable[int]) -> tuple[int, int] | None:
+        """Return the first edge of a path that only effects impose, None if all are data edges."""
+        effects = self.dependencies.before
+        for a, b in pairwise(path):
+            if a not in self.data[b] and a in effects.get(b, ()):
+                return a, b
+        return None
 
     def between(self, members: Iterable[int]) -> set[int]:
-        """What lies on a path from a member to a member without being one; empty if the set is convex."""
+        """Return the positions on a path between two members that are not members; empty if the set is convex."""
         inside = set(members)
         if not inside:
             return set()
@@ -342,8 +339,31 @@ class Index:
         return above
 
 
-def _walk_back(came: dict[int, int], target: int) -> list[int]:
-    chain = [target]
-    while came[chain[-1]] != chain[-1]:
-        chain.append(came[chain[-1]])
-    return chain[::-1]
+def shortest_path(
+    starts: Iterable[int],
+    edges: Callable[[int], Iterable[int]],
+    is_goal: Callable[[int, int], bool],
+    most_steps: int | None = None,
+) -> list[int]:
+    """Return a shortest path from a start along an edge `(i, j)` for which `is_goal(i, j)` holds, empty if none exists.
+
+    A breadth-first search that expands all starts and at most `most_steps` vertices beyond them.
+    """
+    queue = deque(starts)
+    left = None if most_steps is None else most_steps + len(queue)
+    previous: dict[int, int] = {}
+    visited = set(queue)
+    while queue and (left is None or left > 0):
+        left = None if left is None else left - 1
+        i = queue.popleft()
+        for j in edges(i):
+            if is_goal(i, j):
+                path = [j, i]
+                while path[-1] in previous:
+                    path.append(previous[path[-1]])
+                return path[::-1]
+            if j not in visited:
+                visited.add(j)
+                previous[j] = i
+                queue.append(j)
+    return []

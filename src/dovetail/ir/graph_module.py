@@ -18,8 +18,11 @@ from torch.fx.node import map_arg
 from dovetail.errors import InvalidArgument
 from dovetail.ir import pickling
 from dovetail.ir.meta_keys import DERIVED, LOWERING
-from dovetail.ir.process_state import released_by_fork
-from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights, WeightFetch, hold_together
+from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights, WeightFetch, merge_weight_fetches
+
+HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of a module that hold the hooks of its calls."""
 
 # What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
 _HOLDER = "_holder"
@@ -28,7 +31,7 @@ _CODE = ("_code", "_lineno_map", "_prologue_start")
 _DERIVED = frozenset({"_graph", *_CODE, _HOLDER, _WEIGHTS})
 
 # Taken only while `forward` is missing: calls that find it take no lock.
-_GENERATING = released_by_fork(threading.RLock())
+_GENERATING = reset_at_fork(threading.RLock())
 
 
 class _GeneratedForward:
@@ -83,7 +86,9 @@ class Program(GraphModule):
             return
         # What runs is not what is edited: regions stay in the graph, and the code calls what they were compiled to.
         run = copy_graph(self.graph) if lowering is None else lowering.execution_graph(self)
-        self.__dict__[_HOLDER] = hold_together(run, lambda name: isinstance(attribute(self, name), Tensor))
+        self.__dict__[_HOLDER] = merge_weight_fetches(
+            run, lambda name: isinstance(attribute(self, name), Tensor)
+        )
         contents = ContentGuard() if lowering is None else lowering.contents
         self.__dict__[_WEIGHTS] = RuntimeWeights(derivations, contents)
         # Another instance of the same class: no other thread may see the graph that runs in the place of the edited one.
@@ -270,7 +275,7 @@ def rebuild(
 
 
 @contextlib.contextmanager
-def without_collector() -> Generator[None]:
+def pause_gc() -> Generator[None]:
     """Keep Python's cycle collector from scanning a large graph again and again while it is being built."""
     was = gc.isenabled()
     gc.disable()
@@ -308,6 +313,11 @@ def attribute(root: nn.Module, target: str) -> Any:
         if value is None:
             return None
     return value
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run when the module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class GraphOwner:
@@ -360,7 +370,7 @@ def only_graph(gm: object) -> GraphModule:
     return graphs[0]
 
 
-def install(program: Program, target: str, value: object) -> None:
+def set_attribute(program: Program, target: str, value: object) -> None:
     """Put an object where a dotted target names it; modules on the way are copied, for others may share them."""
     at: nn.Module = program
     *path, name = target.split(".")

@@ -29,7 +29,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class OpTraits:
     """What calling a target may do. `parameters` are the names of its arguments in order."""
 
     name: str
@@ -38,21 +38,21 @@ class Traits:
     writes: tuple[str, ...] = ()
     writes_if: Flag | None = None
     aliases: tuple[str, ...] | None = ()  # arguments the result may share storage with; None: any of them
-    looks: bool = True  # reads the data of its arguments; False for a view, which only names it anew
+    reads_data: bool = True  # reads the data of its arguments; False for a view, which only names it anew
     reshapes_in_place: bool = False
     random: bool = False
     random_if: Flag | None = None
-    world: str = ""
+    host_effect: str = ""
     barrier: bool = False
-    opaque: bool = False  # may do anything: writes its arguments, draws, acts on the world
+    opaque: bool = False  # may do anything: writes its arguments, draws, has_effects on the host_effect
     higher_order: bool = False
     pointwise: bool = False
-    several: bool = False  # returns a tuple or list
+    returns_tuple: bool = False  # returns a tuple or list
     gathers: bool = False  # given lists, returns one that holds the same tensors
     composite: bool = (
         False  # made of other operators: without a schema alias its result may still be an argument
     )
-    plain: bool = False  # nothing but a value of its own, whatever the arguments
+    pure: bool = False  # nothing but a value of its own, whatever the arguments
 
     def argument(self, node: Node, name: str) -> Any:
         """The argument of this name at a call, its default if not given."""
@@ -113,22 +113,22 @@ _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "unsafe_split", "unsafe_split_wit
 _UNTAGGED_RANDOM = frozenset({"_no_grad_normal_", "_no_grad_uniform_"})
 
 
-def unknown(name: str) -> Traits:
+def opaque_traits(name: str) -> OpTraits:
     """A call of which nothing is known: it may do anything."""
-    return Traits(name=name, world="an unknown Python call", opaque=True, aliases=None)
+    return OpTraits(name=name, host_effect="an unknown Python call", opaque=True, aliases=None)
 
 
-def of_overload(op: OpOverload) -> Traits:
+def overload_traits(op: OpOverload) -> OpTraits:
     """What an operator may do, by its schema, its tags and what it is registered as."""
     told = _of_schema(op)
     # Registered at any time, unlike the schema, so asked each time.
-    if not told.world and op.namespace not in ("aten", "prim", "prims") and _is_effectful(op):
-        return replace(told, world="registered as effectful", plain=False)
+    if not told.host_effect and op.namespace not in ("aten", "prim", "prims") and _is_effectful(op):
+        return replace(told, host_effect="registered as effectful", pure=False)
     return told
 
 
 @functools.cache
-def _of_schema(op: OpOverload) -> Traits:
+def _of_schema(op: OpOverload) -> OpTraits:
     schema = op._schema
     namespace, _, rest = op.name().partition("::")
     name = rest.partition(".")[0]
@@ -159,10 +159,10 @@ def _of_schema(op: OpOverload) -> Traits:
         aliases = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
     random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED_RANDOM
     random_if = Flag(tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters))
-    world = _world(namespace, name, has_results=bool(schema.returns), writes=bool(writes))
-    several = len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns)
+    host_effect = _host_effect(namespace, name, has_results=bool(schema.returns), writes=bool(writes))
+    returns_tuple = len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns)
     makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
-    return Traits(
+    return OpTraits(
         name=str(op),
         parameters=parameters,
         defaults=defaults,
@@ -170,19 +170,19 @@ def _of_schema(op: OpOverload) -> Traits:
         writes_if=writes_if,
         aliases=aliases if makes_tensors else (),
         # Autograd lets nobody use views that come in a list after a write to their base: they stay where they are.
-        looks=not aliases or composite or bool(writes) or several,
+        reads_data=not aliases or composite or bool(writes) or returns_tuple,
         reshapes_in_place=torch.Tag.inplace_view in tags,
         random=random,
         random_if=random_if if random_if.names else None,
-        world=world,
+        host_effect=host_effect,
         pointwise=torch.Tag.pointwise in tags,
-        several=several,
+        returns_tuple=returns_tuple,
         composite=composite and makes_tensors,
-        plain=not (writes or random or world or aliases or (composite and makes_tensors)),
+        pure=not (writes or random or host_effect or aliases or (composite and makes_tensors)),
     )
 
 
-def _world(namespace: str, name: str, *, has_results: bool, writes: bool) -> str:
+def _host_effect(namespace: str, name: str, *, has_results: bool, writes: bool) -> str:
     if namespace in _COLLECTIVES:
         return "a collective"
     if name in _ASSERTS:
@@ -200,13 +200,13 @@ def _is_effectful(op: OpOverload) -> bool:
 
 
 @functools.cache
-def of_packet(packet: OpOverloadPacket) -> Traits:
+def packet_traits(packet: OpOverloadPacket) -> OpTraits:
     """What any overload may do; one that writes `out` only counts where `out` is given."""
     overloads = [getattr(packet, o) for o in packet.overloads()]
     # TorchScript's own overloads for plain numbers and lists are listed too, but no dispatcher knows them.
-    each = [of_overload(o) for o in overloads if torch._C._dispatch_has_kernel(o.name())]
+    each = [overload_traits(o) for o in overloads if torch._C._dispatch_has_kernel(o.name())]
     if not each:
-        return unknown(str(packet))
+        return opaque_traits(str(packet))
     each = [t for t in each if "out" not in t.writes] or each
     first = each[0]
     parameters = max((t.parameters for t in each), key=len)
@@ -214,10 +214,11 @@ def of_packet(packet: OpOverloadPacket) -> Traits:
     for t in each:
         aliases.update(t.aliases or ())
     traits = {
-        f: any(getattr(t, f) for t in each) for f in ("looks", "reshapes_in_place", "random", "composite")
+        f: any(getattr(t, f) for t in each)
+        for f in ("reads_data", "reshapes_in_place", "random", "composite")
     }
     writes = tuple(dict.fromkeys(w for t in each for w in t.writes))
-    return Traits(
+    return OpTraits(
         name=str(packet),
         parameters=parameters,
         defaults={k: v for t in reversed(each) for k, v in (t.defaults or {}).items()},
@@ -225,16 +226,16 @@ def of_packet(packet: OpOverloadPacket) -> Traits:
         writes_if=first.writes_if,
         aliases=tuple(sorted(aliases)),
         random_if=first.random_if,
-        world=first.world,
+        host_effect=first.host_effect,
         pointwise=all(t.pointwise for t in each),
-        several=all(t.several for t in each),
-        plain=False,
+        returns_tuple=all(t.returns_tuple for t in each),
+        pure=False,
         **traits,
     )
 
 
-def _python(name: str, **facts: Any) -> Traits:
-    return Traits(name=name, **facts)
+def _python(name: str, **facts: Any) -> OpTraits:
+    return OpTraits(name=name, **facts)
 
 
 def _named(function: Any) -> str:
@@ -300,20 +301,20 @@ _FUNCTIONAL: dict[str, dict[str, Any]] = {
 }
 
 
-def of_function(function: Any) -> Traits:
+def function_traits(function: Any) -> OpTraits:
     """What a Python callable does; one we know nothing of may do anything."""
     module = getattr(function, "__module__", None) or ""
     # A cache of everything ever asked about would keep users' functions alive.
     known = module.partition(".")[0] in ("torch", "operator", "_operator", "math", "builtins", "")
-    return _of_known_function(function) if known else unknown(_named(function))
+    return _of_known_function(function) if known else opaque_traits(_named(function))
 
 
 @functools.cache
-def _of_known_function(function: Any) -> Traits:
+def _of_known_function(function: Any) -> OpTraits:
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None) or ""
     if function is operator.getitem or function is getattr:
-        return _python(_named(function), aliases=None, looks=function is operator.getitem)
+        return _python(_named(function), aliases=None, reads_data=function is operator.getitem)
     if function is operator.setitem or function is operator.delitem:
         return _python(
             _named(function), parameters=("self", "index", "value"), writes=("self",), aliases=("self",)
@@ -331,30 +332,30 @@ def _of_known_function(function: Any) -> Traits:
             return _python(_named(function), parameters=("self",), aliases=("self",))
         if name in ("add", "mul", "concat"):
             return _python(_named(function), pointwise=True, gathers=True)
-        return _python(_named(function), pointwise=name != "matmul", plain=True)
+        return _python(_named(function), pointwise=name != "matmul", pure=True)
     if module == "math" or function in _NUMBER_BUILTINS:
-        return _python(_named(function), plain=True)
+        return _python(_named(function), pure=True)
     if function in _GATHERING_BUILTINS:
         return _python(_named(function), aliases=None)
     if name in _MODE_SWITCHES and module.startswith("torch"):
-        return _python(_named(function), barrier=True, world="a switch of modes")
+        return _python(_named(function), barrier=True, host_effect="a switch of modes")
     if function is print:
-        return _python("print", world="a print")
+        return _python("print", host_effect="a print")
     if name in _CHECKS and module.startswith("torch"):
-        return _python(_named(function), world="an assertion")
+        return _python(_named(function), host_effect="an assertion")
     if (module.startswith("torch") and name.startswith("sym_")) or name.startswith("_sym_"):
-        return _python(_named(function), plain=True)
+        return _python(_named(function), pure=True)
     if getattr(F, name, None) is function and isinstance(function, types.FunctionType):
         return _functional(name, function)
     packet = _packet(name)
     if packet is not None and isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)):
-        return of_packet(packet)
+        return packet_traits(packet)
     if getattr(torch, name, None) is function and packet is not None:
-        return of_packet(packet)
-    return unknown(_named(function))
+        return packet_traits(packet)
+    return opaque_traits(_named(function))
 
 
-def _functional(name: str, function: Any) -> Traits:
+def _functional(name: str, function: Any) -> OpTraits:
     inner = getattr(function, "__wrapped__", function)
     code = inner.__code__
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -366,7 +367,7 @@ def _functional(name: str, function: Any) -> Traits:
         facts.update(writes=(parameters[0],), writes_if=Flag(("inplace",)))
     elif name.endswith("_"):
         facts.update(writes=(parameters[0],))
-    return Traits(
+    return OpTraits(
         name=f"torch.nn.functional.{name}", parameters=parameters, defaults=defaults, aliases=None, **facts
     )
 
@@ -443,20 +444,20 @@ _VALUE_METHODS = frozenset(
 
 
 @functools.cache
-def of_method(name: str) -> Traits:
+def method_traits(name: str) -> OpTraits:
     """What a Tensor method of this name does; one that torch does not have may do anything."""
     if name in _NUMBER_METHODS:
-        return _python(name, plain=True)
+        return _python(name, pure=True)
     if name == "backward":
         # It writes gradients of tensors that no argument names.
-        return _python(name, world="a backward pass", barrier=True, opaque=True, aliases=None)
+        return _python(name, host_effect="a backward pass", barrier=True, opaque=True, aliases=None)
     packet = _packet(name)
     if packet is not None:
-        return of_packet(packet)
+        return packet_traits(packet)
     if name in ("__setitem__", "__delitem__"):
-        return of_function(operator.setitem)
+        return function_traits(operator.setitem)
     if name == "__getitem__":
-        return of_function(operator.getitem)
+        return function_traits(operator.getitem)
     operator_name = name.removeprefix("__").removesuffix("__")
     if name.startswith("__i") and operator_name in _IN_PLACE_OPERATORS:
         return _python(name, parameters=("self",), writes=("self",), aliases=("self",))
@@ -464,28 +465,28 @@ def of_method(name: str) -> Traits:
         name.startswith("__") and hasattr(operator, operator_name.removeprefix("r"))
     ):
         return _python(name, aliases=None)
-    return unknown(name)
+    return opaque_traits(name)
 
 
-def traits(node: Node) -> Traits:
+def traits_of(node: Node) -> OpTraits:
     """What the target of a call does. Module calls and higher-order operators need more than their target."""
     target: Any = node.target
     if node.op == "call_method":
-        return of_method(target)
+        return method_traits(target)
     if isinstance(target, OpOverload):
-        return of_overload(target)
+        return overload_traits(target)
     if isinstance(target, OpOverloadPacket):
-        return of_packet(target)
+        return packet_traits(target)
     if isinstance(target, HigherOrderOperator):
         return _higher_order(target)
-    return of_function(target)
+    return function_traits(target)
 
 
 @functools.cache
-def _higher_order(target: HigherOrderOperator) -> Traits:
+def _higher_order(target: HigherOrderOperator) -> OpTraits:
     if target.name() == "print":
-        return Traits(name="print", world="a print")
-    return Traits(name=target.name(), higher_order=True, aliases=None)
+        return OpTraits(name="print", host_effect="a print")
+    return OpTraits(name=target.name(), higher_order=True, aliases=None)
 
 
 def target_name(node: Node) -> str:
@@ -527,7 +528,7 @@ def base_name(node: Node) -> str:
     return str(name)
 
 
-def commutes(node: Node) -> bool:
+def is_commutative(node: Node) -> bool:
     """Whether the first two operands may be swapped without changing the value."""
     if node.op not in ("call_function", "call_method") or base_name(node) not in _COMMUTATIVE:
         return False
@@ -537,5 +538,5 @@ def commutes(node: Node) -> bool:
         return False
     if base_name(node) in ("max", "min") and not all(isinstance(a, Node) for a in node.args):
         return False  # the second is a dim
-    told = traits(node)
+    told = traits_of(node)
     return not told.writes or told.writes == ("out",)

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument
 from dovetail.ir.meta_keys import REGION
+from dovetail.ir.nodes import SYMBOLIC
 from dovetail.ir.tensor_spec import SymbolicEnv, describe_symbolic, tensor_row
 
 
@@ -97,7 +98,7 @@ def _without_unpicklable(rows: list[Any]) -> list[Any]:
         good: dict[str, Any] = {}
         for key, value in meta.items():
             if key == REGION:
-                good[key] = value.keeping(_can_be_pickled)
+                good[key] = value.filter_meta(_can_be_pickled)
             elif why := _why_not(value):
                 dropped[key] = why
             else:
@@ -137,7 +138,7 @@ class _Pickler(pickle.Pickler):
             return ("higher_order", obj.name())
         if isinstance(obj, FakeTensor):
             return ("tensor", tensor_row(obj, self.storages))
-        if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(obj, SYMBOLIC):
             return ("symbolic", describe_symbolic(obj))
         if isinstance(obj, (FakeTensorMode, ShapeEnv)):
             return ("none",)
@@ -152,9 +153,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         what, *rest = pid
         makers: dict[str, Callable[..., Any]] = {
-            "overload": overload_named,
-            "packet": packet_named,
-            "higher_order": higher_order_named,
+            "overload": overload_by_name,
+            "packet": packet_by_name,
+            "higher_order": higher_order_by_name,
             "tensor": self.world.tensor,
             "symbolic": self.world.symbolic,
             "none": lambda: None,
@@ -166,17 +167,17 @@ def _lookup(namespace: str, name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name)
 
 
-def packet_named(qualified: str) -> Any:
+def packet_by_name(qualified: str) -> Any:
     """The operator of a name such as `aten::add`, whatever its overload."""
     return _lookup(*qualified.split("::", 1))
 
 
-def higher_order_named(name: str) -> Any:
+def higher_order_by_name(name: str) -> Any:
     """The higher-order operator of a name."""
     return _lookup("higher_order", name.split("::")[-1])
 
 
-def overload_named(qualified: str) -> Any:
+def overload_by_name(qualified: str) -> Any:
     """The overload of a name such as `aten::add.Tensor`."""
     namespace, rest = qualified.split("::", 1)
     name, _, overload = rest.partition(".")

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument, checked_call
 from dovetail.ir.graph_module import GraphOwner, attribute, graphs_of
 from dovetail.ir.meta_keys import REGION
-from dovetail.ir.nodes import short
+from dovetail.ir.nodes import SYMBOLIC, format_type
 from dovetail.ir.op_traits import target_name
 
 
@@ -59,7 +59,7 @@ class _Printer:
     def _line(self, gm: GraphModule, node: Node) -> str:
         if node.op == "output":
             return f"return {self._value(node.args[0])}"
-        type_of = short(node.meta.get("val"), self.symbols)
+        type_of = format_type(node.meta.get("val"), self.symbols)
         left = f"%{node.name}: {type_of}" if type_of else f"%{node.name}"
         if node.op == "placeholder":
             default = f" = {self._value(node.args[0])}" if node.args else ""
@@ -101,7 +101,7 @@ class _Printer:
         return self.labels[key]
 
     def _value(self, value: Any) -> str:
-        return show(value, self.symbols)
+        return format_argument(value, self.symbols)
 
 
 def _is_buffer(gm: nn.Module, target: str) -> bool:
@@ -110,9 +110,9 @@ def _is_buffer(gm: nn.Module, target: str) -> bool:
     return isinstance(owner, nn.Module) and name in owner._buffers
 
 
-def show(value: Any, symbols: dict[str, str] | None = None) -> str:
+def format_argument(value: Any, symbols: dict[str, str] | None = None) -> str:
     """An argument as text: nodes as `%name`, literals as Python writes them, torch's own without the prefix."""
-    walk: Callable[[Any], str] = lambda v: show(v, symbols)  # noqa: E731
+    walk: Callable[[Any], str] = lambda v: format_argument(v, symbols)  # noqa: E731
     if isinstance(value, Node):
         return f"%{value.name}"
     if isinstance(value, (tuple, list)):
@@ -124,14 +124,14 @@ def show(value: Any, symbols: dict[str, str] | None = None) -> str:
         return "{" + ", ".join(f"{k!r}: {walk(v)}" for k, v in cast("dict[Any, Any]", value).items()) + "}"
     if isinstance(value, slice):
         return f"{walk(value.start)}:{walk(value.stop)}:{walk(value.step)}"
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return short(value, symbols)
+    if isinstance(value, SYMBOLIC):
+        return format_type(value, symbols)
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value).removeprefix("torch.")
     if isinstance(value, torch.Tensor):
-        return f"tensor<{short(value)}>"
+        return f"tensor<{format_type(value)}>"
     if value is Ellipsis:
         return "..."
     return repr(value) if isinstance(value, (str, int, float, bool, complex, type(None))) else _object(value)

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
@@ -24,7 +24,7 @@ import torch
 Lock = TypeVar("Lock")
 
 
-class Inheritor(Protocol):
+class ForkAware(Protocol):
     """Something that holds state which a child must not use."""
 
     def after_fork(self) -> None:
@@ -38,18 +38,18 @@ _tracing = 0
 _forked_while_tracing = False
 
 
-def released_by_fork(lock: Lock) -> Lock:
+def reset_at_fork(lock: Lock) -> Lock:
     """The lock, free in every child whoever held it when the process was forked."""
     _LOCKS.add(lock)
     return lock
 
 
-def on_fork(inheritor: Inheritor) -> None:
+def register_after_fork(inheritor: ForkAware) -> None:
     """Let an object know, as long as it lives, that it is in a child now."""
     _INHERITORS.add(inheritor)
 
 
-def keep_for_ever(value: object) -> None:
+def make_immortal(value: object) -> None:
     """Never destroy an object: what ends threads in its destructor would wait in a child for threads of the parent."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
@@ -88,7 +88,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def quiet() -> Generator[None]:
+def suppress_torch_warnings() -> Generator[None]:
     """Keep warnings that torch gives about its own inside away from the user; the user's own pass."""
     with warnings.catch_warnings():
         for module in (r"torch(\..*)?$", r"copyreg$", r"transformers(\..*)?$"):
@@ -98,7 +98,7 @@ def quiet() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def quietly() -> Generator[None]:
+def suppress_fake_tensor_log() -> Generator[None]:
     """Keep torch from logging that a trial on tensors without data failed: that is what trials are for."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was, logger.disabled = logger.disabled, True
@@ -108,26 +108,41 @@ def quietly() -> Generator[None]:
         logger.disabled = was
 
 
+def get_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str, torch.Tensor]:
+    """Return the state of the default generators of the CPU and of `devices`, by default all CUDA devices in use."""
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        devices = [torch.device("cuda", i) for i in range(count)]
+    states = {str(d): torch.get_device_module(d).get_rng_state(d).clone() for d in devices}
+    return {"cpu": torch.get_rng_state(), **states}
+
+
+def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
+    """Set the default generators to states that `rng_state` returned."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(name).set_rng_state(state, torch.device(name))
+
+
 @contextlib.contextmanager
-def rng_kept() -> Generator[None]:
-    """Leave the global random state as it was, Python's and NumPy's too."""
+def preserve_rng_state() -> Generator[None]:
+    """Restore the global random state at the end, Python's and NumPy's too."""
     numpy_random = sys.modules.get("numpy.random")
     host, numpy_state = random.getstate(), None if numpy_random is None else numpy_random.get_state()
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    states = get_rng_state()
     try:
         yield
     finally:
         random.setstate(host)
         if numpy_random is not None:
             numpy_random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        set_rng_state(states)
 
 
 @contextlib.contextmanager
-def noise_kept() -> Generator[list[str]]:
+def defer_torch_output() -> Generator[list[str]]:
     """Collect what torch logs and prints on stderr; shown to the user only if all goes well."""
     kept: list[str] = []
     names = ["", *(name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch")]
@@ -152,7 +167,7 @@ def noise_kept() -> Generator[list[str]]:
         handler.addFilter(hold)
     failed = True
     try:
-        with quiet(), contextlib.redirect_stderr(buffer):
+        with suppress_torch_warnings(), contextlib.redirect_stderr(buffer):
             yield kept
         failed = False
     finally:

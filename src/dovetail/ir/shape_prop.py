@@ -18,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.errors import CaptureError
 from dovetail.ir import source_location
-from dovetail.ir.alias_analysis import storage_key
 from dovetail.ir.graph_module import Body, Program, copy_graph, rebuild
-from dovetail.ir.process_state import noise_kept, rng_kept
-from dovetail.ir.schema import same_geometry, same_number
+from dovetail.ir.nodes import storage_key
+from dovetail.ir.process_state import defer_torch_output, preserve_rng_state
+from dovetail.ir.schema import same_geometry, same_size
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.linear})
 _NUMBERS = (bool, int, float, complex, str, type(None), SymInt, SymFloat, SymBool)
 
 
-def fill_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+def propagate_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
     """A copy of the graph with `meta["val"]` on every node, from example inputs or those the graph carries.
 
     Without either, the graph is copied as it is. Nothing real is run: parameters, buffers, inputs and the
@@ -41,7 +41,7 @@ def fill_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str,
         return program
     mode = _mode_of(flat) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes = _Fakes(mode)
-    with noise_kept(), rng_kept(), mode, _OneDtype():
+    with defer_torch_output(), preserve_rng_state(), mode, _OneDtype():
         given = [fakes.of(value) for value in flat]
         _Filling(program, fakes).run(*given, enable_io_processing=False)
     return program
@@ -209,7 +209,7 @@ def fake_mode(nodes: Iterable[Node]) -> FakeTensorMode | None:
 
 
 @contextlib.contextmanager
-def inferring(mode: FakeTensorMode | None) -> Generator[None]:
+def fake_inference(mode: FakeTensorMode | None) -> Generator[None]:
     """Operators called inside run on fake values, untracked by autograd, and settle no symbol."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -220,35 +220,26 @@ def inferring(mode: FakeTensorMode | None) -> Generator[None]:
         yield
 
 
-def run_on(node: Node, value_of: Callable[[Node], Any]) -> Any:
+def call_with_values(node: Node, value_of: Callable[[Node], Any]) -> Any:
     """What a call of a function gives for other values of its arguments; raises what the function raises."""
     function = cast("Callable[..., Any]", node.target)
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     return function(*cast("tuple[Any, ...]", args), **cast("dict[str, Any]", kwargs))
 
 
-def storage_keys(value: Any) -> set[int]:
-    """The storages that a value, or the values of a tuple, lie in."""
-    if isinstance(value, Tensor):
-        return {storage_key(value)}
-    if isinstance(value, (tuple, list)):
-        return {key for item in cast("Sequence[Any]", value) for key in storage_keys(item)}
-    return set()
-
-
-def same_form(a: Any, b: Any) -> bool:
+def same_layout(a: Any, b: Any) -> bool:
     """Whether two values have one dtype, device, shape, strides and offset, tuples part by part."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return same_geometry(a, b)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
-        return len(left) == len(right) and all(same_form(x, y) for x, y in zip(left, right, strict=True))
+        return len(left) == len(right) and all(same_layout(x, y) for x, y in zip(left, right, strict=True))
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
-        return same_number(a, b)
+        return same_size(a, b)
     return type(a) is type(b) and a == b
 
 
-def moved(value: Any, onto: dict[int, Tensor]) -> Any:
+def rebase_storages(value: Any, onto: dict[int, Tensor]) -> Any:
     """The value with each tensor that lies in a storage of `onto` laid into the storage found there instead."""
     if isinstance(value, Tensor):
         base = onto.get(storage_key(value))
@@ -256,6 +247,6 @@ def moved(value: Any, onto: dict[int, Tensor]) -> Any:
             return value
         return base.as_strided(value.shape, value.stride(), value.storage_offset())
     if isinstance(value, (tuple, list)):
-        items = [moved(item, onto) for item in cast("Sequence[Any]", value)]
+        items = [rebase_storages(item, onto) for item in cast("Sequence[Any]", value)]
         return tuple(items) if isinstance(value, tuple) else items
     return value

@@ -16,18 +16,18 @@ from torch.fx import GraphModule, Node
 
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import Body, attribute
-from dovetail.ir.nodes import describe
-from dovetail.ir.op_traits import commutes, target_name
+from dovetail.ir.nodes import value_signature
+from dovetail.ir.op_traits import is_commutative, target_name
 
 
 @functools.lru_cache(maxsize=65536)
-def number(text: str) -> int:
+def stable_hash(text: str) -> int:
     """A number for a text, the same in every process; numbers alone hash alike everywhere."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True)
-class GraphLabel:
+class GraphHash:
     """What a graph that is called computes, and what each operand and each result is in it.
 
     Bodies list operands and operations as the graph listed them that they were taken from: neither order counts.
@@ -38,20 +38,20 @@ class GraphLabel:
     results: tuple[int, ...]
 
 
-class Labeller:
+class StructuralHasher:
     """Labels of the nodes of one graph. Equal labels: the same computation of the same inputs.
 
     An input is told by its index and an attribute by its path; both operands of a commutative operation count
     alike; what an effect must come after is part of what is computed.
     """
 
-    def __init__(self, index: Index, forms: dict[int, GraphLabel] | None = None) -> None:
+    def __init__(self, index: Index, forms: dict[int, GraphHash] | None = None) -> None:
         self.index = index
         # Of a graph that is called, neither operands nor results have an order of their own.
         self._called = forms is not None
         self._targets: dict[Any, int] = {}
         # By the module itself, which the graph keeps alive.
-        self._forms: dict[int, GraphLabel] = {} if forms is None else forms
+        self._forms: dict[int, GraphHash] = {} if forms is None else forms
 
     def forward(self) -> list[int]:
         """A label for what each position computes."""
@@ -66,7 +66,7 @@ class Labeller:
                 label = hash((1, 0 if self._called else inputs))
                 inputs += 1
             elif node.op == "get_attr":
-                label = hash((2, number(cast("str", node.target))))
+                label = hash((2, stable_hash(cast("str", node.target))))
             elif self._called and node.op == "output":
                 label = 0
             else:
@@ -104,7 +104,7 @@ class Labeller:
             return [roles[j] for j in reads]
         if self._called and node.op == "output":
             return [0] * len(reads)
-        if commutes(node):
+        if is_commutative(node):
             return [0, 0, *range(2, len(reads))]
         return range(len(reads))
 
@@ -114,7 +114,7 @@ class Labeller:
         ranked = sorted(range(len(reads)), key=lambda k: (slots[k], keys[reads[k]]))
         return [reads[k] for k in ranked]
 
-    def form(self, node: Node) -> GraphLabel | None:
+    def form(self, node: Node) -> GraphHash | None:
         """The form of the graph that a node calls, its operands one by one; None for any other node."""
         if node.op != "call_module" or node.kwargs:
             return None
@@ -131,32 +131,32 @@ class Labeller:
             form = self.form(node)
             if form is not None:
                 given = [
-                    hash((r, argument_label(a, seen))) for r, a in zip(form.operands, node.args, strict=True)
+                    hash((r, argument_hash(a, seen))) for r, a in zip(form.operands, node.args, strict=True)
                 ]
                 return hash((form.label, *sorted(given)))
         elif node.target is operator.getitem:
             source, part = node.args
             form = self.form(source) if isinstance(source, Node) else None
             if form is not None and type(part) is int and part < len(form.results):
-                return hash((argument_label(source, seen), form.results[part]))
-        args = [argument_label(a, seen) for a in node.args]
-        if len(args) > 1 and commutes(node):
+                return hash((argument_hash(source, seen), form.results[part]))
+        args = [argument_hash(a, seen) for a in node.args]
+        if len(args) > 1 and is_commutative(node):
             args[:2] = sorted(args[:2])
         if node.kwargs:
-            args += [hash((number(k), argument_label(v, seen))) for k, v in sorted(node.kwargs.items())]
+            args += [hash((stable_hash(k), argument_hash(v, seen))) for k, v in sorted(node.kwargs.items())]
         return hash((self._target(node), *args))
 
     def _target(self, node: Node) -> int:
         key = (node.op, node.target)
         known = self._targets.get(key)
         if known is None:
-            known = self._targets[key] = target_label(self.index.gm, node)
+            known = self._targets[key] = target_hash(self.index.gm, node)
         return known
 
 
-def _form(body: GraphModule, forms: dict[int, GraphLabel]) -> GraphLabel:
+def _form(body: GraphModule, forms: dict[int, GraphHash]) -> GraphHash:
     index = Index(body)
-    labeller = Labeller(index, forms)
+    labeller = StructuralHasher(index, forms)
     labels = labeller.forward()
     after = labeller.backward(labels)
     both = [hash(pair) for pair in zip(labels, after, strict=True)]
@@ -164,17 +164,17 @@ def _form(body: GraphModule, forms: dict[int, GraphLabel]) -> GraphLabel:
     returned: Any = index.nodes[-1].args[0] if index.nodes else ()
     listed = cast("Sequence[Any]", returned) if isinstance(returned, (tuple, list)) else ()
     results = tuple(both[index.position[n]] if isinstance(n, Node) else 0 for n in listed)
-    return GraphLabel(hash(tuple(sorted(both[:-1]))), operands, results)
+    return GraphHash(hash(tuple(sorted(both[:-1]))), operands, results)
 
 
-def target_label(root: nn.Module, node: Node) -> int:
+def target_hash(root: nn.Module, node: Node) -> int:
     """A label for what a node calls: its qualified name, or for a module the path it has."""
     if node.op != "call_module":
-        return number(f"{node.op} {target_name(node)}")
-    return number(f"module {node.target}")
+        return stable_hash(f"{node.op} {target_name(node)}")
+    return stable_hash(f"module {node.target}")
 
 
-def argument_label(value: Any, seen: Mapping[Node, int]) -> int:
+def argument_hash(value: Any, seen: Mapping[Node, int]) -> int:
     """A label for an argument, its nodes by their labels."""
     if isinstance(value, Node):
         return seen[value]
@@ -182,15 +182,15 @@ def argument_label(value: Any, seen: Mapping[Node, int]) -> int:
         # To `hash`, -1 and -2 are one number.
         return hash((3, abs(value), value < 0))
     if isinstance(value, (tuple, list)):
-        return hash((4, *(argument_label(v, seen) for v in cast("list[Any]", value))))
+        return hash((4, *(argument_hash(v, seen) for v in cast("list[Any]", value))))
     if isinstance(value, slice):
-        return hash((5, *(argument_label(v, seen) for v in (value.start, value.stop, value.step))))
+        return hash((5, *(argument_hash(v, seen) for v in (value.start, value.stop, value.step))))
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
-        return hash((6, *(hash((number(repr(k)), argument_label(v, seen))) for k, v in items)))
+        return hash((6, *(hash((stable_hash(repr(k)), argument_hash(v, seen))) for k, v in items)))
     if isinstance(value, torch.Tensor):
-        return number(f"tensor {describe(value)}")
-    return number(f"{type(value).__name__} {value!r}")
+        return stable_hash(f"tensor {value_signature(value)}")
+    return stable_hash(f"{type(value).__name__} {value!r}")
 
 
 def structural_order(index: Index) -> list[int]:
@@ -200,7 +200,7 @@ def structural_order(index: Index) -> list[int]:
     the results are computed from it. What is still alike can be exchanged for one another, and keeps the order of
     the listing.
     """
-    labeller = Labeller(index)
+    labeller = StructuralHasher(index)
     labels = labeller.forward()
     levels = [0] * len(labels)
     for i, earlier in enumerate(index.before):
@@ -218,7 +218,7 @@ def structural_order(index: Index) -> list[int]:
     return places
 
 
-def _visits(labeller: Labeller, keys: Sequence[Any]) -> list[int]:
+def _visits(labeller: StructuralHasher, keys: Sequence[Any]) -> list[int]:
     """When each position is come to on a walk from the results back, arguments in turn.
 
     Tells apart what is computed several times over and then used in different places.

@@ -16,6 +16,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from dovetail.errors import InvalidArgument
+from dovetail.ir.nodes import storage_key
 from dovetail.ir.symbolic_expr import evaluate_expression, parse_expression
 
 TensorRow = tuple[Any, ...]
@@ -29,9 +30,8 @@ def tensor_row(value: FakeTensor, storages: dict[int, int]) -> TensorRow:
         return tuple(describe_symbolic(s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
     strided = value.layout is torch.strided
-    storage = value.untyped_storage()._cdata if strided else id(value)
     return (
-        storages.setdefault(storage, len(storages)),
+        storages.setdefault(storage_key(value), len(storages)),
         plain(value.shape),
         plain(value.stride()) if strided else None,
         plain([value.storage_offset()])[0] if strided else 0,

@@ -13,7 +13,7 @@ from dovetail.ir.dependencies import Dependencies, dependencies
 from dovetail.ir.effects import PURE
 from dovetail.ir.graph_module import GraphOwner, attribute, graphs_of
 from dovetail.ir.meta_keys import CANONICAL, OUTLINING, REGION
-from dovetail.ir.nodes import same_kind, short
+from dovetail.ir.nodes import compatible_values, format_type
 
 
 @checked_call()
@@ -99,9 +99,11 @@ def _check_call(node: Node, body: GraphModule, gm: GraphModule, place: str) -> N
     for given, wanted in zip(node.args, inputs, strict=False):
         if isinstance(given, Node):
             have, want = given.meta.get("val"), wanted.meta.get("val")
-            if not same_kind(have, want) and not same_kind(_value_read(gm, given, node), want):
+            if not compatible_values(have, want) and not compatible_values(
+                _value_read(gm, given, node), want
+            ):
                 raise InvalidGraph(
-                    f"operand '{given.name}' is {short(have)}, its body takes {short(want)} as '{wanted.name}'{place}",
+                    f"operand '{given.name}' is {format_type(have)}, its body takes {format_type(want)} as '{wanted.name}'{place}",
                     node.name,
                 )
     if not is_region:
@@ -112,9 +114,10 @@ def _check_call(node: Node, body: GraphModule, gm: GraphModule, place: str) -> N
     results = cast("tuple[Any, ...]", returned)
     have = node.meta.get("val")
     want = tuple(n.meta.get("val") if isinstance(n, Node) else n for n in results)
-    if have is not None and not same_kind(have, want):
+    if have is not None and not compatible_values(have, want):
         raise InvalidGraph(
-            f"it is said to return {short(have)}, its body returns {short(want)}{place}", node.name
+            f"it is said to return {format_type(have)}, its body returns {format_type(want)}{place}",
+            node.name,
         )
     members = getattr(node.meta[REGION], "members", None)
     inside = len(body.graph.nodes) - len(inputs) - 1
@@ -134,9 +137,9 @@ def _check_call(node: Node, body: GraphModule, gm: GraphModule, place: str) -> N
             raise InvalidGraph(
                 f"it takes result {position} of {len(results)} from '{node.name}'{place}", user.name
             )
-        if not same_kind(user.meta.get("val"), want[position]):
-            said = f"it is said to be {short(user.meta.get('val'))}"
-            raise InvalidGraph(f"{said}, the body returns {short(want[position])}{place}", user.name)
+        if not compatible_values(user.meta.get("val"), want[position]):
+            said = f"it is said to be {format_type(user.meta.get('val'))}"
+            raise InvalidGraph(f"{said}, the body returns {format_type(want[position])}{place}", user.name)
 
 
 def _is_empty_buffer(gm: GraphModule, target: str) -> bool:
@@ -149,7 +152,7 @@ def _is_empty_buffer(gm: GraphModule, target: str) -> bool:
 def _certainly_ordered(found: Dependencies, first: int, second: int) -> bool:
     """Whether two effects depend on each other for sure, not only as far as a coarse view of memory can tell."""
     a, b = found.effects.get(first, PURE), found.effects.get(second, PURE)
-    if (a.random and b.random) or (a.world and b.world):
+    if (a.random and b.random) or (a.host_effect and b.host_effect):
         return True
     wrote_first = set(a.writes).intersection(found.nodes[second].all_input_nodes)
     return bool(wrote_first or set(b.writes).intersection(found.nodes[first].all_input_nodes))

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dovetail import torch_compat
 from dovetail.errors import CallMismatch
-from dovetail.ir.process_state import released_by_fork
+from dovetail.ir.process_state import reset_at_fork
 
 CHECK_INTERVAL = 256
 """In how many calls the contents of every watched tensor are compared once, unless something else is asked for."""
@@ -39,7 +39,7 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 _steps = [0]
 
 
-def fused_steps() -> int:
+def fused_optimizer_steps() -> int:
     """How many steps optimizers made by fused kernels since this was first asked; those raise no version counter."""
     _watch_optimizers()
     return _steps[0]
@@ -55,16 +55,16 @@ def _count(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         _steps[0] += 1
 
 
-def write_state(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+def mutation_stamp(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Addresses and version counters of tensors: different after every write that is counted."""
     try:
         versions = list(map(_VERSION, tensors))
     except RuntimeError:  # inference tensors have no version counter
         versions = [0 if t.is_inference() else t._version for t in tensors]
-    return fused_steps(), versions, list(map(_ADDRESS, tensors))
+    return fused_optimizer_steps(), versions, list(map(_ADDRESS, tensors))
 
 
-def sentinel_of(target: str) -> str | None:
+def version_sentinel(target: str) -> str | None:
     """The attribute whose version counter rises where the batch norm statistics at `target` are updated."""
     owner, _, name = target.rpartition(".")
     if name not in _STATISTICS:
@@ -72,7 +72,7 @@ def sentinel_of(target: str) -> str | None:
     return f"{owner}.num_batches_tracked" if owner else "num_batches_tracked"
 
 
-class Piece:
+class Chunk:
     """Some bytes of a tensor, and their CRC-32 when it was last taken."""
 
     __slots__ = ("_bytes", "_tensor", "address", "checksum", "size")
@@ -101,15 +101,15 @@ def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
-def _pieces(tensor: Tensor) -> Iterator[Piece]:
+def _pieces(tensor: Tensor) -> Iterator[Chunk]:
     # Reading the memory of another device would wait for everything that was launched there.
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return
     if not is_dense(tensor):
-        yield Piece(tensor)
+        yield Chunk(tensor)
         return
     for start in range(0, tensor.nbytes, _PIECE):
-        yield Piece(tensor, start, min(start + _PIECE, tensor.nbytes))
+        yield Chunk(tensor, start, min(start + _PIECE, tensor.nbytes))
 
 
 def is_dense(value: Tensor) -> bool:
@@ -164,11 +164,11 @@ class ContentGuard:
     """
 
     def __init__(self, interval: int | None = CHECK_INTERVAL) -> None:
-        self._turns: list[tuple[Piece, ...]] = [()] * (interval or 0)
+        self._turns: list[tuple[Chunk, ...]] = [()] * (interval or 0)
         self._load = [0] * (interval or 0)
         self._calls = itertools.count()
         self._watched: dict[Any, tuple[Checksums, Callable[[], None], tuple[int, ...]]] = {}
-        self._lock = released_by_fork(threading.RLock())
+        self._lock = reset_at_fork(threading.RLock())
         # How often something was written unseen.
         self.generation = 0
 
@@ -179,7 +179,7 @@ class ContentGuard:
         """Call `on_write`, once, when contents are others than the checksums tell; in place of what had this key."""
         with self._lock:
             self.forget(key)
-            due: dict[int, list[Piece]] = {}
+            due: dict[int, list[Chunk]] = {}
             least = [(load, i) for i, load in enumerate(self._load)]
             heapq.heapify(least)
             for piece in checksums.pieces if least else ():
@@ -223,10 +223,10 @@ class ContentGuard:
         return written
 
 
-HELD = "_held_tensors"
+FETCH_METHOD = "_held_tensors"
 
 
-def writes_counter() -> Callable[[Any], int] | None:
+def find_dict_version() -> Callable[[Any], int] | None:
     """What tells whether a dict was written since, at a fraction of the cost of looking; None where it does not."""
     version = torch_compat.DICT_VERSION.value
     if version is None:
@@ -237,7 +237,7 @@ def writes_counter() -> Callable[[Any], int] | None:
     return version if version(probe.__dict__) != before else None
 
 
-dict_version = writes_counter()
+dict_version = find_dict_version()
 """How often a dict was written, to be compared with what it was; None where Python does not count."""
 
 
@@ -296,14 +296,14 @@ class WeightFetch:
         return list(tables.values())
 
 
-def hold_together(graph: Graph, is_tensor: Callable[[str], bool]) -> WeightFetch | None:
+def merge_weight_fetches(graph: Graph, is_tensor: Callable[[str], bool]) -> WeightFetch | None:
     """Let a graph fetch its tensors by one call, which a Holder answers; None if it has none."""
     fetched = [node for node in graph.nodes if node.op == "get_attr" and is_tensor(cast("str", node.target))]
     if not fetched:
         return None
     with graph.inserting_before(fetched[0]):
         # To generated code a method is called as a module is.
-        held = graph.create_node("call_module", HELD)
+        held = graph.create_node("call_module", FETCH_METHOD)
     targets: dict[str, int] = {}
     for node in fetched:
         place = targets.setdefault(cast("str", node.target), len(targets))
@@ -339,7 +339,7 @@ class Derivation:
         self.sentinels = tuple(sentinels)
         self.checksums = Checksums(())
         self._state: Any = None
-        self._lock = released_by_fork(threading.RLock())
+        self._lock = reset_at_fork(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Derivation, (self.results, self.sources, self.compute, self.sentinels)
@@ -354,13 +354,13 @@ class Derivation:
         sources = [None if source is None else held[source] for source in self.sources]
         with _computing():
             # Before they are read: what is written meanwhile is noticed by the next call.
-            self._state = write_state([held[target] for target in self.watched])
+            self._state = mutation_stamp([held[target] for target in self.watched])
             self.checksums = Checksums([source for source in sources if source is not None])
             return [value.detach() for value in self.compute(sources)]
 
     def is_current(self, held: Mapping[str, Tensor]) -> bool:
         """Whether no weight was written since the buffers were computed, as far as version counters go."""
-        return self._state == write_state([held[target] for target in self.watched])
+        return self._state == mutation_stamp([held[target] for target in self.watched])
 
     def update_stale(self, owner: nn.Module, held: Mapping[str, Tensor]) -> None:
         """Compute the buffers again if a weight was written. A thread that comes meanwhile waits for them."""
@@ -399,7 +399,7 @@ class Derivation:
         return buffer
 
 
-class _OnDevice(Piece):
+class _OnDevice(Chunk):
     """Buffers on another device than the CPU: computed again when their turn comes, not compared."""
 
     __slots__ = ("_update",)
@@ -453,14 +453,14 @@ class RuntimeWeights:
         return written
 
     def _update(self, owner: nn.Module) -> None:
-        if self._last is not None and write_state(self._fetched(owner)) == self._last:
+        if self._last is not None and mutation_stamp(self._fetched(owner)) == self._last:
             return
         held = self._held(owner)
         # In order: some are computed from others.
         for derivation in self._derivations:
             derivation.update_stale(owner, held)
         self._watch(owner)
-        self._last = write_state(list(held.values()))
+        self._last = mutation_stamp(list(held.values()))
 
     def _held(self, owner: nn.Module) -> dict[str, Tensor]:
         tensors = self._fetched(owner)
