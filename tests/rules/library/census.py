@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail.ir.schema import op_name
-from dovetail.outlining.request import Request
+from dovetail.outlining.outline import Request
 from dovetail.rules.library import ALL
 from dovetail.rules.rule import Candidate, Refusal, RuleContext
 from tests.rules.library.helpers import assert_references, request_for

@@ -13,7 +13,7 @@ import dovetail
 from dovetail.lowering.backend_protocol import contract_of
 from dovetail.lowering.compile_unit import unit_of
 from dovetail.lowering.verify_region import reference_mismatch
-from dovetail.outlining.request import Request
+from dovetail.outlining.outline import Request
 from dovetail.rules.library import KINDS
 from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext
 from tests.outlining.helpers import equal

@@ -13,9 +13,9 @@ import dovetail
 from dovetail.errors import RuleError
 from dovetail.lowering.compile_unit import unit_of
 from dovetail.lowering.verify_region import reference_mismatch
-from dovetail.outlining.request import Request
+from dovetail.outlining.outline import Request
 from dovetail.rules.library import ALL, KINDS
-from dovetail.rules.library.library_rule import Kind, kind, known
+from dovetail.rules.library.library_rule import Kind, kind, library_rule
 from tests.guides import ROOT
 
 
@@ -51,7 +51,7 @@ def test_a_rule_whose_arguments_are_not_those_of_the_kind_is_an_error() -> None:
         return x * 2
 
     with pytest.raises(RuleError, match="'y' is not an argument of the kind 'doubled'"):
-        known(doubled_kind, needs="mul")(lambda y: y * 2)
+        library_rule(doubled_kind, needs="mul")(lambda y: y * 2)
 
 
 def lying(attrs: dict[str, object], version: int = 2) -> str | None:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from dovetail.rules.library.library_rule import (
     GELU_NAMES,
-    Step,
+    Activation,
     activate,
-    approximation,
     close_to,
-    gelu_constants,
+    gelu_approximation,
+    is_floating_point,
+    is_gelu,
     kind,
-    known,
-    real_numbers,
+    library_rule,
     relu6,
     with_gelu,
 )
@@ -55,16 +55,16 @@ def hard_sigmoid_kind(x: AnyShape) -> Tensor:
     return F.hardsigmoid(x)
 
 
-def _dim(match: Match) -> dict[str, Any]:
+def _dim_attrs(match: Match) -> dict[str, Any]:
     literals = match.literals
     return {"dim": literals["dim"] if "dim" in literals else literals["dims"][0]}
 
 
 # Of one element, so that every alternative has one shape whatever the dimension.
-_ONE = torch.empty(1, 1, 1, device="meta")
+_EXAMPLE = torch.empty(1, 1, 1, device="meta")
 
 
-@known(softmax_kind, needs="softmax|_softmax|exp", attrs_of=_dim, examples=[(_ONE,)])
+@library_rule(softmax_kind, needs="softmax|_softmax|exp", attrs_of=_dim_attrs, examples=[(_EXAMPLE,)])
 def softmax(x: Tensor, dim: Any = Const(1), dims: Any = Const([1])) -> Tensor:
     """A softmax over one dimension; by hand with or without taking the largest value off first."""
 
@@ -82,24 +82,26 @@ def softmax(x: Tensor, dim: Any = Const(1), dims: Any = Const([1])) -> Tensor:
 
 
 @softmax.guard
-def one_dimension_throughout(match: Match) -> Decline | None:
+def dims_agree(match: Match) -> Decline | None:
     dims, dim = match.literals.get("dims"), match.literals.get("dim")
     if dims is not None and (len(dims) != 1 or dim not in (None, dims[0])):
         return Decline(f"it sums over {dims}, which is not one dimension throughout")
     return None
 
 
-@known(gelu_kind, needs="gelu|erf|tanh|sigmoid", attrs_of=lambda m: {"approximate": approximation(m)})
+@library_rule(
+    gelu_kind, needs="gelu|erf|tanh|sigmoid", attrs_of=lambda m: {"approximate": gelu_approximation(m)}
+)
 @with_gelu
-def gelu(x: Tensor, gelu: Step) -> Tensor:
+def gelu(x: Tensor, gelu: Activation) -> Tensor:
     """A GELU, as an operator or by hand."""
     return gelu(x)
 
 
-gelu.guard(gelu_constants)
+gelu.guard(is_gelu)
 
 
-@known(sigmoid_kind, needs="exp|tanh", attrs_of=lambda m: {})
+@library_rule(sigmoid_kind, needs="exp|tanh", attrs_of=lambda m: {})
 def sigmoid(x: Tensor) -> Tensor:
     """A sigmoid by hand."""
 
@@ -111,16 +113,16 @@ def sigmoid(x: Tensor) -> Tensor:
         lambda: 1 / (1 + torch.exp(-x)),
         lambda: torch.reciprocal(1 + torch.exp(-x)),
         lambda: torch.exp(x) / (1 + torch.exp(x)),
-        lambda: _over_one_more(torch.exp(x)),
+        lambda: _logistic(torch.exp(x)),
         by_tanh,
     )
 
 
-def _over_one_more(power: Tensor) -> Tensor:
+def _logistic(power: Tensor) -> Tensor:
     return power / (1 + power)
 
 
-@known(hard_sigmoid_kind, needs="clamp|hardtanh|relu6|hardsigmoid|relu", attrs_of=lambda m: {})
+@library_rule(hard_sigmoid_kind, needs="clamp|hardtanh|relu6|hardsigmoid|relu", attrs_of=lambda m: {})
 def hard_sigmoid(x: Tensor, sixth: Any = Const(0.1667)) -> Tensor:
     """A hard sigmoid, min(max(x + 3, 0), 6) / 6."""
     shifted = x + 3
@@ -136,10 +138,10 @@ def hard_sigmoid(x: Tensor, sixth: Any = Const(0.1667)) -> Tensor:
 
 
 @hard_sigmoid.guard
-def sixth_is_a_sixth(match: Match) -> Decline | None:
+def is_one_sixth(match: Match) -> Decline | None:
     return close_to(match, "sixth", 1 / 6)
 
 
 ACTIVATIONS = RuleSet(softmax, gelu, sigmoid, hard_sigmoid)
 for _rule in (softmax, gelu, sigmoid, hard_sigmoid):
-    _rule.guard(real_numbers)
+    _rule.guard(is_floating_point)

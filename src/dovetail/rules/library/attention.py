@@ -14,30 +14,30 @@ from torch.fx import Node
 
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
-from dovetail.rules.library.library_rule import broadcasts, has, kind, taking
+from dovetail.rules.library.library_rule import bundle_literals, has_op, kind, shapes_differ
 from dovetail.rules.patterns.alternatives import either, optional
 from dovetail.rules.patterns.match_state import Match, Value
-from dovetail.rules.patterns.template import Unproven
+from dovetail.rules.patterns.template import NotProvable
 from dovetail.rules.rule import Decline
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def example(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def meta_tensor(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor without data, to show a pattern's operands."""
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-Q, KV, SHARED = example(2, 4, 8, 16), example(2, 4, 8, 16), example(2, 2, 8, 16)
-MASK = example(2, 1, 8, 8, dtype=torch.bool)
+Q, KV, GROUPED_KV = meta_tensor(2, 4, 8, 16), meta_tensor(2, 4, 8, 16), meta_tensor(2, 2, 8, 16)
+MASK = meta_tensor(2, 1, 8, 8, dtype=torch.bool)
 
 # Of one element, so that it broadcasts at every rank that is tried.
-BIAS, SCALAR = example(1, 1), example()
+BIAS, SCALAR = meta_tensor(1, 1), meta_tensor()
 Scores = Annotated[Tensor | None, "broadcast to the scores [..., queries, keys]"]
-_DRAWS = "one dropout mask of the shape of the scores, as one random operation"
+_DROPOUT_DRAWS = "one dropout mask of the shape of the scores, as one random operation"
 
 
-@kind("attention", version=4, draws=_DRAWS, rounds_to="v")
+@kind("attention", version=4, draws=_DROPOUT_DRAWS, rounds_to="v")
 def attention_kind(
     q: Annotated[Tensor, "[..., heads, queries, width]"],
     k: Annotated[Tensor | None, "[..., heads / groups, keys, width]"] = None,
@@ -123,7 +123,7 @@ def attention_kind(
     return torch.einsum(equations[1], weights, values) if equations else weights @ values
 
 
-def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values as they are, or each head of them repeated for its group of query heads."""
 
     def count() -> int:
@@ -145,21 +145,21 @@ def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def columns_of(k: Tensor) -> Tensor:
+def transposed_keys(k: Tensor) -> Tensor:
     """Kᵀ."""
     rank = k.dim()
     return either(lambda: k.transpose(-1, -2), lambda: k.permute(*range(rank - 2), rank - 1, rank - 2))
 
 
-def _scalar(x: Tensor) -> Tensor:
+def _require_scalar(x: Tensor) -> Tensor:
     """A tensor that scales all scores alike."""
     if x.dim():
-        raise Unproven("its scores are scaled by a tensor with dimensions, not by a literal or a scalar")
+        raise NotProvable("its scores are scaled by a tensor with dimensions, not by a literal or a scalar")
     return x
 
 
 @dataclass(frozen=True)
-class ScoreSteps:
+class ScorePattern:
     """What is done to scores on their way from one product to the next, with the literals in it."""
 
     scale: Any
@@ -180,11 +180,11 @@ class ScoreSteps:
             lambda: multiply(q * self.scale, columns),
             lambda: multiply(q / self.root, columns),
             lambda: multiply(q, columns * self.scale),
-            lambda: multiply(q, columns) * _scalar(factor),
-            lambda: multiply(q, columns) / _scalar(divisor),
-            lambda: multiply(q * _scalar(factor), columns),
-            lambda: multiply(q / _scalar(divisor), columns),
-            lambda: multiply(q, columns / _scalar(divisor)),
+            lambda: multiply(q, columns) * _require_scalar(factor),
+            lambda: multiply(q, columns) / _require_scalar(divisor),
+            lambda: multiply(q * _require_scalar(factor), columns),
+            lambda: multiply(q / _require_scalar(divisor), columns),
+            lambda: multiply(q, columns / _require_scalar(divisor)),
             lambda: multiply(q, columns),
         )
 
@@ -229,24 +229,24 @@ class ScoreSteps:
         """The softmax of scores, in float32 or not, with dropout or without."""
 
         def by_hand() -> Tensor:
-            powers = torch.exp(x - largest(x))
+            powers = torch.exp(x - row_max(x))
             return powers / powers.sum(-1, keepdim=True)
 
         def relaxed() -> Tensor:
             # As CogView has it: the same scores, which cannot overflow in float16.
             small = x / self.relax
-            return (small - largest(small)) * self.relax
+            return (small - row_max(small)) * self.relax
 
         # A shift by the largest score is tried before a mask that is subtracted.
-        shifted = either(lambda: x - largest(x), relaxed, lambda: x)
-        return self.dropped(either(lambda: softmax_of(shifted, dtype), by_hand))
+        shifted = either(lambda: x - row_max(x), relaxed, lambda: x)
+        return self.dropped(either(lambda: row_softmax(shifted, dtype), by_hand))
 
     def dropped(self, weights: Tensor) -> Tensor:
         """Weights with dropout or without."""
         return optional(weights, lambda w: F.dropout(w, self.dropout))
 
 
-def largest(x: Tensor) -> Tensor:
+def row_max(x: Tensor) -> Tensor:
     """The largest score of each row."""
     return either(
         lambda: x.amax(-1, keepdim=True),
@@ -256,7 +256,7 @@ def largest(x: Tensor) -> Tensor:
     )
 
 
-def softmax_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+def row_softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The softmax of each row, in float32 or not."""
     return either(
         lambda: torch.softmax(x, -1),
@@ -265,35 +265,35 @@ def softmax_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-_PLAIN = {"scale": 0.2503, "root": 4.2, "hidden": -1e9, "dropout": 0.1202}
-_LATE, _RELAXED = {"late_scale": 0.3504, "late_root": 4.3}, {"relax": 32.6}
-with_steps = taking("steps", {**_PLAIN, **_LATE, **_RELAXED}, ScoreSteps)
+_LITERALS = {"scale": 0.2503, "root": 4.2, "hidden": -1e9, "dropout": 0.1202}
+_LATE_SCALE, _RELAX = {"late_scale": 0.3504, "late_root": 4.3}, {"relax": 32.6}
+with_score_pattern = bundle_literals("steps", {**_LITERALS, **_LATE_SCALE, **_RELAX}, ScorePattern)
 """Hands a pattern the `Steps`, whose literals `attention_attrs` and `can_be_said` read."""
-with_steps_scaled_first = taking("steps", {**_PLAIN, **_RELAXED}, ScoreSteps)
+with_unbiased_pattern = bundle_literals("steps", {**_LITERALS, **_RELAX}, ScorePattern)
 """As `with_steps`, for a pattern that has no `laid` scores."""
-with_steps_as_they_are = taking("steps", {**_PLAIN, **_LATE}, ScoreSteps)
+with_unshifted_pattern = bundle_literals("steps", {**_LITERALS, **_LATE_SCALE}, ScorePattern)
 """As `with_steps`, for a pattern that has no `weights` of theirs."""
-_NEAR = 4
+_MAX_MASK_DISTANCE = 4
 
 # Beyond it float16 scores of ordinary size become subnormal.
-_MOST_RELAXED = 1024
-_SWALLOWS_SCORES = torch.finfo(torch.bfloat16).min
+_MAX_RELAX = 1024
+_ABSORBS_SCORES = torch.finfo(torch.bfloat16).min
 
 
-def _operand(match: Match, *names: str) -> Value | None:
+def _first_operand(match: Match, *names: str) -> Value | None:
     return next((found for name in names if (found := match.operands.get(name)) is not None), None)
 
 
 def _groups(match: Match) -> int:
     if "inward" in match:
         return 1  # an einsum may have its heads anywhere, and cannot share them
-    heads = _heads(match)
+    heads = _head_counts(match)
     return heads[0] // heads[1] if heads else 1
 
 
-def _heads(match: Match) -> tuple[int, ...]:
+def _head_counts(match: Match) -> tuple[int, ...]:
     """The heads of queries, keys and values as [batch, heads, ...]; empty where they are the same, or laid out else."""
-    bound = [match["q"], _operand(match, "k", "columns"), match["v"]]
+    bound = [match["q"], _first_operand(match, "k", "columns"), match["v"]]
     if any(value is None or value.ndim != 4 for value in bound):
         return ()
     sizes = [value.shape[1] for value in bound if value is not None]
@@ -304,25 +304,25 @@ def _heads(match: Match) -> tuple[int, ...]:
 
 def heads_are_grouped(match: Match) -> Decline | None:
     """Refuse key and value heads that query heads are not known to share alike."""
-    heads = () if "inward" in match else _heads(match)
+    heads = () if "inward" in match else _head_counts(match)
     if not heads or (heads[1] == heads[2] and heads[1] and heads[0] % heads[1] == 0):
         return None
     return Decline(f"query heads do not share the heads of keys and values alike ({heads})", at=match["q"])
 
 
 def _mask_type(match: Match) -> str:
-    mask = _operand(match, "mask", "mask_4d")
+    mask = _first_operand(match, "mask", "mask_4d")
     if mask is None:
         # What scores of ordinary size are lost in is as good as filled in, in rows that keep one score at least.
-        added = match.rule == "attention_causal" and has(match, "add")
-        return "additive" if added and match.literals["hidden"] > _SWALLOWS_SCORES else "none"
+        added = match.rule == "attention_causal" and has_op(match, "add")
+        return "additive" if added and match.literals["hidden"] > _ABSORBS_SCORES else "none"
     if match.rule == "attention":
         return "keep" if mask.dtype == torch.bool else "additive"
-    if has(match, "masked_fill"):
+    if has_op(match, "masked_fill"):
         return "hide"
     choices = [node for node in match.nodes if op_name(node.target) == "where"]
     if not choices:
-        subtracted = any(named_arguments(node).get("other") is mask.aten for node in _named(match, "sub"))
+        subtracted = any(named_arguments(node).get("other") is mask.aten for node in _ops_named(match, "sub"))
         return "subtracted" if subtracted else "additive"
     # What masked scores become is a number, or a tensor without dimensions; scores have some.
     chosen = value_of(named_arguments(choices[0]).get("self"))
@@ -331,30 +331,30 @@ def _mask_type(match: Match) -> str:
 
 def _bias_after_mask(match: Match) -> bool:
     """Whether a bias is added to scores that a boolean mask was applied to."""
-    bias, inside = _operand(match, "bias"), set(match.nodes)
+    bias, inside = _first_operand(match, "bias"), set(match.nodes)
     sums = [user for user in bias.users if user in inside] if bias is not None else []
     read = {op_name(n.target) for node in sums for n in node.all_input_nodes if n in inside}
     return bool(read & {"masked_fill", "where"})
 
 
-def _named(match: Match, name: str) -> list[Node]:
+def _ops_named(match: Match, name: str) -> list[Node]:
     return [node for node in match.aten if op_name(node.target) == name]
 
 
-def _late(match: Match) -> float | None:
+def _late_scale(match: Match) -> float | None:
     """The scale of scores that something was added to or filled into before."""
     if "late_root" in match.literals:
         return 1.0 / float(match.literals["late_root"])
     return match.literals.get("late_scale")
 
 
-def _hidden(match: Match) -> float | None:
+def _fill_value(match: Match) -> float | None:
     """What masked scores become, where a mask is boolean or causal."""
     filler = match.operands.get("filler")
     if filler is not None and filler.is_constant and not filler.ndim:
         return float(attribute(filler.owner, str(filler.node.target)))
-    hidden, late = match.literals.get("hidden"), _late(match)
-    if hidden is None or late is None or _operand(match, "bias") is not None:
+    hidden, late = match.literals.get("hidden"), _late_scale(match)
+    if hidden is None or late is None or _first_operand(match, "bias") is not None:
         return hidden
     return hidden * late  # it is scaled with the scores that stay
 
@@ -362,7 +362,7 @@ def _hidden(match: Match) -> float | None:
 def attention_attrs(match: Match) -> Mapping[str, Any]:
     """The attributes of any attention, from the literals of its pattern and the operations matched."""
     literals = match.literals
-    late = _late(match)
+    late = _late_scale(match)
     scale = literals.get("scale")
     if late is not None:
         scale = late
@@ -370,7 +370,7 @@ def attention_attrs(match: Match) -> Mapping[str, Any]:
         scale = 1.0 / float(literals["root"])
     elif "scale" not in literals:
         scale = 1.0
-    hidden = None if match.operands.get("filler") is not None else _hidden(match)
+    hidden = None if match.operands.get("filler") is not None else _fill_value(match)
     return {
         "scale": scale,
         "causal": bool(literals.get("causal", match.rule == "attention_causal")),
@@ -378,16 +378,18 @@ def attention_attrs(match: Match) -> Mapping[str, Any]:
         "mask_type": _mask_type(match),
         "mask_value": None if hidden is None or math.isinf(hidden) else hidden,
         "bias_after_mask": _bias_after_mask(match),
-        "bias_before_scale": late is not None and _operand(match, "bias") is not None,
+        "bias_before_scale": late is not None and _first_operand(match, "bias") is not None,
         "softcap": literals.get("cap"),
         "groups": _groups(match),
-        "equations": equations_of(literals["inward"], literals["outward"]) if "inward" in literals else None,
+        "equations": canonical_equations(literals["inward"], literals["outward"])
+        if "inward" in literals
+        else None,
         # Without a mask no row of scores is hidden as a whole.
         "safe_softmax": match.rule == "attention" and match.operands.get("mask") is not None,
     }
 
 
-def equations_of(inward: str, outward: str) -> list[str] | None:
+def canonical_equations(inward: str, outward: str) -> list[str] | None:
     """Two einsums in canonical letters: i, j, d, e for queries, keys, width, value width, and a, b, c, ... for the rest.
 
     None where they are the plain products over the last two dimensions.
@@ -415,12 +417,12 @@ def einsum_terms(equation: str) -> list[str]:
     return [] if "." in plain else plain.replace("->", ",").split(",")
 
 
-def can_be_said(match: Match) -> Decline | None:
+def is_supported_attention(match: Match) -> Decline | None:
     """Refuse a scale that is no number, a mask that hides nothing, and heads that are not shared alike."""
     if 0 in (match.literals.get("root"), match.literals.get("late_root")):
         return Decline("its scores are divided by zero")
     relax = match.literals.get("relax", 1)
-    if not 1 <= relax <= _MOST_RELAXED:
+    if not 1 <= relax <= _MAX_RELAX:
         return Decline(
             f"its scores are divided by {relax!r} ahead of the softmax, and may be lost in rounding"
         )
@@ -431,19 +433,24 @@ def can_be_said(match: Match) -> Decline | None:
     filler = match.operands.get("filler")
     if filler is not None and (filler.ndim or not filler.is_constant):
         return Decline("what masked scores become is not known", at=filler)
-    hidden = _hidden(match)
+    hidden = _fill_value(match)
     if hidden is not None and not hidden <= -1e3:
         return Decline(f"masked scores become {hidden!r}: they still count")
     if hidden is not None and math.isfinite(hidden) and hidden < torch.finfo(match["q"].dtype).min:
         return Decline(f"masked scores become {hidden!r}, which overflows {match['q'].dtype}")
-    return _mask_is_given(match) or heads_are_grouped(match) or _sizes_agree(match) or _draws_in_order(match)
+    return (
+        _mask_is_independent(match)
+        or heads_are_grouped(match)
+        or _sizes_agree(match)
+        or _dropout_is_contiguous(match)
+    )
 
 
-def _mask_is_given(match: Match) -> Decline | None:
+def _mask_is_independent(match: Match) -> Decline | None:
     """Refuse what is subtracted from scores and computed from them: a shift, not a mask."""
-    mask, inside = _operand(match, "mask", "mask_4d"), set(match.nodes)
+    mask, inside = _first_operand(match, "mask", "mask_4d"), set(match.nodes)
     reached = [mask.node] if mask is not None and _mask_type(match) == "subtracted" else []
-    for _ in range(_NEAR):
+    for _ in range(_MAX_MASK_DISTANCE):
         if inside.intersection(reached):
             return Decline("what is subtracted from its scores is computed from them", at=mask)
         reached = [n for node in reached for n in node.all_input_nodes]
@@ -452,23 +459,23 @@ def _mask_is_given(match: Match) -> Decline | None:
 
 def _sizes_agree(match: Match) -> Decline | None:
     """Refuse queries, keys and values that broadcast over each other, save for heads, and masks that enlarge the scores."""
-    q, k, v = match["q"], _operand(match, "k", "columns"), match["v"]
+    q, k, v = match["q"], _first_operand(match, "k", "columns"), match["v"]
     assert k is not None
-    *operands, result = _letters(match, k)
+    *operands, result = _dimension_names(match, k)
     sizes: dict[str, Any] = {}
     for value, letters in zip((q, k, v), operands, strict=True):
         if value.ndim != len(letters):
             return Decline(f"'{value.name}' has {value.ndim} dimensions, not {len(letters)}", at=value)
-        if broadcasts(
+        if shapes_differ(
             value.shape, [sizes.setdefault(c, n) for c, n in zip(letters, value.shape, strict=True)]
         ):
             return Decline(f"the sizes of '{value.name}' are not those of the others", at=value)
-    if broadcasts(match.outputs[0].meta["val"].shape, [sizes[letter] for letter in result]):
+    if shapes_differ(match.outputs[0].meta["val"].shape, [sizes[letter] for letter in result]):
         return Decline("its result is not of the sizes of queries and values: a mask enlarges the scores")
     return None
 
 
-def _letters(match: Match, k: Value) -> tuple[Sequence[str], ...]:
+def _dimension_names(match: Match, k: Value) -> tuple[Sequence[str], ...]:
     """A letter for each dimension of queries, keys, values and result, the same one where sizes must agree."""
     if "inward" in match:
         (q, keys, scores), (weights, v, result) = (
@@ -477,12 +484,12 @@ def _letters(match: Match, k: Value) -> tuple[Sequence[str], ...]:
         second = dict(zip(weights, scores, strict=True))
         return q, keys, *([second.get(c, f"value {c}") for c in term] for term in (v, result))
     batch = [f"batch {i}" for i in range(max(match["q"].ndim - 2, 0))]
-    shared = [*batch[:-1], "shared"] if _heads(match) else batch
+    repeat_kv = [*batch[:-1], "shared"] if _head_counts(match) else batch
     keys = ["d", "j"] if "columns" in match and k is match["columns"] else ["j", "d"]
-    return [*batch, "i", "d"], [*shared, *keys], [*shared, "j", "e"], [*batch, "i", "e"]
+    return [*batch, "i", "d"], [*repeat_kv, *keys], [*repeat_kv, "j", "e"], [*batch, "i", "e"]
 
 
-def _draws_in_order(match: Match) -> Decline | None:
+def _dropout_is_contiguous(match: Match) -> Decline | None:
     """Refuse a dropout of weights that are laid out in another order: random numbers are drawn in that of memory."""
     for node in match.nodes:
         if op_name(node.target) in ("native_dropout", "dropout"):

@@ -14,40 +14,50 @@ from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import named_arguments, op_name
 from dovetail.rules.library.attention import (
     BIAS,
+    GROUPED_KV,
     KV,
     MASK,
     SCALAR,
-    SHARED,
     Product,
     Q,
-    ScoreSteps,
+    ScorePattern,
     attention_attrs,
     attention_kind,
-    can_be_said,
-    columns_of,
     einsum_terms,
-    example,
-    largest,
-    shared,
-    softmax_of,
-    with_steps,
-    with_steps_as_they_are,
-    with_steps_scaled_first,
+    is_supported_attention,
+    meta_tensor,
+    repeat_kv,
+    row_max,
+    row_softmax,
+    transposed_keys,
+    with_score_pattern,
+    with_unbiased_pattern,
+    with_unshifted_pattern,
 )
-from dovetail.rules.library.library_rule import LibraryRule, ahead_of, known
+from dovetail.rules.library.library_rule import LibraryRule, library_rule, nearest_consumer
 from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.normalized_graph import normalized_graph_of
 from dovetail.rules.rule import Decline, Proposal, Refusal, Rule, RuleContext, RuleSet
 
-_TO_SOFTMAX = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
-_SOFTMAX = frozenset({"softmax", "amax", "max"})
-_COLUMNS = example(2, 4, 16, 8)
-_THREE, _THREE_MASK = example(8, 8, 16), example(8, 8, 8, dtype=torch.bool)
-_BATCHES = (_THREE, _THREE, _THREE, _THREE_MASK, example(8, 8, 8), example(8, 16, 8), MASK, SCALAR, SCALAR)
+_SCORE_OPS = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
+_SOFTMAX_OPS = frozenset({"softmax", "amax", "max"})
+_COLUMNS = meta_tensor(2, 4, 16, 8)
+_BATCHED, _BATCHED_MASK = meta_tensor(8, 8, 16), meta_tensor(8, 8, 8, dtype=torch.bool)
+_BATCHED_EXAMPLES = (
+    _BATCHED,
+    _BATCHED,
+    _BATCHED,
+    _BATCHED_MASK,
+    meta_tensor(8, 8, 8),
+    meta_tensor(8, 16, 8),
+    MASK,
+    SCALAR,
+    SCALAR,
+)
 
 
-def _is_turned(node: Any) -> bool:
+def _is_transposed(node: Any) -> bool:
     """Whether a node swaps the last two dimensions of what it reads."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, Tensor) or value.dim() < 2:
@@ -55,16 +65,17 @@ def _is_turned(node: Any) -> bool:
     return op_name(node.target) == "transpose" and list(node.args[1:]) == [value.dim() - 2, value.dim() - 1]
 
 
-def _has_columns(context: RuleContext) -> bool:
+def _has_untransposed_keys(context: RuleContext) -> bool:
     """Whether there is a softmax of a product with something that was not turned for it."""
     products = [n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "matmul"]
     return any(
-        not _is_turned(n.args[1]) and ahead_of([n], _SOFTMAX, _TO_SOFTMAX) is not None for n in products
+        not _is_transposed(n.args[1]) and nearest_consumer([n], _SOFTMAX_OPS, _SCORE_OPS) is not None
+        for n in products
     )
 
 
-def _scores(
-    steps: ScoreSteps,
+def _biased_scores(
+    steps: ScorePattern,
     q: Tensor,
     columns: Tensor,
     added: tuple[Tensor, Tensor, Tensor],
@@ -76,16 +87,16 @@ def _scores(
     return steps.laid(multiply(q, columns), plain, *added)
 
 
-@known(
+@library_rule(
     attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm",
-    when=_has_columns,
+    when=_has_untransposed_keys,
     attrs_of=attention_attrs,
     examples=[(Q, _COLUMNS, KV, MASK, BIAS, BIAS, SCALAR, SCALAR)],
 )
-@with_steps
+@with_score_pattern
 def attention_of_columns(
-    steps: ScoreSteps,
+    steps: ScorePattern,
     q: Tensor,
     columns: Tensor,
     v: Tensor,
@@ -96,27 +107,27 @@ def attention_of_columns(
     divisor: Tensor,
 ) -> Tensor:
     """The same where the keys come as columns, so that no transpose is left to be done."""
-    hiding = _scores(steps, q, columns, (mask, bias, second_bias), (factor, divisor))
+    hiding = _biased_scores(steps, q, columns, (mask, bias, second_bias), (factor, divisor))
     return steps.weights(hiding, v.dtype) @ v
 
 
 @attention_of_columns.guard
-def columns_are_as_they_come(match: Match) -> Decline | None:
+def keys_are_not_transposed(match: Match) -> Decline | None:
     node = match["columns"].node
-    if _is_turned(node):
+    if _is_transposed(node):
         return Decline(f"its keys are turned by '{node.name}', which belongs to it", at=node)
     return None
 
 
-@known(
+@library_rule(
     attention_kind,
     needs="softmax|_softmax|exp bmm|baddbmm",
     attrs_of=attention_attrs,
-    examples=[_BATCHES],
+    examples=[_BATCHED_EXAMPLES],
 )
-@with_steps_scaled_first
+@with_unbiased_pattern
 def attention_of_batches(
-    steps: ScoreSteps,
+    steps: ScorePattern,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,15 +168,15 @@ def attention_of_batches(
     return torch.bmm(either(together, parted), v)
 
 
-@known(
+@library_rule(
     attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm triu|tril",
     attrs_of=attention_attrs,
-    examples=[(Q, SHARED, SHARED, SCALAR, SCALAR), (Q, KV, KV, SCALAR, SCALAR)],
+    examples=[(Q, GROUPED_KV, GROUPED_KV, SCALAR, SCALAR), (Q, KV, KV, SCALAR, SCALAR)],
 )
-@with_steps_scaled_first
+@with_unbiased_pattern
 def attention_causal(
-    steps: ScoreSteps,
+    steps: ScorePattern,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -173,8 +184,8 @@ def attention_causal(
     divisor: Tensor,
 ) -> Tensor:
     """softmax(QKᵀ)V from its steps, with a mask of its own that hides what comes later."""
-    k, v = shared(q, k, v)
-    spread = steps.scaled(q, columns_of(k), factor, divisor)
+    k, v = repeat_kv(q, k, v)
+    spread = steps.scaled(q, transposed_keys(k), factor, divisor)
     size = spread.shape[-2:]
 
     def ones(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -196,7 +207,7 @@ def attention_causal(
 
 
 @attention_causal.guard
-def mask_is_its_own(match: Match) -> Decline | None:
+def mask_is_not_shared(match: Match) -> Decline | None:
     inner, mask = set(match.nodes), set[Node]()
     for node in match.nodes:
         if not mask.issuperset(node.all_input_nodes):
@@ -208,15 +219,15 @@ def mask_is_its_own(match: Match) -> Decline | None:
     return None
 
 
-@known(
+@library_rule(
     attention_kind,
     needs="softmax|_softmax|exp einsum",
     attrs_of=attention_attrs,
     examples=[(Q, KV, KV, MASK, BIAS, BIAS, SCALAR, SCALAR)],
 )
-@with_steps
+@with_score_pattern
 def attention_einsum(
-    steps: ScoreSteps,
+    steps: ScorePattern,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -233,19 +244,19 @@ def attention_einsum(
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         return torch.einsum(inward, a, b)
 
-    hiding = _scores(steps, q, k, (mask, bias, second_bias), (factor, divisor), multiply)
+    hiding = _biased_scores(steps, q, k, (mask, bias, second_bias), (factor, divisor), multiply)
     return torch.einsum(outward, steps.weights(hiding, v.dtype), v)
 
 
 @attention_einsum.guard
-def equations_are_of_an_attention(match: Match) -> Decline | None:
+def equations_are_attention(match: Match) -> Decline | None:
     inward, outward = match["inward"], match["outward"]
-    if _attends(inward, outward):
+    if _is_attention(inward, outward):
         return None
     return Decline(f"'{inward}' and '{outward}' are no attention over the last dimension of the scores")
 
 
-def _attends(inward: str, outward: str) -> bool:
+def _is_attention(inward: str, outward: str) -> bool:
     """Whether equations multiply queries and keys, and weights over the keys and values."""
     first, second = einsum_terms(inward), einsum_terms(outward)
     if len(first) != 3 or len(second) != 3 or len(second[0]) != len(first[2]):
@@ -265,22 +276,22 @@ def _attends(inward: str, outward: str) -> bool:
 def _has_sinks(context: RuleContext) -> bool:
     """Whether there is a softmax of what was joined from several parts."""
     joined = [n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "cat"]
-    return ahead_of(joined, _SOFTMAX, frozenset({"sub", "_to_copy"})) is not None
+    return nearest_consumer(joined, _SOFTMAX_OPS, frozenset({"sub", "_to_copy"})) is not None
 
 
-@known(
+@library_rule(
     attention_kind,
     needs="softmax|_softmax matmul|bmm|mm cat slice",
     when=_has_sinks,
     attrs_of=attention_attrs,
     examples=[
-        (Q, keys, keys, MASK, BIAS, BIAS, SCALAR, SCALAR, example(4), example(2, 4, 8, 1))
-        for keys in (SHARED, KV)
+        (Q, keys, keys, MASK, BIAS, BIAS, SCALAR, SCALAR, meta_tensor(4), meta_tensor(2, 4, 8, 1))
+        for keys in (GROUPED_KV, KV)
     ],
 )
-@with_steps_as_they_are
+@with_unshifted_pattern
 def attention_with_sinks(
-    steps: ScoreSteps,
+    steps: ScorePattern,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -293,8 +304,8 @@ def attention_with_sinks(
     sink_column: Tensor,
 ) -> Tensor:
     """softmax(QKᵀ)V where one more column of scores takes part in the softmax, as gpt-oss has it for each head."""
-    keys, values = shared(q, k, v)
-    scores = _scores(steps, q, columns_of(keys), (mask, bias, second_bias), (factor, divisor))
+    keys, values = repeat_kv(q, k, v)
+    scores = _biased_scores(steps, q, transposed_keys(keys), (mask, bias, second_bias), (factor, divisor))
 
     def of_heads() -> Tensor:
         column = either(lambda: sinks.reshape(1, -1, 1, 1), lambda: sinks[None, :, None, None])
@@ -303,8 +314,8 @@ def attention_with_sinks(
     column = either(of_heads, lambda: sink_column)
 
     def weights(joined: Tensor) -> Tensor:
-        shifted = either(lambda: joined - largest(joined), lambda: joined)
-        return softmax_of(shifted, v.dtype)
+        shifted = either(lambda: joined - row_max(joined), lambda: joined)
+        return row_softmax(shifted, v.dtype)
 
     kept = either(
         lambda: weights(torch.cat([scores, column], -1))[..., :-1],
@@ -320,21 +331,21 @@ for _rule in (
     attention_einsum,
     attention_with_sinks,
 ):
-    _rule.guard(can_be_said)
-_PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum"})
-_VIEWS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "expand", "clone"})
-_BEFORE = frozenset({"mul", "div", "add", "sub", "masked_fill", "where", "_to_copy"})
-_AFTER = frozenset({"_to_copy", "native_dropout", "dropout"})
-_SCALES = frozenset({"mul", "div"})
-_MOST_STEPS = 8
+    _rule.guard(is_supported_attention)
+_PRODUCT_OPS = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum"})
+_VIEW_OPS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "expand", "clone"})
+_OPS_BEFORE = frozenset({"mul", "div", "add", "sub", "masked_fill", "where", "_to_copy"})
+_OPS_AFTER = frozenset({"_to_copy", "native_dropout", "dropout"})
+_SCALE_OPS = frozenset({"mul", "div"})
+_MAX_PATH = 8
 
 
-class AttentionUnusual(Rule):
+class UnmatchedAttention(Rule):
     """Proposes nothing: tells of each softmax between two products of which no rule for attention has a word to say."""
 
-    def __init__(self, known: Sequence[LibraryRule]) -> None:
+    def __init__(self, library_rule: Sequence[LibraryRule]) -> None:
         self.name, self.kind, self.reference = "attention_unusual", "attention", attention_kind
-        self.known = tuple(known)
+        self.known = tuple(library_rule)
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         shadow = context.analysis(normalized_graph_of)
@@ -344,29 +355,29 @@ class AttentionUnusual(Rule):
         told = [p for rule in self.known for p in rule.propose(context)]
         covered = {i for p in told for i in p.members}
         for softmax in found:
-            before, after = _way(softmax, back=True), _way(softmax, back=False)
+            before, after = _path_to_product(softmax, back=True), _path_to_product(softmax, back=False)
             steps = [n for n in (*before[::-1], softmax, *after) if not is_projection(n)]
             members = sorted({i for n in steps for i in shadow.origins.get(n, ())})
             if not before or not after or covered.intersection(shadow.origins.get(softmax, ())):
                 continue
-            odd, reason = _odd(softmax, before, after)
+            odd, reason = _unexpected_op(softmax, before, after)
             place, usual = shadow.origins.get(odd, ()), len(steps) - (odd is not softmax)
             reason = f"{reason}: {', '.join(op_name(node.target) for node in steps)}"
             yield Refusal(self.name, tuple(members), reason, place[-1] if place else None, usual, len(steps))
 
 
-def _way(softmax: Node, *, back: bool) -> list[Node]:
+def _path_to_product(softmax: Node, *, back: bool) -> list[Node]:
     """The operations from a softmax to the nearest product, that one last; none if there is none within reach."""
     reached: dict[Node, Node | None] = {softmax: None}
     edge = [softmax]
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_PATH):
         following: list[Node] = []
         for node in edge:
             for other in node.all_input_nodes if back else node.users:
                 if other in reached or other.op != "call_function":
                     continue
                 reached[other] = node
-                if op_name(other.target) in _PRODUCTS:
+                if op_name(other.target) in _PRODUCT_OPS:
                     return _path(reached, other)
                 following.append(other)
         edge = following
@@ -382,24 +393,24 @@ def _path(reached: dict[Node, Node | None], end: Node) -> list[Node]:
     return path[-2::-1]
 
 
-def _odd(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> tuple[Node, str]:
+def _unexpected_op(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> tuple[Node, str]:
     """The operation that an attention does not have there, and what is odd about it."""
     value = softmax.meta.get("val")
     if isinstance(value, Tensor) and named_arguments(softmax).get("dim") != value.dim() - 1:
         return softmax, "its softmax is not over the keys"
-    for nodes, usual in ((before, _BEFORE), (after, _AFTER)):
+    for nodes, usual in ((before, _OPS_BEFORE), (after, _OPS_AFTER)):
         for node in nodes[:-1]:
             if is_projection(node):
                 continue
             name = op_name(node.target)
-            if name not in usual | _VIEWS:
+            if name not in usual | _VIEW_OPS:
                 return node, f"attention has no '{name}' there"
-            if name in _SCALES and len(node.all_input_nodes) > 1:
+            if name in _SCALE_OPS and len(node.all_input_nodes) > 1:
                 return node, "its scores are scaled by a tensor, not by a literal"
     return softmax, "its steps come in no order that is known of attention"
 
 
-@known(
+@library_rule(
     attention_kind,
     needs=(
         "scaled_dot_product_attention|_scaled_dot_product_flash_attention_for_cpu"
@@ -407,7 +418,7 @@ def _odd(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> tuple[
         "|_scaled_dot_product_cudnn_attention|_scaled_dot_product_fused_attention_overrideable|_softmax"
     ),
     attrs_of=attention_attrs,
-    examples=[(Q, SHARED, SHARED, MASK), (Q, KV, KV, MASK)],
+    examples=[(Q, GROUPED_KV, GROUPED_KV, MASK), (Q, KV, KV, MASK)],
 )
 def attention(
     q: Tensor,
@@ -420,7 +431,7 @@ def attention(
     grouped: Any = Const(False),
 ) -> Tensor:
     """The attention operator; where heads of keys and values are repeated for it, that too."""
-    keys, values = shared(q, k, v)
+    keys, values = repeat_kv(q, k, v)
     attend = F.scaled_dot_product_attention
     return either(
         lambda: attend(q, keys, values, mask, dropout, False, scale=scale, enable_gqa=grouped),
@@ -428,15 +439,15 @@ def attention(
     )
 
 
-@known(
+@library_rule(
     attention_kind,
     needs="softmax|_softmax|exp matmul|bmm|mm",
     attrs_of=attention_attrs,
-    examples=[(Q, keys, keys, MASK, BIAS, SCALAR, BIAS, SCALAR, SCALAR) for keys in (SHARED, KV)],
+    examples=[(Q, keys, keys, MASK, BIAS, SCALAR, BIAS, SCALAR, SCALAR) for keys in (GROUPED_KV, KV)],
 )
-@with_steps
+@with_score_pattern
 def attention_by_hand(
-    steps: ScoreSteps,
+    steps: ScorePattern,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -449,8 +460,8 @@ def attention_by_hand(
     cap: Any = Const(30.5),
 ) -> Tensor:
     """softmax(QKᵀ)V from its steps; scores may be capped, a bias added to them, and a mask laid over them."""
-    keys, values = shared(q, k, v)
-    columns = columns_of(keys)
+    keys, values = repeat_kv(q, k, v)
+    columns = transposed_keys(keys)
     plain = optional(steps.scaled(q, columns, factor, divisor), lambda x: torch.tanh(x / cap) * cap)
     hiding = either(
         lambda: torch.where(mask, plain, filler) + bias,
@@ -460,8 +471,8 @@ def attention_by_hand(
     return steps.weights(hiding, v.dtype) @ values
 
 
-attention.guard(can_be_said)
-attention_by_hand.guard(can_be_said)
+attention.guard(is_supported_attention)
+attention_by_hand.guard(is_supported_attention)
 _PATTERNS = (
     attention,
     attention_by_hand,
@@ -471,4 +482,4 @@ _PATTERNS = (
     attention_einsum,
     attention_with_sinks,
 )
-ATTENTION = RuleSet(*_PATTERNS, AttentionUnusual(_PATTERNS))
+ATTENTION = RuleSet(*_PATTERNS, UnmatchedAttention(_PATTERNS))

@@ -14,19 +14,19 @@ from torch.fx import Node
 
 from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
 from dovetail.rules.library.library_rule import (
-    SIMPLE,
+    SIMPLE_ACTIVATIONS,
+    Activation,
     LibraryRule,
-    Step,
     activate,
     activation_name,
-    approximation,
-    broadcasts,
-    gelu_constants,
-    has,
+    gelu_approximation,
+    has_op,
+    is_floating_point,
+    is_gelu,
     kind,
-    known,
-    real_numbers,
+    library_rule,
     results_by_position,
+    shapes_differ,
     with_gelu,
 )
 from dovetail.rules.patterns.alternatives import Const, either, optional
@@ -35,7 +35,7 @@ from dovetail.rules.patterns.normalized_graph import normalized_graph_of
 from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal, Rule, RuleContext, RuleSet
 
 _CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
-_ACTIVATIONS = "|".join(["gelu", "leaky_relu", *(operators for operators, _ in SIMPLE.values())])
+_ACTIVATIONS = "|".join(["gelu", "leaky_relu", *(operators for operators, _ in SIMPLE_ACTIVATIONS.values())])
 Images = Annotated[Tensor, "[batch, in, *spatial], the batch perhaps absent"]
 Kernel = Annotated[Tensor, "[out, in / groups, *window]"]
 Channels = Annotated[Tensor | None, "[out]"]
@@ -118,57 +118,60 @@ def _tensor(*sizes: int) -> Tensor:
     return torch.empty(sizes, device="meta")
 
 
-def _activated(x: Tensor, slope: Any) -> Tensor:
+def _apply_activation(x: Tensor, slope: Any) -> Tensor:
     return either(
-        *(partial(step, x) for _, step in SIMPLE.values()),
+        *(partial(step, x) for _, step in SIMPLE_ACTIVATIONS.values()),
         lambda: F.gelu(x),
         lambda: F.gelu(x, approximate="tanh"),
         lambda: F.leaky_relu(x, slope),
     )
 
 
-def _activation(match: Match) -> str | None:
-    if has(match, "sigmoid"):
-        return "silu" if has(match, "mul") else "sigmoid"
-    if has(match, "gelu"):
-        return "gelu" if approximation(match) == "none" else "gelu_tanh"
-    if has(match, "leaky_relu"):
+def _activation_of(match: Match) -> str | None:
+    if has_op(match, "sigmoid"):
+        return "silu" if has_op(match, "mul") else "sigmoid"
+    if has_op(match, "gelu"):
+        return "gelu" if gelu_approximation(match) == "none" else "gelu_tanh"
+    if has_op(match, "leaky_relu"):
         return "leaky_relu"
-    return next((name for name, (operators, _) in SIMPLE.items() if has(match, *operators.split("|"))), None)
+    return next(
+        (name for name, (operators, _) in SIMPLE_ACTIVATIONS.items() if has_op(match, *operators.split("|"))),
+        None,
+    )
 
 
 def _conv_attrs(match: Match) -> dict[str, Any]:
-    activation, rank = _activation(match), match["weight"].ndim - 2
+    activation, rank = _activation_of(match), match["weight"].ndim - 2
     return {
         "stride": match["stride"],
         "padding": match["padding"],
         "dilation": match["dilation"],
-        "groups": groups_of(match["x"], match["weight"], rank),
+        "groups": group_count(match["x"], match["weight"], rank),
         "activation": activation,
         **({"slope": match["slope"]} if activation == "leaky_relu" else {}),
         "batch_norm": "mean" in match,
-        "training": has(match, "_native_batch_norm_legit_functional", "_native_batch_norm_legit"),
+        "training": has_op(match, "_native_batch_norm_legit_functional", "_native_batch_norm_legit"),
         "eps": match.literals.get("eps"),
     }
 
 
-def groups_of(x: Any, weight: Any, rank: int) -> int:
+def group_count(x: Any, weight: Any, rank: int) -> int:
     """How many groups a convolution over `rank` dimensions has, as its weight tells."""
     return x.shape[x.ndim - rank - 1] // weight.shape[1]
 
 
-def convolved(
+def conv_pattern(
     rank: int, x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
     """A convolution over `rank` dimensions."""
-    groups, convolve = groups_of(x, weight, rank), _CONVOLUTIONS[rank - 1]
+    groups, convolve = group_count(x, weight, rank), _CONVOLUTIONS[rank - 1]
     return either(
         lambda: convolve(x, weight, bias, stride, padding, dilation, groups),
         lambda: convolve(x, weight, None, stride, padding, dilation, groups),
     )
 
 
-def normalised(
+def batch_norm_pattern(
     x: Tensor,
     mean: Tensor,
     variance: Tensor,
@@ -192,7 +195,7 @@ def _examples(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _tensor(*image), _tensor(*kernel), _tensor(8), _tensor(2, 8, *[1] * rank)
 
 
-def _pads_by_word(context: RuleContext) -> bool:
+def _has_string_padding(context: RuleContext) -> bool:
     """Whether there is a convolution whose padding is a word, "same" or "valid": an operator of its own."""
     targets = context.analysis(normalized_graph_of).by_target
     return any(getattr(target, "_overloadname", "") == "padding" for target in targets)
@@ -202,11 +205,11 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
     x, kernel, vector, stream = _examples(rank)
     ones: list[int] = [1] * rank
     shown: Any = "valid" if word else [0] * rank
-    name, when = f"conv{rank}d{'_padded' if word else ''}", _pads_by_word if word else None
+    name, when = f"conv{rank}d{'_padded' if word else ''}", _has_string_padding if word else None
     operators = f"conv{rank}d|convolution"
     norms = "_native_batch_norm_legit_no_training|_native_batch_norm_legit_functional|native_batch_norm|batch_norm"
 
-    @known(
+    @library_rule(
         conv_bn_act_kind,
         name=f"{name}_bn_act",
         when=when,
@@ -230,11 +233,11 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
         eps: Any = Const(0.0404),
         slope: Any = Const(0.0101),
     ) -> Tensor:
-        y = convolved(rank, x, weight, bias, stride, padding, dilation)
-        y = normalised(y, mean, variance, scale, shift, momentum, eps)
-        return optional(optional(y, lambda y: y + residual), lambda y: _activated(y, slope))
+        y = conv_pattern(rank, x, weight, bias, stride, padding, dilation)
+        y = batch_norm_pattern(y, mean, variance, scale, shift, momentum, eps)
+        return optional(optional(y, lambda y: y + residual), lambda y: _apply_activation(y, slope))
 
-    @known(
+    @library_rule(
         conv_bn_act_kind,
         name=f"{name}_act",
         when=when,
@@ -251,10 +254,10 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
         dilation: Any = Const(ones),
         slope: Any = Const(0.0101),
     ) -> Tensor:
-        return _activated(convolved(rank, x, weight, bias, stride, padding, dilation), slope)
+        return _apply_activation(conv_pattern(rank, x, weight, bias, stride, padding, dilation), slope)
 
     @conv_bn_act.guard
-    def residual_has_its_shape(match: Match) -> Decline | None:
+    def residual_has_result_shape(match: Match) -> Decline | None:
         residual = match["residual"]
         if residual is None:
             return None
@@ -262,7 +265,7 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
             n for n in match.aten if op_name(n.target) == "add" and residual.aten in n.all_input_nodes
         )
         shapes = [n.meta["val"].shape for n in (added, *added.all_input_nodes)]
-        if residual.ndim == rank + 2 and not any(broadcasts(shape, shapes[0]) for shape in shapes):
+        if residual.ndim == rank + 2 and not any(shapes_differ(shape, shapes[0]) for shape in shapes):
             return None
         return Decline(f"'{residual.name}' is not of the shape of what it is added to", at=residual)
 
@@ -285,11 +288,11 @@ def _grad_attrs(match: Match) -> dict[str, Any]:
         "bias_sizes": match.literals.get("sizes"),
         "transposed": bool(given["transposed"]),
         "groups": given["groups"],
-        "activation": "relu" if has(match, "threshold_backward") else None,
+        "activation": "relu" if has_op(match, "threshold_backward") else None,
     }
 
 
-@known(
+@library_rule(
     conv_grad_kind,
     results_of=results_by_position,
     needs="convolution_backward",
@@ -328,9 +331,9 @@ def conv_grad(
 
 
 @conv_grad.guard
-def activated_has_the_shape_of_grad(match: Match) -> Decline | None:
+def activated_has_shape_of_grad(match: Match) -> Decline | None:
     activated = match["activated"]
-    if activated is None or not broadcasts(activated.shape, match["grad"].shape):
+    if activated is None or not shapes_differ(activated.shape, match["grad"].shape):
         return None
     return Decline(f"'{activated.name}' is not of the shape of '{match['grad'].name}'", at=activated)
 
@@ -340,7 +343,7 @@ CONVOLUTION = RuleSet(
     conv_grad,
 )
 Grid = tuple[int, int]
-_TURNS = frozenset({"transpose", "permute"})
+_TRANSPOSES = frozenset({"transpose", "permute"})
 
 
 @kind("mix_ffn")
@@ -368,12 +371,12 @@ def mix_ffn_kind(
 
 
 @functools.cache
-def _of_grid(height: int, width: int) -> LibraryRule:
+def _rule_for_grid(height: int, width: int) -> LibraryRule:
     """The rule for one grid: a reshape has its sizes as numbers, not as operands."""
     tokens = torch.empty(2, height * width, 16, device="meta")
     square, vector = torch.empty(16, 16, device="meta"), torch.empty(16, device="meta")
 
-    @known(
+    @library_rule(
         mix_ffn_kind,
         name="mix_ffn",
         needs="linear conv2d transpose|permute",
@@ -394,7 +397,7 @@ def _of_grid(height: int, width: int) -> LibraryRule:
         conv_bias: Tensor,
         out_weight: Tensor,
         out_bias: Tensor,
-        gelu: Step,
+        gelu: Activation,
     ) -> Tensor:
         batch, channels = x.shape[0], weight.shape[0]
         hidden = either(lambda: F.linear(x, weight, bias), lambda: F.linear(x, weight))
@@ -410,8 +413,8 @@ def _of_grid(height: int, width: int) -> LibraryRule:
         active = either(lambda: gelu(rows), lambda: torch.relu(rows))
         return either(lambda: F.linear(active, out_weight, out_bias), lambda: F.linear(active, out_weight))
 
-    mix_ffn.guard(gelu_constants)
-    mix_ffn.guard(real_numbers)
+    mix_ffn.guard(is_gelu)
+    mix_ffn.guard(is_floating_point)
     return mix_ffn
 
 
@@ -423,9 +426,11 @@ class MixFFN(Rule):
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         grids = context.analysis(_grids)
-        known = sorted(grid for grid in grids.values() if grid is not None)
+        library_rule = sorted(grid for grid in grids.values() if grid is not None)
         proposals = [
-            p for height, width in dict.fromkeys(known) for p in _of_grid(height, width).propose(context)
+            p
+            for height, width in dict.fromkeys(library_rule)
+            for p in _rule_for_grid(height, width).propose(context)
         ]
         origins = context.analysis(normalized_graph_of).origins
         for node, grid in grids.items():
@@ -453,7 +458,7 @@ def _grids(context: RuleContext) -> dict[Node, Grid | None]:
         height, width = (static_size(n) for n in image.shape[-2:])
         if height is not None and width is not None:
             grids[node] = (height, width)
-        elif op_name(source.args[0].target) in _TURNS:
+        elif op_name(source.args[0].target) in _TRANSPOSES:
             grids[node] = None
     return grids
 

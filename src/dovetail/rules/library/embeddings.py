@@ -11,14 +11,14 @@ from torch.fx import Node
 
 from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import named_arguments, op_name
-from dovetail.rules.library.library_rule import kind, known, real_numbers
+from dovetail.rules.library.library_rule import is_floating_point, kind, library_rule
 from dovetail.rules.library.norms import (
-    affine_fits,
+    affine_has_normalized_shape,
     layer_norm_kind,
-    layer_norm_operator,
+    layer_norm_op_pattern,
     norm_attrs,
     rms_norm_kind,
-    rms_normalised,
+    rms_norm_pattern,
 )
 from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.match_state import Match
@@ -75,7 +75,7 @@ def _attrs_of(norm: str) -> Any:
     return attrs_of
 
 
-def _with_stream(match: Match) -> list[Node | None]:
+def _norm_and_sum(match: Match) -> list[Node | None]:
     """The norm and what it is of: rows, with what is added to them, after dropout."""
     added = match["added"]
     summed = {n for n in match.aten if op_name(n.target) == "embedding"}
@@ -92,11 +92,11 @@ def _with_stream(match: Match) -> list[Node | None]:
         summed.add(stream)
 
 
-@known(
+@library_rule(
     embedding_norm_kind,
     needs="embedding layer_norm|native_layer_norm",
     attrs_of=_attrs_of("layer_norm"),
-    results_of=_with_stream,
+    results_of=_norm_and_sum,
     escapes="output",
     examples=[(_IDS, _TABLE, _IDS, _TABLE, _IDS, _TABLE, _ADDED, _WEIGHT, _WEIGHT)],
 )
@@ -126,14 +126,14 @@ def embedding_layer_norm(
         lambda: rows,
     )
     total = optional(total, lambda r: F.dropout(r, dropout))
-    return layer_norm_operator(total, weight, bias, eps)
+    return layer_norm_op_pattern(total, weight, bias, eps)
 
 
-@known(
+@library_rule(
     embedding_norm_kind,
     needs="embedding rms_norm|_fused_rms_norm|rsqrt|sqrt|pow",
     attrs_of=_attrs_of("rms_norm"),
-    results_of=_with_stream,
+    results_of=_norm_and_sum,
     escapes="output",
     examples=[(_IDS, _TABLE, _ADDED, _WEIGHT)],
 )
@@ -149,12 +149,12 @@ def embedding_rms_norm(
 ) -> Tensor:
     """The root-mean-square norm of rows of a table; the rows are returned too where they are used again."""
     rows = optional(torch.embedding(table, ids, padding), lambda r: r + added)
-    return rms_normalised(optional(rows, lambda r: F.dropout(r, dropout)), weight, eps, offset)
+    return rms_norm_pattern(optional(rows, lambda r: F.dropout(r, dropout)), weight, eps, offset)
 
 
 @embedding_layer_norm.guard
 @embedding_rms_norm.guard
-def added_is_no_residual(match: Match) -> Decline | None:
+def added_is_independent(match: Match) -> Decline | None:
     added = match["added"]
     if added is None:
         return None
@@ -172,6 +172,6 @@ def added_is_no_residual(match: Match) -> Decline | None:
 
 
 for _rule in (embedding_layer_norm, embedding_rms_norm):
-    _rule.guard(affine_fits)
-    _rule.guard(real_numbers)
+    _rule.guard(affine_has_normalized_shape)
+    _rule.guard(is_floating_point)
 EMBEDDINGS = RuleSet(embedding_layer_norm, embedding_rms_norm)

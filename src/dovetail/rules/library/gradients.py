@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.library_rule import kind, known, results_by_position
+from dovetail.rules.library.library_rule import kind, library_rule, results_by_position
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import RuleSet
@@ -15,22 +15,22 @@ from dovetail.rules.rule import RuleSet
 aten = torch.ops.aten
 
 
-def _rows(*sizes: int) -> Tensor:
+def _example(*sizes: int) -> Tensor:
     return torch.empty(*sizes, device="meta")
 
 
-_GRAD = _rows(4, 8)
-_MEAN = _rows(4, 1)
-_WEIGHT = _rows(8)
-Stream = Annotated[Tensor, "[..., *normalized]"]
+_GRAD = _example(4, 8)
+_MEAN = _example(4, 1)
+_WEIGHT = _example(8)
+NormInput = Annotated[Tensor, "[..., *normalized]"]
 Statistic = Annotated[Tensor, "as the forward operator returns it: [..., 1 for each normalized dimension]"]
 Affine = Annotated[Tensor | None, "[*normalized]"]
 
 
 @kind("layer_norm_grad", version=2)
 def layer_norm_grad_kind(
-    grad: Stream,
-    x: Stream,
+    grad: NormInput,
+    x: NormInput,
     mean: Statistic,
     rstd: Statistic,
     weight: Affine = None,
@@ -63,7 +63,7 @@ def _norm_attrs(match: Match) -> dict[str, Any]:
     return {"shape": match["shape"], "output_mask": match["wanted"]}
 
 
-@known(
+@library_rule(
     layer_norm_grad_kind,
     results_of=results_by_position,
     needs="native_layer_norm_backward",
@@ -92,13 +92,13 @@ def layer_norm_grad(
     return either(lambda: one(0), lambda: one(1))
 
 
-@known(softmax_grad_kind, needs="_softmax_backward_data", examples=[(_GRAD, _GRAD)])
+@library_rule(softmax_grad_kind, needs="_softmax_backward_data", examples=[(_GRAD, _GRAD)])
 def softmax_grad(grad: Tensor, output: Tensor, dim: Any = Const(1)) -> Tensor:
     """The gradient of a softmax, from its result."""
     return aten._softmax_backward_data.default(grad, output, dim, output.dtype)
 
 
-@known(log_softmax_grad_kind, needs="_log_softmax_backward_data", examples=[(_GRAD, _GRAD)])
+@library_rule(log_softmax_grad_kind, needs="_log_softmax_backward_data", examples=[(_GRAD, _GRAD)])
 def log_softmax_grad(grad: Tensor, output: Tensor, dim: Any = Const(1)) -> Tensor:
     """The gradient of the logarithm of a softmax, from its result."""
     return aten._log_softmax_backward_data.default(grad, output, dim, output.dtype)

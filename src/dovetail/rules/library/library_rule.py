@@ -22,20 +22,20 @@ from torch.fx import Node
 from dovetail.errors import InvalidArgument, RuleError
 from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import op_name, static_size
-from dovetail.outlining.region_call import make_identity
+from dovetail.outlining.region import make_identity
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.normalized_graph import normalized_graph_of
 from dovetail.rules.patterns.pattern_rule import PatternRule
 from dovetail.rules.rule import Candidate, Decline, Proposal, RuleContext
 
-_MOST_BETWEEN = 8
+_MAX_DISTANCE = 8
 
 # Fewer operations in common are chance.
-_LEAST = 3
+_MIN_NEAR_MISS = 3
 
 # What every graph is full of: to have only these in common is to have nothing in common.
-_COMMON = frozenset({"add", "sub", "mul", "div", "neg", "slice", "cat"})
+_COMMON_OPS = frozenset({"add", "sub", "mul", "div", "neg", "slice", "cat"})
 Required = inspect.Parameter.empty
 """The default of an attribute that has none."""
 
@@ -140,7 +140,7 @@ class LibraryRule(PatternRule):
         return context.analysis(self._look)
 
     def _look(self, context: RuleContext) -> tuple[Proposal, ...]:
-        names = context.analysis(_operator_names)
+        names = context.analysis(_op_names)
         if names is not None and not all(word & names for word in self.needs):
             return ()
         if self.when is not None and not self.when(context):
@@ -150,10 +150,10 @@ class LibraryRule(PatternRule):
     def _is_worth_telling(self, context: RuleContext, found: Proposal) -> bool:
         if isinstance(found, Candidate) or found.matched >= found.wanted:
             return True
-        if found.matched < _LEAST:
+        if found.matched < _MIN_NEAR_MISS:
             return False
-        telling = [word for word in self.needs if not word <= _COMMON]
-        reached = {n for i in found.members for n in context.analysis(_names_at)[i]}
+        telling = [word for word in self.needs if not word <= _COMMON_OPS]
+        reached = {n for i in found.members for n in context.analysis(_op_names_by_position)[i]}
         return not telling or any(word & reached for word in telling)
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline:
@@ -207,7 +207,7 @@ def same_sizes(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return [str(n) for n in first] == [str(n) for n in second]
 
 
-def broadcasts(first: Sequence[Any], second: Sequence[Any]) -> bool:
+def shapes_differ(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether shapes that an elementwise operation or a product relates are known to differ.
 
     Symbols that differ are equal in every call that works, unless one size is 1.
@@ -218,7 +218,7 @@ def broadcasts(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return any(a != b if a is not None and b is not None else 1 in (a, b) for a, b in pairs)
 
 
-def known(
+def library_rule(
     kind: Kind,
     *,
     needs: str,
@@ -229,7 +229,7 @@ def known(
     return lambda function: LibraryRule(function, kind=kind, needs=needs, attrs_of=attrs_of, **options)
 
 
-def has(match: Match, *names: str) -> bool:
+def has_op(match: Match, *names: str) -> bool:
     """Whether an operator of one of these names is among the operations matched."""
     return any(op_name(node.target) in names for node in match.aten)
 
@@ -241,11 +241,11 @@ def results_by_position(match: Match) -> list[Node | None]:
     return [parts.get(i) for i in range(max(parts) + 1)]
 
 
-def ahead_of(nodes: Collection[Node], wanted: Set[str], between: Set[str]) -> Node | None:
+def nearest_consumer(nodes: Collection[Node], wanted: Set[str], between: Set[str]) -> Node | None:
     """The nearest operator of a wanted name that reads what nodes make, with only a few of those in between."""
     inside = set(nodes)
     reached = [user for node in nodes for user in node.users if user not in inside]
-    for _ in range(_MOST_BETWEEN):
+    for _ in range(_MAX_DISTANCE):
         found = next((n for n in reached if op_name(n.target) in wanted), None)
         if found is not None:
             return found
@@ -253,7 +253,7 @@ def ahead_of(nodes: Collection[Node], wanted: Set[str], between: Set[str]) -> No
     return None
 
 
-def taking(
+def bundle_literals(
     name: str, literals: Mapping[str, Any], make: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a pattern be written with one argument in place of several literals, as what `make` returns for these.
@@ -279,7 +279,7 @@ def taking(
     return decorate
 
 
-def _names_at(context: RuleContext) -> Mapping[int, Set[str]]:
+def _op_names_by_position(context: RuleContext) -> Mapping[int, Set[str]]:
     """The operators that each position comes to as patterns see it."""
     found: dict[int, set[str]] = {i: set() for i in range(len(context.nodes))}
     for node, places in context.analysis(normalized_graph_of).origins.items():
@@ -288,7 +288,7 @@ def _names_at(context: RuleContext) -> Mapping[int, Set[str]]:
     return found
 
 
-def _operator_names(context: RuleContext) -> frozenset[str] | None:
+def _op_names(context: RuleContext) -> frozenset[str] | None:
     """The operators of a graph as patterns see it, None where it cannot be seen."""
     shadow = context.analysis(normalized_graph_of)
     if shadow.why_none:
@@ -296,10 +296,10 @@ def _operator_names(context: RuleContext) -> frozenset[str] | None:
     return frozenset(op_name(target) for target in shadow.by_target)
 
 
-Step = Callable[[Tensor], Tensor]
-_CLOSE = 1e-6
+Activation = Callable[[Tensor], Tensor]
+_REL_TOL = 1e-6
 """The relative tolerance of a rounded constant: a few float32 roundings, so that the reference is reproduced."""
-_FUNCTIONS: Mapping[str, Step] = {
+_ACTIVATIONS: Mapping[str, Activation] = {
     "relu": F.relu,
     "relu6": F.relu6,
     "squared_relu": lambda x: F.relu(x).square(),
@@ -326,18 +326,18 @@ def activate(x: Tensor, activation: str | None, slope: float | None = None) -> T
         return x
     if activation == "leaky_relu":
         return F.leaky_relu(x, cast("float", slope))
-    return _FUNCTIONS[activation](x)
+    return _ACTIVATIONS[activation](x)
 
 
 def close_to(match: Match, name: str, meant: float) -> Decline | None:
     """Refuse a captured constant that differs from the one meant by more than rounding."""
     value = match.literals.get(name)
-    if value is None or math.isclose(value, meant, rel_tol=_CLOSE):
+    if value is None or math.isclose(value, meant, rel_tol=_REL_TOL):
         return None
     return Decline(f"it has {value!r} where {meant:.7g} is meant")
 
 
-def real_numbers(match: Match) -> Decline | None:
+def is_floating_point(match: Match) -> Decline | None:
     """Refuse integers and complex numbers, which operators do not take where their steps by hand do."""
     for name in ("x", "gate", "empty", "table"):
         value = match.operands.get(name)
@@ -367,7 +367,7 @@ def relu6(x: Tensor) -> Tensor:
     )
 
 
-SIMPLE: Mapping[str, tuple[str, Step]] = {
+SIMPLE_ACTIVATIONS: Mapping[str, tuple[str, Activation]] = {
     "relu6": ("relu6|hardtanh|clamp", relu6),
     "relu": ("relu", torch.relu),
     "silu": ("silu|sigmoid", silu),
@@ -422,44 +422,44 @@ def _gelu(x: Tensor, *, root: Any, inverse: Any, factor: Any, cubic: Any, slope:
     )
 
 
-_EXAMPLES = {"root": 1.4143, "inverse": 0.7072, "factor": 0.7979, "cubic": 0.0448, "slope": 1.7021}
-_MEANT = {
+_GELU_EXAMPLES = {"root": 1.4143, "inverse": 0.7072, "factor": 0.7979, "cubic": 0.0448, "slope": 1.7021}
+_GELU_CONSTANTS = {
     "root": math.sqrt(2.0),
     "inverse": math.sqrt(0.5),
     "factor": math.sqrt(2.0 / math.pi),
     "cubic": 0.044715,
     "slope": 1.702,
 }
-with_gelu = taking("gelu", _EXAMPLES, partial(partial, _gelu))
+with_gelu = bundle_literals("gelu", _GELU_EXAMPLES, partial(partial, _gelu))
 """Hands a pattern the step `gelu`: any GELU, with constants that `gelu_constants` guards."""
 GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_quick"}
 """The name of the activation for each approximation of a GELU."""
 
 
-def approximation(match: Match) -> str:
+def gelu_approximation(match: Match) -> str:
     """Which GELU it is, by the word that torch has for it; "sigmoid" for x * sigmoid(1.702 * x)."""
-    if has(match, "sigmoid"):
+    if has_op(match, "sigmoid"):
         return "sigmoid"
     spelled = any(node.kwargs.get("approximate") == "tanh" for node in match.aten)
-    return "tanh" if spelled or has(match, "tanh") else "none"
+    return "tanh" if spelled or has_op(match, "tanh") else "none"
 
 
 def activation_name(match: Match) -> str | None:
     """The activation among the operations of a match that has at most one: a ReLU, a SiLU, or any GELU."""
-    if has(match, "relu"):
+    if has_op(match, "relu"):
         return "relu"
-    if has(match, "silu") or (has(match, "sigmoid") and "slope" not in match.literals):
+    if has_op(match, "silu") or (has_op(match, "sigmoid") and "slope" not in match.literals):
         return "silu"
-    return GELU_NAMES[approximation(match)] if has(match, "gelu", "erf", "tanh", "sigmoid") else None
+    return GELU_NAMES[gelu_approximation(match)] if has_op(match, "gelu", "erf", "tanh", "sigmoid") else None
 
 
-def gelu_constants(match: Match) -> Decline | None:
+def is_gelu(match: Match) -> Decline | None:
     """Refuse constants that are not those of a GELU."""
-    verdicts = (close_to(match, name, value) for name, value in _MEANT.items())
+    verdicts = (close_to(match, name, value) for name, value in _GELU_CONSTANTS.items())
     return next((v for v in verdicts if v is not None), None)
 
 
-def by_halves(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def combine_halves(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """What is made of the two halves of the last dimension, however they are cut."""
     middle = x.shape[-1] // 2
 

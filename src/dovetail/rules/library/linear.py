@@ -14,17 +14,17 @@ from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import named_arguments, op_name
 from dovetail.rules.library.library_rule import (
     GELU_NAMES,
-    SIMPLE,
+    SIMPLE_ACTIVATIONS,
+    Activation,
     LibraryRule,
-    Step,
     activate,
-    approximation,
-    broadcasts,
-    by_halves,
-    gelu_constants,
+    combine_halves,
+    gelu_approximation,
+    is_floating_point,
+    is_gelu,
     kind,
-    known,
-    real_numbers,
+    library_rule,
+    shapes_differ,
     silu,
     square,
     with_gelu,
@@ -40,10 +40,10 @@ _ONE, _TWO = (_X, _WEIGHT, _BIAS), (_X, _WEIGHT, _WEIGHT, _BIAS, _BIAS)
 _BIASES = {"weight": "bias", "gate_weight": "gate_bias", "up_weight": "up_bias", "packed": "bias"}
 
 # With one dimension before the last there is nothing to flatten.
-_FLAT = (_X[0], _WEIGHT, _BIAS)
+_MATRIX = (_X[0], _WEIGHT, _BIAS)
 
 
-def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_pattern(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x times a weight, perhaps plus a bias: `linear`, or a product with the weight as [in, out]."""
 
     def of_rows(multiply: Callable[[Tensor], Tensor]) -> Tensor:
@@ -60,7 +60,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 # How operators read a weight: by which argument, and as what.
-_READS = {
+_WEIGHT_READS = {
     "linear": ("weight", "out_in"),
     **dict.fromkeys(("t", "transpose", "permute"), ("self", "out_in")),
     "matmul": ("other", "in_out"),
@@ -71,7 +71,7 @@ Bias = Annotated[Tensor | None, "[out]"]
 Rows = Annotated[Tensor, "[..., in]"]
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, weight_layout: str | None) -> Tensor:
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, weight_layout: str | None) -> Tensor:
     """The product that `weight_layout` names: x @ weight.T for "out_in", x @ weight for "in_out"."""
     result = F.linear(x, weight if weight_layout == "out_in" else weight.t())
     return result if bias is None else result + bias
@@ -88,7 +88,7 @@ def linear_activation_kind(
     slope: float | None = None,
 ) -> Tensor:
     """The activation of a product; `slope` is a leaky ReLU's."""
-    return activate(product(x, weight, bias, weight_layout), activation, slope)
+    return activate(project(x, weight, bias, weight_layout), activation, slope)
 
 
 @kind("linear_residual", version=2, draws="one dropout mask of the shape of the product")
@@ -102,11 +102,11 @@ def linear_residual_kind(
     weight_layout: str = "out_in",
 ) -> Tensor:
     """A product, dropout, and the residual it is added to."""
-    return F.dropout(product(x, weight, bias, weight_layout), dropout) + cast("Tensor", residual)
+    return F.dropout(project(x, weight, bias, weight_layout), dropout) + cast("Tensor", residual)
 
 
-def _gated(
-    step: Step,
+def _gated_reference(
+    step: Activation,
     x: Tensor | None,
     weights: tuple[Tensor | None, Tensor | None, Tensor | None],
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -118,10 +118,10 @@ def _gated(
     """step(gate) * up, the two given, projected from x, or halves of one projection of x."""
     (gate_weight, up_weight, packed), (gate_bias, up_bias, bias), (gate, up) = weights, biases, streams
     if projections == "two":
-        gate = product(cast("Tensor", x), cast("Tensor", gate_weight), gate_bias, weight_layout)
-        up = product(cast("Tensor", x), cast("Tensor", up_weight), up_bias, weight_layout)
+        gate = project(cast("Tensor", x), cast("Tensor", gate_weight), gate_bias, weight_layout)
+        up = project(cast("Tensor", x), cast("Tensor", up_weight), up_bias, weight_layout)
     elif projections == "packed":
-        halves = product(cast("Tensor", x), cast("Tensor", packed), bias, weight_layout).chunk(2, dim=-1)
+        halves = project(cast("Tensor", x), cast("Tensor", packed), bias, weight_layout).chunk(2, dim=-1)
         gate, up = halves if gate_half == "first" else halves[::-1]
     return step(cast("Tensor", gate)) * cast("Tensor", up)
 
@@ -129,7 +129,7 @@ def _gated(
 GateWeight = Annotated[Tensor | None, "[out, in], or [in, out] with weight_layout 'in_out'"]
 PackedWeight = Annotated[Tensor | None, "[2 * out, in], or [in, 2 * out] with weight_layout 'in_out'"]
 PackedBias = Annotated[Tensor | None, "[2 * out]"]
-Stream = Annotated[Tensor | None, "[..., out]; one of gate and up has the sizes of the result"]
+GateOperand = Annotated[Tensor | None, "[..., out]; one of gate and up has the sizes of the result"]
 
 
 @kind("swiglu", version=2)
@@ -141,8 +141,8 @@ def swiglu_kind(
     up_bias: Bias = None,
     packed: PackedWeight = None,
     bias: PackedBias = None,
-    gate: Stream = None,
-    up: Stream = None,
+    gate: GateOperand = None,
+    up: GateOperand = None,
     *,
     projections: str,
     gate_half: str | None = None,
@@ -154,7 +154,7 @@ def swiglu_kind(
     holds both, the gate being its `gate_half`, "first" or "second".
     """
     weights, biases = (gate_weight, up_weight, packed), (gate_bias, up_bias, bias)
-    return _gated(F.silu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
+    return _gated_reference(F.silu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
 
 
 @kind("geglu", version=2)
@@ -166,8 +166,8 @@ def geglu_kind(
     up_bias: Bias = None,
     packed: PackedWeight = None,
     bias: PackedBias = None,
-    gate: Stream = None,
-    up: Stream = None,
+    gate: GateOperand = None,
+    up: GateOperand = None,
     *,
     projections: str,
     approximate: str = "none",
@@ -180,13 +180,17 @@ def geglu_kind(
     def gelu(x: Tensor) -> Tensor:
         return activate(x, GELU_NAMES[approximate])
 
-    return _gated(gelu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
+    return _gated_reference(gelu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
 
 
 def _layouts(match: Match, name: str) -> set[str]:
     """How a weight is laid out as each operation of the match reads it."""
     weight = match[name].aten
-    reads = [(node, *_READS[op_name(node.target)]) for node in match.aten if op_name(node.target) in _READS]
+    reads = [
+        (node, *_WEIGHT_READS[op_name(node.target)])
+        for node in match.aten
+        if op_name(node.target) in _WEIGHT_READS
+    ]
     return {layout for node, argument, layout in reads if named_arguments(node).get(argument) is weight}
 
 
@@ -195,73 +199,73 @@ def weight_layout(match: Match, name: str = "weight") -> str:
     return "out_in" if "out_in" in _layouts(match, name) else "in_out"
 
 
-_STEPS: dict[str, tuple[str, Step]] = {
-    **SIMPLE,
+_ACTIVATIONS: dict[str, tuple[str, Activation]] = {
+    **SIMPLE_ACTIVATIONS,
     "squared_relu": ("relu", lambda x: square(torch.relu(x))),
     "softplus": ("softplus", F.softplus),
 }
 
 
-def _linear_then(activation: str) -> LibraryRule:
-    needs, step = _STEPS[activation]
+def _linear_activation_rule(activation: str) -> LibraryRule:
+    needs, step = _ACTIVATIONS[activation]
 
-    @known(
+    @library_rule(
         linear_activation_kind,
         name=f"linear_{activation}",
         needs=f"{_PRODUCT} {needs}",
         attrs_of=lambda m: {"activation": activation, "weight_layout": weight_layout(m)},
-        examples=[_ONE, _FLAT],
+        examples=[_ONE, _MATRIX],
     )
     def linear_then(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return step(projected(x, weight, bias))
+        return step(linear_pattern(x, weight, bias))
 
     return linear_then
 
 
-@known(
+@library_rule(
     linear_activation_kind,
     needs=f"{_PRODUCT} gelu|erf|tanh|sigmoid",
-    attrs_of=lambda m: {"activation": GELU_NAMES[approximation(m)], "weight_layout": weight_layout(m)},
-    examples=[_ONE, _FLAT],
+    attrs_of=lambda m: {"activation": GELU_NAMES[gelu_approximation(m)], "weight_layout": weight_layout(m)},
+    examples=[_ONE, _MATRIX],
 )
 @with_gelu
 def linear_gelu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    gelu: Step,
+    gelu: Activation,
 ) -> Tensor:
     """A product and a GELU."""
-    return gelu(projected(x, weight, bias))
+    return gelu(linear_pattern(x, weight, bias))
 
 
-@known(
+@library_rule(
     linear_activation_kind,
     needs=f"{_PRODUCT} leaky_relu",
     attrs_of=lambda m: {"activation": "leaky_relu", "slope": m["slope"], "weight_layout": weight_layout(m)},
-    examples=[_ONE, _FLAT],
+    examples=[_ONE, _MATRIX],
 )
 def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
     """A product and a leaky ReLU."""
-    return F.leaky_relu(projected(x, weight, bias), slope)
+    return F.leaky_relu(linear_pattern(x, weight, bias), slope)
 
 
-@known(
+@library_rule(
     linear_residual_kind,
     needs=f"{_PRODUCT} add",
     attrs_of=lambda m: {"dropout": m.literals.get("dropout", 0.0), "weight_layout": weight_layout(m)},
-    examples=[(*_ONE, _X), (*_FLAT, _X[0])],
+    examples=[(*_ONE, _X), (*_MATRIX, _X[0])],
 )
 def linear_residual(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, dropout: Any = Const(0.1202)
 ) -> Tensor:
     """A product, its bias, perhaps dropout, and the stream it is added to."""
-    return optional(projected(x, weight, bias), lambda y: F.dropout(y, dropout)) + residual
+    return optional(linear_pattern(x, weight, bias), lambda y: F.dropout(y, dropout)) + residual
 
 
 @linear_residual.guard
-def residual_is_a_stream(match: Match) -> Decline | None:
-    residual, alike = match["residual"], _like_the_result(match)
+def residual_has_result_shape(match: Match) -> Decline | None:
+    residual, alike = match["residual"], _inputs_of_result_shape(match)
     if residual.ndim != match.outputs[0].meta["val"].dim() or residual.ndim < 2:
         return Decline(
             f"'{residual.name}' is spread over the rows: it is a bias, not a residual", at=residual
@@ -271,10 +275,10 @@ def residual_is_a_stream(match: Match) -> Decline | None:
     )
 
 
-def _like_the_result(match: Match) -> list[bool]:
+def _inputs_of_result_shape(match: Match) -> list[bool]:
     """For each value that the last operation reads, whether it has the shape of the result."""
     last = list(match.aten)[-1]
-    return [not broadcasts(n.meta["val"].shape, last.meta["val"].shape) for n in last.all_input_nodes]
+    return [not shapes_differ(n.meta["val"].shape, last.meta["val"].shape) for n in last.all_input_nodes]
 
 
 def _projections(match: Match) -> dict[str, Any]:
@@ -288,7 +292,7 @@ def _projections(match: Match) -> dict[str, Any]:
 
 
 def _gelu_projections(match: Match) -> dict[str, Any]:
-    return {**_projections(match), "approximate": approximation(match)}
+    return {**_projections(match), "approximate": gelu_approximation(match)}
 
 
 def _gate_half(match: Match) -> str:
@@ -299,9 +303,9 @@ def _gate_half(match: Match) -> str:
     return "second" if is_first else "first"
 
 
-def factors_have_one_shape(match: Match) -> Decline | None:
+def gate_has_shape_of_up(match: Match) -> Decline | None:
     """Refuse projections of different widths, and a gate and a value that broadcast over each other."""
-    alike = _like_the_result(match)
+    alike = _inputs_of_result_shape(match)
     if all(alike) or ("gate" in match and any(alike)):
         return None
     return Decline("its gate and what it multiplies differ in shape", at=match.outputs[0])
@@ -315,7 +319,7 @@ def one_weight_layout(match: Match) -> Decline | None:
     return None
 
 
-def _gates(context: RuleContext, whole: str, part: frozenset[str]) -> bool:
+def _is_gated(context: RuleContext, whole: str, part: frozenset[str]) -> bool:
     """Whether the result of an activation, an operator or the last of its steps, is multiplied by another value."""
 
     def multiplied(node: Node) -> list[Node]:
@@ -337,24 +341,26 @@ def _gates(context: RuleContext, whole: str, part: frozenset[str]) -> bool:
     return False
 
 
-def _silu_gates(context: RuleContext) -> bool:
-    return _gates(context, "silu", frozenset({"sigmoid"}))
+def _has_silu_gate(context: RuleContext) -> bool:
+    return _is_gated(context, "silu", frozenset({"sigmoid"}))
 
 
-def _gelu_gates(context: RuleContext) -> bool:
-    return _gates(context, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
+def _has_gelu_gate(context: RuleContext) -> bool:
+    return _is_gated(context, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
 
 
-def _gated_halves(x: Tensor, step: Step) -> Tensor:
+def _gated_halves(x: Tensor, step: Activation) -> Tensor:
     """One half of the last dimension through an activation, times the other half."""
-    return by_halves(x, lambda a, b: either(lambda: step(a) * b, lambda: a * step(b)))
+    return combine_halves(x, lambda a, b: either(lambda: step(a) * b, lambda: a * step(b)))
 
 
-_CUT = "split|split_with_sizes|slice|chunk"
+_SPLIT = "split|split_with_sizes|slice|chunk"
 _SILU, _GELU = "silu|sigmoid mul", "gelu|erf|tanh|sigmoid mul"
 
 
-@known(swiglu_kind, needs=f"{_PRODUCT} {_SILU}", when=_silu_gates, attrs_of=_projections, examples=[_TWO])
+@library_rule(
+    swiglu_kind, needs=f"{_PRODUCT} {_SILU}", when=_has_silu_gate, attrs_of=_projections, examples=[_TWO]
+)
 def swiglu(
     x: Tensor,
     gate_weight: Tensor,
@@ -363,28 +369,30 @@ def swiglu(
     up_bias: Tensor,
 ) -> Tensor:
     """silu(gate(x)) * up(x)."""
-    return silu(projected(x, gate_weight, gate_bias)) * projected(x, up_weight, up_bias)
+    return silu(linear_pattern(x, gate_weight, gate_bias)) * linear_pattern(x, up_weight, up_bias)
 
 
-@known(
+@library_rule(
     swiglu_kind,
-    needs=f"{_PRODUCT} {_CUT} {_SILU}",
-    when=_silu_gates,
+    needs=f"{_PRODUCT} {_SPLIT} {_SILU}",
+    when=_has_silu_gate,
     attrs_of=_projections,
-    examples=[_ONE, _FLAT],
+    examples=[_ONE, _MATRIX],
 )
 def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
     """The same from one product that holds gate and up side by side."""
-    return _gated_halves(projected(x, packed, bias), silu)
+    return _gated_halves(linear_pattern(x, packed, bias), silu)
 
 
-@known(swiglu_kind, needs=_SILU, when=_silu_gates, attrs_of=_projections, examples=[(_X, _X)])
+@library_rule(swiglu_kind, needs=_SILU, when=_has_silu_gate, attrs_of=_projections, examples=[(_X, _X)])
 def swiglu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, wherever the two come from."""
     return silu(gate) * up
 
 
-@known(geglu_kind, needs=f"{_PRODUCT} {_GELU}", when=_gelu_gates, attrs_of=_gelu_projections, examples=[_TWO])
+@library_rule(
+    geglu_kind, needs=f"{_PRODUCT} {_GELU}", when=_has_gelu_gate, attrs_of=_gelu_projections, examples=[_TWO]
+)
 @with_gelu
 def geglu(
     x: Tensor,
@@ -392,42 +400,42 @@ def geglu(
     up_weight: Tensor,
     gate_bias: Tensor,
     up_bias: Tensor,
-    gelu: Step,
+    gelu: Activation,
 ) -> Tensor:
     """gelu(gate(x)) * up(x)."""
-    return gelu(projected(x, gate_weight, gate_bias)) * projected(x, up_weight, up_bias)
+    return gelu(linear_pattern(x, gate_weight, gate_bias)) * linear_pattern(x, up_weight, up_bias)
 
 
-@known(
+@library_rule(
     geglu_kind,
-    needs=f"{_PRODUCT} {_CUT} {_GELU}",
-    when=_gelu_gates,
+    needs=f"{_PRODUCT} {_SPLIT} {_GELU}",
+    when=_has_gelu_gate,
     attrs_of=_gelu_projections,
-    examples=[_ONE, _FLAT],
+    examples=[_ONE, _MATRIX],
 )
 @with_gelu
 def geglu_packed(
     x: Tensor,
     packed: Tensor,
     bias: Tensor,
-    gelu: Step,
+    gelu: Activation,
 ) -> Tensor:
     """The same from one product that holds gate and up side by side."""
-    return _gated_halves(projected(x, packed, bias), gelu)
+    return _gated_halves(linear_pattern(x, packed, bias), gelu)
 
 
-@known(geglu_kind, needs=_GELU, when=_gelu_gates, attrs_of=_gelu_projections, examples=[(_X, _X)])
+@library_rule(geglu_kind, needs=_GELU, when=_has_gelu_gate, attrs_of=_gelu_projections, examples=[(_X, _X)])
 @with_gelu
 def geglu_gate(
     gate: Tensor,
     up: Tensor,
-    gelu: Step,
+    gelu: Activation,
 ) -> Tensor:
     """gelu(gate) * up, wherever the two come from."""
     return gelu(gate) * up
 
 
-def operands_are_weights(match: Match) -> Decline | None:
+def operands_have_weight_shapes(match: Match) -> Decline | None:
     """Refuse a product of two streams, and what is no bias: one number for each column."""
     for name, bias_name in _BIASES.items():
         weight, bias = match.operands.get(name), match.operands.get(bias_name)
@@ -447,14 +455,17 @@ def operands_are_weights(match: Match) -> Decline | None:
 
 
 LINEAR = RuleSet(
-    *(_linear_then(activation) for activation in _STEPS), linear_gelu, linear_leaky_relu, linear_residual
+    *(_linear_activation_rule(activation) for activation in _ACTIVATIONS),
+    linear_gelu,
+    linear_leaky_relu,
+    linear_residual,
 )
 GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_gate)
 for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
-    _rule.guard(gelu_constants)
+    _rule.guard(is_gelu)
 for _rule in GATES:
-    cast("LibraryRule", _rule).guard(factors_have_one_shape)
+    cast("LibraryRule", _rule).guard(gate_has_shape_of_up)
 for _rule in (*LINEAR, *GATES):
-    cast("LibraryRule", _rule).guard(real_numbers)
-    cast("LibraryRule", _rule).guard(operands_are_weights)
+    cast("LibraryRule", _rule).guard(is_floating_point)
+    cast("LibraryRule", _rule).guard(operands_have_weight_shapes)
     cast("LibraryRule", _rule).guard(one_weight_layout)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.ir.schema import named_arguments
-from dovetail.rules.library.library_rule import has, kind, known, same_sizes
+from dovetail.rules.library.library_rule import has_op, kind, library_rule, same_sizes
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
@@ -51,7 +51,7 @@ def cross_entropy_kind(
 
 
 def _cross_entropy_attrs(match: Match) -> dict[str, Any]:
-    reduction = "mean" if has(match, "mean") else "sum" if has(match, "sum") else "none"
+    reduction = "mean" if has_op(match, "mean") else "sum" if has_op(match, "sum") else "none"
     for node in match.nodes:
         number = named_arguments(node).get("reduction")
         if isinstance(number, int):
@@ -62,7 +62,7 @@ def _cross_entropy_attrs(match: Match) -> dict[str, Any]:
         "label_smoothing": match.literals.get("smoothing", 0.0),
         "class_dim": _class_dim(match),
         "target_kind": "probabilities" if match["target"].dtype.is_floating_point else "indices",
-        "upcast": match.rule == "cross_entropy" and has(match, "_to_copy"),
+        "upcast": match.rule == "cross_entropy" and has_op(match, "_to_copy"),
     }
 
 
@@ -71,7 +71,7 @@ def _class_dim(match: Match) -> int:
     return last if match.rule == "cross_entropy_by_hand" else min(1, last)
 
 
-@known(
+@library_rule(
     cross_entropy_kind,
     needs="cross_entropy_loss|nll_loss|nll_loss_nd|nll_loss_forward",
     attrs_of=_cross_entropy_attrs,
@@ -101,7 +101,7 @@ def cross_entropy(
     return either(lambda: weighed(weight), lambda: weighed(None))
 
 
-@known(
+@library_rule(
     cross_entropy_kind,
     needs="gather|index log_softmax|_log_softmax|logsumexp|log",
     attrs_of=_cross_entropy_attrs,
@@ -148,9 +148,9 @@ def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @cross_entropy_by_hand.guard
-def target_is_of_classes(match: Match) -> Decline | None:
+def target_is_class_index(match: Match) -> Decline | None:
     target, logits = match["target"], match["logits"]
-    if has(match, "index") and logits.ndim != 2:
+    if has_op(match, "index") and logits.ndim != 2:
         return Decline(f"'{target.name}' indexes '{logits.name}' along its first two dimensions", at=target)
     if target.dtype not in (torch.int32, torch.int64):
         return Decline(f"'{target.name}' is {target.dtype}, and no index of a class", at=target)

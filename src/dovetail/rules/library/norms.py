@@ -12,15 +12,15 @@ from torch.fx import Node
 
 from dovetail.ir.schema import named_arguments, op_name, value_of
 from dovetail.rules.library.library_rule import (
-    Step,
+    Activation,
     activate,
     activation_name,
-    broadcasts,
-    gelu_constants,
+    is_floating_point,
+    is_gelu,
     kind,
-    known,
-    real_numbers,
+    library_rule,
     same_sizes,
+    shapes_differ,
     silu,
     square,
     with_gelu,
@@ -32,8 +32,8 @@ from dovetail.rules.rule import Decline, RuleSet
 _RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt|pow"
 _LAYER = "layer_norm|native_layer_norm|rsqrt|sqrt|pow layer_norm|native_layer_norm|sub"
 _X, _WEIGHT = torch.empty(2, 8, 16, device="meta"), torch.empty(16, device="meta")
-Stream = Annotated[Tensor, "[..., *normalized]"]
-Added = Annotated[
+NormInput = Annotated[Tensor, "[..., *normalized]"]
+Summand = Annotated[
     Tensor, "[..., *normalized]; the leading sizes of one of x and residual are those of the sum"
 ]
 Affine = Annotated[Tensor | None, "[*normalized]: the sizes of the last `dims` dimensions"]
@@ -41,7 +41,7 @@ Affine = Annotated[Tensor | None, "[*normalized]: the sizes of the last `dims` d
 
 @kind("rms_norm", version=2)
 def rms_norm_kind(
-    x: Stream,
+    x: NormInput,
     weight: Affine = None,
     *,
     eps: float | None = None,
@@ -60,8 +60,8 @@ def rms_norm_kind(
 
 @kind("add_rms_norm", version=2)
 def add_rms_norm_kind(
-    x: Added,
-    residual: Added,
+    x: Summand,
+    residual: Summand,
     weight: Affine = None,
     *,
     eps: float | None = None,
@@ -76,7 +76,7 @@ def add_rms_norm_kind(
 
 @kind("layer_norm", version=2)
 def layer_norm_kind(
-    x: Stream,
+    x: NormInput,
     weight: Affine = None,
     bias: Affine = None,
     *,
@@ -93,8 +93,8 @@ def layer_norm_kind(
 
 @kind("add_layer_norm", version=2)
 def add_layer_norm_kind(
-    x: Added,
-    residual: Added,
+    x: Summand,
+    residual: Summand,
     weight: Affine = None,
     bias: Affine = None,
     *,
@@ -109,8 +109,8 @@ def add_layer_norm_kind(
 
 @kind("dropout_add_layer_norm", version=2, draws="one dropout mask of the shape of x")
 def dropout_add_layer_norm_kind(
-    x: Added,
-    residual: Added,
+    x: Summand,
+    residual: Summand,
     bias: Annotated[Tensor | None, "[width], width the last size of x"] = None,
     weight: Affine = None,
     shift: Affine = None,
@@ -139,13 +139,13 @@ def group_norm_kind(
     return activate(F.group_norm(x, groups, weight, bias, eps), activation)
 
 
-_OPERATORS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"})
+_NORM_OPS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"})
 
 
 def normalized_dims(match: Match) -> int:
     """How many dimensions a norm is over: those that its operator names, one where it is written out."""
     for node in match.aten:
-        if op_name(node.target) in _OPERATORS:
+        if op_name(node.target) in _NORM_OPS:
             return len(cast("list[Any]", named_arguments(node)["normalized_shape"]))
     return 1
 
@@ -160,7 +160,7 @@ def norm_attrs(match: Match) -> dict[str, Any]:
     return {**literals, "dims": normalized_dims(match), "out_dtype": out_dtype}
 
 
-def _with_sum(match: Match) -> list[Node | None]:
+def _norm_and_sum(match: Match) -> list[Node | None]:
     """The norm and the sum it is of."""
     summed = {match["x"].aten, match["residual"].aten}
     sums = [
@@ -171,18 +171,18 @@ def _with_sum(match: Match) -> list[Node | None]:
     return [match.outputs[0], sums[0] if sums else None]
 
 
-def _inverse_root(x: Tensor) -> Tensor:
+def _rsqrt(x: Tensor) -> Tensor:
     return either(lambda: torch.rsqrt(x), lambda: x.pow(-0.5), lambda: 1 / torch.sqrt(x))
 
 
-def rms_normalised(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor:
+def rms_norm_pattern(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor:
     """x / rms(x), perhaps times a weight: the operator, or its steps with float32 or without on the way."""
 
     def by_hand() -> Tensor:
         wide = either(lambda: x.float(), lambda: x)
         spread = square(wide).mean(-1, keepdim=True) + eps
         scaled = either(
-            lambda: wide * _inverse_root(spread),
+            lambda: wide * _rsqrt(spread),
             lambda: wide / torch.sqrt(spread),
             # The statistics alone are wide, as T5 does it.
             lambda: x * torch.rsqrt(spread),
@@ -202,7 +202,7 @@ def rms_normalised(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor:
     )
 
 
-def layer_normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tensor:
+def layer_norm_pattern(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tensor:
     """(x - mean) / sqrt(variance + eps), perhaps with weight and bias: the operator, or its steps."""
 
     def by_hand() -> Tensor:
@@ -217,17 +217,17 @@ def layer_normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tenso
             lambda: square(wide).mean(-1, keepdim=True) - square(mean),
         )
         scaled = either(
-            lambda: centred / torch.sqrt(variance + eps), lambda: centred * _inverse_root(variance + eps)
+            lambda: centred / torch.sqrt(variance + eps), lambda: centred * _rsqrt(variance + eps)
         )
         return either(lambda: affine(scaled.to(x.dtype)), lambda: affine(scaled).to(x.dtype))
 
     def affine(y: Tensor) -> Tensor:
         return either(lambda: weight * y + bias, lambda: weight * y, lambda: y)
 
-    return either(lambda: layer_norm_operator(x, weight, bias, eps), by_hand)
+    return either(lambda: layer_norm_op_pattern(x, weight, bias, eps), by_hand)
 
 
-def layer_norm_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tensor:
+def layer_norm_op_pattern(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tensor:
     """The operator with weight and bias, with one of them, or with neither."""
     return either(
         lambda: F.layer_norm(x, weight.shape, weight, bias, eps),
@@ -237,15 +237,15 @@ def layer_norm_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Te
     )
 
 
-@known(rms_norm_kind, needs=_RMS, attrs_of=norm_attrs, examples=[(_X, _WEIGHT)])
+@library_rule(rms_norm_kind, needs=_RMS, attrs_of=norm_attrs, examples=[(_X, _WEIGHT)])
 def rms_norm(x: Tensor, weight: Tensor, eps: Any = Const(0.0303), offset: Any = Const(1.0404)) -> Tensor:
     """A root-mean-square norm over the last dimension, or over those of its weight."""
-    return rms_normalised(x, weight, eps, offset)
+    return rms_norm_pattern(x, weight, eps, offset)
 
 
-@known(
+@library_rule(
     add_rms_norm_kind,
-    results_of=_with_sum,
+    results_of=_norm_and_sum,
     needs=f"add {_RMS}",
     attrs_of=norm_attrs,
     escapes="output",
@@ -259,18 +259,18 @@ def add_rms_norm(
     offset: Any = Const(1.0404),
 ) -> Tensor:
     """A sum of two streams and its root-mean-square norm; the sum is returned too where it is used again."""
-    return rms_normalised(x + residual, weight, eps, offset)
+    return rms_norm_pattern(x + residual, weight, eps, offset)
 
 
-@known(layer_norm_kind, needs=_LAYER, attrs_of=norm_attrs, examples=[(_X, _WEIGHT, _WEIGHT)])
+@library_rule(layer_norm_kind, needs=_LAYER, attrs_of=norm_attrs, examples=[(_X, _WEIGHT, _WEIGHT)])
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Any = Const(0.0303)) -> Tensor:
     """A layer norm over the last dimension, or over those of its weight."""
-    return layer_normalised(x, weight, bias, eps)
+    return layer_norm_pattern(x, weight, bias, eps)
 
 
-@known(
+@library_rule(
     add_layer_norm_kind,
-    results_of=_with_sum,
+    results_of=_norm_and_sum,
     needs=f"add {_LAYER}",
     attrs_of=norm_attrs,
     escapes="output",
@@ -280,10 +280,10 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: Any = Const(0.0303)
 ) -> Tensor:
     """A sum of two streams and its layer norm; the sum is returned too where it is used again."""
-    return layer_normalised(x + residual, weight, bias, eps)
+    return layer_norm_pattern(x + residual, weight, bias, eps)
 
 
-@known(
+@library_rule(
     dropout_add_layer_norm_kind,
     needs="add layer_norm|native_layer_norm",
     attrs_of=norm_attrs,
@@ -306,17 +306,17 @@ def dropout_add_layer_norm(
     dropped = either(
         lambda: optional(x + bias, lambda y: F.dropout(y, dropout)), lambda: F.dropout(x, dropout)
     )
-    return layer_norm_operator(dropped + residual, weight, shift, eps)
+    return layer_norm_op_pattern(dropped + residual, weight, shift, eps)
 
 
 def _normalized_sizes(match: Match) -> list[Any]:
     """The sizes of what is normalized."""
-    node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_OPERATORS})
+    node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_NORM_OPS})
     given = named_arguments(node)
     return list(value_of(given.get("input", given.get("self"))).shape)
 
 
-def affine_fits(match: Match) -> Decline | None:
+def affine_has_normalized_shape(match: Match) -> Decline | None:
     """Refuse a weight or bias that is not of the normalized sizes: broadcast otherwise, it is another operation."""
     sizes, dims = _normalized_sizes(match), normalized_dims(match)
     for name in ("weight", "bias", "shift"):
@@ -334,7 +334,7 @@ def affine_fits(match: Match) -> Decline | None:
 @dropout_add_layer_norm.guard
 @add_rms_norm.guard
 @add_layer_norm.guard
-def streams_have_one_rank(match: Match) -> Decline | None:
+def summands_have_one_rank(match: Match) -> Decline | None:
     x, residual = match["x"], match["residual"]
     if x.ndim != residual.ndim:
         return Decline(
@@ -342,13 +342,13 @@ def streams_have_one_rank(match: Match) -> Decline | None:
         )
     total, dims = _normalized_sizes(match), normalized_dims(match)
     inner = [v.shape[v.ndim - dims :] for v in (x, residual)]
-    enlarged = [broadcasts(v.shape, total) for v in (x, residual)]
-    if not any(broadcasts(sizes, total[x.ndim - dims :]) for sizes in inner) and not all(enlarged):
+    enlarged = [shapes_differ(v.shape, total) for v in (x, residual)]
+    if not any(shapes_differ(sizes, total[x.ndim - dims :]) for sizes in inner) and not all(enlarged):
         return None
     return Decline(f"'{residual.name}' and '{x.name}' are spread over each other", at=residual)
 
 
-@known(
+@library_rule(
     group_norm_kind,
     needs="group_norm|native_group_norm",
     attrs_of=lambda m: {"groups": m["groups"], "eps": m["eps"], "activation": activation_name(m)},
@@ -356,7 +356,12 @@ def streams_have_one_rank(match: Match) -> Decline | None:
 )
 @with_gelu
 def group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, gelu: Step, groups: Any = Const(4), eps: Any = Const(0.0303)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gelu: Activation,
+    groups: Any = Const(4),
+    eps: Any = Const(0.0303),
 ) -> Tensor:
     """A norm over groups of channels, and the activation that follows it, if any."""
     normal = either(
@@ -366,9 +371,9 @@ def group_norm(
     return either(lambda: torch.relu(normal), lambda: silu(normal), lambda: gelu(normal), lambda: normal)
 
 
-group_norm.guard(gelu_constants)
-group_norm.guard(real_numbers)
+group_norm.guard(is_gelu)
+group_norm.guard(is_floating_point)
 NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm, group_norm)
 for _rule in (rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm):
-    _rule.guard(affine_fits)
-    _rule.guard(real_numbers)
+    _rule.guard(affine_has_normalized_shape)
+    _rule.guard(is_floating_point)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
-from dovetail.rules.library.library_rule import LibraryRule, kind, known, real_numbers
+from dovetail.rules.library.library_rule import LibraryRule, is_floating_point, kind, library_rule
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.normalized_graph import normalized_graph_of
@@ -35,14 +35,16 @@ def avg_pool_kind(
     return F.avg_pool2d(x, cast("list[int]", kernel), stride)
 
 
-def _has_means_of_images(context: RuleContext) -> bool:
+def _has_image_means(context: RuleContext) -> bool:
     """Whether there is a mean over the last two of four dimensions, at once or one after the other."""
     return any(
-        _pools(node) for node in context.analysis(normalized_graph_of).nodes if op_name(node.target) == "mean"
+        _is_image_mean(node)
+        for node in context.analysis(normalized_graph_of).nodes
+        if op_name(node.target) == "mean"
     )
 
 
-def _pools(node: Node) -> bool:
+def _is_image_mean(node: Node) -> bool:
     source = named_arguments(node).get("self")
     if not isinstance(source, Node):
         return False
@@ -53,10 +55,10 @@ def _pools(node: Node) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4 and sorted(dims or ()) == [2, 3]
 
 
-@known(
+@library_rule(
     avg_pool_kind,
     needs="mean",
-    when=_has_means_of_images,
+    when=_has_image_means,
     attrs_of=lambda m: {"kernel": "global", "keepdim": m.outputs[0].meta["val"].dim() == 4},
     examples=[(_IMAGES,)],
 )
@@ -74,27 +76,27 @@ def avg_pool_global(x: Tensor) -> Tensor:
     )
 
 
-def pools_images(match: Match) -> Decline | None:
+def is_batch_of_images(match: Match) -> Decline | None:
     x = match["x"]
     if x.ndim != 4:
         return Decline(f"'{x.name}' has {x.ndim} dimensions: it is no batch of images", at=x)
     if any(static_size(n) == 0 for n in x.shape[1:]):
         return Decline(f"'{x.name}' has no elements to take the mean of", at=x)
-    return real_numbers(match)
+    return is_floating_point(match)
 
 
-avg_pool_global.guard(pools_images)
+avg_pool_global.guard(is_batch_of_images)
 
 
-def _takes_every_other(context: RuleContext) -> bool:
+def _has_strided_slices(context: RuleContext) -> bool:
     slices = (n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "slice")
     return any(named_arguments(node).get("step") == 2 for node in slices)
 
 
-@known(
+@library_rule(
     avg_pool_kind,
     needs="slice add",
-    when=_takes_every_other,
+    when=_has_strided_slices,
     attrs_of=lambda m: {"kernel": [2, 2], "stride": [2, 2]},
     examples=[(_IMAGES,)],
 )
@@ -113,7 +115,7 @@ def avg_pool_slices(x: Tensor) -> Tensor:
     return either(lambda: total / 4, lambda: total * 0.25)
 
 
-avg_pool_slices.guard(pools_images)
+avg_pool_slices.guard(is_batch_of_images)
 
 
 @avg_pool_slices.guard
@@ -126,7 +128,7 @@ def sizes_are_even(match: Match) -> Decline | None:
     return Decline(f"'{x.name}' is not known to have an even number of rows and columns", at=x)
 
 
-@known(
+@library_rule(
     avg_pool_kind,
     needs="unfold mean",
     attrs_of=lambda m: {"kernel": [m["height"], m["width"]], "stride": [m["down"], m["across"]]},
@@ -142,14 +144,14 @@ def avg_pool_windows(
     )
 
 
-avg_pool_windows.guard(pools_images)
+avg_pool_windows.guard(is_batch_of_images)
 
 
 @functools.cache
-def _blocks_of(height: int, width: int) -> LibraryRule:
+def _rule_for_block(height: int, width: int) -> LibraryRule:
     """The rule for blocks of one size: what a reshape cuts an image into is told by numbers, not by operands."""
 
-    @known(
+    @library_rule(
         avg_pool_kind,
         name="avg_pool_blocks",
         needs="reshape|view mean|sum",
@@ -169,7 +171,7 @@ def _blocks_of(height: int, width: int) -> LibraryRule:
             lambda: cut.sum((3, 5)) * (1 / (height * width)),
         )
 
-    blocks.guard(pools_images)
+    blocks.guard(is_batch_of_images)
     return blocks
 
 
@@ -181,7 +183,7 @@ class AveragePoolBlocks(Rule):
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         for height, width in sorted(context.analysis(_block_sizes)):
-            yield from _blocks_of(height, width).propose(context)
+            yield from _rule_for_block(height, width).propose(context)
 
 
 def _block_sizes(context: RuleContext) -> set[tuple[int, int]]:

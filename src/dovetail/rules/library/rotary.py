@@ -11,14 +11,21 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.ir.schema import static_size
-from dovetail.rules.library.library_rule import ahead_of, broadcasts, by_halves, has, kind, known
+from dovetail.rules.library.library_rule import (
+    combine_halves,
+    has_op,
+    kind,
+    library_rule,
+    nearest_consumer,
+    shapes_differ,
+)
 from dovetail.rules.patterns.alternatives import either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.normalized_graph import normalized_graph_of
 from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleContext, RuleSet
 
-_MEETINGS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
-_BETWEEN = frozenset(
+_PRODUCT_OPS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
+_TRANSPARENT_OPS = frozenset(
     {
         "unsqueeze",
         "expand",
@@ -59,7 +66,7 @@ def rotary_kind(
         cos, sin = turns.real, turns.imag
     c, s = cast("Tensor", cos), cast("Tensor", sin)
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate_half(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1) if layout == "halves" else (x[..., ::2], x[..., 1::2])
         if half_angles:
             a, b = a * c - b * s, b * c + a * s
@@ -68,15 +75,15 @@ def rotary_kind(
         joined = torch.cat((a, b), -1) if layout == "halves" else torch.stack((a, b), -1).flatten(-2)
         return (joined if half_angles else x * c + joined * s).to(x.dtype)
 
-    return turned(x) if other is None else (turned(x), turned(other))
+    return rotate_half(x) if other is None else (rotate_half(x), rotate_half(other))
 
 
 def _rotary_attrs(match: Match) -> dict[str, Any]:
-    layout = "interleaved" if has(match, "stack", "view_as_complex") else "halves"
+    layout = "interleaved" if has_op(match, "stack", "view_as_complex") else "halves"
     return {"layout": layout, "half_angles": match.rule != "rotary"}
 
 
-def _by_places(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _combine_interleaved(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """What is made of the even and the odd places of the last dimension, however they are told apart."""
 
     def pairs() -> Tensor:
@@ -93,29 +100,29 @@ def _by_places(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return either(unbound, selected, lambda: join(x[..., ::2], x[..., 1::2]))
 
 
-def _woven(a: Tensor, b: Tensor) -> Tensor:
+def _interleave(a: Tensor, b: Tensor) -> Tensor:
     """Values of even and odd places in one dimension again."""
     return torch.stack((a, b), dim=-1).flatten(-2)
 
 
-def turned(x: Tensor) -> Tensor:
+def rotate_half(x: Tensor) -> Tensor:
     """(a, b) made (-b, a): a and b the halves of the last dimension, or its even and odd places."""
     return either(
-        lambda: by_halves(x, lambda a, b: torch.cat((-b, a), dim=-1)),
-        lambda: _by_places(x, lambda a, b: _woven(-b, a)),
+        lambda: combine_halves(x, lambda a, b: torch.cat((-b, a), dim=-1)),
+        lambda: _combine_interleaved(x, lambda a, b: _interleave(-b, a)),
     )
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x turned by the angles whose cosines and sines are given."""
     wide = either(lambda: x, lambda: x.float())
-    return (wide * cos + turned(wide) * sin).to(x.dtype)
+    return (wide * cos + rotate_half(wide) * sin).to(x.dtype)
 
 
-@known(rotary_kind, needs="cat|stack neg|sub", attrs_of=_rotary_attrs)
+@library_rule(rotary_kind, needs="cat|stack neg|sub", attrs_of=_rotary_attrs)
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding of queries or of keys."""
-    return rotated(x, cos, sin)
+    return apply_rotary(x, cos, sin)
 
 
 class RotaryPair(Rule):
@@ -131,7 +138,7 @@ class RotaryPair(Rule):
         for found in rotary.propose(context):
             if not isinstance(found, Candidate):
                 continue
-            meeting = ahead_of([by_place[i] for i in found.members], _MEETINGS, _BETWEEN)
+            meeting = nearest_consumer([by_place[i] for i in found.members], _PRODUCT_OPS, _TRANSPARENT_OPS)
             if meeting is None:
                 continue
             other = waiting.pop(meeting, None)
@@ -152,7 +159,7 @@ def _same_angles(first: Candidate, second: Candidate) -> bool:
 rotary_pair = RotaryPair()
 
 
-@known(rotary_kind, name="rotary_split", needs="cat|stack sub", attrs_of=_rotary_attrs)
+@library_rule(rotary_kind, name="rotary_split", needs="cat|stack sub", attrs_of=_rotary_attrs)
 def rotary_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding half by half, or even and odd places apart: angles are given for one of them."""
     wide = either(lambda: x, lambda: x.float())
@@ -161,13 +168,13 @@ def rotary_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return lambda a, b: join(a * cos - b * sin, b * cos + a * sin)
 
     made = either(
-        lambda: by_halves(wide, turn(lambda a, b: torch.cat((a, b), dim=-1))),
-        lambda: _by_places(wide, turn(_woven)),
+        lambda: combine_halves(wide, turn(lambda a, b: torch.cat((a, b), dim=-1))),
+        lambda: _combine_interleaved(wide, turn(_interleave)),
     )
     return made.to(x.dtype)
 
 
-@known(
+@library_rule(
     rotary_kind,
     needs="stack select sub",
     attrs_of=_rotary_attrs,
@@ -177,17 +184,17 @@ def rotary_cached(x: Tensor, angles: Tensor) -> Tensor:
     """The same where cosines and sines come side by side in one tensor, each picked out wherever it is needed."""
     wide = either(lambda: x, lambda: x.float())
     both = wide.reshape(*x.shape[:-1], -1, 2)
-    turned = torch.stack(
+    rotate_half = torch.stack(
         (
             both[..., 0] * angles[..., 0] - both[..., 1] * angles[..., 1],
             both[..., 1] * angles[..., 0] + both[..., 0] * angles[..., 1],
         ),
         dim=-1,
     )
-    return turned.flatten(-2).to(x.dtype)
+    return rotate_half.flatten(-2).to(x.dtype)
 
 
-@known(
+@library_rule(
     rotary_kind,
     name="rotary_complex",
     needs="view_as_complex view_as_real",
@@ -208,17 +215,17 @@ def turns_are_complex(match: Match) -> Decline | None:
     return None if turns.dtype.is_complex else Decline(f"'{turns.name}' only scales: it is real", at=turns)
 
 
-def turns_every_pair(match: Match) -> Decline | None:
+def rotates_every_pair(match: Match) -> Decline | None:
     """Refuse a width that is odd, or not known, and angles for more than there is to be turned."""
     x, width = match["x"], static_size(match["x"].shape[-1])
     if width is None or width % 2:
         # A chunk cuts an odd width above the middle, slices below it.
         return Decline(f"the last dimension of '{x.name}' is not known to be even", at=x)
-    if broadcasts(match.outputs[0].meta["val"].shape, x.shape):
+    if shapes_differ(match.outputs[0].meta["val"].shape, x.shape):
         return Decline(f"the angles enlarge '{x.name}'", at=x)
     return None
 
 
 for _rule in (rotary, rotary_split, rotary_cached, rotary_complex):
-    _rule.guard(turns_every_pair)
+    _rule.guard(rotates_every_pair)
 ROTARY = RuleSet(rotary, rotary_pair, rotary_split, rotary_cached, rotary_complex)

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.library_rule import kind, known
+from dovetail.rules.library.library_rule import kind, library_rule
 from dovetail.rules.patterns.alternatives import Const, optional
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
-_CLOSE = 1e-7
+_REL_TOL = 1e-7
 """By how much of its size a bound may be moved by the rounding of what is drawn from."""
-_STEEPEST = 700.0
+_MAX_EXPONENT = 700.0
 _EMPTY = torch.empty(8, 8, device="meta")
 
 
@@ -35,7 +35,7 @@ def trunc_normal_kind(
     return (torch.erfinv(drawn) * spread + mean).clamp(low, high)
 
 
-@known(
+@library_rule(
     trunc_normal_kind,
     needs="erfinv clamp",
     attrs_of=lambda m: {
@@ -65,7 +65,7 @@ def trunc_normal(
 
 
 @trunc_normal.guard
-def ends_are_the_bounds(match: Match) -> Decline | None:
+def interval_matches_bounds(match: Match) -> Decline | None:
     low, high, spread, mean = match["low"], match["high"], match["spread"], match.literals.get("mean", 0.0)
     if low is None or high is None:
         return Decline("it is not cut off at both ends")
@@ -77,8 +77,8 @@ def ends_are_the_bounds(match: Match) -> Decline | None:
         z = (bound - mean) / spread
         meant = math.erf(z)
         # The inverse of erf is steep near its ends: what counts is how far the bound is moved, not the number drawn.
-        moved = abs(match[name] - meant) * spread * math.exp(min(z * z, _STEEPEST))
-        if moved > _CLOSE * (abs(low) + abs(high)):
+        moved = abs(match[name] - meant) * spread * math.exp(min(z * z, _MAX_EXPONENT))
+        if moved > _REL_TOL * (abs(low) + abs(high)):
             return Decline(
                 f"it draws from {match[name]!r} where {meant:.7g} would be cut off at {bound!r}: what lies beyond "
                 "is moved to the bound or never reached"
