@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import dovetail
 from dovetail.fusion.cost import Cost, Figures, Gain, Traffic
 from dovetail.ir.dependencies import Index
-from dovetail.outlining.escapes import settle
-from dovetail.outlining.request import RegionDraft, Request, drafts
+from dovetail.outlining.escapes import RegionDraft, resolve_escapes
+from dovetail.outlining.outline import Request, make_drafts
 
 X = torch.randn(4, 8)
 N = X.nbytes
@@ -33,8 +33,8 @@ def drafted(
 ) -> tuple[Figures, RegionDraft]:
     gm = dovetail.capture(Call(function), args, **options)
     index = Index(gm)
-    (draft,) = drafts(index, [Request(names.split(), "k", escapes=escapes)])
-    settle(index, draft)
+    (draft,) = make_drafts(index, [Request(names.split(), "k", escapes=escapes)])
+    resolve_escapes(index, draft)
     return Figures(index), draft
 
 
@@ -119,8 +119,8 @@ def test_symbolic_sizes_count_by_their_hint() -> None:
 def test_sizes_that_are_not_known_count_as_nothing() -> None:
     gm = torch.fx.symbolic_trace(lambda x: x.relu().exp())
     index = Index(gm)
-    (draft,) = drafts(index, [Request(["relu", "exp"], "k")])
-    settle(index, draft)
+    (draft,) = make_drafts(index, [Request(["relu", "exp"], "k")])
+    resolve_escapes(index, draft)
     figures = Figures(index)
     assert Traffic(launch_bytes=7).gain(figures, draft) == Gain(0, 1, 0, 7)
     assert not figures.known(index.names["relu"])

@@ -306,9 +306,9 @@ def test_rules_speak_of_operations_inside_regions_as_if_these_were_open() -> Non
     gm = dovetail.capture(lambda x, w: torch.relu(x @ w).sum(-1).exp(), (X, torch.randn(3, 3)))
     new = fuse(gm, dovetail.rules.groups())
     assert why(new, "relu", "sum_1")[-1] == (
-        "rule 'groups': 'relu' follows the anchor 'matmul', behind which only elementwise work of its shape fuses."
+        "rule 'groups': 'relu' follows the anchor 'matmul', after which only elementwise work of its shape fuses."
     )
-    assert "rule 'groups': 'sum_1' is a reduction: nothing fuses behind it." in why(new, "sum_1", "exp")
+    assert "rule 'groups': 'sum_1' is a reduction: nothing fuses after it." in why(new, "sum_1", "exp")
 
 
 class Picky(Fixed):

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 import dovetail
 from dovetail import rules
 from dovetail.ir.dependencies import Index
-from dovetail.ir.op_traits import commutes
+from dovetail.ir.op_traits import is_commutative
 from dovetail.ir.structural_hash import structural_order
 from tests.fuzz.generate import FLAVOURS, draw_program
 from tests.fuzz.program import NotAProgram, build
@@ -80,7 +80,12 @@ def relisted(gm: GraphModule, rng: Random, *, swap: bool) -> GraphModule:
         new = made[index.nodes[i]] = graph.node_copy(index.nodes[i], made.__getitem__)
         if new.op not in ("placeholder", "output"):
             new._rename(f"n{numbers[i]}")
-        if swap and commutes(new) and all(isinstance(a, Node) for a in new.args[:2]) and rng.random() < 0.5:
+        if (
+            swap
+            and is_commutative(new)
+            and all(isinstance(a, Node) for a in new.args[:2])
+            and rng.random() < 0.5
+        ):
             new.args = (new.args[1], new.args[0], *new.args[2:])
     graph.set_codegen(gm.graph._codegen)
     return GraphModule(gm, graph)

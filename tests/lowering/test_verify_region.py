@@ -14,9 +14,9 @@ import dovetail
 from dovetail.lowering.compile_unit import CompileUnit, unit_of
 from dovetail.lowering.guards import expected_specialization
 from dovetail.lowering.verify_region import reference_mismatch, uncovered, verify_unit
-from dovetail.numerics.sample_inputs import fake_examples, real_examples, span
+from dovetail.numerics.sample_inputs import fake_inputs, random_inputs, storage_span
 from dovetail.numerics.tolerance import Reference, difference
-from dovetail.outlining.request import Request
+from dovetail.outlining.outline import Request
 from dovetail.rules.library import KINDS
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
@@ -30,8 +30,8 @@ def unit(function: Callable[..., Any], *args: Any) -> CompileUnit:
 
 def verified(whole: CompileUnit, run: Callable[..., Any], *, grad: bool = False) -> str | None:
     flags = [isinstance(v, Tensor) and v.dtype.is_floating_point for v in whole.values]
-    situation = expected_specialization(whole.values, flags, grad=grad)
-    return verify_unit(whole, run, fake_examples(situation, whole.values), situation)
+    specialization = expected_specialization(whole.values, flags, grad=grad)
+    return verify_unit(whole, run, fake_inputs(specialization, whole.values), specialization)
 
 
 def mlp(x: Tensor, w: Tensor) -> Tensor:
@@ -245,13 +245,13 @@ def test_what_has_no_double_precision_is_compared_with_the_body() -> None:
 
 def test_made_up_operands_may_lie_over_themselves() -> None:
     x = torch.empty(4).expand(3, 4)
-    (made,) = real_examples([x])
+    (made,) = random_inputs([x])
     assert made.stride() == (0, 1)
     assert torch.equal(made[0], made[2])
     windows = torch.empty(9).unfold(0, 3, 1)
-    assert real_examples([windows])[0].stride() == (1, 1)
-    assert span((3, 4), (0, 1)) == 4
-    assert span((3, 0), (4, 1)) == 0
+    assert random_inputs([windows])[0].stride() == (1, 1)
+    assert storage_span((3, 4), (0, 1)) == 4
+    assert storage_span((3, 0), (4, 1)) == 0
     whole = unit(lambda x: x.relu() + 1, x)
     assert verified(whole, lambda x: (x.clamp_min(0) + 1,), grad=True) is None
 

@@ -192,9 +192,9 @@ def test_hooks_of_a_called_graph_are_effects():
     inner.register_forward_hook(lambda *_: None)
     gm = drawn(draw, inner=inner)
     assert dovetail.regions(dovetail.outline(gm, ["m"], kind="k"))
-    from dovetail.ir.effects import effects
+    from dovetail.ir.effects import effects_of
 
-    assert effects(node(gm, "m"), gm).world
+    assert effects_of(node(gm, "m"), gm).host_effect
 
 
 def test_modes_may_change_after_outlining():

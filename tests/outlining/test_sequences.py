@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import dovetail
 from dovetail import Region, Request
-from dovetail.outlining.region_call import clone_of
+from dovetail.outlining.region import clone_of
 
 from .helpers import drawn, equal, names, node, refused, run, same_meta
 

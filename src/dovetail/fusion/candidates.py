@@ -14,10 +14,9 @@ from dovetail.errors import DovetailError, InvalidArgument, RegionError, RuleErr
 from dovetail.fusion.cost import NOTHING, CostModel, Figures, Gain
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.nodes import is_projection
-from dovetail.outlining.escapes import settle
-from dovetail.outlining.outline import DEEPEST
-from dovetail.outlining.region_call import Identity, call_of, clone_of, make_identity, walk
-from dovetail.outlining.request import POLICIES, RegionDraft, complete, readers_among
+from dovetail.outlining.escapes import POLICIES, RegionDraft, readers_among, resolve_escapes
+from dovetail.outlining.outline import MAX_DEPTH, complete_members
+from dovetail.outlining.region import Identity, call_of, clone_of, make_identity, walk
 from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
 
 
@@ -68,8 +67,8 @@ def nesting_obstacle(context: RuleContext, draft: RegionDraft, operations: int) 
     """Why regions cannot be taken in as a draft does, empty if they can. `operations` is how many it has in all."""
     calls, kind = context.calls, draft.identity.kind
     inner = [i for i in draft.inside if i in calls]
-    if any(calls[i].depth >= DEEPEST for i in inner):
-        return f"it would nest more than {DEEPEST} deep"
+    if any(calls[i].depth >= MAX_DEPTH for i in inner):
+        return f"it would nest more than {MAX_DEPTH} deep"
     for i in draft.outputs:
         if i in calls:
             name = context.nodes[i].name
@@ -336,7 +335,7 @@ class Planner:
             return Refused(proposed, tuple(members), reason, at, limited=limited)
 
         try:
-            inside = complete(context.index, self._used(members), candidate.kind)
+            inside = complete_members(context.index, self._used(members), candidate.kind)
             if context.barred or context.calls:
                 for i in sorted(inside, key=context.order.__getitem__):
                     if reason := self._obstacle(proposed, i):
@@ -357,13 +356,13 @@ class Planner:
 
     def _settled(self, proposed: Proposed, inside: set[int]) -> tuple[RegionDraft, Gain]:
         draft = self._draft(proposed, inside)
-        settle(self.context.index, draft)
+        resolve_escapes(self.context.index, draft)
         gain = self.cost.gain(self.figures, draft)
         if gain.score < 0 and draft.clones and draft.default_policy == "auto":
             # Redoing them was thought cheap, but does not pay here: return them instead.
             other = self._draft(proposed, inside)
             other.policies.update(dict.fromkeys(draft.clones - draft.policies.keys(), "output"))
-            settle(self.context.index, other)
+            resolve_escapes(self.context.index, other)
             better = self.cost.gain(self.figures, other)
             if better.score > gain.score:
                 return other, better

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
 from dovetail.ir.nodes import is_projection
-from dovetail.outlining.region_call import call_of, walk
-from dovetail.rules.by_module import frame, matches_path
+from dovetail.outlining.region import call_of, walk
+from dovetail.rules.by_module import make_frame, matches_path
 
 Wish = Node | str | Callable[[Node], bool]
 _GLOB = frozenset("*?[")
@@ -210,7 +210,7 @@ class _GraphNames:
 def _module_paths(meta: Mapping[str, Any], leaf: str = "") -> list[str]:
     """The paths of the modules that an operation came from, and of the one it calls."""
     stack = cast("Mapping[str, Any]", meta.get("nn_module_stack") or {})
-    found = [*(frame(key, entry).path for key, entry in stack.items()), leaf]
+    found = [*(make_frame(key, entry).path for key, entry in stack.items()), leaf]
     return [path for path in dict.fromkeys(found) if path]
 
 

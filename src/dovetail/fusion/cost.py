@@ -13,9 +13,9 @@ from torch.fx.node import map_arg
 from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.nodes import is_projection, nbytes
-from dovetail.ir.op_traits import base_name, traits
-from dovetail.outlining.request import RegionDraft
+from dovetail.ir.nodes import is_projection, nbytes, size_hints
+from dovetail.ir.op_traits import base_name, traits_of
+from dovetail.outlining.escapes import RegionDraft
 
 _UNASKED = -1
 
@@ -96,14 +96,14 @@ class Figures:
         base = self.index.position[told.aliases[0]]
         if is_projection(self.index.nodes[position]):
             return base if self._splits(base) else None
-        return base if not told.looks or self._splits(position) else None
+        return base if not told.reads_data or self._splits(position) else None
 
     def _splits(self, position: int) -> bool:
         """Whether it returns several views, as `split` does."""
         node, told = self.index.nodes[position], self.index.dependencies.effects.get(position)
-        if told is None or not told.aliases or told.writes or told.doubtful_aliases:
+        if told is None or not told.aliases or told.writes or told.assumed_aliases:
             return False
-        return node.op in ("call_function", "call_method") and traits(node).several
+        return node.op in ("call_function", "call_method") and traits_of(node).returns_tuple
 
     def writes(self, position: int) -> bool:
         """Whether it writes memory that was there before."""
@@ -156,7 +156,7 @@ class Figures:
 
 
 def _argument(node: Node, names: Sequence[str], place: int = 0) -> Any:
-    told = traits(node)
+    told = traits_of(node)
     for name in names:
         found = told.argument(node, name)
         if isinstance(found, Node):
@@ -169,14 +169,7 @@ def _shape(node: Any) -> list[int] | None:
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, (tuple, list)):
         value = next((v for v in cast("Sequence[Any]", value) if isinstance(v, torch.Tensor)), None)
-    if not isinstance(value, torch.Tensor):
-        return None
-    sizes: list[int] = []
-    for size in value.shape:
-        if type(size) is not int and not cast("Any", size).node.has_hint():
-            return None
-        sizes.append(size if type(size) is int else int(cast("Any", size).node.hint))
-    return sizes
+    return size_hints(value) if isinstance(value, torch.Tensor) else None
 
 
 def _product(sizes: Sequence[int]) -> int:

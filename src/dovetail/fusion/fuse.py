@@ -49,7 +49,7 @@ from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import Program, as_program, pause_gc, require_graph
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.outline import outline_drafts
-from dovetail.outlining.region_call import call_of
+from dovetail.outlining.region import call_of
 from dovetail.rules.rule import UNLIMITED, Limits, Rule, RuleContext, RuleSet, as_rules
 
 

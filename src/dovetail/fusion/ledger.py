@@ -14,7 +14,8 @@ from dovetail.fusion.candidates import PlannedRegion, Refused, RuleFailure
 from dovetail.fusion.ledger_report import generic, table
 from dovetail.fusion.why_not import FusionRecord, Reasons, why_not
 from dovetail.ir.graph_module import GraphOwner, graphs_of, pause_gc
-from dovetail.ir.meta_keys import LEDGER, LOWERING
+from dovetail.ir.meta_keys import LEDGER
+from dovetail.outlining.region import lowering_view
 from dovetail.rules.rule import UNLIMITED, Limits, Refusal, RuleContext, RuleSet
 
 # How much is kept word for word; beyond that only sums grow.
@@ -312,13 +313,13 @@ def _joined(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def _lowered(gm: GraphModule) -> tuple[Lowered, ...]:
-    told = gm.meta.get(LOWERING)
-    if told is None:
+    lowering = lowering_view(gm)
+    if lowering is None:
         return ()
-    calls = told.calls(gm)
+    calls = lowering.calls(gm)
     return tuple(
         Lowered(e.region, e.backend, e.outcome, calls.get(e.key, 1), round(e.seconds, 3), e.reason)
-        for e in told.events
+        for e in lowering.events
     )
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.fusion.acyclicity import Loop, RegionContraction, describe_loop, finds_way_back, tangled
+from dovetail.fusion.acyclicity import Loop, RegionContraction, cyclic_core, describe_loop, find_cycle
 from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed, Refused, split_at, stages
 from dovetail.fusion.cost import NOTHING, CostModel, Figures, Gain
-from dovetail.outlining.request import readers_among, unread
+from dovetail.ir.union_find import UnionFind
+from dovetail.outlining.escapes import dead_originals, readers_among
 
 Weight = tuple[int, ...]
 
@@ -119,7 +120,7 @@ class Selection:
         """Count in what a plan saves now that others have clones of what it clones; whether that changed it."""
         bonus = NOTHING
         for c in plan.draft.clones:
-            if c in unread(self._index, [p.draft for p in (*self._cloned.get(c, ()), plan)]):
+            if c in dead_originals(self._index, [p.draft for p in (*self._cloned.get(c, ()), plan)]):
                 bonus = _sum(bonus, self._cost.freed(self._figures, c))
         changed = plan.bonus != bonus
         if changed:
@@ -133,7 +134,7 @@ class Selection:
         for plan in plans:
             plan.bonus = NOTHING
             credited.update(dict.fromkeys(plan.draft.clones, plan))
-        for c in unread(self._index, [plan.draft for plan in plans]):
+        for c in dead_originals(self._index, [plan.draft for plan in plans]):
             plan = credited[c]
             plan.bonus = _sum(plan.bonus, self._cost.freed(self._figures, c))
         return plans
@@ -141,27 +142,19 @@ class Selection:
 
 def clusters(plans: Sequence[PlannedRegion]) -> list[list[PlannedRegion]]:
     """Plans that exclude one another, directly or by way of others, together."""
-    parent = list(range(len(plans)))
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
+    sets = UnionFind(len(plans))
     claimed: dict[int, int] = {}
     for n, plan in enumerate(plans):
         for i in plan.members:
             other = claimed.setdefault(i, n)
-            if other != n:
-                parent[find(n)] = find(other)
+            sets.union(n, other)
     for n, plan in enumerate(plans):
         for c in plan.draft.clones:
             if c in claimed:
-                parent[find(n)] = find(claimed[c])
+                sets.union(n, claimed[c])
     found: dict[int, list[PlannedRegion]] = {}
     for n, plan in enumerate(plans):
-        found.setdefault(find(n), []).append(plan)
+        found.setdefault(sets.find(n), []).append(plan)
     return list(found.values())
 
 
@@ -303,7 +296,7 @@ class _Chooser:
         """Whether no way back to it is near; one that can be cut is left for later."""
         if plan.proposed.candidate.divisible:
             return True
-        loop = finds_way_back(self.context, plan, _NEAR)
+        loop = find_cycle(self.context, plan, _NEAR)
         if loop is not None:
             self._refuse_loop(plan, loop)
         return loop is None
@@ -393,13 +386,13 @@ class _Chooser:
     def _sort_out(self, chosen: list[PlannedRegion]) -> set[PlannedRegion]:
         """Take back what cannot be called at one place beside the rest, the weakest first."""
         new = set(chosen)
-        suspects, positions = tangled(self.index, list(self.taken.plans), new)
+        suspects, positions = cyclic_core(self.index, list(self.taken.plans), new)
         if not suspects:
             return set()
         graph = RegionContraction(self.context, positions, budget=_PATIENCE * len(positions) + 10_000)
         for plan in suspects:
             if plan not in new:
-                graph.draw_together(plan)
+                graph.contract(plan)
         dropped: set[PlannedRegion] = set()
         waiting = deque(sorted((p for p in suspects if p in new), key=lambda p: p.strength))
         while waiting:
@@ -408,7 +401,7 @@ class _Chooser:
             if winners:
                 self._lose(plan, winners, self.refused)
                 continue
-            loop = graph.draw_together(plan)
+            loop = graph.contract(plan)
             if loop is None:
                 if plan not in self.taken:
                     self.taken.accept(plan)
@@ -418,7 +411,7 @@ class _Chooser:
                 dropped.add(plan)
             parts: list[PlannedRegion] = []
             if plan.proposed.candidate.divisible and loop.chain:
-                reached = graph.draw_together(plan, whole=True)
+                reached = graph.contract(plan, whole=True)
                 groups = split_at(self.context, plan.members, reached.reached if reached else ())
                 parts = self._sorted_in(self.planner.parts(plan.proposed, groups)) if len(groups) > 1 else []
             if parts:

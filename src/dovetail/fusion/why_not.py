@@ -15,7 +15,7 @@ from dovetail.fusion.constraints import locate
 from dovetail.fusion.cost import Traffic
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.inline import inline
-from dovetail.outlining.region_call import RegionCall, call_of
+from dovetail.outlining.region import RegionCall, call_of
 from dovetail.rules.rule import Candidate, Limits, Proposal, Rule, RuleContext, RuleSet
 
 _MOST_RECORDED = 10

@@ -2,74 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import InvalidGraph
-from dovetail.ir.effects import declared_in, summary
+from dovetail.ir.effects import declared_targets, summarize_body
 from dovetail.ir.graph_module import (
     Body,
     Program,
     as_program,
     attribute,
     copy_node,
-    install,
     make_body,
     rebuild,
+    set_attribute,
 )
 from dovetail.ir.meta_keys import CANONICAL
-from dovetail.ir.nodes import describe, symbol_ranges
-from dovetail.ir.op_traits import qualified_name, target_name
-from dovetail.outlining.region_call import call_of
+from dovetail.ir.nodes import value_signature
+from dovetail.outlining.region import Refs, call_of, literal, results
 
 Signature = tuple[Any, ...]
-
-
-def literal(value: Any, ref: Callable[[Node], Any]) -> Any:
-    """A node argument as a hashable value that keeps apart what Python calls equal: 1, 1.0, True, -0.0."""
-    if isinstance(value, Node):
-        return ref(value)
-    kind = type(value)
-    if kind is int or value is None:
-        return value
-    if kind is float:
-        return ("float", repr(value))
-    if isinstance(value, (tuple, list)):
-        return (
-            "tuple" if isinstance(value, tuple) else "list",
-            *(literal(v, ref) for v in cast("Sequence[Any]", value)),
-        )
-    if isinstance(value, dict):
-        return ("dict", *((k, literal(v, ref)) for k, v in cast("dict[Any, Any]", value).items()))
-    if isinstance(value, slice):
-        return ("slice", *(literal(v, ref) for v in (value.start, value.stop, value.step)))
-    if kind in (bool, str, complex):
-        return (kind.__name__, repr(value))
-    try:
-        hash(value)
-    except TypeError:
-        return ("object", kind.__name__, repr(value))
-    return value
-
-
-class Refs(dict[Node, str]):
-    """What stands for each node in a signature: `%n`, operands first."""
-
-    def __call__(self, node: Node) -> str:
-        return self[node]
-
-    def add(self, node: Node) -> None:
-        self[node] = f"%{len(self)}"
 
 
 def signature(
@@ -88,7 +46,7 @@ def signature(
     for node in operands:
         refs.add(node)
     for value in values if values is not None else [n.meta.get("val") for n in operands]:
-        rows.append(describe(value))
+        rows.append(value_signature(value))
     for node in inside:
         target: Any = node.target
         if node.op == "get_attr" or node.op == "call_module":
@@ -117,11 +75,6 @@ def signature_of(body: Body) -> Signature:
         operands = [n for n in nodes if n.op == "placeholder"]
         found = _SIGNATURES[body] = signature(body, operands, nodes[len(operands) : -1], results(body))
     return found
-
-
-def results(body: GraphModule) -> list[Node]:
-    """The values a body returns: its output is always a flat tuple."""
-    return list(cast("Iterable[Node]", body.graph.output_node().args[0]))
 
 
 class Bodies:
@@ -173,7 +126,7 @@ class Bodies:
             return owner
         lender = rebuild(owner, Graph())  # what it owns is what counts, not what it runs
         for target, program in self.converted.items():
-            install(lender, target, program)
+            set_attribute(lender, target, program)
         return lender
 
     def _free_name(self, stem: str) -> str:
@@ -220,8 +173,8 @@ def _build(
         body.meta[CANONICAL] = None
     for name, (value, target) in borrowed.items():
         body.borrow(name, value, target)
-    told = summary(body, declared_in(root))
-    body.mark_impure(told.acts)
+    told = summarize_body(body, declared_targets(root))
+    body.mark_impure(told.has_effects)
     return body
 
 
@@ -248,77 +201,3 @@ def common_module_stack(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 same += 1
             common = common[:same]
     return dict(common or ())
-
-
-_KEYS: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()
-
-
-def body_key(body: GraphModule) -> str:
-    """Structure, literals, dtypes, sizes, strides and devices, symbols by order of appearance; no names."""
-    found = _KEYS.get(body)
-    if found is None:
-        found = hashlib.sha256("\n".join(_lines(body)).encode()).hexdigest()
-        if isinstance(body, Body):
-            _KEYS[body] = found
-    return found
-
-
-def _lines(body: GraphModule) -> list[str]:
-    refs = Refs()
-    symbols: dict[str, str] = {}
-    ranges: dict[str, str] = {}
-    lines: list[str] = []
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta.get("val")
-            lines.append(f"in {describe(value, symbols)}")
-            ranges.update(symbol_ranges(value))
-        elif node.op == "output":
-            lines.append(f"out {_results(body, refs)}")
-        else:
-            args, kwargs = literal(node.args, refs), literal(node.kwargs, refs)
-            call = call_of(node.meta)
-            identity = f" {call.headline}" if call is not None else ""
-            lines.append(f"{node.op} {_target(body, node)}{identity} {_written(args)} {_written(kwargs)}")
-        refs.add(node)
-    lines.extend(f"{short} in {ranges.get(name)}" for name, short in symbols.items())
-    return lines
-
-
-def _results(body: GraphModule, refs: Refs) -> Any:
-    """What a graph returns; one that is not a region's body may return anything."""
-    returned = body.graph.output_node().args[0]
-    flat = isinstance(returned, (tuple, list)) and all(isinstance(n, Node) for n in returned)
-    return [refs[n] for n in results(body)] if flat else _written(literal(returned, refs))
-
-
-def _written(value: Any) -> str:
-    """A literal as text that does not depend on where things lie in memory."""
-    if isinstance(value, tuple):
-        return f"({', '.join(_written(v) for v in cast('tuple[Any, ...]', value))})"
-    if callable(value) and not isinstance(value, (torch.dtype, type)):
-        return qualified_name(value)
-    return repr(value)
-
-
-def _target(body: GraphModule, node: Any) -> str:
-    if node.op not in ("get_attr", "call_module"):
-        return target_name(node)
-    value = attribute(body, cast("str", node.target))
-    if isinstance(value, GraphModule):
-        return body_key(value)
-    if isinstance(value, torch.Tensor):
-        return f"{describe(value)} {_content(value)}"
-    if isinstance(value, nn.Module):
-        state = [(name, describe(t), _content(t)) for name, t in value.state_dict().items()]
-        return f"{type(value).__module__}.{type(value).__qualname__} {value.extra_repr()} {value.training} {state}"
-    return repr(value)
-
-
-def _content(value: torch.Tensor) -> str:
-    """A hash of the bytes of a tensor; empty where there are none to be read."""
-    if value.layout is not torch.strided or value.device.type == "meta" or isinstance(value, FakeTensor):
-        return ""
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    data = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
-    return hashlib.sha256(data).hexdigest()

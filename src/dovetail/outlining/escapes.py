@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Node
 
 from dovetail.errors import EmptyRegion, EscapingValue
+from dovetail.ir.alias_analysis import values_exclude_alias
 from dovetail.ir.dependencies import Index
 from dovetail.ir.effects import is_subgraph
-from dovetail.ir.nodes import is_projection, makes_tuple, nbytes, same_kind
-from dovetail.ir.op_traits import traits
-from dovetail.outlining.request import RegionDraft, is_viewed, readers_among
+from dovetail.ir.nodes import compatible_values, is_projection, nbytes, returns_tuple
+from dovetail.ir.op_traits import traits_of
+from dovetail.outlining.region import Identity
 
 
-def settle(index: Index, draft: RegionDraft) -> None:
+def resolve_escapes(index: Index, draft: RegionDraft) -> None:
     """Decide for each escaping value whether it is returned, cloned or left out, and note why.
 
     Walks from the last operation to the first, so that the users of a value are settled before it: an operation
@@ -33,7 +37,7 @@ def settle(index: Index, draft: RegionDraft) -> None:
         if i in outside:
             continue
         inside = [u for u in readers_among(index, i, draft.members) if u not in outside]
-        if len(inside) == len(node.users) or (makes_tuple(node) and all(map(is_projection, node.users))):
+        if len(inside) == len(node.users) or (returns_tuple(node) and all(map(is_projection, node.users))):
             continue
         used_inside = bool(inside) or bool(readers_among(index, i, draft.clones))
         if not used_inside and is_subgraph(index.gm, node):
@@ -109,24 +113,24 @@ def _decide(index: Index, draft: RegionDraft, position: int) -> tuple[str, str]:
         return "duplicate", "a constant"
     if policy == "output":
         return "output", "as asked"
-    obstacle = _why_not_clone(index, position)
+    obstacle = _clone_obstacle(index, position)
     if policy == "duplicate":
         return ("output", f"not cloned: {obstacle}") if obstacle else ("duplicate", "as asked")
     if obstacle:
         return "output", f"not cloned: {obstacle}"
-    return _weigh(index, draft.members, position)
+    return _default_policy(index, draft.members, position)
 
 
-def why_not_redone(index: Index, position: int) -> str:
+def why_not_clone(index: Index, position: int) -> str:
     """Why "auto" would not clone an operation into a region that has none of its operands, "" if it would."""
-    obstacle = _why_not_clone(index, position)
+    obstacle = _clone_obstacle(index, position)
     if obstacle:
         return obstacle
-    policy, reason = _weigh(index, set(), position)
+    policy, reason = _default_policy(index, set(), position)
     return "" if policy == "duplicate" else reason
 
 
-def _why_not_clone(index: Index, position: int) -> str:
+def _clone_obstacle(index: Index, position: int) -> str:
     """Why running an operation twice could be seen, empty if it could not."""
     node = index.nodes[position]
     dependencies = index.dependencies
@@ -134,8 +138,8 @@ def _why_not_clone(index: Index, position: int) -> str:
     if told is not None and told.random:
         return "it draws at random"
     if told is not None and not told.pure:
-        return f"it has an effect ({told.world or 'it writes memory'})"
-    if is_projection(node) or makes_tuple(node):
+        return f"it has an effect ({told.host_effect or 'it writes memory'})"
+    if is_projection(node) or returns_tuple(node):
         return "it is one of several results"
     if position in dependencies.written:
         return "its memory is written in this graph"
@@ -146,7 +150,7 @@ def _why_not_clone(index: Index, position: int) -> str:
     return ""
 
 
-def _weigh(index: Index, members: set[int], position: int) -> tuple[str, str]:
+def _default_policy(index: Index, members: set[int], position: int) -> tuple[str, str]:
     """The default: constants and what is cheaper to redo than to store are cloned, the rest is returned."""
     node = index.nodes[position]
     inputs = node.all_input_nodes
@@ -162,10 +166,10 @@ def _weigh(index: Index, members: set[int], position: int) -> tuple[str, str]:
     if isinstance(value, (int, torch.SymInt)):
         return "duplicate", "a size costs nothing to read again"
     if _is_view(index, position):
-        if _may_be_handed_on(index, position):
+        if _may_be_returned(index, position):
             return "output", "what reads it may return the very same tensor"
         return "duplicate", "a view costs nothing to take again"
-    if not (traits(node).pointwise if node.op != "call_module" else False):
+    if not (traits_of(node).pointwise if node.op != "call_module" else False):
         return "output", "more than reading and writing to redo"
     reads = _bytes(inputs)
     stores = nbytes(value)
@@ -181,10 +185,10 @@ def _weigh(index: Index, members: set[int], position: int) -> tuple[str, str]:
 
 def _is_view(index: Index, position: int) -> bool:
     told = index.dependencies.effects.get(position)
-    return told is not None and bool(told.aliases) and not told.looks
+    return told is not None and bool(told.aliases) and not told.reads_data
 
 
-def _may_be_handed_on(index: Index, position: int) -> bool:
+def _may_be_returned(index: Index, position: int) -> bool:
     """Whether a reader may return the value itself, as `to` and dropout do: a clone would be another object."""
     found, value = index.dependencies.effects, index.nodes[position].meta.get("val")
     for user in index.nodes[position].users:
@@ -192,7 +196,12 @@ def _may_be_handed_on(index: Index, position: int) -> bool:
         made = user.meta.get("val")
         # A region that is called gives a tuple, and the tensor may be among what it gives.
         each = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
-        if told is not None and told.aliases and told.looks and any(same_kind(value, v) for v in each):
+        if (
+            told is not None
+            and told.aliases
+            and told.reads_data
+            and any(compatible_values(value, v) for v in each)
+        ):
             return True
     return False
 
@@ -206,3 +215,80 @@ def _bytes(nodes: list[Node]) -> int | None:
             return None
         total += size
     return total
+
+
+POLICIES = ("auto", "output", "duplicate", "leave", "refuse")
+
+
+@dataclass
+class RegionDraft:
+    """A region before it is built: positions in the graph, refined step by step.
+
+    `arguments` and `results` are the nodes that a pattern bound to its arguments and results.
+    """
+
+    identity: Identity
+    label: str
+    members: set[int]
+    policies: dict[int, str]
+    default_policy: str
+    rule: str | None = None
+    round: int | None = None
+    arguments: Mapping[str, Node] = field(default_factory=dict[str, Node])
+    results: tuple[Node | None, ...] = ()
+    clones: set[int] = field(default_factory=set[int])
+    outputs: list[int] = field(default_factory=list[int])
+    escapes: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+
+    def policy(self, position: int) -> str:
+        return self.policies.get(position, self.default_policy)
+
+    @property
+    def inside(self) -> list[int]:
+        """Everything the body computes, clones too, in the graph's order."""
+        return sorted(self.members | self.clones)
+
+
+def readers_among(index: Index, position: int, members: set[int]) -> list[int]:
+    """The members that read a value, by way of whichever is fewer: what reads it, or the members."""
+    users, at = index.nodes[position].users, index.position
+    if len(users) <= len(members):
+        return [at[user] for user in users if at[user] in members]
+    return [i for i in members if position in index.data[i]]
+
+
+def dead_originals(index: Index, made: Iterable[RegionDraft]) -> set[int]:
+    """What nobody reads any more once these regions are made: every reader has a clone of it."""
+    served: dict[int, int] = {}
+    wanted: set[int] = set()
+    for draft in made:
+        for i in draft.clones:
+            served[i] = served.get(i, 0) + len(readers_among(index, i, draft.members))
+            wanted.update(j for j in index.data[i] if j not in draft.clones)
+    gone: set[int] = set()
+    for i in sorted(served.keys() - wanted, reverse=True):
+        users = index.nodes[i].users
+        if served[i] + sum(index.position[u] in gone for u in users) == len(users):
+            gone.add(i)
+    return gone
+
+
+_VIEWED: WeakKeyDictionary[Index, dict[int, bool]] = WeakKeyDictionary()
+
+
+def is_viewed(index: Index, position: int) -> bool:
+    """Whether a view of a value is taken: a clone of the value would not share memory with it."""
+    # One value may be in thousands of regions, and have as many readers.
+    known = _VIEWED.setdefault(index, {})
+    if position not in known:
+        known[position] = _is_viewed(index, position)
+    return known[position]
+
+
+def _is_viewed(index: Index, position: int) -> bool:
+    found = index.dependencies.effects
+    for user in index.nodes[position].users:
+        told = found.get(index.position[user])
+        if told is not None and told.aliases and not values_exclude_alias(user, told):
+            return True
+    return False

@@ -14,25 +14,25 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion, checked_call
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import (
-    Body,
-    Program,
-    attribute,
-    install,
-    rebuild,
-    require_graph,
-    without_collector,
-)
+from dovetail.ir.graph_module import Body, Program, attribute, pause_gc, rebuild, require_graph, set_attribute
 from dovetail.ir.nodes import is_projection
-from dovetail.outlining.bodies import Bodies, results
-from dovetail.outlining.placement import SPACING, ascending, list_by_rank, priority, ranks_from, read_ranks
-from dovetail.outlining.region_call import (
+from dovetail.ir.quotient_graph import topological_order
+from dovetail.outlining.bodies import Bodies
+from dovetail.outlining.placement import (
+    SPACING,
+    is_ascending,
+    priority,
+    ranks_from,
+    read_ranks,
+)
+from dovetail.outlining.region import (
     Member,
     OutlineState,
     RegionCall,
     call_of,
     clone_of,
     mark_clone,
+    results,
     state_of,
     walk,
     with_state,
@@ -55,26 +55,26 @@ def inline(
             raise InvalidArgument(f"inline takes a region's {what} as a str, not a {type(given).__name__}.")
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"depth {depth!r}: give None for every level, or 1 and more.")
-    return _inlined(gm, _Choice(None if name is None else (name,), kind, depth))
+    return _inlined(gm, _RegionFilter(None if name is None else (name,), kind, depth))
 
 
 def inline_named(gm: GraphModule, names: Iterable[str], *, depth: int | None = None) -> GraphModule:
     """A graph in which several regions, by name, are their operations again; each as `inline` would do it."""
-    return _inlined(require_graph(gm), _Choice(tuple(dict.fromkeys(names)), None, depth))
+    return _inlined(require_graph(gm), _RegionFilter(tuple(dict.fromkeys(names)), None, depth))
 
 
-def _inlined(gm: GraphModule, choice: _Choice) -> GraphModule:
-    with without_collector():
+def _inlined(gm: GraphModule, choice: _RegionFilter) -> GraphModule:
+    with pause_gc():
         index = Index(gm)
         index.require_order()
         choice.require(index)
         state = state_of(gm)
         epoch, ranks = read_ranks(index, state)
-        return _Opener(index, choice, ranks, epoch).open(state)
+        return _Inliner(index, choice, ranks, epoch).open(state)
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _RegionFilter:
     """Which calls to open, by the names on the way to them."""
 
     names: tuple[str, ...] | None
@@ -90,7 +90,7 @@ class _Choice:
             return False
         if self.kind is not None and call.identity.kind != self.kind:
             return False
-        return self.names is None or not self.wanted.isdisjoint(_ways(path))
+        return self.names is None or not self.wanted.isdisjoint(_path_prefixes(path))
 
     def reaches_into(self, call: RegionCall, path: str, opened: int) -> bool:
         """Whether something nested in a call that stays closed is to be opened."""
@@ -116,7 +116,7 @@ class _Choice:
         if not self.wanted <= known:
             inner = ((f"{n}/{way}", i) for n, c in calls for way, i in _nested(c))
             found = [(n, c) for n, c in (*calls, *inner) if self.kind in (None, c.identity.kind)]
-            known.update(way for n, _ in found for way in _ways(n))
+            known.update(way for n, _ in found for way in _path_prefixes(n))
         for name in self.names or ():
             if name not in known:
                 is_kind = any(c.identity.kind == name for _, c in calls)
@@ -126,7 +126,7 @@ class _Choice:
                 )
 
 
-def _ways(path: str) -> Iterator[str]:
+def _path_prefixes(path: str) -> Iterator[str]:
     """A path and everything it lies in."""
     yield path
     while "/" in path:
@@ -148,7 +148,7 @@ def _nested(call: RegionCall) -> list[tuple[str, RegionCall]]:
 
 
 @dataclass
-class _Sheet:
+class _NewGraph:
     """A graph being written, with the facts of each of its nodes, and its nodes by original name and operands."""
 
     graph: Graph
@@ -158,7 +158,7 @@ class _Sheet:
 
 @dataclass
 class _Frame:
-    """A graph or body being read: its nodes with their facts, and what they have become on the sheet."""
+    """A graph or body being read: its nodes with their facts, and what they have become on the new_graph."""
 
     owner: GraphModule
     nodes: Sequence[Node]
@@ -169,8 +169,8 @@ class _Frame:
     epoch: int
 
 
-class _Opener:
-    def __init__(self, index: Index, choice: _Choice, ranks: list[int], epoch: int) -> None:
+class _Inliner:
+    def __init__(self, index: Index, choice: _RegionFilter, ranks: list[int], epoch: int) -> None:
         self.index, self.choice, self.ranks, self.epoch = index, choice, ranks, epoch
         self.gm = index.gm
         self.bodies = Bodies(index.gm, {node.name for node in index.nodes})
@@ -178,18 +178,18 @@ class _Opener:
 
     def open(self, state: OutlineState) -> GraphModule:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
-        sheet = _Sheet(graph)
+        new_graph = _NewGraph(graph)
         facts = [
             Member(node.name, node.meta, rank, None, False, node.type)
             for node, rank in zip(self.index.nodes, self.ranks, strict=True)
         ]
-        self._read(_Frame(self.gm, self.index.nodes, facts, {}, "", 0, self.epoch), sheet)
+        self._read(_Frame(self.gm, self.index.nodes, facts, {}, "", 0, self.epoch), new_graph)
         graph.set_codegen(self.gm.graph._codegen)
         left = [call for node in graph.nodes if (call := call_of(node.meta)) is not None]
         used = {node.target for node in graph.nodes if node.op == "call_module"}
         hidden = [member for call in left for member in walk(call)]
         used.update(member.target for member in hidden)
-        _settle_names(sheet, hidden)
+        _settle_names(new_graph, hidden)
         known = {**self.gm._modules, **self.bodies.added}
         unused = frozenset(n for n, m in known.items() if isinstance(m, Body) and n not in used)
         new = rebuild(self.gm, graph, add=self.bodies.added, drop=unused)
@@ -198,17 +198,17 @@ class _Opener:
         for target, value in self.held.items():
             # Another tool may have dropped what only bodies still use.
             if value is not None and attribute(new, target) is None:
-                install(new, target, value)
-        _restore_order(new, sheet)
-        ranks = {node.name: sheet.facts[node].rank for node in graph.nodes} if left else None
+                set_attribute(new, target, value)
+        _restore_order(new, new_graph)
+        ranks = {node.name: new_graph.facts[node].rank for node in graph.nodes} if left else None
         new.meta = with_state(self.gm.meta, OutlineState(state.counters, ranks, self.epoch))
         return new
 
-    def _read(self, frame: _Frame, sheet: _Sheet) -> None:
+    def _read(self, frame: _Frame, new_graph: _NewGraph) -> None:
         for i in range(len(frame.nodes)):
-            self._step(frame, i, sheet)
+            self._step(frame, i, new_graph)
 
-    def _step(self, frame: _Frame, i: int, sheet: _Sheet) -> None:
+    def _step(self, frame: _Frame, i: int, new_graph: _NewGraph) -> None:
         node, member = frame.nodes[i], frame.members[i]
         env = frame.env
         if node in env:
@@ -217,30 +217,30 @@ class _Opener:
         if call is not None:
             path = f"{frame.path}{member.name}"
             if self.choice.opens(call, path, frame.opened):
-                env[node] = self._open(frame, node, member, call, path, sheet)
+                env[node] = self._open(frame, node, member, call, path, new_graph)
                 return
             if self.choice.reaches_into(call, path, frame.opened):
                 target, inner = self._rewrite(frame, node, call, path)
                 meta = dict(member.meta)
-                self._write(frame, node, member._replace(meta=meta, target=target), sheet)
+                self._write(frame, node, member._replace(meta=meta, target=target), new_graph)
                 write_call(env[node], inner)
                 return
-        if _takes_part(node):
+        if _is_getitem(node):
             results = env[node.args[0]] if isinstance(node.args[0], Node) else None
             if isinstance(results, tuple):
                 env[node] = cast("tuple[Any, ...]", results)[cast("int", node.args[1])]
                 return
-        self._write(frame, node, member, sheet)
+        self._write(frame, node, member, new_graph)
 
     def _open(
-        self, frame: _Frame, node: Node, member: Member, call: RegionCall, path: str, sheet: _Sheet
+        self, frame: _Frame, node: Node, member: Member, call: RegionCall, path: str, new_graph: _NewGraph
     ) -> tuple[Any, ...]:
-        """Write the operations of a call onto the sheet and return what its results are there."""
+        """Write the operations of a call onto the new_graph and return what its results are there."""
         arguments = [frame.env[a] if isinstance(a, Node) else a for a in node.args]
         inner = self._inside(frame, node, call, arguments, f"{path}/", frame.opened + 1)
         if call.epoch != frame.epoch:
             inner.members = _in_a_row(call.members, member.rank)
-        self._read(inner, sheet)
+        self._read(inner, new_graph)
         return tuple(inner.env[n] for n in results(inner.owner))
 
     def _inside(
@@ -259,54 +259,54 @@ class _Opener:
 
     def _rewrite(self, frame: _Frame, node: Node, call: RegionCall, path: str) -> tuple[str, RegionCall]:
         """A call that stays closed, with regions nested in it opened: another body, and the record to go with it."""
-        sheet = _Sheet(Graph())
+        new_graph = _NewGraph(Graph())
         body = cast("GraphModule", attribute(frame.owner, cast("str", node.target)))
         inputs: list[Node] = []
         for old in body.graph.find_nodes(op="placeholder"):
-            new = sheet.graph.placeholder(old.name)
+            new = new_graph.graph.placeholder(old.name)
             new.meta = dict(old.meta)
             inputs.append(new)
         inner = self._inside(frame, node, call, inputs, f"{path}/", frame.opened)
-        self._read(inner, sheet)
+        self._read(inner, new_graph)
         outputs = [inner.env[n] for n in results(body)]
-        sheet.graph.output(tuple(outputs))
+        new_graph.graph.output(tuple(outputs))
         # What the nodes name is found from the outermost graph, as when the region was first made.
-        draft = rebuild(self.gm, sheet.graph, add=self.bodies.added)
-        listed = _restore_order(draft, sheet)[len(inputs) : -1]
+        draft = rebuild(self.gm, new_graph.graph, add=self.bodies.added)
+        listed = _restore_order(draft, new_graph)[len(inputs) : -1]
         _, target = self.bodies.share(call.identity.kind, inputs, listed, outputs, draft)
-        return target, replace(call, members=tuple(sheet.facts[n] for n in listed))
+        return target, replace(call, members=tuple(new_graph.facts[n] for n in listed))
 
-    def _write(self, frame: _Frame, node: Node, member: Member, sheet: _Sheet) -> None:
+    def _write(self, frame: _Frame, node: Node, member: Member, new_graph: _NewGraph) -> None:
         args = map_arg(node.args, frame.env.__getitem__)
         kwargs = map_arg(node.kwargs, frame.env.__getitem__)
         target = member.target or node.target
         reads = (frame.env[n] for n in node.all_input_nodes)
         key = (member.original, *[n for n in reads if isinstance(n, Node)])
-        known = sheet.known.get(key)
+        known = new_graph.known.get(key)
         if known is not None and _same(known, node.op, target, args, kwargs):
-            fact = sheet.facts[known]
+            fact = new_graph.facts[known]
             if not (fact.is_original and member.is_original):
                 if member.standing < fact.standing:
                     known.meta = dict(member.meta)
-                    sheet.facts[known] = member._replace(meta=known.meta)
+                    new_graph.facts[known] = member._replace(meta=known.meta)
                 frame.env[node] = known
                 return
-        new = sheet.graph.create_node(node.op, target, args, kwargs, member.original, member.type)
+        new = new_graph.graph.create_node(node.op, target, args, kwargs, member.original, member.type)
         new.meta = dict(member.meta)
         if member.target is not None:
             self.held.setdefault(member.target, attribute(frame.owner, cast("str", node.target)))
         frame.env[node] = new
-        sheet.facts[new] = member._replace(meta=new.meta)
-        sheet.known.setdefault(key, new)
+        new_graph.facts[new] = member._replace(meta=new.meta)
+        new_graph.known.setdefault(key, new)
 
 
-def _settle_names(sheet: _Sheet, hidden: Sequence[Member]) -> None:
+def _settle_names(new_graph: _NewGraph, hidden: Sequence[Member]) -> None:
     """Give each node of a graph its own name, and each clone whose original stays elsewhere one that is free.
 
     A name means one operation, in the graph and in every region it calls: whatever is inlined next finds its own
     name free.
     """
-    facts = sheet.facts
+    facts = new_graph.facts
     taken = {member.name for member in (*facts.values(), *hidden)}
     owned = {member.name for member in (*facts.values(), *hidden) if not member.clone}
     given: set[str] = set()
@@ -338,7 +338,7 @@ def _settle_names(sheet: _Sheet, hidden: Sequence[Member]) -> None:
         taken.add(name)
         facts[node] = fact._replace(name=name, clone=False)
         if node.name != name:
-            sheet.graph._graph_namespace.create_name(name, None)
+            new_graph.graph._graph_namespace.create_name(name, None)
             node.name = name
 
 
@@ -348,11 +348,11 @@ def _in_a_row(members: Sequence[Member], rank: int) -> list[Member]:
     return [member._replace(rank=rank) for member, rank in zip(members, counted, strict=True)]
 
 
-def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
-    """List the nodes of a sheet by rank, as far as dependencies allow; returns the listing."""
+def _restore_order(new: Program, new_graph: _NewGraph) -> list[Node]:
+    """List the nodes of a new_graph by rank, as far as dependencies allow; returns the listing."""
     nodes: list[Node] = list(new.graph.nodes)
-    ranks = [_rank(node, sheet) for node in nodes]
-    if ascending(
+    ranks = [_rank(node, new_graph) for node in nodes]
+    if is_ascending(
         [rank for node, rank in zip(nodes, ranks, strict=True) if rank >= 0 or node.op == "placeholder"]
     ):
         return nodes
@@ -360,9 +360,9 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
     before = [[*reads] for reads in index.data]
     for i, earlier in index.dependencies.before.items():
         for j in earlier:
-            first, second = _as_first_listed(nodes, sheet, j, i)
+            first, second = _rank_ordered(nodes, new_graph, j, i)
             before[second].append(first)
-    order = list_by_rank(before, ranks)
+    order = topological_order(before, ranks)
     if len(order) < len(nodes):
         return nodes  # as it is it holds together, if not in the first order
     listed = [nodes[i] for i in order]
@@ -371,25 +371,25 @@ def _restore_order(new: Program, sheet: _Sheet) -> list[Node]:
     return listed
 
 
-def _as_first_listed(nodes: list[Node], sheet: _Sheet, first: int, second: int) -> tuple[int, int]:
+def _rank_ordered(nodes: list[Node], new_graph: _NewGraph, first: int, second: int) -> tuple[int, int]:
     """The two ends of an effect edge in the order of their ranks, unless one is a call, which has several.
 
     Regions may have moved two operations past each other that only a coarse view of memory holds to be related.
     """
-    ends = [sheet.facts.get(nodes[i]) for i in (first, second)]
-    if any(fact is None or call_of(fact.meta) is not None for fact in ends) or _takes_part(nodes[first]):
+    ends = [new_graph.facts.get(nodes[i]) for i in (first, second)]
+    if any(fact is None or call_of(fact.meta) is not None for fact in ends) or _is_getitem(nodes[first]):
         return first, second
     ranks = [cast("Member", fact).rank for fact in ends]
     return (first, second) if ranks[0] <= ranks[1] else (second, first)
 
 
-def _rank(node: Node, sheet: _Sheet) -> float:
-    if node in sheet.facts:
-        return priority(node, sheet.facts[node].rank)
+def _rank(node: Node, new_graph: _NewGraph) -> float:
+    if node in new_graph.facts:
+        return priority(node, new_graph.facts[node].rank)
     return -1 if node.op == "placeholder" else float("inf")
 
 
-def _takes_part(node: Node) -> bool:
+def _is_getitem(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem and len(node.args) == 2
 
 

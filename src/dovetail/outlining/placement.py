@@ -1,11 +1,17 @@
-"""Where each region's call goes: one topological sort of the graph with every region drawn together."""
+"""Placement: the position of each region's call in the new graph.
+
+The problem is a topological sort of the quotient graph in which every region is one vertex (see `ir.quotient_graph`),
+as close as possible to the original order: of the vertices that are ready, the one of lowest rank comes first. Ranks
+are kept in the graph's `OutlineState`, so that inlining restores the original order. Only the windows that regions
+span are sorted, the rest keeps its place: O(n log n) in the nodes of the windows, linear in their edges. If the sort
+gets stuck, a breadth-first search finds a shortest cycle for the error message.
+"""
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,41 +19,37 @@ from torch.fx import Node
 
 from dovetail.errors import CyclicRegion, EffectOrder, RegionError
 from dovetail.ir.dependencies import Index
-from dovetail.outlining.region_call import OutlineState, call_of
-from dovetail.outlining.request import RegionDraft
+from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
+from dovetail.outlining.escapes import RegionDraft
+from dovetail.outlining.region import OutlineState, call_of
 
-# How far apart two operations are ranked: clones of the first that stand beside it come in between.
+# The distance between the ranks of two operations: clones of the first are ranked in between.
 SPACING = 1 << 20
 
 
-def ascending(ranks: Sequence[float]) -> bool:
+def is_ascending(ranks: Sequence[float]) -> bool:
     return all(a <= b for a, b in pairwise(ranks))
 
 
 def read_ranks(index: Index, state: OutlineState) -> tuple[int, list[int]]:
-    """The epoch and the rank of each position.
+    """Return the epoch and the rank of each position.
 
-    A graph that was edited by others since the last step is ranked anew, by its listing, in a new epoch.
+    A graph that another tool has edited since is ranked anew, in node order, in a new epoch.
     """
     table = state.ranks
     if table is not None and list(table) == [node.name for node in index.nodes]:
         return state.epoch, list(table.values())
-    return state.epoch + 1, _fresh(index.nodes)
+    return state.epoch + 1, ranks_from(0, (node.meta for node in index.nodes))
 
 
 def priority(node: Node, rank: float) -> float:
-    """What to list a node by: its rank, but a region's results come right after its call."""
+    """Return a node's sort key: its rank, but the results of a region come right after its call."""
     source = node.args[0] if node.target is operator.getitem else None
     return -1 if isinstance(source, Node) and call_of(source.meta) is not None else rank
 
 
-def _fresh(nodes: list[Node]) -> list[int]:
-    """Ranks by the listing, with room after each region's call for the operations it holds."""
-    return ranks_from(0, (node.meta for node in nodes))
-
-
 def ranks_from(first: int, metas: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Ranks for operations in a row, given by their meta."""
+    """Return consecutive ranks for operations given by their meta, with room after a call for the region's members."""
     ranks: list[int] = []
     at = first
     for meta in metas:
@@ -57,163 +59,110 @@ def ranks_from(first: int, metas: Iterable[Mapping[str, Any]]) -> list[int]:
     return ranks
 
 
-def list_by_rank(before: Sequence[Iterable[int]], ranks: Sequence[float]) -> list[int]:
-    """A topological order that takes, of what is ready, the lowest rank; what is on a cycle is missing from it."""
-    waiting = [0] * len(ranks)
-    after: list[list[int]] = [[] for _ in ranks]
-    for i, earlier in enumerate(before):
-        for j in earlier:
-            after[j].append(i)
-            waiting[i] += 1
-    ready = [(ranks[i], i) for i, count in enumerate(waiting) if not count]
-    heapq.heapify(ready)
-    listed: list[int] = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        listed.append(i)
-        for j in after[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, (ranks[j], j))
-    return listed
+def place_regions(index: Index, drafts: list[RegionDraft], ranks: list[int]) -> list[int]:
+    """Return the new order: positions of what stays outside, and `-1 - r` where region `r` is called.
 
-
-def place(index: Index, made: list[RegionDraft], ranks: list[int]) -> list[int]:
-    """The new listing: positions of what stays outside, and `-1 - r` where region `r` is called.
-
-    Only the stretches of the graph that a region spans are sorted; everything else keeps its place.
-    Raises CyclicRegion or EffectOrder if some region cannot be called at one place.
+    Raise CyclicRegion or EffectOrder if some region cannot be called at one place.
     """
-    owner: dict[int, int] = {}
-    for r, draft in enumerate(made):
-        for i in draft.members:
-            owner[i] = r
-    listing: list[int] = []
+    owner = {i: r for r, draft in enumerate(drafts) for i in draft.members}
+    windows = [(0, len(index) - 1)]
+    if is_ascending(ranks):
+        windows = merge_windows((min(d.members), max(d.members | d.clones)) for d in drafts)
+    order: list[int] = []
     at = 0
-    for low, high in _windows(index, made, ranks):
-        listing.extend(range(at, low))
-        listing.extend(_sort_window(index, made, owner, ranks, low, high))
+    for low, high in windows:
+        order.extend(range(at, low))
+        order.extend(_sort_window(index, drafts, owner, ranks, low, high))
         at = high + 1
-    listing.extend(range(at, len(index)))
-    return listing
+    order.extend(range(at, len(index)))
+    return order
 
 
-def _windows(index: Index, made: list[RegionDraft], ranks: list[int]) -> list[tuple[int, int]]:
-    """The stretches to be sorted, disjoint and in order."""
-    if not ascending(ranks):
-        return [(0, len(index) - 1)]
-    merged: list[tuple[int, int]] = []
-    for low, high in sorted((min(d.members), max(d.members | d.clones)) for d in made):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return merged
+def region_needs(index: Index, draft: RegionDraft) -> Iterator[int]:
+    """Yield the positions that must come before a region is called."""
+    data, effects, clones = index.data, index.dependencies.before, draft.clones
+    for i in draft.members:
+        yield from (j for j in data[i] if j not in clones)
+        yield from effects.get(i, ())
+    for i in clones:
+        yield from (j for j in data[i] if j not in clones)
 
 
 def _sort_window(
-    index: Index, made: list[RegionDraft], owner: dict[int, int], ranks: list[int], low: int, high: int
+    index: Index, drafts: list[RegionDraft], owner: dict[int, int], ranks: list[int], low: int, high: int
 ) -> list[int]:
     first = owner.get(low)
-    if first is not None and len(made[first].members) == high - low + 1:
+    if first is not None and len(drafts[first].members) == high - low + 1:
         return [-1 - first]
-    # Units: positions from low to high, then the regions that begin here.
-    unit: dict[int, int] = {}
-    units: list[int] = []
-    for i in range(low, high + 1):
-        r = owner.get(i)
-        key = i if r is None else -1 - r
-        if key not in unit:
-            unit[key] = len(units)
-            units.append(key)
-
-    def of(i: int) -> int | None:
-        r = owner.get(i)
-        return unit.get(i if r is None else -1 - r)
-
-    before: list[set[int]] = [set() for _ in units]
-    data, effects = index.data, index.dependencies.before
-    for u, key in enumerate(units):
-        if key >= 0:
-            needs = [*data[key], *effects.get(key, ())]
-        else:
-            draft = made[-1 - key]
-            needs = [j for i in draft.inside for j in data[i] if j not in draft.clones]
-            needs += [j for i in draft.members for j in effects.get(i, ())]
-        before[u] = {v for j in needs if (v := of(j)) is not None and v != u}
+    units, before = contract_window(
+        low, high, owner, lambda u: index.before[u] if u >= 0 else region_needs(index, drafts[-1 - u])
+    )
     unit_ranks = [
-        priority(index.nodes[k], ranks[k]) if k >= 0 else min(ranks[i] for i in made[-1 - k].members)
-        for k in units
+        priority(index.nodes[u], ranks[u]) if u >= 0 else min(ranks[i] for i in drafts[-1 - u].members)
+        for u in units
     ]
-    order = list_by_rank(before, unit_ranks)
+    order = topological_order(before, unit_ranks)
     if len(order) < len(units):
-        listed = set(order)
-        stuck = [k for u, k in enumerate(units) if u not in listed]
-        raise _explain(index, made, owner, [-1 - k for k in stuck if k < 0])
-    return [units[u] for u in order]
+        placed = set(order)
+        unplaced = [-1 - unit for k, unit in enumerate(units) if k not in placed and unit < 0]
+        raise _cycle_error(index, drafts, owner, unplaced)
+    return [units[k] for k in order]
 
 
-def _explain(index: Index, made: list[RegionDraft], owner: dict[int, int], stuck: list[int]) -> RegionError:
-    """The error for regions that would depend on themselves, with a shortest path that shows it."""
-    effects = index.dependencies.before
-
-    def by_data(i: int) -> list[int]:
-        return index.data[i]
-
-    def by_all(i: int) -> list[int]:
-        return index.before[i]
-
-    for edges in (by_data, by_all):
-        for r in stuck:
-            path = _way_back(index, made, owner, r, edges)
+def _cycle_error(
+    index: Index, drafts: list[RegionDraft], owner: dict[int, int], unplaced: list[int]
+) -> RegionError:
+    """Return the error for regions that would depend on themselves, with a shortest path that shows it."""
+    for edges in (index.data, index.before):
+        for r in unplaced:
+            path = _find_cycle(drafts, owner, r, edges)
             if not path:
                 continue
             names = [index.nodes[i].name for i in path]
-            for a, b in pairwise(path):
-                if a not in index.data[b] and a in effects.get(b, ()):
-                    why = index.dependencies.why(a, b)
-                    return EffectOrder(made[r].label, index.nodes[a].name, index.nodes[b].name, why, names)
-            return CyclicRegion(made[r].label, names)
-    return RegionError(f"regions {', '.join(made[r].label for r in stuck)} would depend on each other.")
+            edge = index.effect_edge(path)
+            if edge is None:
+                return CyclicRegion(drafts[r].label, names)
+            first, second = (index.nodes[i].name for i in edge)
+            return EffectOrder(drafts[r].label, first, second, index.dependencies.why(*edge), names)
+    labels = ", ".join(drafts[r].label for r in unplaced)
+    return RegionError(f"regions {labels} would depend on each other.")
 
 
-def _way_back(
-    index: Index,
-    made: list[RegionDraft],
-    owner: dict[int, int],
-    region: int,
-    edges: Callable[[int], list[int]],
+def _find_cycle(
+    drafts: list[RegionDraft], owner: dict[int, int], region: int, edges: Sequence[list[int]]
 ) -> list[int]:
-    """A shortest chain from a member of `region`, through the outside, to a member; empty if there is none.
+    """Return a shortest path from a member of `region`, through the outside, to a member; empty if none exists.
 
-    Passing through another region, the chain may leave it from any member: its call comes as one.
+    On its way through another region, the path may leave from any member: the region is called as one. The search
+    is breadth-first, against the edges.
     """
-    members = made[region].members
-    # By what, and from which end of the search so far: a clone has its position in several regions at once.
+    members, clones = drafts[region].members, drafts[region].clones
+    # By position: the position after it on the path, and the one before that in the search. A clone's position is
+    # in several regions at once, so the two may differ.
     came: dict[int, tuple[int, int | None]] = {}
     queue: deque[int] = deque()
-    for end in sorted(members | made[region].clones):
-        for j in edges(end):
-            if j not in members and j not in made[region].clones and j not in came:
+    for end in sorted(members | clones):
+        for j in edges[end]:
+            if j not in members and j not in clones and j not in came:
                 came[j] = end, None
                 queue.append(j)
     while queue:
         at = queue.popleft()
         other = owner.get(at)
-        for hop in made[other].inside if other is not None else (at,):
-            for j in edges(hop):
+        for hop in drafts[other].inside if other is not None else (at,):
+            for j in edges[hop]:
                 if j not in came:
                     came[j] = hop, at
                     if j in members:
-                        return _chain_from(came, j)
+                        return _path_from(came, j)
                     queue.append(j)
     return []
 
 
-def _chain_from(came: dict[int, tuple[int, int | None]], start: int) -> list[int]:
-    chain = [start]
+def _path_from(came: dict[int, tuple[int, int | None]], start: int) -> list[int]:
+    path = [start]
     at: int | None = start
     while at is not None:
         hop, at = came[at]
-        chain.extend([hop] if at is None or at == hop else [hop, at])
-    return chain
+        path.extend([hop] if at is None or at == hop else [hop, at])
+    return path

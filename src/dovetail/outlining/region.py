@@ -1,33 +1,366 @@
-"""Regions as users meet them: frozen snapshots of what a graph calls."""
+"""Regions: the record on a region's call, the graph's record of names and order, and the `Region` that users get.
+
+`body_key` hashes what a body computes, so that equal computations have equal keys in any process.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, InvalidGraph, checked_call
-from dovetail.ir.effects import declared_in, summary
-from dovetail.ir.graph_module import GraphOwner, attribute, graphs_of
-from dovetail.ir.meta_keys import LOWERING
-from dovetail.ir.nodes import is_projection
-from dovetail.outlining.bodies import body_key
-from dovetail.outlining.region_call import Escape, RegionCall, call_of
+from dovetail.ir.effects import declared_targets, summarize_body
+from dovetail.ir.graph_module import Body, GraphOwner, attribute, graphs_of
+from dovetail.ir.meta_keys import CLONE, LOWERING, OUTLINING, REGION
+from dovetail.ir.nodes import is_projection, symbol_ranges, value_signature
+from dovetail.ir.op_traits import qualified_name, target_name
+
+_KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+class Escape(NamedTuple):
+    """The policy applied to a value that is also used outside, and why."""
+
+    policy: str
+    reason: str
+
+
+class Member(NamedTuple):
+    """An operation as it was before it moved into a region; a clone has the name of its original."""
+
+    name: str
+    meta: dict[str, Any]
+    rank: int
+    target: str | None  # the target of a get_attr or call_module in the graph around the region
+    clone: bool
+    type: Any = None
+
+    @property
+    def original(self) -> str:
+        """The name of the operation that this is a clone of, through any number of clones, or else its own."""
+        return self.meta.get(CLONE, self.name)
+
+    @property
+    def standing(self) -> tuple[bool, bool]:
+        """Order of preference: an original first, then a clone with a name of its own."""
+        return self.clone, CLONE in self.meta
+
+    @property
+    def is_original(self) -> bool:
+        return not any(self.standing)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Kind, version and attributes of a region. `attrs` is canonical JSON, so equal attributes are equal text."""
+
+    kind: str
+    version: int
+    attrs: str
+
+    @property
+    def headline(self) -> str:
+        version = f" v{self.version}" if self.version != 1 else ""
+        attrs = f" {self.attrs}" if self.attrs != "{}" else ""
+        return f"{self.kind}{version}{attrs}"
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCall:
+    """The record on a region's call: its identity, and what `inline` needs to restore the original operations.
+
+    `members` are in the order of the body's operations. Ranks are comparable within one `epoch`. `arguments` maps
+    each argument of a pattern to its operand, `results` each result of the body to its result of the pattern.
+    """
+
+    identity: Identity
+    members: tuple[Member, ...]
+    rank: int
+    epoch: int
+    escapes: tuple[tuple[str, Escape], ...] = ()
+    rule: str | None = None
+    round: int | None = None
+    backend: str | None = None
+    depth: int = 1
+    arguments: tuple[tuple[str, int], ...] = ()
+    results: tuple[int | None, ...] = ()
+
+    def with_backends(self, backends: Mapping[str, str | None]) -> RegionCall:
+        """Return this record with the backends of nested regions set by region name."""
+        members = tuple(
+            m._replace(
+                meta={**m.meta, REGION: replace(inner, backend=backends.get(m.name)).with_backends(backends)}
+            )
+            if (inner := call_of(m.meta)) is not None
+            else m
+            for m in self.members
+        )
+        return replace(self, members=members)
+
+    def filter_meta(self, keep: Callable[[Any], bool]) -> RegionCall:
+        """Return this record with only those meta values of its members that `keep` accepts, at every depth."""
+        members: list[Member] = []
+        for member in self.members:
+            inner = call_of(member.meta)
+            meta = {k: v for k, v in member.meta.items() if k != REGION and keep(v)}
+            if inner is not None:
+                meta[REGION] = inner.filter_meta(keep)
+            members.append(member._replace(meta=meta))
+        return replace(self, members=tuple(members))
+
+    @property
+    def headline(self) -> str:
+        return self.identity.headline
+
+    @property
+    def size(self) -> int:
+        """The number of original operations in it, nested ones included."""
+        return sum(inner.size if (inner := call_of(m.meta)) else 1 for m in self.members)
+
+
+def walk(call: RegionCall) -> Iterator[Member]:
+    """Yield the members of a call and of every region nested in it."""
+    stack = [call]
+    while stack:
+        for member in stack.pop().members:
+            yield member
+            inner = call_of(member.meta)
+            if inner is not None:
+                stack.append(inner)
+
+
+def local_name(name: str) -> str:
+    """Return the name that a region has in the body it is called in, without the regions around it."""
+    return name.rpartition("/")[2]
+
+
+def call_of(meta: Mapping[str, Any]) -> RegionCall | None:
+    """Return the record in a node's meta, or None if the node does not call a region."""
+    call = meta.get(REGION)
+    return call if isinstance(call, RegionCall) else None
+
+
+def write_call(node: Node, call: RegionCall) -> None:
+    node.meta[REGION] = call
+
+
+def clone_of(node: Node) -> str | None:
+    """Return the name of the original of a clone that `inline` could not merge with it, else None."""
+    return node.meta.get(CLONE)
+
+
+def mark_clone(node: Node, original: str | None) -> None:
+    if original is not None:
+        node.meta[CLONE] = original
+    else:
+        node.meta.pop(CLONE, None)
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineState:
+    """The outlining state of a graph: the next number per kind, and each node's place in the original order.
+
+    `ranks` is in node order, so that an edit by another tool can be detected.
+    """
+
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    ranks: Mapping[str, int] | None = None
+    epoch: int = 0
+
+
+def state_of(gm: GraphModule) -> OutlineState:
+    state = gm.meta.get(OUTLINING)
+    return state if isinstance(state, OutlineState) else OutlineState()
+
+
+def with_state(meta: Mapping[str, Any], state: OutlineState) -> dict[str, Any]:
+    return {**meta, OUTLINING: state}
+
+
+def make_identity(kind: object, version: object, attrs: object) -> Identity:
+    """Return a checked identity; raise InvalidArgument naming the part that is wrong."""
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise InvalidArgument(
+            f"kind {kind!r} is not a dotted name such as 'rms_norm' or 'npu.avg_pool': letters, digits and '_'."
+        )
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise InvalidArgument(f"version {version!r} of '{kind}' is not an int.")
+    if attrs is not None and not isinstance(attrs, Mapping):
+        raise InvalidArgument(f"attrs of '{kind}' are a {type(attrs).__name__}; give a mapping from str.")
+    try:
+        value_json = _json_value(cast("Mapping[Any, Any]", attrs or {}), f"attrs of '{kind}'")
+    except RecursionError:
+        raise InvalidArgument(f"attrs of '{kind}' contain themselves, or nest too deep for JSON.") from None
+    return Identity(kind, version, json.dumps(value_json, sort_keys=True))
+
+
+def _json_value(value: Any, where: str) -> Any:
+    """Return the value with tuples as lists; raise InvalidArgument if JSON cannot represent it exactly."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        raise InvalidArgument(f"{where}: an int of {value.bit_length()} bits is too large.")
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidArgument(f"{where}: {value!r} has no JSON form.")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_json_value(v, f"{where}[{i}]") for i, v in enumerate(cast("list[Any]", value))]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        for key, _ in items:
+            if not isinstance(key, str):
+                raise InvalidArgument(f"{where}: key {key!r} is not a str.")
+        return {k: _json_value(v, f"{where}[{k!r}]") for k, v in items}
+    raise InvalidArgument(
+        f"{where}: a {type(value).__name__} has no JSON form; give numbers, text, lists or mappings."
+    )
+
+
+def literal(value: Any, ref: Callable[[Node], Any]) -> Any:
+    """Return a node argument as a hashable value that distinguishes what Python compares equal: 1, 1.0, True, -0.0."""
+    if isinstance(value, Node):
+        return ref(value)
+    kind = type(value)
+    if kind is int or value is None:
+        return value
+    if kind is float:
+        return ("float", repr(value))
+    if isinstance(value, (tuple, list)):
+        return (
+            "tuple" if isinstance(value, tuple) else "list",
+            *(literal(v, ref) for v in cast("Sequence[Any]", value)),
+        )
+    if isinstance(value, dict):
+        return ("dict", *((k, literal(v, ref)) for k, v in cast("dict[Any, Any]", value).items()))
+    if isinstance(value, slice):
+        return ("slice", *(literal(v, ref) for v in (value.start, value.stop, value.step)))
+    if kind in (bool, str, complex):
+        return (kind.__name__, repr(value))
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", kind.__name__, repr(value))
+    return value
+
+
+class Refs(dict[Node, str]):
+    """The reference to each node in a signature: `%n`, operands first."""
+
+    def __call__(self, node: Node) -> str:
+        return self[node]
+
+    def add(self, node: Node) -> None:
+        self[node] = f"%{len(self)}"
+
+
+def results(body: GraphModule) -> list[Node]:
+    """Return the values a body returns: its output is always a flat tuple."""
+    return list(cast("Iterable[Node]", body.graph.output_node().args[0]))
+
+
+_KEYS: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()
+
+
+def body_key(body: GraphModule) -> str:
+    """Return a structural hash of a body, a Merkle hash over nested bodies.
+
+    It covers structure, literals, dtypes, sizes, strides, devices and the contents of constants, with symbols
+    numbered by order of appearance; names have no part in it. Linear in the operations and the bytes of constants.
+    """
+    key = _KEYS.get(body)
+    if key is None:
+        key = hashlib.sha256("\n".join(_lines(body)).encode()).hexdigest()
+        if isinstance(body, Body):
+            _KEYS[body] = key
+    return key
+
+
+def _lines(body: GraphModule) -> list[str]:
+    refs = Refs()
+    symbols: dict[str, str] = {}
+    ranges: dict[str, str] = {}
+    lines: list[str] = []
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            lines.append(f"in {value_signature(value, symbols)}")
+            ranges.update(symbol_ranges(value))
+        elif node.op == "output":
+            lines.append(f"out {_results(body, refs)}")
+        else:
+            args, kwargs = literal(node.args, refs), literal(node.kwargs, refs)
+            call = call_of(node.meta)
+            identity = f" {call.headline}" if call is not None else ""
+            lines.append(
+                f"{node.op} {_target(body, node)}{identity} {_literal_text(args)} {_literal_text(kwargs)}"
+            )
+        refs.add(node)
+    lines.extend(f"{short} in {ranges.get(name)}" for name, short in symbols.items())
+    return lines
+
+
+def _results(body: GraphModule, refs: Refs) -> Any:
+    """Return what a graph returns; one that is not a region's body may return any structure."""
+    returned = body.graph.output_node().args[0]
+    flat = isinstance(returned, (tuple, list)) and all(isinstance(n, Node) for n in returned)
+    return [refs[n] for n in results(body)] if flat else _literal_text(literal(returned, refs))
+
+
+def _literal_text(value: Any) -> str:
+    """Return a literal as text that does not depend on memory addresses."""
+    if isinstance(value, tuple):
+        return f"({', '.join(_literal_text(v) for v in cast('tuple[Any, ...]', value))})"
+    if callable(value) and not isinstance(value, (torch.dtype, type)):
+        return qualified_name(value)
+    return repr(value)
+
+
+def _target(body: GraphModule, node: Any) -> str:
+    if node.op not in ("get_attr", "call_module"):
+        return target_name(node)
+    value = attribute(body, cast("str", node.target))
+    if isinstance(value, GraphModule):
+        return body_key(value)
+    if isinstance(value, torch.Tensor):
+        return f"{value_signature(value)} {_content(value)}"
+    if isinstance(value, nn.Module):
+        state = [(name, value_signature(t), _content(t)) for name, t in value.state_dict().items()]
+        return f"{type(value).__module__}.{type(value).__qualname__} {value.extra_repr()} {value.training} {state}"
+    return repr(value)
+
+
+def _content(value: torch.Tensor) -> str:
+    """Return a hash of the bytes of a tensor, or "" where they cannot be read."""
+    if value.layout is not torch.strided or value.device.type == "meta" or isinstance(value, FakeTensor):
+        return ""
+    dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = ctypes.string_at(dense.data_ptr(), dense.numel() * dense.element_size()) if dense.numel() else b""
+    return hashlib.sha256(data).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One call of a region: what it is, what it computes, and which operations it was made of.
+    """One call of a region: its identity, its body, and the operations it was made of.
 
     `name` is a label (`outer_0/inner_1` when nested); identity is `kind`, `version` and `attrs`. `inputs` are the
-    operands and `outputs` the values taken from the call, as nodes of the graph that has the call. `arguments` says
-    which operand each argument of the pattern is, and `results` which result of the pattern each result of the body
-    is, None for an inner value that is used outside; both are empty where no pattern made the region. `backend` is
-    the name of the backend that runs it now, in calls like the last one; None where it runs as it is.
+    operands and `outputs` the results of the call, as nodes of the graph that has the call. `arguments` maps each
+    argument of the pattern to its operand, and `results` each result of the body to its result of the pattern, None
+    for an inner value that is used outside; both are empty if no pattern made the region. `backend` is the name of
+    the backend that runs it now, in calls like the last one; None if it is not lowered.
     """
 
     name: str
@@ -49,24 +382,55 @@ class Region:
 
     @property
     def key(self) -> str:
-        """The canonical hash of the body, equal for equal computations in any process."""
+        """The structural hash of the body, equal for equal computations in any process."""
         return body_key(self.body)
 
     def reproducer(self, path: str | Path, *, seed: int = 0) -> Path:
-        """Write the region alone, with made-up inputs of its shapes, as a script that runs by itself."""
+        """Write the region alone, with random inputs of its shapes, as a script that runs by itself."""
         if not isinstance(path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
         return _WRITERS["reproducer"]()(self, Path(path), seed=seed)
 
     def export(self, folder: str | Path, *, seed: int = 0) -> Path:
-        """Write the region alone into a new folder: its body, made-up operands, what comes of them, and what it is.
+        """Write the region alone into a new folder: its body, random operands, their results, and its description.
 
-        For whoever writes faster code for it and has no model: `check.py` in the folder compares, and
-        `dovetail.replace_region` brings the result back. A folder that is there must be empty.
+        It lets a kernel be written without the model: `check.py` in the folder compares, and
+        `dovetail.replace_region` installs the result. An existing folder must be empty.
         """
         if not isinstance(folder, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"folder {folder!r} is neither a str nor a Path.")
         return _WRITERS["export"]()(self, Path(folder), seed=seed)
+
+
+class LoweringEvent(Protocol):
+    """What a backend did with the body of a region: the outcome, the time it took, and why it failed."""
+
+    region: str
+    key: str
+    backend: str
+    outcome: str
+    seconds: float
+    reason: str
+
+
+class LoweringView(Protocol):
+    """What is read here and in the ledger of a graph's lowering; `lowering.lowered_state.LoweredState` implements it."""
+
+    @property
+    def events(self) -> Sequence[LoweringEvent]: ...
+
+    def calls(self, program: GraphModule, /) -> Mapping[str, int]:
+        """Return the number of regions with each body, by the key of its events."""
+        ...
+
+    def backend_of(self, name: str, otherwise: str | None, /) -> str | None:
+        """Return the backend that runs a region now, `otherwise` if that is not decided yet."""
+        ...
+
+
+def lowering_view(gm: GraphModule) -> LoweringView | None:
+    """Return the lowering that a graph carries, or None if it is not lowered."""
+    return gm.meta.get(LOWERING)
 
 
 class RegionWriter(Protocol):
@@ -79,15 +443,15 @@ _WRITERS: dict[str, Callable[[], RegionWriter]] = {}
 
 
 def install_writers(**writers: Callable[[], RegionWriter]) -> None:
-    """Set what the methods `export` and `reproducer` write with: functions that import the writer when called."""
+    """Set the writers of the methods `export` and `reproducer`: functions that import the writer when called."""
     _WRITERS.update(writers)
 
 
 @checked_call()
 def regions(gm: GraphModule | GraphOwner, *, kind: str | None = None, nested: bool = False) -> list[Region]:
-    """The regions a graph calls, in execution order; with `nested`, those inside them right after each.
+    """Return the regions a graph calls, in execution order; with `nested`, those inside each right after it.
 
-    Of a compiled model, those of all its graphs.
+    For a compiled model, those of all its graphs.
     """
     if kind is not None and not isinstance(kind, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"kind {kind!r} is not a name.")
@@ -95,24 +459,24 @@ def regions(gm: GraphModule | GraphOwner, *, kind: str | None = None, nested: bo
 
 
 def _regions(gm: GraphModule, nested: bool) -> list[Region]:
-    collector = _Collector(declared_in(gm), nested, gm.meta.get(LOWERING))
+    collector = _Collector(declared_targets(gm), nested, lowering_view(gm))
     for node in gm.graph.nodes:
         call = call_of(node.meta)
         if call is not None:
             collector.collect(gm, node, call, node.name)
-    return collector.found
+    return collector.regions
 
 
 class _Collector:
-    def __init__(self, declared: Mapping[str, str], nested: bool, lowering: Any) -> None:
+    def __init__(self, declared: Mapping[str, str], nested: bool, lowering: LoweringView | None) -> None:
         self.declared, self.nested, self.lowering = declared, nested, lowering
-        self.found: list[Region] = []
+        self.regions: list[Region] = []
 
     def collect(self, owner: GraphModule, node: Node, call: RegionCall, name: str) -> None:
         body = attribute(owner, cast("str", node.target))
         if not isinstance(body, GraphModule):
             raise InvalidGraph(f"the region calls '{node.target}', which is not a graph", node.name)
-        self.found.append(self._snapshot(node, call, body, name))
+        self.regions.append(self._snapshot(node, call, body, name))
         if not self.nested:
             return
         inside = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
@@ -125,7 +489,7 @@ class _Collector:
 
     def _snapshot(self, node: Node, call: RegionCall, body: GraphModule, name: str) -> Region:
         results = [u for u in node.users if is_projection(u)]
-        # The record is of the time of lowering; code that fails in a call is replaced after that.
+        # The record on the call dates from lowering; code that fails in a call is replaced later.
         backend = self.lowering.backend_of(name, call.backend) if self.lowering is not None else call.backend
         return Region(
             name=name,
@@ -157,15 +521,15 @@ def _originals(call: RegionCall) -> tuple[str, ...]:
             names.append(member.original)
         else:
             stack.extend(reversed(inner.members))
-    # A result of a nested region has the name of the operation it stands for.
+    # A result of a nested region has the name of the operation that computes it.
     return tuple(dict.fromkeys(names))
 
 
 def _effects(body: GraphModule, declared: Mapping[str, str]) -> tuple[str, ...]:
-    told = summary(body, declared)
-    words = ["writes"] if told.writes or told.state_written else []
-    if told.random:
+    effects = summarize_body(body, declared)
+    words = ["writes"] if effects.writes or effects.state_written else []
+    if effects.random:
         words.append("random")
-    if told.world:
-        words.append(told.world)
+    if effects.host_effect:
+        words.append(effects.host_effect)
     return tuple(words)

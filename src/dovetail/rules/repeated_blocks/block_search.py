@@ -12,26 +12,26 @@ from dovetail.rules.repeated_blocks.blocks import (
     DataflowStep,
     Family,
     acyclic,
-    border,
+    block_windows,
+    boundary_size,
     disjoint,
-    follow,
-    plan,
-    same,
-    windows,
+    follow_plan,
+    group_equal,
+    match_plan,
     wiring,
 )
-from dovetail.rules.repeated_blocks.linearize import Linearization, Stretch, WindowNumbering
+from dovetail.rules.repeated_blocks.linearize import Linearization, MaximalRepeat, WindowNumbering
 
 # Borders of a row that are weighed, and of these the ones that blocks are made of.
-_BORDERS = 16
-_ROTATIONS = 3
+_MAX_BORDERS = 16
+_MAX_ROTATIONS = 3
 
 # Operations looked at in all, at least, and per operation in sight: only hard cases come near.
-_LEAST_EFFORT = 50_000
-_EFFORT = 20
+_MIN_EFFORT = 50_000
+_EFFORT_PER_NODE = 20
 
 
-class BlockAlignment:
+class BlockExtractor:
     """One look at a line, or at the ascending places `where` of it: what repeats of all that is not yet taken.
 
     Stretches count by index in `where`. `effort` is what was looked at so far, here and in earlier looks.
@@ -49,9 +49,9 @@ class BlockAlignment:
         self._last: dict[int, list[int]] = {}
         self._readers: dict[tuple[int, int, int], list[int]] = {}
         self.effort = effort
-        self.bearable = max(_LEAST_EFFORT, _EFFORT * len(self.where))
+        self.bearable = max(_MIN_EFFORT, _EFFORT_PER_NODE * len(self.where))
 
-    def realise(self, stretch: Stretch) -> Family | None:
+    def realise(self, stretch: MaximalRepeat) -> Family | None:
         """A family of exactly equal blocks that a stretch leads to.
 
         The first border of a row that makes blocks of most of it is taken, else the one that makes most.
@@ -96,16 +96,15 @@ class BlockAlignment:
 
     def _sound(self, blocks: list[Block]) -> Family | None:
         """The blocks that are exactly equal, if there are several and they can all be drawn together."""
-        group = same(self.line, blocks)[0]
+        group = group_equal(self.line, blocks)[0]
         if len(group) < 2:
             return None
-        spanned = windows(self.line, group)
-        self.effort += sum(window.high - window.low + 1 for window in spanned)
-        return Family(tuple(group)) if acyclic(self.line, spanned) else None
+        self.effort += sum(high - low + 1 for low, high in block_windows(self.line, group))
+        return Family(tuple(group)) if acyclic(self.line, group) else None
 
     def _elsewhere(self, family: Family) -> list[Block]:
         line, model = self.line, family.blocks[0]
-        steps = plan(line, model)
+        steps = match_plan(line, model)
         if len(steps) < max(1, len(model) - 1) or steps[0].forward:
             return []
         taken = {q for block in family.blocks for q in block}
@@ -114,7 +113,7 @@ class BlockAlignment:
         for root in self._readers_alike(model, steps[0]):
             if root in taken or self.effort > self.bearable:
                 continue
-            places, _ = follow(line, model, steps, root)
+            places, _ = follow_plan(line, model, steps, root)
             self.effort += len(places)
             block = tuple(places[k] for k in sorted(places))
             if len(set(block)) < len(model) or not self.open.issuperset(block):
@@ -136,7 +135,7 @@ class BlockAlignment:
         key = (labels[model[step.known]], step.slot, labels[model[step.found]])
         return sorted(self._readers.get(key, ()))
 
-    def _rotations(self, stretch: Stretch) -> list[tuple[int, int]]:
+    def _rotations(self, stretch: MaximalRepeat) -> list[tuple[int, int]]:
         """Where a block of a row may begin: where fewest values cross, then so that most blocks are whole.
 
         Of borders alike in that, crossing values with more readers are the more likely one, and then the first.
@@ -147,11 +146,11 @@ class BlockAlignment:
         whole = [(end - begin - o) // period for o in range(period)]
         ranked = sorted(range(period), key=lambda o: (crossing[o], -whole[o], -readers[o], o))
         keys: list[tuple[int, int, int, int]] = []
-        for o in ranked[:_BORDERS]:
+        for o in ranked[:_MAX_BORDERS]:
             count = whole[o] + self._one_earlier(begin + o, period)
             if 2 * count > whole[0] and count > 1:
                 keys.append((crossing[o], -count, -readers[o], o))
-        return [(begin + key[-1], period) for key in sorted(keys)[:_ROTATIONS]] or [(begin, period)]
+        return [(begin + key[-1], period) for key in sorted(keys)[:_MAX_ROTATIONS]] or [(begin, period)]
 
     def _one_earlier(self, start: int, length: int) -> bool:
         """Whether the block before a row is equal too, though other operations stand between its own."""
@@ -159,7 +158,7 @@ class BlockAlignment:
         if start == 0 or labels[where[start - 1]] != labels[where[start + length - 1]]:
             return False
         model = tuple(where[start : start + length])
-        return len(follow(self.line, model, plan(self.line, model), where[start - 1])[0]) == length
+        return len(follow_plan(self.line, model, match_plan(self.line, model), where[start - 1])[0]) == length
 
     def _crossing(self, middle: int, period: int) -> tuple[list[int], list[int]]:
         """For each cut of one period the values that cross it, and how many reads they have beyond it.
@@ -187,7 +186,7 @@ class BlockAlignment:
             reads[o] += reads[o - 1]
         return values[:period], reads[:period]
 
-    def _trimmed(self, stretch: Stretch) -> tuple[int, int]:
+    def _trimmed(self, stretch: MaximalRepeat) -> tuple[int, int]:
         """A stretch that stands alone, cut short where fewer values leave it; at most by half."""
         start = stretch.start - stretch.distance
         leaving = [0] * (stretch.length + 2)
@@ -216,18 +215,18 @@ class BlockAlignment:
 
 
 # Stretches that are worked out fully before the best of them are taken, and how often what is left is looked at.
-_TRIED = 512
-_PASSES = 16
+_MAX_TRIED = 512
+_MAX_PASSES = 16
 
 # Families that cover no less than this part of what the best does are weighed by their borders.
-_RIVALS = 0.75
+_RIVAL_RATIO = 0.75
 
 # A block that consists of a row of smaller ones to this part is no block of its own.
-_ROW = 0.9
+_CHAIN_RATIO = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BlockLimits:
     """What a family must have to be of use; `most` is the largest block allowed."""
 
     min_size: int
@@ -238,7 +237,7 @@ class Wanted:
 class BlockSearch:
     """Looks for families of equal blocks in a line. What is found inside of other blocks is left for later."""
 
-    def __init__(self, line: Linearization, wanted: Wanted) -> None:
+    def __init__(self, line: Linearization, wanted: BlockLimits) -> None:
         self.line, self.wanted = line, wanted
         self.small: list[Family] = []  # equal blocks that are too small or too few
 
@@ -247,8 +246,8 @@ class BlockSearch:
         taken = {q for q, free in enumerate(self.line.free) if not free}
         found: list[Family] = []
         effort = 0
-        for _ in range(_PASSES):
-            sight = BlockAlignment(self.line, taken, effort=effort)
+        for _ in range(_MAX_PASSES):
+            sight = BlockExtractor(self.line, taken, effort=effort)
             fresh = self._pass(sight)
             effort = sight.effort
             if not fresh:
@@ -263,17 +262,17 @@ class BlockSearch:
         found: list[Family] = []
         taken: set[int] = set()
         effort = 0
-        for _ in range(_PASSES):
-            sight = BlockAlignment(self.line, taken, where, effort)
+        for _ in range(_MAX_PASSES):
+            sight = BlockExtractor(self.line, taken, where, effort)
             fresh = self._pass(sight)
             effort = sight.effort
             if not fresh:
                 break
             found.extend(fresh)
             taken.update(q for part in fresh for block in part.blocks for q in block)
-        return [_for_all(family, part) for part in found]
+        return [_replicate(family, part) for part in found]
 
-    def _pass(self, sight: BlockAlignment) -> list[Family]:
+    def _pass(self, sight: BlockExtractor) -> list[Family]:
         """Disjoint families of one look."""
         tried: list[Family] = []
         owner: dict[int, Block] = {}
@@ -290,29 +289,29 @@ class BlockSearch:
             if 2 * family.saved >= len(sight.where):
                 break  # nothing else can save more
         kept = self._chosen(_outermost(tried))
-        while kept and not acyclic(self.line, windows(self.line, (b for f in kept for b in f.blocks))):
+        while kept and not acyclic(self.line, [b for f in kept for b in f.blocks]):
             # Each is sound by itself: rather the larger of them than none.
             kept.pop()
         return [part for family in kept for part in self._rows(sight, family)]
 
     def _chosen(self, families: list[Family]) -> list[Family]:
         """Disjoint ones of the families: of those that cover about as much, first those with the least border."""
-        borders = {id(family): border(self.line, family) for family in families}
+        borders = {id(family): boundary_size(self.line, family) for family in families}
         left = sorted(families, key=lambda f: (-f.covered, f.length, f.first))
         kept: list[Family] = []
         while left:
-            rivals = [f for f in left if f.covered >= _RIVALS * left[0].covered]
+            rivals = [f for f in left if f.covered >= _RIVAL_RATIO * left[0].covered]
             best = min(rivals, key=lambda f: borders[id(f)])  # of equals the first
             taken = {q for block in best.blocks for q in block}
             kept.append(best)
             left = [f for f in left if all(taken.isdisjoint(block) for block in f.blocks)]
         return kept
 
-    def _promising(self, sight: BlockAlignment, owner: dict[int, Block]) -> Iterator[Stretch]:
+    def _promising(self, sight: BlockExtractor, owner: dict[int, Block]) -> Iterator[MaximalRepeat]:
         """The stretches that cover most, without those inside of blocks already found."""
         tries = 0
         for stretch in sight.names.stretches(max(2, self.wanted.min_size * 3 // 4)):
-            if tries >= _TRIED or sight.effort > sight.bearable:
+            if tries >= _MAX_TRIED or sight.effort > sight.bearable:
                 return
             last = stretch.start + stretch.length - 1
             ends = [sight.where[i] for i in (stretch.start, last)]
@@ -323,18 +322,18 @@ class BlockSearch:
             tries += 1
             yield stretch
 
-    def _rows(self, sight: BlockAlignment, family: Family) -> list[Family]:
+    def _rows(self, sight: BlockExtractor, family: Family) -> list[Family]:
         """The family itself, or what its blocks are rows of: four layers twice are eight layers."""
         if family.length < 2 * self.wanted.min_size:
             return [family]
-        inner = BlockAlignment(self.line, frozenset(), sorted(family.blocks[0]))
-        most = _ROW * family.length
+        inner = BlockExtractor(self.line, frozenset(), sorted(family.blocks[0]))
+        most = _CHAIN_RATIO * family.length
         for stretch in inner.names.stretches(self.wanted.min_size):
             if not stretch.in_a_row or stretch.covered < most:
                 continue
             part = inner.realise(stretch)
             if part is not None and part.covered >= most and self._is_enough(part) and self._is_chain(part):
-                return [sight.extended(_for_all(family, part))]
+                return [sight.extended(_replicate(family, part))]
         return [family]
 
     def _is_chain(self, family: Family) -> bool:
@@ -354,7 +353,7 @@ class BlockSearch:
         return len(family.blocks) >= self.wanted.min_repeats
 
 
-def _for_all(family: Family, part: Family) -> Family:
+def _replicate(family: Family, part: Family) -> Family:
     """What was found inside of the first block of a family, inside of all of them."""
     index = {q: k for k, q in enumerate(family.blocks[0])}
     spots = [[index[q] for q in block] for block in part.blocks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
+from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
 from dovetail.rules.repeated_blocks.linearize import Linearization
 
 # Places in the order in which the blocks correspond: the n-th of one is to it what the n-th of another is to that.
@@ -55,14 +56,14 @@ def wiring(line: Linearization, block: Block) -> Wiring:
     return tuple(rows), tuple([line.described(v) for v in outside])
 
 
-def results(line: Linearization, block: Block) -> tuple[tuple[int, int], ...]:
+def block_results(line: Linearization, block: Block) -> tuple[tuple[int, int], ...]:
     """The values of a block that are read outside of it, as index in the block and part."""
     inside = set(block)
     found = {(k, part) for k, q in enumerate(block) for part, user, _ in line.uses[q] if user not in inside}
     return tuple(sorted(found))
 
 
-def border(line: Linearization, family: Family) -> int:
+def boundary_size(line: Linearization, family: Family) -> int:
     """How many computed values go into a block and out of it, without those that go into all of them alike."""
     read: list[set[int]] = []
     for block in family.blocks[:2]:
@@ -70,14 +71,14 @@ def border(line: Linearization, family: Family) -> int:
         values = {v for q in block for v in line.reads[q]}
         read.append({v for v in values if line.place[v] >= 0 and line.place[v] not in inside})
     first, second = read
-    return max(len(first - second), len(second - first)) + len(results(line, family.blocks[0]))
+    return max(len(first - second), len(second - first)) + len(block_results(line, family.blocks[0]))
 
 
-def same(line: Linearization, blocks: Iterable[Block]) -> list[list[Block]]:
+def group_equal(line: Linearization, blocks: Iterable[Block]) -> list[list[Block]]:
     """Blocks of equal labels sorted into those that are exactly equal and return the same; most blocks first."""
     groups: dict[tuple[Wiring, tuple[tuple[int, int], ...]], list[Block]] = {}
     for block in blocks:
-        groups.setdefault((wiring(line, block), results(line, block)), []).append(block)
+        groups.setdefault((wiring(line, block), block_results(line, block)), []).append(block)
     return sorted(groups.values(), key=lambda group: (-len(group), group[0]))
 
 
@@ -103,7 +104,7 @@ class DataflowStep:
     forward: bool
 
 
-def plan(line: Linearization, block: Block) -> list[DataflowStep]:
+def match_plan(line: Linearization, block: Block) -> list[DataflowStep]:
     """Steps from the last operation of a block to all others that are connected with it inside."""
     inside = {q: k for k, q in enumerate(block)}
     root = inside[max(block)]
@@ -132,7 +133,7 @@ def plan(line: Linearization, block: Block) -> list[DataflowStep]:
     return steps
 
 
-def follow(
+def follow_plan(
     line: Linearization, model: Block, steps: Sequence[DataflowStep], root: int, *, to_the_end: bool = False
 ) -> tuple[dict[int, int], DataflowStep | None]:
     """Places that correspond to those of `model` if `root` is its last operation, by index in it.
@@ -146,7 +147,7 @@ def follow(
         at = found.get(step.known)
         if at is None:
             continue
-        other = _reached(line, line.labels[model[step.found]], step, at, taken)
+        other = _step_target(line, line.labels[model[step.found]], step, at, taken)
         if other >= 0:
             found[step.found] = other
             taken.add(other)
@@ -157,7 +158,7 @@ def follow(
     return found, failed
 
 
-def _reached(line: Linearization, label: int, step: DataflowStep, at: int, taken: Set[int]) -> int:
+def _step_target(line: Linearization, label: int, step: DataflowStep, at: int, taken: Set[int]) -> int:
     if step.forward:
         for part, q, slot in line.uses[at]:
             is_it = (part, slot) == (step.part, step.slot) and q < len(line) and line.labels[q] == label
@@ -169,68 +170,32 @@ def _reached(line: Linearization, label: int, step: DataflowStep, at: int, taken
     return other if other >= 0 and line.labels[other] == label and line.part[value] == step.part else -1
 
 
-@dataclass(slots=True)
-class Window:
-    """A stretch of the line and the blocks that lie in it, which all others do not touch."""
-
-    low: int
-    high: int
-    blocks: list[Block]
-
-
-def windows(line: Linearization, blocks: Iterable[Block]) -> list[Window]:
-    """The stretches that blocks span, those that overlap as one; the whole line if it is out of order."""
+def block_windows(line: Linearization, blocks: Iterable[Block]) -> list[tuple[int, int]]:
+    """Return the disjoint windows that blocks span; the whole line if it is out of order."""
     if not line.ascending:
-        return [Window(0, len(line) - 1, list(blocks))]
-    found: list[Window] = []
-    for low, high, block in sorted((min(block), max(block), block) for block in blocks):
-        if found and low <= found[-1].high:
-            found[-1].blocks.append(block)
-            found[-1].high = max(high, found[-1].high)
-        else:
-            found.append(Window(low, high, [block]))
-    return found
+        return [(0, len(line) - 1)]
+    return merge_windows((min(block), max(block)) for block in blocks)
 
 
-def acyclic(line: Linearization, found: Iterable[Window]) -> bool:
-    """Whether each block can be drawn together into one call, all of them at once.
+def acyclic(line: Linearization, blocks: Sequence[Block]) -> bool:
+    """Whether the graph stays acyclic when each block is contracted, all of them at once."""
+    owner = {q: b for b, block in enumerate(blocks) for q in block}
 
-    Everything comes after what it needs, so a path from a block back to it stays in its window.
-    """
-    return all(
-        (len(window.blocks) == 1 and len(window.blocks[0]) == window.high - window.low + 1)
-        or _sortable(line, window)
-        for window in found
-    )
+    def needs(unit: int) -> Iterable[int]:
+        places = (unit,) if unit >= 0 else blocks[-1 - unit]
+        return (j for q in places for j in line.before[q])
 
-
-def _sortable(line: Linearization, window: Window) -> bool:
-    """Whether a stretch of the line can be sorted with each block as one."""
-    low, high = window.low, window.high
-    unit = list(range(high - low + 1))
-    for block in window.blocks:
-        for q in block:
-            unit[q - low] = block[0] - low
-    waiting = [0] * len(unit)
-    after: list[list[int]] = [[] for _ in unit]
-    for q in range(low, high + 1):
-        u = unit[q - low]
-        for j in line.before[q]:
-            if low <= j <= high and unit[j - low] != u:
-                after[unit[j - low]].append(u)
-                waiting[u] += 1
-    units = set(unit)
-    ready = [u for u in units if not waiting[u]]
-    for u in ready:
-        for v in after[u]:
-            waiting[v] -= 1
-            if not waiting[v]:
-                ready.append(v)
-    return len(ready) == len(units)
+    for low, high in block_windows(line, blocks):
+        first = owner.get(low)
+        if first is None or len(blocks[first]) < high - low + 1:
+            units, before = contract_window(low, high, owner, needs)
+            if len(topological_order(before)) < len(units):
+                return False
+    return True
 
 
 # A value with more readers than this is shared far and wide: none of them is the block's own.
-_MANY = 64
+_MAX_READERS = 64
 
 
 class BlockGrowth:
@@ -282,7 +247,7 @@ class BlockGrowth:
         """Operations outside of a block that read one inside, by label, in the order of the line."""
         found: dict[int, list[int]] = {}
         uses = self.line.uses[self.blocks[b][k]]
-        if len(uses) > _MANY:
+        if len(uses) > _MAX_READERS:
             return found
         for q in sorted({q for _, q, _ in uses if q < len(self.line)}):
             if self.owner.get(q, (-1, 0))[0] != b:
