@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 import dovetail
 from dovetail import CyclicRegion, InvalidArgument, zoo
 from dovetail.errors import RuleError
-from dovetail.rules.by_module import Modules, matches_path, modules, plain_path
+from dovetail.rules.by_module import Modules, matches_path, modules, normalize_path
 from tests.rules.repeat_helpers import applied, bodies, member_names, proposed, requests, same_run, to_the_end
 
 
@@ -174,7 +174,7 @@ def test_a_graph_that_does_not_say_where_its_operations_came_from() -> None:
     gm = symbolic_trace(lambda x: torch.relu(x) + 1)
     _, found, (said,) = proposed(modules("layers.*", kind="layer"), gm)
     assert not found
-    assert "does not say" in said.reason
+    assert "does not record" in said.reason
 
 
 def test_a_module_with_an_operation_that_may_not_be_taken_is_refused() -> None:
@@ -254,7 +254,7 @@ def test_layers_of_the_zoo(name: str) -> None:
     ],
 )
 def test_paths_in_one_form(text: str, path: str) -> None:
-    assert plain_path(text) == path
+    assert normalize_path(text) == path
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_rules_are_values() -> None:
 @pytest.mark.parametrize(
     ("what", "options", "words"),
     [
-        ([], {}, "no path and no class"),
+        ([], {}, "neither a path nor a class"),
         ("", {}, "neither a path nor a class"),
         ([3], {}, "neither a path nor a class"),
         ("a", {"priority": "high"}, "priority"),

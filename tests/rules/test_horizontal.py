@@ -208,5 +208,5 @@ def test_rules_are_values() -> None:
         siblings(min_branches=1)
     with pytest.raises(dovetail.InvalidArgument, match="give `of`"):
         siblings(alike=False)
-    with pytest.raises(dovetail.InvalidArgument, match="empty set"):
+    with pytest.raises(dovetail.InvalidArgument, match="is empty"):
         siblings([])

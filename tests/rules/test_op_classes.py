@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
 from dovetail import zoo
-from dovetail.rules.op_classes import OpClass, class_of_body, classify
+from dovetail.rules.op_classes import OpClass, classify, classify_body
 from dovetail.rules.rule import RuleContext
 from tests.outlining.helpers import trace
 from tests.rules.proposing import captured
@@ -229,7 +229,7 @@ def test_a_region_has_the_class_of_its_body(function: Callable[..., Any], expect
     inside = [n.name for n in gm.graph.nodes if n.op == "call_function"]
     new = dovetail.outline(gm, inside, kind="all", escapes="output")
     (region,) = dovetail.regions(new)
-    assert class_of_body(region.body) is expected
+    assert classify_body(region.body) is expected
     context = RuleContext(new)
     assert classify(context)[context.index.names["all_0"]] is expected
 
@@ -248,7 +248,7 @@ def test_a_region_that_writes_is_opaque() -> None:
 
 def test_classes_are_ordered_and_spoken() -> None:
     assert sorted(OpClass) == [ELEMENTWISE, BROADCAST, INJECTIVE, REDUCTION, ANCHOR, OPAQUE]
-    assert [c.words for c in OpClass] == [
+    assert [c.description for c in OpClass] == [
         "elementwise",
         "broadcast",
         "injective",

@@ -49,9 +49,9 @@ def test_a_detour_that_comes_back_makes_two_regions() -> None:
     fused(gm, every, *inputs)
     assert proposed(gm, ARITHMETIC) == [["add", "sub"]]
     told = refusals(gm, ARITHMETIC)
-    assert told["sub", "mul"] == "one region would depend on itself: 'matmul' lies between them"
+    assert told["sub", "mul"] == "one region would depend on itself: 'matmul' is between them"
     assert told["mul",] == "a region has at least 2 operations"
-    assert "between them lies 'matmul', which is not accepted" in why_not(gm, ARITHMETIC, "add", "mul")
+    assert "between them is 'matmul', which is not accepted" in why_not(gm, ARITHMETIC, "add", "mul")
 
 
 def test_two_backends_claim_nothing_of_each_other() -> None:
@@ -99,7 +99,7 @@ def test_effects_keep_their_order() -> None:
     inputs = (torch.randn(4, 4), torch.randn(4, 4))
     rest = capability({"sin", "cos", "mul"}, "npu")
     assert proposed(gm, rest) == [["sin", "cos"]]
-    assert refusals(gm, rest)["sin", "mul"] == "one region would depend on itself: 'add_' lies between them"
+    assert refusals(gm, rest)["sin", "mul"] == "one region would depend on itself: 'add_' is between them"
     fused(gm, rest, *inputs)
     with_write = capability({"sin", "cos", "mul", "add_"}, "npu")
     assert proposed(gm, with_write) == [["sin", "cos", "add_", "mul"]]
@@ -228,8 +228,8 @@ def test_a_predicate_that_says_neither_yes_nor_no_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: capability(set(), "npu"), "an empty set of operators"),
-        (lambda: capability({3}, "npu"), "3 is no operator"),
+        (lambda: capability(set(), "npu"), "the set of operators is empty"),
+        (lambda: capability({3}, "npu"), "3 is not an operator"),
         (lambda: capability(3, "npu"), "a predicate on nodes or a set of operators, got int"),  # pyright: ignore
         (lambda: capability({"aten.ad.Tensor"}, "npu"), "ATen has no operator 'aten.ad.Tensor'"),
         (lambda: capability({"aten.add.Tenser"}, "npu"), "ATen has no operator 'aten.add.Tenser'"),

@@ -13,7 +13,13 @@ from dovetail.ir.canonicalize import canonicalize
 from dovetail.rules.patterns import template, variants
 from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.pattern_rule import PatternRule, rule
-from dovetail.rules.patterns.trace import NotPlain, Stage, record, taken_apart, trace
+from dovetail.rules.patterns.trace import (
+    FakeEnvironment,
+    NotRecordable,
+    capture_decompositions,
+    record,
+    trace,
+)
 from dovetail.rules.rule import RuleContext
 from tests.rules.helpers import found
 
@@ -41,10 +47,10 @@ def test_the_quick_way_gives_the_graph_of_the_long_way(function: Any, dtype: tor
     sizes = ((2, 3, 8),) * 3 if function is attention else ((2, 3, 8), (8,), (8,))
 
     def graph(quick: bool) -> list[Any]:
-        stage = Stage()
+        stage = FakeEnvironment()
         values = [stage.stand_in(torch.empty(s, dtype=dtype)) for s in sizes]
         if quick:
-            recorded, _ = record(function, values, taken_apart())
+            recorded, _ = record(function, values, capture_decompositions())
             program = canonicalize(recorded)[0]
         else:
             program = trace(function, values)
@@ -67,8 +73,8 @@ def test_what_is_more_than_operators_goes_the_long_way() -> None:
         lambda x: (x.mul_(2),),
         lambda x: (x * 2 if x.sum() > 0 else x,),
     ):
-        with pytest.raises(NotPlain):
-            record(function, values, taken_apart())
+        with pytest.raises(NotRecordable):
+            record(function, values, capture_decompositions())
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -375,10 +375,10 @@ def test_the_same_form_with_a_permute_of_the_wrong_axes_is_refused() -> None:
 def test_patterns_are_taken_apart_as_captured_graphs_are() -> None:
     from torch._export.utils import _collect_all_valid_cia_ops
 
-    from dovetail.rules.patterns.trace import taken_apart
+    from dovetail.rules.patterns.trace import capture_decompositions
 
     kept = _collect_all_valid_cia_ops()
-    assert not kept & taken_apart().keys()
+    assert not kept & capture_decompositions().keys()
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     for base in ("to", "reshape", "dropout", "flatten", "chunk", "batch_norm", "linear", "native_batch_norm"):
         packet = getattr(torch.ops.aten, base)
@@ -387,4 +387,4 @@ def test_patterns_are_taken_apart_as_captured_graphs_are() -> None:
                 continue
             op = getattr(packet, name)
             if op.has_kernel_for_dispatch_key(composite):
-                assert (op in taken_apart()) == (op not in kept), op
+                assert (op in capture_decompositions()) == (op not in kept), op

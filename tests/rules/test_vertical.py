@@ -29,7 +29,7 @@ def test_elementwise_and_injective_operations_are_one_group() -> None:
 def test_an_anchor_takes_no_producer_in() -> None:
     gm, _ = captured(lambda x, w: torch.mm(torch.relu(x), w), SQUARE, SQUARE)
     assert proposed(gm, groups()) == []
-    assert refusals(gm, groups()) == {("relu", "mm"): "'mm' is an anchor: it takes no producer in"}
+    assert refusals(gm, groups()) == {("relu", "mm"): "'mm' is an anchor: no producer fuses into it"}
 
 
 def test_behind_an_anchor_only_elementwise_work_of_its_shape_fuses() -> None:
@@ -49,7 +49,7 @@ def test_behind_an_anchor_only_elementwise_work_of_its_shape_fuses() -> None:
 def test_nothing_fuses_behind_a_reduction() -> None:
     gm, inputs = captured(lambda x: torch.exp(x).sum(1).log().neg(), SQUARE)
     assert proposed(gm, groups()) == [["exp", "sum_1"], ["log", "neg"]]
-    assert refusals(gm, groups())["sum_1", "log"] == "'sum_1' is a reduction: nothing fuses behind it"
+    assert refusals(gm, groups())["sum_1", "log"] == "'sum_1' is a reduction: nothing fuses after it"
     fused(gm, groups(), *inputs)
 
 
@@ -102,8 +102,8 @@ def test_a_diamond_with_an_anchor_in_it_is_not() -> None:
 
     gm, _ = captured(function, SQUARE, SQUARE)
     assert proposed(gm, groups()) == [["add", "relu"], ["mm", "add_1"]]
-    assert why_not(gm, groups(), "relu", "mm") == ["'mm' is an anchor: it takes no producer in"]
-    assert why_not(gm, groups(), "add", "add_1") == ["between them lies 'mm', an anchor"]
+    assert why_not(gm, groups(), "relu", "mm") == ["'mm' is an anchor: no producer fuses into it"]
+    assert why_not(gm, groups(), "add", "add_1") == ["between them is 'mm', an anchor"]
 
 
 def test_a_producer_of_two_anchors_stays_alone() -> None:
@@ -123,7 +123,7 @@ def test_softmax_by_hand() -> None:
     gm, inputs = captured(softmax, SQUARE)
     assert proposed(gm, groups()) == [["sub", "exp"]]
     told = refusals(gm, groups())
-    assert told["amax", "sub"] == "'amax' is a reduction: nothing fuses behind it"
+    assert told["amax", "sub"] == "'amax' is a reduction: nothing fuses after it"
     assert told["exp", "sum_1"] == "'exp' is also read by 'div', outside the group of 'sum_1'"
     fused(gm, groups(), *inputs)
 
@@ -331,6 +331,6 @@ def test_reasons_for_any_two_operations() -> None:
 
     gm, _ = captured(function, SQUARE, SQUARE)
     assert why_not(gm, groups(), "add", "mul") == []
-    assert why_not(gm, groups(), "exp", "mul") == ["between them lies 'sum_1', a reduction"]
+    assert why_not(gm, groups(), "exp", "mul") == ["between them is 'sum_1', a reduction"]
     assert "'topk' is opaque: it fuses with nothing" in why_not(gm, groups(), "topk", "exp")
     assert "no value of" in why_not(gm, groups(), "mul", "topk")[-1]

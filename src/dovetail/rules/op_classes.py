@@ -1,4 +1,7 @@
-"""What kind of work each operation does, as far as fusing is concerned."""
+"""Fusion classes of operators (elementwise, broadcast, injective, reduction, anchor, opaque), as in TVM and Relay.
+
+A class is found from the ATen name, the tags and the schema of what is called, and refined by arguments and shapes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Made of operators whose flops torch counts, or fused forms of them.
+# Decompose into operators whose flops torch counts, or are fused forms of them.
 ANCHORS = _names(
     """
     linear matmul mm bmm addmm addbmm baddbmm addmv mv dot vdot inner tensordot einsum bilinear chain_matmul
@@ -38,7 +41,7 @@ ANCHORS = _names(
     """
 )
 
-# One result for many elements, or every element from all of its row: norms, softmax, pooling, losses.
+# One result of many elements, or each element from its whole row: norms, softmax, pooling, losses.
 REDUCTIONS = _names(
     """
     sum nansum mean nanmean prod amax amin aminmax max min all any argmax argmin std var std_mean var_mean logsumexp
@@ -71,7 +74,7 @@ CASTS = _names(
     "convert_element_type"
 )
 
-# Pointwise without the tag; inference-time batch norm is one too, and so is a dropout.
+# Pointwise without the tag; batch norm (at inference time) and dropout count too.
 ELEMENTWISES = CASTS | _names(
     """
     detach alias clone contiguous identity lift lift_fresh lift_fresh_copy copy fill floor_divide prelu _prelu_kernel
@@ -84,10 +87,10 @@ ELEMENTWISES = CASTS | _names(
 
 # Draws for each element by itself.
 RANDOM_ELEMENTWISE = _names("dropout native_dropout alpha_dropout bernoulli")
-_OURS = ("aten", "prims")
+_ATEN_NAMESPACES = ("aten", "prims")
 
-# Python's words for what ATen calls otherwise.
-_RENAMED = {
+# Names in Python and torch that differ from ATen's.
+_ATEN_NAMES = {
     "truediv": "div",
     "true_divide": "div",
     "divide": "div",
@@ -115,7 +118,7 @@ _RENAMED = {
     "logsigmoid": "log_sigmoid",
     "cross_entropy": "cross_entropy_loss",
 }
-_MODULES = {
+_MODULE_OPS = {
     "LeakyReLU": "leaky_relu",
     "LogSigmoid": "log_sigmoid",
     "RMSNorm": "rms_norm",
@@ -129,15 +132,15 @@ _MODULES = {
 
 
 def operation_name(node: Node, root: nn.Module) -> str:
-    """The ATen name of what a node calls, "" for a sub-graph, a module of the user's or a higher-order operator.
+    """Return the ATen name of what a node calls, "" for a subgraph, a user's module or a higher-order operator.
 
-    An operator of another library is called by its qualified name, `mylib::op`.
+    An operator of another library has its qualified name, `mylib::op`.
     """
     target: Any = node.target
     if node.op == "call_function":
         return function_name(target)
     if node.op == "call_method":
-        return _plain(target)
+        return aten_name(target)
     if node.op == "call_module":
         module = attribute(root, cast("str", target))
         return module_name(module) if isinstance(module, nn.Module) else ""
@@ -145,56 +148,56 @@ def operation_name(node: Node, root: nn.Module) -> str:
 
 
 def function_name(target: Any) -> str:
-    """The same for a call target alone."""
+    """Return the ATen name of a function or operator, "" where it has none."""
     if isinstance(target, OpOverload):
-        return _plain(target.overloadpacket.__name__) if target.namespace in _OURS else target.name()
+        return (
+            aten_name(target.overloadpacket.__name__)
+            if target.namespace in _ATEN_NAMESPACES
+            else target.name()
+        )
     if isinstance(target, OpOverloadPacket):
         name = target._qualified_op_name
-        return _plain(target.__name__) if name.partition("::")[0] in _OURS else name
+        return aten_name(target.__name__) if name.partition("::")[0] in _ATEN_NAMESPACES else name
     if isinstance(target, HigherOrderOperator):
         return ""
     module = getattr(target, "__module__", None) or ""
     known = module.partition(".")[0] in ("torch", "operator", "_operator", "math", "builtins", "")
-    return _plain(getattr(target, "__name__", "")) if known else ""
+    return aten_name(getattr(target, "__name__", "")) if known else ""
 
 
 def module_name(module: nn.Module) -> str:
-    """What a leaf module of torch.nn computes, "" for any other module."""
+    """Return the ATen name of what a leaf module of torch.nn computes, "" for any other module."""
     kind = type(module)
     if isinstance(module, GraphModule) or not kind.__module__.startswith("torch.nn.modules."):
         return ""
-    return _of_class(kind.__name__)
+    return _module_class_op(kind.__name__)
 
 
 @functools.cache
-def _of_class(name: str) -> str:
-    if name in _MODULES:
-        return _MODULES[name]
+def _module_class_op(name: str) -> str:
+    if name in _MODULE_OPS:
+        return _MODULE_OPS[name]
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     # BatchNorm2d is batch_norm, while Conv2d is conv2d.
-    for spelled in (name.lower(), snake, re.sub(r"\d+d$", "", snake)):
-        if packet(spelled) is not None:
-            return spelled
+    for candidate in (name.lower(), snake, re.sub(r"\d+d$", "", snake)):
+        if aten_packet(candidate) is not None:
+            return candidate
     return snake
 
 
 @functools.cache
-def _plain(name: str) -> str:
+def aten_name(name: str) -> str:
+    """Return what ATen calls an operation of Python or torch: `div` for `__truediv__`."""
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
-        if packet(name) is None and name.startswith("r"):
+        if aten_packet(name) is None and name.startswith("r"):
             name = name[1:]
-    return _RENAMED.get(name, name)
-
-
-def plain_name(name: str) -> str:
-    """What ATen calls an operation that Python or torch has another name for."""
-    return _plain(name)
+    return _ATEN_NAMES.get(name, name)
 
 
 @functools.cache
-def operators_of(namespace: str) -> frozenset[str]:
-    """The registered operators of a namespace, with and without their overloads; empty where it has none."""
+def registered_ops(namespace: str) -> frozenset[str]:
+    """Return the registered operators of a namespace, with and without their overloads."""
     names: set[str] = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         space, _, rest = qualified.partition("::")
@@ -205,25 +208,27 @@ def operators_of(namespace: str) -> frozenset[str]:
 
 
 @functools.cache
-def known_names() -> frozenset[str]:
-    """Every plain name that an operation can have: of ATen, and of functions, methods and modules of torch."""
+def all_op_names() -> frozenset[str]:
+    """Return every unqualified name of an operation: of ATen, and of torch's functions, methods and modules."""
     spaces: tuple[Any, ...] = (torch, nn.functional, torch.Tensor, operator, math)
     names = {name for space in spaces for name in dir(space)}
-    modules = {_of_class(name) for name in dir(nn) if name[0].isupper()}
-    return frozenset({*names, *operators_of("aten"), *operators_of("prims"), *modules, *_MODULES.values()})
+    modules = {_module_class_op(name) for name in dir(nn) if name[0].isupper()}
+    return frozenset(
+        {*names, *registered_ops("aten"), *registered_ops("prims"), *modules, *_MODULE_OPS.values()}
+    )
 
 
-def packet(name: str) -> OpOverloadPacket | None:
-    """ATen's operator of a name."""
-    found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return found if isinstance(found, OpOverloadPacket) else None
+def aten_packet(name: str) -> OpOverloadPacket | None:
+    """Return ATen's operator of a name, None if it has none."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    return packet if isinstance(packet, OpOverloadPacket) else None
 
 
 class OpClass(IntEnum):
-    """Kinds of work, from what fuses with most to what fuses with nothing.
+    """Fusion classes, from what fuses with most to what fuses with nothing.
 
-    Normalisations and poolings count as reductions: producers may fuse in, nothing fuses behind them. An anchor is a
-    product, a convolution or an attention: elementwise operations may follow it, and nothing fuses in front of it.
+    Normalizations and poolings count as reductions: producers fuse into them, consumers do not. An anchor is a matrix
+    product, a convolution or an attention: elementwise operations may follow it, and no producer fuses into it.
     """
 
     ELEMENTWISE = 0
@@ -234,132 +239,132 @@ class OpClass(IntEnum):
     OPAQUE = 5
 
     @property
-    def words(self) -> str:
-        """The class with its article: "an anchor"."""
+    def description(self) -> str:
+        """The class for messages: "elementwise", "an anchor"."""
         name = self.name.lower()
         if self in (OpClass.REDUCTION, OpClass.ANCHOR):
             return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
         return name
 
 
-def classify(context: RuleContext, closed: Sequence[bool] | None = None) -> list[OpClass]:
-    """The class of each position. What is no operation is opaque; a part of a tuple is what made the tuple.
+def classify(context: RuleContext, excluded: Sequence[bool] | None = None) -> list[OpClass]:
+    """Return the class of each position. Inputs and outputs are opaque; a projection has the class of its tuple.
 
-    Effects other than drawing at random elementwise make an operation opaque. Where values are not known, shapes
-    are taken to agree. With `closed`, the bodies of regions that are are not looked into: those are opaque.
+    Effects other than elementwise random draws make an operation opaque. Unknown shapes are assumed to agree. A region
+    has the class of its body, and is opaque where `excluded`.
     """
-    reader = context.analysis(_classify)
-    if not reader.calls:
-        return reader.found
-    found = list(reader.found)
-    for i, body in reader.calls.items():
-        if closed is None or not closed[i]:
-            found[i] = class_of_body(body)
+    classifier = context.analysis(_classify)
+    if not classifier.calls:
+        return classifier.classes
+    classes = list(classifier.classes)
+    for i, body in classifier.calls.items():
+        if excluded is None or not excluded[i]:
+            classes[i] = classify_body(body)
             for user in context.nodes[i].users:
                 if is_projection(user):
-                    found[context.index.position[user]] = found[i]
-    return found
+                    classes[context.index.position[user]] = classes[i]
+    return classes
 
 
-def _classify(context: RuleContext) -> _Classes:
+def _classify(context: RuleContext) -> _Classifier:
     effects = context.index.dependencies.effects
-    reader = _Classes(context.gm, context.index.position)
+    classifier = _Classifier(context.gm, context.index.position)
     for i, node in enumerate(context.nodes):
-        reader.add(node, effects.get(i, PURE))
-    return reader
+        classifier.add(node, effects.get(i, PURE))
+    return classifier
 
 
-class _Classes:
-    """Classes of the nodes of one graph, in its order. What depends on the target alone is asked once.
+class _Classifier:
+    """The classes of one graph's nodes, in its order; what depends on the target alone is cached.
 
-    `calls` has the sub-graphs that are called, by position; they count as opaque here.
+    `calls` are the subgraphs called, by position; they count as opaque here.
     """
 
     def __init__(self, root: nn.Module, position: Mapping[Node, int]) -> None:
         self.root, self.position = root, position
-        self.found: list[OpClass] = []
+        self.classes: list[OpClass] = []
         self.calls: dict[int, GraphModule] = {}
         self._targets: dict[tuple[str, Any], tuple[OpClass, str]] = {}
         self._sizes: dict[int, tuple[Any, ...] | None] = {}
 
-    def add(self, node: Node, told: Effects) -> None:
-        self.found.append(self._of(node, told))
+    def add(self, node: Node, effects: Effects) -> None:
+        self.classes.append(self._classify(node, effects))
 
-    def _of(self, node: Node, told: Effects) -> OpClass:
+    def _classify(self, node: Node, effects: Effects) -> OpClass:
         if node.op in ("placeholder", "get_attr", "output"):
             return OpClass.OPAQUE
-        if told is not PURE and (told.writes or told.state_written or told.host_effect or told.barrier):
+        if effects is not PURE and (
+            effects.writes or effects.state_written or effects.host_effect or effects.barrier
+        ):
             return OpClass.OPAQUE
         if node.target is operator.getitem and is_projection(node):
-            return self.found[self.position[cast("Node", node.args[0])]]
+            return self.classes[self.position[cast("Node", node.args[0])]]
         if node.op == "call_module":
             called = attribute(self.root, cast("str", node.target))
             if isinstance(called, GraphModule):
-                self.calls[len(self.found)] = called
+                self.calls[len(self.classes)] = called
                 return OpClass.OPAQUE
         key = (node.op, node.target)
-        known = self._targets.get(key)
-        if known is None:
-            known = self._targets[key] = self._of_target(node)
-        found, name = known
-        if found is OpClass.OPAQUE or (told.random and name not in RANDOM_ELEMENTWISE):
+        if key not in self._targets:
+            self._targets[key] = self._classify_target(node)
+        op_class, name = self._targets[key]
+        if op_class is OpClass.OPAQUE or (effects.random and name not in RANDOM_ELEMENTWISE):
             return OpClass.OPAQUE
-        return found if found is OpClass.ANCHOR else self._at(node, found, name)
+        return op_class if op_class is OpClass.ANCHOR else self._refine(node, op_class, name)
 
-    def _of_target(self, node: Node) -> tuple[OpClass, str]:
-        """The class by what is called, and the name of that."""
+    def _classify_target(self, node: Node) -> tuple[OpClass, str]:
+        """Return the class of what is called, and its ATen name."""
         name = operation_name(node, self.root)
         if isinstance(node.target, OpOverload):
-            return _of_overload(node.target), name
-        return (_of_name(name) if name else OpClass.OPAQUE), name
+            return _classify_overload(node.target), name
+        return (_classify_name(name) if name else OpClass.OPAQUE), name
 
-    def _at(self, node: Node, found: OpClass, name: str) -> OpClass:
-        """The class at one call, by its arguments and the shapes."""
+    def _refine(self, node: Node, op_class: OpClass, name: str) -> OpClass:
+        """Return the class of one call, given that of its target, by its arguments and shapes."""
         value = node.meta.get("val")
         if value is not None and not isinstance(value, (torch.Tensor, tuple, list)):
             return OpClass.OPAQUE  # a size or a number: there is nothing to fuse
-        if found is OpClass.REDUCTION and name in ("max", "min") and _of_two(node):
-            found = OpClass.ELEMENTWISE
+        if op_class is OpClass.REDUCTION and name in ("max", "min") and _is_binary(node):
+            op_class = OpClass.ELEMENTWISE
         if name in ("getitem", "index", "_unsafe_index") and _depends_on_data(node):
             return OpClass.OPAQUE
-        if name in CASTS and _moves(node):
+        if name in CASTS and _changes_device(node):
             return OpClass.OPAQUE
-        if found is not OpClass.ELEMENTWISE:
-            return found
+        if op_class is not OpClass.ELEMENTWISE:
+            return op_class
         own = self._known_sizes(node)
         for operand in node.all_input_nodes if own is not None else ():
             theirs = self._known_sizes(operand)
             if theirs is not None and theirs != own:
                 return OpClass.BROADCAST
-        return found
+        return op_class
 
     def _known_sizes(self, node: Node) -> tuple[Any, ...] | None:
         value = node.meta.get("val")
         key = id(value)
         if key not in self._sizes:
-            self._sizes[key] = sizes(value)
+            self._sizes[key] = known_sizes(value)
         return self._sizes[key]
 
 
-def sizes(value: Any) -> tuple[Any, ...] | None:
-    """The sizes of a tensor, or of the first of several, to be compared without settling any symbol."""
+def known_sizes(value: Any) -> tuple[Any, ...] | None:
+    """Return the sizes of a tensor, or of the first in a tuple, in a form that compares without adding guards."""
     if isinstance(value, (tuple, list)):
-        several = cast("list[Any]", value)
-        value = next((v for v in several if isinstance(v, torch.Tensor)), None)
+        value = next((v for v in cast("list[Any]", value) if isinstance(v, torch.Tensor)), None)
     if not isinstance(value, torch.Tensor):
         return None
     shape = cast("Iterable[Any]", value.shape)
     return tuple([s if type(s) is int else s.node.expr for s in shape])
 
 
-def _of_two(node: Node) -> bool:
-    """Whether `max` or `min` is of two tensors, which is elementwise; an overload's tags tell by themselves."""
+def _is_binary(node: Node) -> bool:
+    """Whether `max` or `min` compares two tensors, which is elementwise; overloads are classified by their tags."""
     overloaded = isinstance(node.target, OpOverload)
     return not overloaded and len(node.args) > 1 and isinstance(node.args[1], Node)
 
 
 def _depends_on_data(node: Node) -> bool:
-    """Whether an index takes a size out of a shape, or picks as many elements as a mask says."""
+    """Whether an index reads a size from a shape, or selects by a mask, whose result has a data-dependent shape."""
     source = node.args[0] if node.args else None
     if isinstance(source, Node) and (source.target is getattr or source.target in ("size", "stride")):
         return True
@@ -367,7 +372,7 @@ def _depends_on_data(node: Node) -> bool:
     return any(isinstance(v, torch.Tensor) and v.dtype in (torch.bool, torch.uint8) for v in values)
 
 
-def _moves(node: Node) -> bool:
+def _changes_device(node: Node) -> bool:
     """Whether a cast moves to another device."""
     value = node.meta.get("val")
     operands = [n.meta.get("val") for n in node.all_input_nodes[:1]]
@@ -376,7 +381,7 @@ def _moves(node: Node) -> bool:
 
 
 @functools.cache
-def _of_overload(op: OpOverload) -> OpClass:
+def _classify_overload(op: OpOverload) -> OpClass:
     namespace, _, name = op.name().partition("::")
     name = name.partition(".")[0]
     if torch.Tag.pointwise in op.tags:
@@ -388,12 +393,12 @@ def _of_overload(op: OpOverload) -> OpClass:
         return OpClass.ELEMENTWISE
     if torch.Tag.dynamic_output_shape in op.tags and name not in ("index", "_unsafe_index"):
         return OpClass.OPAQUE
-    return _of_name(name) if namespace in ("aten", "prims") else _of_schema([op])
+    return _classify_name(name) if namespace in ("aten", "prims") else _classify_schema([op])
 
 
 @functools.cache
-def _of_name(name: str) -> OpClass:
-    """The class of an operator by its ATen name, from the tables and the tags and schemas of its overloads."""
+def _classify_name(name: str) -> OpClass:
+    """Return the class of an ATen name, from the tables and the tags and schemas of its overloads."""
     for names, known in (
         (ANCHORS, OpClass.ANCHOR),
         (REDUCTIONS, OpClass.REDUCTION),
@@ -403,71 +408,71 @@ def _of_name(name: str) -> OpClass:
     ):
         if name in names:
             return known
-    found = packet(name)
-    if found is None:
+    packet = aten_packet(name)
+    if packet is None:
         return OpClass.OPAQUE
-    if found in _counted():
+    if packet in _flop_counted():
         return OpClass.ANCHOR
-    overloads = [getattr(found, o) for o in found.overloads()]
-    # TorchScript's own overloads for plain numbers and lists are listed too, but no dispatcher knows them.
+    overloads = [getattr(packet, o) for o in packet.overloads()]
+    # TorchScript's overloads for Python numbers and lists have no kernel in the dispatcher.
     real = [o for o in overloads if torch._C._dispatch_has_kernel(o.name()) and not o._schema.is_mutable]
     # Not every overload of a pointwise operator is tagged.
     if any(torch.Tag.pointwise in o.tags for o in real):
         return OpClass.ELEMENTWISE
-    return _of_schema(real)
+    return _classify_schema(real)
 
 
 @functools.cache
-def _counted() -> frozenset[OpOverloadPacket]:
+def _flop_counted() -> frozenset[OpOverloadPacket]:
     """The operators whose flops torch counts: products, convolutions and attentions."""
     from torch.utils.flop_counter import flop_registry
 
     return frozenset(op for op in flop_registry if isinstance(op, OpOverloadPacket))
 
 
-def _of_schema(overloads: Iterable[OpOverload]) -> OpClass:
-    """Views are injective, and what makes a tensor of no tensor is elementwise."""
+def _classify_schema(overloads: Iterable[OpOverload]) -> OpClass:
+    """Return the class by schema: views are injective, factories elementwise, all else opaque."""
     schemas = [op._schema for op in overloads]
     if not schemas:
         return OpClass.OPAQUE
     if any(r.alias_info is not None for s in schemas for r in s.returns):
         return OpClass.INJECTIVE
-    made = all(len(s.returns) == 1 and str(s.returns[0].type) == "Tensor" for s in schemas)
-    read = any("Tensor" in str(a.type) for s in schemas for a in s.arguments)
-    return OpClass.ELEMENTWISE if made and not read else OpClass.OPAQUE
+    returns_tensor = all(len(s.returns) == 1 and str(s.returns[0].type) == "Tensor" for s in schemas)
+    reads_tensor = any("Tensor" in str(a.type) for s in schemas for a in s.arguments)
+    return OpClass.ELEMENTWISE if returns_tensor and not reads_tensor else OpClass.OPAQUE
 
 
-_BODIES: WeakKeyDictionary[GraphModule, OpClass] = WeakKeyDictionary()
+_BODY_CLASSES: WeakKeyDictionary[GraphModule, OpClass] = WeakKeyDictionary()
 
 
-def class_of_body(body: GraphModule) -> OpClass:
-    """The class of a sub-graph called as one: of what it computes, and of how its results hang on its anchor.
+def classify_body(body: GraphModule) -> OpClass:
+    """Return the class of a subgraph called as one operation: the highest class in it.
 
-    A sub-graph with two anchors, with an anchor and a reduction, or with other than elementwise work behind its
-    anchor is opaque. Remembered for bodies of regions, which never change.
+    A subgraph with two anchors, with an anchor and a reduction, with other than elementwise work after its anchor, or
+    with a result that does not depend on it, is opaque. Cached for bodies of regions, which never change.
     """
-    known = _BODIES.get(body)
+    known = _BODY_CLASSES.get(body)
     if known is None:
-        known = _of_graph(RuleContext(body))
+        known = _classify_graph(RuleContext(body))
         if isinstance(body, Body):
-            _BODIES[body] = known
+            _BODY_CLASSES[body] = known
     return known
 
 
-def _of_graph(context: RuleContext) -> OpClass:
+def _classify_graph(context: RuleContext) -> OpClass:
     classes = classify(context)
     inside = [i for i, n in enumerate(context.nodes) if n.op not in ("placeholder", "get_attr", "output")]
-    worst = max((classes[i] for i in inside), default=OpClass.OPAQUE)
-    if worst is not OpClass.ANCHOR:
-        return worst
+    highest = max((classes[i] for i in inside), default=OpClass.OPAQUE)
+    if highest is not OpClass.ANCHOR:
+        return highest
     anchors = [i for i in inside if classes[i] is OpClass.ANCHOR and not is_projection(context.nodes[i])]
     if len(anchors) > 1 or any(classes[i] is OpClass.REDUCTION for i in inside):
         return OpClass.OPAQUE
-    behind = {anchors[0]}
+    after_anchor = {anchors[0]}
     for i in inside:
-        if not behind.isdisjoint(context.index.data[i]):
+        if not after_anchor.isdisjoint(context.index.data[i]):
             if classes[i] > OpClass.BROADCAST and not is_projection(context.nodes[i]):
                 return OpClass.OPAQUE
-            behind.add(i)
+            after_anchor.add(i)
     returned = context.index.data[len(context.nodes) - 1]
-    return OpClass.ANCHOR if all(i in behind for i in returned) else OpClass.OPAQUE
+    return OpClass.ANCHOR if all(i in after_anchor for i in returned) else OpClass.OPAQUE

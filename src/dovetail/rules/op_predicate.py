@@ -1,11 +1,10 @@
-"""Which operations a rule is about: a predicate of the user's, or a set of operators however they are spelled."""
+"""Which operations a rule applies to: a predicate on nodes, or a set of operators accepts by target or by name."""
 
 from __future__ import annotations
 
-import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -15,25 +14,23 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, RuleError, did_you_mean, misspelled
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.nodes import is_projection
 from dovetail.ir.op_traits import target_name
-from dovetail.outlining.region_call import make_identity
-from dovetail.rules.op_classes import function_name, known_names, operation_name, operators_of, plain_name
-from dovetail.rules.rule import Decline, Refusal, Rule, RuleContext
+from dovetail.rules.op_classes import all_op_names, aten_name, function_name, operation_name, registered_ops
+from dovetail.rules.rule import Decline, Rule, RuleContext
 
-_ABBREVIATED = frozenset({"F", "nn", "functional", "np", "numpy"})
+_PYTHON_ALIASES = frozenset({"F", "nn", "functional", "np", "numpy"})
 Predicate: TypeAlias = Callable[[Node], bool | Decline]
 
 
 @dataclass(frozen=True)
-class Ops:
-    """A set of operators: `targets` must be called as such, `names` in any spelling."""
+class OpSet:
+    """A set of operators: `targets` are compared with what is called, `names` with the ATen name of the call."""
 
     targets: frozenset[Any]
     names: frozenset[str]
 
     def has(self, node: Node, root: nn.Module, kind: str | None) -> bool:
-        """Whether a call is of one of them; a region is by its kind."""
+        """Whether a node calls one of the operators; a region is looked up by its kind."""
         if kind is not None:
             return kind in self.names
         if node.op == "call_module":
@@ -51,34 +48,30 @@ class Ops:
         return isinstance(target, OpOverload) and str(target.overloadpacket) in self.names
 
     def __repr__(self) -> str:
-        each = sorted([*self.names, *(_spelled(t) for t in self.targets)])
-        return f"{{{', '.join(each)}}}"
+        targets = (t.__name__ if isinstance(t, type) else str(t) for t in self.targets)
+        return f"{{{', '.join(sorted([*self.names, *targets]))}}}"
 
 
-def _spelled(target: Any) -> str:
-    return target.__name__ if isinstance(target, type) else str(target)
-
-
-def as_accepts(given: Any) -> Ops | Predicate:
-    """What a rule was given as a predicate or as operators, checked."""
-    if isinstance(given, Ops):
-        return given
-    if isinstance(given, (str, type, Rule)) or _is_operator(given):
-        given = [given]
-    if isinstance(given, nn.Module):
+def as_op_predicate(accepts: Any) -> OpSet | Predicate:
+    """Return a predicate as it is and operators as an `OpSet`; InvalidArgument for anything else."""
+    if isinstance(accepts, OpSet):
+        return accepts
+    if isinstance(accepts, (str, type, Rule)) or _is_operator(accepts):
+        accepts = [accepts]
+    if isinstance(accepts, nn.Module):
         raise InvalidArgument(
-            f"a {type(given).__name__} is a module; give its class, or a predicate on nodes."
+            f"a {type(accepts).__name__} is a module; give its class, or a predicate on nodes."
         )
-    if callable(given):
-        return cast("Predicate", given)
-    if not isinstance(given, Iterable):
+    if callable(accepts):
+        return cast("Predicate", accepts)
+    if not isinstance(accepts, Iterable):
         raise InvalidArgument(
-            f"expected a predicate on nodes or a set of operators, got {type(given).__name__}."
+            f"expected a predicate on nodes or a set of operators, got {type(accepts).__name__}."
         )
     targets, names = set[Any](), set[str]()
-    for op in cast("Iterable[Any]", given):
+    for op in cast("Iterable[Any]", accepts):
         if isinstance(op, str):
-            names |= _names(op)
+            names |= _resolve_names(op)
         elif isinstance(op, Rule):
             names.add(op.kind)
         elif isinstance(op, (OpOverload, HigherOrderOperator)) or _is_module_class(op):
@@ -88,10 +81,10 @@ def as_accepts(given: Any) -> Ops | Predicate:
             if not isinstance(op, OpOverloadPacket) or op._qualified_op_name.startswith("aten::"):
                 names.add(function_name(op))
         else:
-            raise InvalidArgument(f"{op!r} is no operator: give an overload, a torch function or a name.")
+            raise InvalidArgument(f"{op!r} is not an operator: give an overload, a torch function or a name.")
     if not targets and not names:
-        raise InvalidArgument("an empty set of operators accepts nothing.")
-    return Ops(frozenset(targets), frozenset(names))
+        raise InvalidArgument("the set of operators is empty and accepts nothing.")
+    return OpSet(frozenset(targets), frozenset(names))
 
 
 def _is_module_class(op: Any) -> bool:
@@ -107,199 +100,81 @@ def _is_operator(op: Any) -> bool:
 
 
 def _library_kinds() -> Collection[str]:
-    # The library is only made when somebody asks for it.
+    # The library takes a while to build and is imported on first use.
     from dovetail.rules.library import KINDS
 
     return KINDS
 
 
-def _names(op: str) -> set[str]:
-    """The names by which calls of a named operator are met; InvalidArgument where a name is misspelled."""
+def _resolve_names(op: str) -> set[str]:
+    """Return the names under which calls of an operator may appear; InvalidArgument if the name is misspelled."""
     if not op.strip():
-        raise InvalidArgument("an operator has a name; got an empty one.")
+        raise InvalidArgument("the name of an operator is empty.")
     space, dot, rest = op.replace("::", ".").partition(".")
     if not dot:
-        # What is less alike may be a kind of regions.
-        known = known_names().union(_library_kinds())
+        # A name that resembles none may be a kind of regions.
+        known = all_op_names().union(_library_kinds())
         meant = None if op in known else misspelled(op, known)
         if meant is not None:
             raise InvalidArgument(
-                f"no operator is called '{op}'. Did you mean '{meant}'? A kind of regions that is written so is given "
-                f"as the rule that makes it."
+                f"no operator is called '{op}'. Did you mean '{meant}'? If it is a kind of regions, "
+                f"give the rule that proposes it."
             )
-        return {op, plain_name(op)}
-    if space in _ABBREVIATED:
+        return {op, aten_name(op)}
+    if space in _PYTHON_ALIASES:
         raise InvalidArgument(
-            f"'{op}' names no operator: '{space}' is a name for a module in Python code. Give '{rest.rpartition('.')[2]}', "
+            f"'{op}' is not an operator: '{space}' is an alias of a Python module. Give '{rest.rpartition('.')[2]}', "
             f"or the function itself."
         )
-    if rest not in operators_of(space):
-        operators_of.cache_clear()  # operators may have been registered since
-    spelled = {f"{space}.{name}" for name in operators_of(space)}
+    if rest not in registered_ops(space):
+        registered_ops.cache_clear()  # operators may have been registered since
+    registered = {f"{space}.{name}" for name in registered_ops(space)}
     if space == "torch":
-        there: Any = torch
+        scope: Any = torch
         for atom in rest.split("."):
-            if not hasattr(there, atom):
-                hint = did_you_mean(atom, dir(there))
+            if not hasattr(scope, atom):
+                hint = did_you_mean(atom, dir(scope))
                 raise InvalidArgument(f"torch has no function '{op}'. {hint}".rstrip())
-            there = getattr(there, atom)
-    # A namespace without operators is a vendor's, of kinds, or of a library that is not imported.
-    elif spelled and f"{space}.{rest}" not in spelled:
+            scope = getattr(scope, atom)
+    # A namespace without registered operators may be a vendor's, one of kinds, or of a library not yet imported.
+    elif registered and f"{space}.{rest}" not in registered:
         title = "ATen" if space == "aten" else f"'{space}'"
-        raise InvalidArgument(f"{title} has no operator '{op}'. {did_you_mean(op, spelled)}".rstrip())
+        raise InvalidArgument(f"{title} has no operator '{op}'. {did_you_mean(op, registered)}".rstrip())
     return {op}
 
 
-def verdict(accepts: Ops | Predicate, context: RuleContext, position: int, rule: str) -> bool | Decline:
-    """Whether an operation is accepted; RuleError if a predicate says neither yes nor no."""
+def verdict(accepts: OpSet | Predicate, context: RuleContext, position: int, rule: str) -> bool | Decline:
+    """Whether an operation is accepted; RuleError if a predicate returns neither a bool nor a `Decline`."""
     node = context.nodes[position]
-    if isinstance(accepts, Ops):
+    if isinstance(accepts, OpSet):
         return accepts.has(node, context.gm, context.kind_of(position))
-    said = accepts(node)
-    if not isinstance(said, (bool, Decline)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    result = accepts(node)
+    if not isinstance(result, (bool, Decline)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RuleError(
             rule,
-            f"the predicate returned {type(said).__name__} for '{node.name}'; "
-            f"it must say True, False or a Decline with the reason",
+            f"the predicate returned {type(result).__name__} for '{node.name}'; "
+            f"it must return True, False or a Decline with the reason",
         )
-    return said
+    return result
 
 
 def verdicts(
-    accepts: Ops | Predicate, context: RuleContext, positions: Iterable[int], rule: str
+    accepts: OpSet | Predicate, context: RuleContext, positions: Iterable[int], rule: str
 ) -> dict[int, bool | Decline]:
-    """The same for many operations; a set of operators is asked once per target."""
-    if not isinstance(accepts, Ops):
+    """Return the verdict on each of many operations; a set of operators is evaluated once per target."""
+    if not isinstance(accepts, OpSet):
         return {i: verdict(accepts, context, i, rule) for i in positions}
-    known: dict[Any, bool] = {}
-    found: dict[int, bool | Decline] = {}
+    by_target: dict[Any, bool] = {}
+    results: dict[int, bool | Decline] = {}
     for i in positions:
         node = context.nodes[i]
         key = (node.op, node.target, context.kind_of(i))
-        if key not in known:
-            known[key] = accepts.has(node, context.gm, key[2])
-        found[i] = known[key]
-    return found
+        if key not in by_target:
+            by_target[key] = accepts.has(node, context.gm, key[2])
+        results[i] = by_target[key]
+    return results
 
 
-def spelled(accepts: Ops | Predicate) -> str:
-    """The predicate's name, or the operators."""
-    return repr(accepts) if isinstance(accepts, Ops) else getattr(accepts, "__qualname__", repr(accepts))
-
-
-MOST_REFUSALS = 2000
-
-
-@dataclass(frozen=True)
-class GrowthContext:
-    """The operations of a graph with the parts of their tuples, so that each is one unit.
-
-    `home` has for each position its unit: itself, or the operation whose tuple it takes a part of. `parts` are those
-    positions by unit, `readers` the units that read anything of a unit, `listed` the units in structural order.
-    """
-
-    home: list[int]
-    parts: dict[int, list[int]]
-    readers: list[list[int]]
-    listed: list[int]
-
-    def positions(self, units: Sequence[int]) -> tuple[int, ...]:
-        """The units with their parts, in the graph's order."""
-        if not self.parts:
-            return tuple(sorted(units))
-        return tuple(sorted([*units, *(p for u in units for p in self.parts.get(u, ()))]))
-
-
-def ground(context: RuleContext) -> GrowthContext:
-    """The units of a context, worked out once."""
-    return context.analysis(_ground)
-
-
-def _ground(context: RuleContext) -> GrowthContext:
-    nodes, data, at = context.nodes, context.index.data, context.index.position
-    home = list(range(len(nodes)))
-    parts: dict[int, list[int]] = {}
-    for i, node in enumerate(nodes):
-        if node.target is operator.getitem and is_projection(node):
-            home[i] = home[at[cast("Node", node.args[0])]]
-            parts.setdefault(home[i], []).append(i)
-    readers: list[list[int]] = [[] for _ in nodes]
-    for i, reads in enumerate(data):
-        unit = home[i]
-        for j in reads:
-            source = home[j]
-            if source != unit and (not readers[source] or readers[source][-1] != unit):
-                readers[source].append(unit)
-    places = [0] * len(nodes)
-    for i, place in enumerate(context.order):
-        places[place] = i
-    listed = [i for i in places if home[i] == i] if parts else places
-    return GrowthContext(home, parts, readers, listed)
-
-
-def closed(context: RuleContext, kind: str, nests: bool, grows: bool = True) -> list[bool]:
-    """Which positions a rule of a kind may not take: what is barred, regions of the kind, what is no operation.
-
-    A rule that does not grow leaves all regions alone.
-    """
-    found = [node.op in ("placeholder", "get_attr", "output") for node in context.nodes]
-    home = ground(context).home
-    for i in context.barred:
-        found[i] = found[home[i]] = True
-    effects = context.index.dependencies.before
-    for unit, parts in ground(context).parts.items() if effects else ():
-        # A part that waits for an effect which its tuple does not wait for cannot be one with it.
-        if any(not set(effects.get(p, ())) <= set(effects.get(unit, ())) for p in parts):
-            found[unit] = True
-    for i, call in context.calls.items():
-        if not grows or (not nests and call.identity.kind == kind):
-            found[i] = True
-    return found
-
-
-def why_closed(context: RuleContext, kind: str, nests: bool, position: int, grows: bool = True) -> str:
-    """The reason for the same of one position, "" if it may be taken."""
-    node = context.nodes[position]
-    if node.op in ("placeholder", "get_attr", "output"):
-        return f"'{node.name}' is a graph's {node.op}, no operation"
-    if position in context.barred:
-        return f"'{node.name}' may not be taken: {context.barred[position]}"
-    if not nests and context.kind_of(position) == kind:
-        return f"'{node.name}' is a region of kind '{kind}' already"
-    if not grows and position in context.calls:
-        return f"'{node.name}' is a region, and regions are left as they are"
-    return ""
-
-
-def weight(context: RuleContext, unit: int) -> int:
-    """How many operations a unit counts for against a limit."""
-    call = context.calls.get(unit)
-    return call.size if call is not None else 1
-
-
-@dataclass
-class Refusals:
-    """Refusals of one rule, the first few thousand of them."""
-
-    rule: str
-    found: list[Refusal] = field(default_factory=list[Refusal])
-
-    @property
-    def full(self) -> bool:
-        return len(self.found) >= MOST_REFUSALS
-
-    def add(self, members: tuple[int, ...], reason: str, at: int | None = None) -> None:
-        if not self.full:
-            self.found.append(Refusal(self.rule, members, reason, at))
-
-
-def require_rule(name: object, kind: object, priority: object, **least: tuple[object, int]) -> None:
-    """Refuse a rule made with arguments of the wrong form; `least` has a number and its lowest value by name."""
-    make_identity(kind, 1, None)
-    if not isinstance(name, str) or not name.strip():
-        raise InvalidArgument(f"name {name!r} of a rule for '{kind}' is not a text.")
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise InvalidArgument(f"priority {priority!r} of rule '{name}' is not an int.")
-    for argument, (value, lowest) in least.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-            raise InvalidArgument(f"{argument}={value!r} of rule '{name}' is not an int of {lowest} or more.")
+def predicate_name(accepts: OpSet | Predicate) -> str:
+    """Return a predicate's name or the operators of a set, for messages."""
+    return repr(accepts) if isinstance(accepts, OpSet) else getattr(accepts, "__qualname__", repr(accepts))

@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument, RuleError, checked_init, did_you_mean
 from dovetail.ir.dependencies import Index
 from dovetail.ir.structural_hash import structural_order
-from dovetail.outlining.region_call import RegionCall, call_of
+from dovetail.outlining.escapes import POLICIES
+from dovetail.outlining.region import RegionCall, call_of
 
 
 @checked_init()
@@ -238,6 +239,19 @@ class RuleSet:
 def as_rules(rules: Any) -> RuleSet:
     """Return a rule, a rule set or any nesting of lists of them as one set."""
     return rules if isinstance(rules, RuleSet) else RuleSet(rules)
+
+
+def require_int(rule: str, argument: str, value: object, *, least: int | None = None) -> None:
+    """Raise RuleError unless an option of a rule is an int, of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise RuleError(rule, f"{argument} {value!r} is not an int{bound}")
+
+
+def require_policy(rule: str, escapes: object) -> None:
+    """Raise RuleError unless `escapes` is one of the policies for values also used outside a region."""
+    if escapes not in POLICIES:
+        raise RuleError(rule, f"escapes {escapes!r} is not one of {', '.join(POLICIES)}")
 
 
 def _flatten(rules: Any) -> Iterator[Rule]:

@@ -16,10 +16,9 @@ from torch.fx import Node
 
 from dovetail.errors import DovetailError, InvalidArgument, UnknownPart, nearest
 from dovetail.ir.nodes import is_projection
-from dovetail.outlining.region import Region
-from dovetail.outlining.region_call import call_of
-from dovetail.outlining.request import Request
-from dovetail.rules.by_module import Frame, class_name, frame, matches_path, stack_of
+from dovetail.outlining.outline import Request
+from dovetail.outlining.region import Region, call_of
+from dovetail.rules.by_module import ModuleFrame, class_name, make_frame, matches_path, module_stack
 from dovetail.rules.patterns.match_state import Match, Value
 from dovetail.rules.patterns.pattern_rule import PatternRule
 from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
@@ -48,15 +47,15 @@ class PartMatch(Match):
 
     def __repr__(self) -> str:
         where = self.module_path or self.path or "the model"
-        listed = ", ".join(node.name for node in self.nodes)
-        return f"Match({self.rule} in {where}: {listed})"
+        operations = ", ".join(node.name for node in self.nodes)
+        return f"Match({self.rule} in {where}: {operations})"
 
 
 class Matches(list[PartMatch]):
     """Matches in execution order, none overlapping another; `why` tells what came near if there are none."""
 
-    def __init__(self, found: list[PartMatch], why: str = "") -> None:
-        super().__init__(found)
+    def __init__(self, matches: list[PartMatch], why: str = "") -> None:
+        super().__init__(matches)
         self.why = why
 
     def __repr__(self) -> str:
@@ -73,15 +72,15 @@ class PartRegion(Region):
     origin: object = field(default=None, repr=False)
 
 
-def in_order(found: list[PartMatch], position: dict[Node, int]) -> list[PartMatch]:
+def select_disjoint(matches: list[PartMatch], position: dict[Node, int]) -> list[PartMatch]:
     """Those that can be had together, by where they end; of two that overlap the larger, else the first."""
-    taken: set[Node] = set()
-    kept: list[PartMatch] = []
-    for match in sorted(found, key=lambda m: (-len(m.nodes), _span(m, position))):
-        if taken.isdisjoint(match.nodes):
-            taken.update(match.nodes)
-            kept.append(match)
-    return sorted(kept, key=lambda m: _span(m, position))
+    covered: set[Node] = set()
+    selected: list[PartMatch] = []
+    for match in sorted(matches, key=lambda m: (-len(m.nodes), _span(m, position))):
+        if covered.isdisjoint(match.nodes):
+            covered.update(match.nodes)
+            selected.append(match)
+    return sorted(selected, key=lambda m: _span(m, position))
 
 
 def _span(match: PartMatch, position: dict[Node, int]) -> tuple[int, int]:
@@ -89,33 +88,33 @@ def _span(match: PartMatch, position: dict[Node, int]) -> tuple[int, int]:
     return max(places), min(places)
 
 
-def why_none(refusals: list[Any]) -> str:
+def nearest_refusals(refusals: list[Any]) -> str:
     """What came nearest, of the refusals of a rule."""
     if not refusals:
         return "nothing came near"
     best = sorted(refusals, key=lambda r: -(r.matched / r.wanted if r.wanted else 0.5))[:3]
-    told = [
+    reasons = [
         f"{r.reason} ({r.matched} of {r.wanted} operations matched)" if r.wanted else r.reason for r in best
     ]
-    return "; ".join(dict.fromkeys(told))
+    return "; ".join(dict.fromkeys(reasons))
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_LISTED = 5
+_MAX_SUGGESTIONS = 5
 
 
-def matching(model: nn.Module, pattern: str) -> tuple[str, ...]:
+def match_paths(model: nn.Module, pattern: str) -> tuple[str, ...]:
     """The paths that a glob names, as `named_modules` lists them; UnknownPart if there are none.
 
     `*` stands for one part of a path or a piece of it, `**` for any number of parts, `""` for the model itself.
     """
-    known = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     if pattern == "":
         return ("",)
-    found = tuple(path for path in known if path and matches_path(pattern, path))
-    if not found:
-        raise UnknownPart(pattern, _near(pattern, known))
-    return found
+    matched = tuple(path for path in paths if path and matches_path(pattern, path))
+    if not matched:
+        raise UnknownPart(pattern, _suggestions(pattern, paths))
+    return matched
 
 
 def require_path(model: nn.Module, path: str) -> None:
@@ -123,38 +122,42 @@ def require_path(model: nn.Module, path: str) -> None:
     try:
         model.get_submodule(path)
     except AttributeError:
-        known = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        raise UnknownPart(path, _near(path, known)) from None
+        paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        raise UnknownPart(path, _suggestions(path, paths)) from None
 
 
-def _near(pattern: str, known: list[str]) -> list[str]:
+def _suggestions(pattern: str, paths: list[str]) -> list[str]:
     """Paths that may have been meant, layers folded into one."""
-    folded = sorted({_NUMBER.sub("*", path) for path in known if path})
-    wanted = _NUMBER.sub("*", pattern)
+    folded = sorted({_NUMBER.sub("*", path) for path in paths if path})
+    generic = _NUMBER.sub("*", pattern)
     last = pattern.rpartition(".")[2]
-    near = dict.fromkeys(nearest(wanted, folded, most=_LISTED))
+    near = dict.fromkeys(nearest(generic, folded, most=_MAX_SUGGESTIONS))
     near.update(dict.fromkeys(path for path in folded if path.rpartition(".")[2] == last))
-    return list(near)[:_LISTED] or folded[:_LISTED]
+    return list(near)[:_MAX_SUGGESTIONS] or folded[:_MAX_SUGGESTIONS]
 
 
-def joined(*parts: str) -> str:
+def join_path(*parts: str) -> str:
     """Paths one below the other as one."""
     return ".".join(part for part in parts if part)
 
 
-def around(path: str) -> list[str]:
+def enclosing_paths(path: str) -> list[str]:
     """The paths that a path lies in, itself first and the model last."""
-    found = [path] if path else []
+    paths = [path] if path else []
     while "." in path:
         path = path.rpartition(".")[0]
-        found.append(path)
-    return [*found, ""]
+        paths.append(path)
+    return [*paths, ""]
 
 
-def outermost(paths: Iterable[str]) -> list[str]:
+def outermost_paths(paths: Iterable[str]) -> list[str]:
     """Some paths without those that lie in others of them, each once."""
-    known = dict.fromkeys(paths)
-    return [path for path in known if not any(outer in known for outer in around(path) if outer != path)]
+    unique = dict.fromkeys(paths)
+    return [
+        path
+        for path in unique
+        if not any(outer in unique for outer in enclosing_paths(path) if outer != path)
+    ]
 
 
 def is_within(path: str, outer: str) -> bool:
@@ -162,12 +165,12 @@ def is_within(path: str, outer: str) -> bool:
     return outer == "" or path == outer or path.startswith(f"{outer}.")
 
 
-def below(path: str, outer: str) -> str:
+def relative_path(path: str, outer: str) -> str:
     """A path as seen from one it lies in."""
     return path if outer == "" else path[len(outer) + 1 :]
 
 
-_KIND = re.compile(r"\W+")
+_NON_WORD = re.compile(r"\W+")
 
 
 class Finder(ABC):
@@ -177,47 +180,45 @@ class Finder(ABC):
     kind: str
 
     @abstractmethod
-    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+    def search(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         """Every match in a graph, and what came near."""
 
     @abstractmethod
-    def spelled(self) -> dict[str, Any]:
+    def serialized(self) -> dict[str, Any]:
         """The finder as history stores it: callables among the values."""
 
     @property
     def identity(self) -> Any:
         """What tells finders apart that may find other things."""
-        return (type(self), *self.spelled().values())
+        return (type(self), *self.serialized().values())
 
-    def seen_from(self, scope: str) -> Finder:
+    def scoped_to(self, scope: str) -> Finder:
         """The finder for a part at `scope` of a graph; others than it if what it looks for is told from there."""
         return self
 
     def find(self, context: RuleContext, scope: str) -> tuple[list[PartMatch], str]:
         """Matches with all operations in the module at `scope`, none overlapping, in execution order; why if none."""
-        known = context.analysis(_remembered)
-        finder = self.seen_from(scope)
-        if finder.identity not in known:
-            known[finder.identity] = finder.look(context)
-        found, refusals = known[finder.identity]
-        inside = [m for m in found if all(_is_inside(n, scope) for n in m.nodes if not is_projection(n))]
+        cache = context.analysis(_search_cache)
+        finder = self.scoped_to(scope)
+        if finder.identity not in cache:
+            cache[finder.identity] = finder.search(context)
+        matches, refusals = cache[finder.identity]
+        inside = [m for m in matches if all(is_from(n, scope) for n in m.nodes if not is_projection(n))]
         if inside:
-            return in_order(inside, context.index.position), ""
+            return select_disjoint(inside, context.index.position), ""
         near = [
-            r
-            for r in refusals
-            if not r.members or any(_is_inside(context.nodes[i], scope) for i in r.members)
+            r for r in refusals if not r.members or any(is_from(context.nodes[i], scope) for i in r.members)
         ]
-        return [], why_none(near)
+        return [], nearest_refusals(near)
 
 
-def _remembered(context: RuleContext) -> dict[Any, tuple[list[PartMatch], list[Refusal]]]:
+def _search_cache(context: RuleContext) -> dict[Any, tuple[list[PartMatch], list[Refusal]]]:
     return {}
 
 
-def frames_of(node: Node) -> list[Frame]:
+def frames_of(node: Node) -> list[ModuleFrame]:
     """The module calls that an operation came from, outermost first."""
-    return [frame(key, entry) for key, entry in stack_of(node).items()]
+    return [make_frame(key, entry) for key, entry in module_stack(node).items()]
 
 
 def path_of(node: Node) -> str:
@@ -226,7 +227,7 @@ def path_of(node: Node) -> str:
     return frames[-1].path if frames else ""
 
 
-def _is_inside(node: Node, scope: str) -> bool:
+def is_from(node: Node, scope: str) -> bool:
     return scope == "" or any(is_within(f.path, scope) for f in frames_of(node))
 
 
@@ -242,25 +243,25 @@ class ByRule(Finder):
 
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.rules[0], "kind", None) or _KIND.sub("_", self.rules[0].name)
+        return getattr(self.rules[0], "kind", None) or _NON_WORD.sub("_", self.rules[0].name)
 
-    def spelled(self) -> dict[str, Any]:
+    def serialized(self) -> dict[str, Any]:
         return {"rule": self.rules[0]} if len(self.rules) == 1 else {"rules": list(self.rules)}
 
     @property
     def identity(self) -> Any:
-        return (ByRule, *(_identity(rule) for rule in self.rules))
+        return (ByRule, *(_rule_identity(rule) for rule in self.rules))
 
-    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
-        found: list[PartMatch] = []
+    def search(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+        matches: list[PartMatch] = []
         refusals: list[Refusal] = []
         for rule in self.rules:
             for proposal in rule.propose(context):
                 if isinstance(proposal, Refusal):
                     refusals.append(proposal)
                 else:
-                    found.append(self._match(context, proposal))
-        return found, refusals
+                    matches.append(self._match(context, proposal))
+        return matches, refusals
 
     def _match(self, context: RuleContext, candidate: Candidate) -> PartMatch:
         nodes = context.nodes
@@ -283,19 +284,19 @@ class ByRule(Finder):
             arguments={name: value.node for name, value in operands.items()},
             results=results,
         )
-        found = replace(_found(self, context, members, outputs, request), rule=candidate.rule)
+        match = replace(_make_match(self, context, members, outputs, request), rule=candidate.rule)
         literals = dict(candidate.attrs or {})
-        return replace(found, operands=operands or found.operands, literals=literals, kind=candidate.kind)
+        return replace(match, operands=operands or match.operands, literals=literals, kind=candidate.kind)
 
 
-def _identity(rule: Rule) -> Any:
+def _rule_identity(rule: Rule) -> Any:
     """What tells rules apart; a pattern that is made of the same function again is the same."""
     if isinstance(rule, PatternRule):
         return (PatternRule, rule.function, rule.guards, rule.through, rule.kind)
     return (id(rule), rule)
 
 
-def _found(
+def _make_match(
     finder: Finder,
     context: RuleContext,
     members: tuple[Node, ...],
@@ -348,14 +349,14 @@ class ByNode(Finder):
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         packet = self.what.overloadpacket if isinstance(self.what, OpOverload) else self.what
-        return _KIND.sub("_", getattr(packet, "__name__", self.name)).strip("_") or "part"
+        return _NON_WORD.sub("_", getattr(packet, "__name__", self.name)).strip("_") or "part"
 
-    def spelled(self) -> dict[str, Any]:
+    def serialized(self) -> dict[str, Any]:
         is_operator = isinstance(self.what, (OpOverload, OpOverloadPacket))
         return {"operator": str(self.what)} if is_operator else {"predicate": self.what}
 
-    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
-        found: list[PartMatch] = []
+    def search(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+        matches: list[PartMatch] = []
         for node in context.nodes:
             if (
                 node.op in ("placeholder", "get_attr", "output")
@@ -364,14 +365,14 @@ class ByNode(Finder):
             ):
                 continue
             members = (node, *(user for user in node.users if is_projection(user)))
-            found.append(
-                _found(self, context, members, _outputs(members) or (node,), Request(members, self.kind))
+            matches.append(
+                _make_match(self, context, members, _outputs(members) or (node,), Request(members, self.kind))
             )
         names = sorted(
             {str(n.target) for n in context.nodes if n.op == "call_function" and not is_projection(n)}
         )
         reason = f"no operation is accepted by {self.name}; there are {', '.join(names[:8])}"
-        return found, [] if found else [Refusal(self.name, (), reason)]
+        return matches, [] if matches else [Refusal(self.name, (), reason)]
 
     def _accepts(self, node: Node) -> bool:
         if isinstance(self.what, OpOverload):
@@ -398,7 +399,7 @@ class ByModule(Finder):
     what: type[nn.Module] | re.Pattern[str]
     scope: str = ""
 
-    def seen_from(self, scope: str) -> Finder:
+    def scoped_to(self, scope: str) -> Finder:
         return self if isinstance(self.what, type) or scope == self.scope else replace(self, scope=scope)
 
     @property
@@ -411,14 +412,14 @@ class ByModule(Finder):
 
     @property
     def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _KIND.sub("_", self.name).strip("_") if isinstance(self.what, type) else "part"
+        return _NON_WORD.sub("_", self.name).strip("_") if isinstance(self.what, type) else "part"
 
-    def spelled(self) -> dict[str, Any]:
+    def serialized(self) -> dict[str, Any]:
         return {"module": self.what} if isinstance(self.what, type) else {"path": self.what.pattern}
 
-    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+    def search(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
         calls: dict[str, list[Node]] = {}
-        frames: dict[str, Frame] = {}
+        frames: dict[str, ModuleFrame] = {}
         for node in context.nodes:
             if node.op in ("placeholder", "get_attr", "output") or is_projection(node):
                 continue
@@ -427,33 +428,33 @@ class ByModule(Finder):
                     frames[at.key] = at
                     calls.setdefault(at.key, []).append(node)
                     break
-        found = [self._match(context, frames[key], nodes) for key, nodes in calls.items()]
-        return found, [] if found else [Refusal(self.name, (), self._nothing(context))]
+        matches = [self._match(context, frames[key], nodes) for key, nodes in calls.items()]
+        return matches, [] if matches else [Refusal(self.name, (), self._nothing(context))]
 
-    def _fits(self, at: Frame) -> bool:
+    def _fits(self, at: ModuleFrame) -> bool:
         if isinstance(self.what, type):
             return at.owner == class_name(self.what)
         if at.path == self.scope or not is_within(at.path, self.scope):
             return False
-        return self.what.search(below(at.path, self.scope)) is not None
+        return self.what.search(relative_path(at.path, self.scope)) is not None
 
-    def _match(self, context: RuleContext, at: Frame, nodes: list[Node]) -> PartMatch:
+    def _match(self, context: RuleContext, at: ModuleFrame, nodes: list[Node]) -> PartMatch:
         members = tuple(m for n in nodes for m in (n, *(u for u in n.users if is_projection(u))))
         outputs = _outputs(members)
         request = Request(members, self.kind, escapes="output")
-        return replace(_found(self, context, members, outputs, request), module_path=at.path)
+        return replace(_make_match(self, context, members, outputs, request), module_path=at.path)
 
     def _nothing(self, context: RuleContext) -> str:
-        seen = {
-            f.bare: below(f.path, self.scope)
+        classes = {
+            f.class_name: relative_path(f.path, self.scope)
             for n in context.nodes
             for f in frames_of(n)
             if is_within(f.path, self.scope)
         }
-        listed = sorted(seen) if isinstance(self.what, type) else sorted(set(seen.values()) - {""})
+        names = sorted(classes) if isinstance(self.what, type) else sorted(set(classes.values()) - {""})
         what = "of class" if isinstance(self.what, type) else "at a path with"
         return (
-            f"no operation came from a module {what} {self.name}; there are {', '.join(listed[:8]) or 'none'}"
+            f"no operation came from a module {what} {self.name}; there are {', '.join(names[:8]) or 'none'}"
         )
 
 
@@ -467,11 +468,11 @@ class ByRegion(Finder):
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"regions of kind {self.kind}"
 
-    def spelled(self) -> dict[str, Any]:
+    def serialized(self) -> dict[str, Any]:
         return {"region": self.kind}
 
-    def look(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
-        found: list[PartMatch] = []
+    def search(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
+        matches: list[PartMatch] = []
         kinds: set[str] = set()
         for node in context.nodes:
             call = call_of(node.meta)
@@ -481,17 +482,17 @@ class ByRegion(Finder):
             if call.identity.kind == self.kind:
                 members = (node, *(u for u in node.users if is_projection(u)))
                 request = Request(members, self.kind)
-                match = _found(self, context, members, members[1:], request)
+                match = _make_match(self, context, members, members[1:], request)
                 named = {
                     name: Value(n, context.value(context.index.position[n]), context.gm)
-                    for name, n in _named(node)
+                    for name, n in _named_operands(node)
                 }
-                found.append(replace(match, operands=named or match.operands))
+                matches.append(replace(match, operands=named or match.operands))
         reason = f"no region is of kind '{self.kind}'; there are {', '.join(sorted(kinds)) or 'none'}"
-        return found, [] if found else [Refusal(self.name, (), reason)]
+        return matches, [] if matches else [Refusal(self.name, (), reason)]
 
 
-def _named(node: Node) -> Iterator[tuple[str, Node]]:
+def _named_operands(node: Node) -> Iterator[tuple[str, Node]]:
     call = call_of(node.meta)
     for name, number in call.arguments if call is not None else ():
         yield name, cast("Node", node.args[number])
@@ -513,7 +514,7 @@ def finder_of(what: Any) -> Finder:
     if isinstance(what, type) and issubclass(what, nn.Module):
         return ByModule(what)
     if isinstance(what, (str, re.Pattern)):
-        return ByModule(_expression(what))
+        return ByModule(_compile_regex(what))
     if isinstance(what, nn.Module):
         raise InvalidArgument(
             f"find takes a class of modules or a path, not a {type(what).__name__} itself: find({type(what).__name__})."
@@ -533,7 +534,7 @@ def finder_of(what: Any) -> Finder:
     )
 
 
-def _expression(text: Any) -> re.Pattern[str]:
+def _compile_regex(text: Any) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:

@@ -37,17 +37,17 @@ class ConstMisuse(DovetailError):
     """A pattern computes with or branches on a captured literal; turned into an error that names the rule."""
 
 
-def _asked_by_torch() -> bool:
+def _called_by_torch() -> bool:
     """Whether torch's own Python code looks at the number, as its functions do to check their arguments."""
     frame = sys._getframe(2)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
-def _opaque(name: str) -> Callable[..., Any]:
+def _opaque_method(name: str) -> Callable[..., Any]:
     plain: Any = getattr(float, name)
 
     def method(self: Any, *other: Any) -> Any:
-        if _asked_by_torch():
+        if _called_by_torch():
             return plain(self, *other)
         if other and isinstance(other[0], torch.Tensor):
             return NotImplemented  # Python asks the number first; a tensor answers for itself
@@ -58,13 +58,15 @@ def _opaque(name: str) -> Callable[..., Any]:
     return method
 
 
-_METHODS = """
+_FLOAT_METHODS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow lt le gt ge eq ne
     neg pos abs bool int round trunc floor ceil
 """
-_OPAQUE: dict[str, Any] = {f"__{name}__": _opaque(f"__{name}__") for name in _METHODS.split()}
-_OPAQUE["__hash__"] = float.__hash__
-_OpaqueFloat = cast("type[float]", type("_OpaqueFloat", (float,), _OPAQUE))
+_OPAQUE_METHODS: dict[str, Any] = {
+    f"__{name}__": _opaque_method(f"__{name}__") for name in _FLOAT_METHODS.split()
+}
+_OPAQUE_METHODS["__hash__"] = float.__hash__
+_OpaqueFloat = cast("type[float]", type("_OpaqueFloat", (float,), _OPAQUE_METHODS))
 
 
 def opaque(value: Any) -> Any:

@@ -27,15 +27,15 @@ _LITERALS = (0.61803, 1, False, None)
 
 # Most searches that succeed take a few hundred calls of torch; this many take about a second, unless they are of costly
 # functions: a call of attention takes as long as six of others.
-_MOST_CALLS = 12_000
-_MOST_SECONDS = 1.0
+_MAX_CALLS = 12_000
+_MAX_SECONDS = 1.0
 
 # What a call on fake tensors costs, in calls on tensors of the meta device.
 _FAKE_COST = 8
-_MOST_VARIANTS = 512
+_MAX_VARIANTS = 512
 
 # Python refuses such calls whatever the shapes are.
-_WRONG_CALL = re.compile(
+_INVALID_CALL = re.compile(
     r"unexpected keyword argument|multiple values for|positional arguments? but|required (positional|keyword-only)"
 )
 
@@ -94,7 +94,7 @@ class _NeedsShape(Exception):
         self.operation, self.names = operation, names
 
 
-class _Unknown(torch.Tensor):
+class _UnknownShape(torch.Tensor):
     """Stands for an operand whose rank is not settled; the first operation that meets it says so."""
 
     label: str
@@ -107,17 +107,17 @@ class _Unknown(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs or {}))
-        found = [leaf.label_of() for leaf in leaves if isinstance(leaf, _Unknown)]
+        found = [leaf.label_of() for leaf in leaves if isinstance(leaf, _UnknownShape)]
         raise _NeedsShape(getattr(func, "__name__", ""), list(dict.fromkeys(found)))
 
 
-def _unknown(label: str) -> _Unknown:
-    made = torch.Tensor._make_subclass(_Unknown, torch.empty(0, device="meta"))
+def _unknown_shape(label: str) -> _UnknownShape:
+    made = torch.Tensor._make_subclass(_UnknownShape, torch.empty(0, device="meta"))
     made.label = label
     return made
 
 
-class _Counting(TorchFunctionMode):
+class _CallCounter(TorchFunctionMode):
     """Counts the torch functions that are called."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class ExampleSearch:
 
     def __init__(self, function: Callable[..., Any], name: str, parameters: Parameters) -> None:
         self.function, self.name, self.parameters = function, name, parameters
-        self.unknown = {n: _unknown(n) for n in parameters.operands}
+        self.unknown = {n: _unknown_shape(n) for n in parameters.operands}
         self.calls, self.seconds, self.reached = 0, 0.0, (-1, False, 0)
         self.quick, self.confirmed = True, True
         self.known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
@@ -164,10 +164,10 @@ class ExampleSearch:
                     found.append(example)
                 else:
                     failed += 1
-                if len(found) + failed > _MOST_VARIANTS:
+                if len(found) + failed > _MAX_VARIANTS:
                     raise RuleError(
                         self.name,
-                        f"its alternatives combine in more than {_MOST_VARIANTS} ways; make it several rules",
+                        f"its alternatives combine in more than {_MAX_VARIANTS} ways; make it several rules",
                     )
         if not found:
             raise RuleError(
@@ -259,7 +259,7 @@ class ExampleSearch:
             if shapes is None:
                 stack.pop()
                 continue
-            if self.calls > _MOST_CALLS or self.seconds > _MOST_SECONDS:
+            if self.calls > _MAX_CALLS or self.seconds > _MAX_SECONDS:
                 raise RuleError(
                     self.name,
                     "its pattern cannot be traced: no shapes on which it runs were found in the bounded search for them"
@@ -316,7 +316,7 @@ class ExampleSearch:
                 arguments[name] = torch.empty(shape, dtype=dtype, device=device)
             else:
                 arguments[name] = self.unknown[name]
-        counting = _Counting()
+        counting = _CallCounter()
         try:
             with suppress_fake_tensor_log(), choosing(chooser), torch.no_grad(), counting:
                 self.function(**arguments)
@@ -326,7 +326,7 @@ class ExampleSearch:
             raise RuleError(self.name, str(error)) from None
         except Exception as error:
             # What is called may hang on which operands are there, and on nothing else that is tried.
-            self.incurable = isinstance(error, TypeError) and bool(_WRONG_CALL.search(str(error)))
+            self.incurable = isinstance(error, TypeError) and bool(_INVALID_CALL.search(str(error)))
             if not isinstance(error, self.silent) or (self.incurable and not self.parameters.optional):
                 raise RuleError(self.name, f"its pattern cannot be traced: {_reason(error)}") from error
             # The try that came furthest has the error to report.

@@ -59,7 +59,7 @@ class ChosenAlternative:
 
 
 @dataclass(frozen=True)
-class Cast:
+class CastChoice:
     """On an agenda: this cast of the template is one of the graph's, or is not there."""
 
     node: Node
@@ -192,7 +192,7 @@ def argument_name(where: Where) -> str:
     return str(schema.arguments[path[1]].name) if schema is not None else f"argument {path[1]}"
 
 
-def named(where: Where) -> str:
+def describe_argument(where: Where) -> str:
     if where is None:
         return "it has"
     return f"its {argument_name(where)} has" if len(where[1]) > 2 else f"its {argument_name(where)} is"
@@ -214,13 +214,13 @@ def same_literal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def works_on_integers(node: Node) -> bool:
+def reads_integers(node: Node) -> bool:
     """Whether an operation has a tensor without a fraction, so that 2 and 2.0 are not the same to it."""
     values = [n.meta.get("val") for n in node.all_input_nodes or (node,)]
     return any(isinstance(v, Tensor) and not (v.is_floating_point() or v.is_complex()) for v in values)
 
 
-def instead(ours: Node, theirs: Any) -> str:
+def describe_mismatch(ours: Node, theirs: Any) -> str:
     """In words: what stands where the pattern has an operation."""
     has = f"'{target_name(theirs)}'" if isinstance(theirs, Node) else repr(theirs)
     if isinstance(theirs, Node) and theirs.op == "placeholder":
@@ -242,7 +242,7 @@ def same_shape(a: Tensor, b: Tensor, same_number: SameNumber) -> bool:
     return a.dim() == b.dim() and all(same_number(m, n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
-def same_fact(ours: Any, theirs: Any, same_number: SameNumber) -> bool:
+def same_metadata(ours: Any, theirs: Any, same_number: SameNumber) -> bool:
     """Whether what is known of a value is what the pattern would compute; unknown counts as the same."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         if ours.dtype != theirs.dtype or ours.device != theirs.device:
@@ -251,6 +251,6 @@ def same_fact(ours: Any, theirs: Any, same_number: SameNumber) -> bool:
     if isinstance(ours, (tuple, list)) and isinstance(theirs, (tuple, list)):
         left, right = cast("list[Any]", ours), cast("list[Any]", theirs)
         return len(left) == len(right) and all(
-            same_fact(a, b, same_number) for a, b in zip(left, right, strict=True)
+            same_metadata(a, b, same_number) for a, b in zip(left, right, strict=True)
         )
     return theirs is None or isinstance(ours, Tensor) == isinstance(theirs, Tensor)

@@ -14,21 +14,21 @@ from dovetail.ir.graph_module import attribute
 from dovetail.ir.op_traits import is_commutative, target_name, traits_of
 from dovetail.ir.schema import named_arguments, op_name
 from dovetail.rules.patterns.match_state import (
-    Cast,
+    CastChoice,
     ChosenAlternative,
     MatchState,
     NearMiss,
     Pair,
     SameNumber,
     argument_name,
-    instead,
-    named,
-    same_fact,
+    describe_argument,
+    describe_mismatch,
+    reads_integers,
     same_literal,
+    same_metadata,
     same_pairs,
     same_shape,
     same_tensor,
-    works_on_integers,
 )
 from dovetail.rules.patterns.template import (
     Path,
@@ -36,9 +36,9 @@ from dovetail.rules.patterns.template import (
     Where,
     alternatives_of,
     cast_operand,
+    has_tensors,
     is_choice,
     is_operation,
-    is_tensors,
     leaves,
     site_of,
 )
@@ -46,7 +46,7 @@ from dovetail.rules.patterns.template import (
 _VIEWS = frozenset({"reshape", "view", "unsqueeze", "squeeze", "clone", "alias", "flatten"})
 _CASTS = frozenset({"_to_copy", "to"})
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1"})
-WAYS = ("views", "casts")
+THROUGH_OPTIONS = ("views", "casts")
 
 
 class TransparentOps:
@@ -84,7 +84,7 @@ class TransparentOps:
         """Whether two values are the same but for what was looked through."""
         left, right = ours.meta.get("val"), theirs.meta.get("val")
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-            return same_fact(left, right, same_number) and _same_operands(ours, theirs, same_number)
+            return same_metadata(left, right, same_number) and _same_operands(ours, theirs, same_number)
         both_floats = left.is_floating_point() and right.is_floating_point()
         if left.dtype != right.dtype and not (self.casts and both_floats):
             return False
@@ -103,13 +103,13 @@ def _same_elements(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
     """
     if _same_operands(ours, theirs, same_number):
         return same_shape(ours.meta["val"], theirs.meta["val"], same_number)
-    left, right = _tensors(ours), _tensors(theirs)
+    left, right = _tensor_operands(ours), _tensor_operands(theirs)
     if len(left) != len(right) or not same_number(ours.meta["val"].numel(), theirs.meta["val"].numel()):
         return False
     if traits_of(ours).pointwise:
         return all(_tiles(n, ours) for n in left) and all(_tiles(n, theirs) for n in right)
-    count = _trailing(ours)
-    if count is None or not _agree(left[1:], right[1:], same_number):
+    count = _significant_dims(ours)
+    if count is None or not _same_shapes(left[1:], right[1:], same_number):
         return False
     mine, other = left[0].meta["val"].shape, right[0].meta["val"].shape
     if min(len(mine), len(other)) < count:
@@ -120,22 +120,22 @@ def _same_elements(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
 
 def _same_operands(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
     """Whether the tensors that two operations read agree in shape, one by one."""
-    left, right = _tensors(ours), _tensors(theirs)
+    left, right = _tensor_operands(ours), _tensor_operands(theirs)
     if len(left) != len(right):
         return False
-    if _agree(left, right, same_number):
+    if _same_shapes(left, right, same_number):
         return True
     if len(left) != 2 or not is_commutative(ours):
         return False
     # Swapped, but only where sizes tell which is which.
     one, two = (n.meta["val"].numel() for n in left)
-    return not same_number(one, two) and _agree(left, right[::-1], same_number)
+    return not same_number(one, two) and _same_shapes(left, right[::-1], same_number)
 
 
-def _trailing(node: Node) -> int | None:
+def _significant_dims(node: Node) -> int | None:
     """How many trailing dims of its first operand an operation tells apart; None if that is not known."""
     arguments, name = named_arguments(node), op_name(node.target)
-    operands = _tensors(node)
+    operands = _tensor_operands(node)
     rank = operands[0].meta["val"].dim()
     if name == "linear":
         return 1
@@ -156,36 +156,36 @@ def _trailing(node: Node) -> int | None:
 def _tiles(operand: Node, result: Node) -> bool:
     """Whether elementwise work reads an operand in order, over and over: it is spread along leading dims alone."""
     mine, whole = list(operand.meta["val"].shape), list(result.meta["val"].shape)
-    while mine and _is(mine[0], 1):
+    while mine and _same_size(mine[0], 1):
         mine.pop(0)
     return len(mine) <= len(whole) and all(
-        _is(a, b) for a, b in zip(mine, whole[len(whole) - len(mine) :], strict=True)
+        _same_size(a, b) for a, b in zip(mine, whole[len(whole) - len(mine) :], strict=True)
     )
 
 
-def _is(a: Any, b: Any) -> bool:
+def _same_size(a: Any, b: Any) -> bool:
     """Whether two sizes of one graph are the same, symbols by what they stand for."""
     left = a.node.expr if isinstance(a, SymInt) else a
     right = b.node.expr if isinstance(b, SymInt) else b
     return bool(left == right)
 
 
-def _agree(left: list[Node], right: list[Node], same_number: SameNumber) -> bool:
+def _same_shapes(left: list[Node], right: list[Node], same_number: SameNumber) -> bool:
     return all(
         same_shape(a.meta["val"], b.meta["val"], same_number) for a, b in zip(left, right, strict=True)
     )
 
 
-def _tensors(node: Node) -> list[Node]:
+def _tensor_operands(node: Node) -> list[Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
 
 
 def _first_tensor(node: Node) -> Tensor | None:
-    operands = _tensors(node)
+    operands = _tensor_operands(node)
     return operands[0].meta["val"] if operands else None
 
 
-_MOST_TRIES = 2_000
+_MAX_TRIES = 2_000
 
 # Which library may be used; they say nothing of what is computed.
 _SETTINGS = frozenset({"cudnn_enable", "cudnn_enabled"})
@@ -229,7 +229,7 @@ class Matcher:
     def _solve(self, agenda: list[Pair], found: MatchState) -> Iterator[MatchState]:
         """Settle what is on the agenda; wherever there is a choice, each way is tried in turn."""
         self._tries += 1
-        if self._tries > _MOST_TRIES:
+        if self._tries > _MAX_TRIES:
             return
         while agenda:
             ours, theirs, where = agenda.pop()
@@ -258,7 +258,7 @@ class Matcher:
         if isinstance(ours, ChosenAlternative):
             found.sites[ours.site] = ours.number
             return [[]]
-        if isinstance(ours, Cast):
+        if isinstance(ours, CastChoice):
             if ours.kept:
                 return self._settle_operation(ours.node, theirs, found)
             found.skipped.add(ours.node)
@@ -287,7 +287,7 @@ class Matcher:
     def _settle_cast(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
         """Take a cast that is not there in every precision as one of the graph's, or as not there."""
         if ours not in found.skipped and theirs.target is ours.target and theirs not in found.taken:
-            return [[(Cast(ours, kept), theirs, None)] for kept in (True, False)]
+            return [[(CastChoice(ours, kept), theirs, None)] for kept in (True, False)]
         found.skipped.add(ours)
         return [[(cast_operand(ours), theirs, None)]]
 
@@ -422,7 +422,7 @@ class Matcher:
     def _settle_literal(
         self, ours: Any, theirs: Any, where: Where, found: MatchState
     ) -> list[list[Pair]] | None:
-        if isinstance(theirs, Node) and is_tensors(theirs.meta.get("val")):
+        if isinstance(theirs, Node) and has_tensors(theirs.meta.get("val")):
             self._missed(found, f"the pattern has {ours!r} where the graph has a tensor", theirs)
             return None
         if ours is None and theirs is not None and not self.strict:
@@ -439,7 +439,7 @@ class Matcher:
         ):
             return [[]]
         at = found.nodes.get(where[0]) if where is not None else None
-        self._missed(found, f"{named(where)} {theirs!r} where the pattern has {ours!r}", at)
+        self._missed(found, f"{describe_argument(where)} {theirs!r} where the pattern has {ours!r}", at)
         return None
 
     def _bind(self, ours: Node, theirs: Any, found: MatchState) -> bool:
@@ -518,7 +518,7 @@ class Matcher:
     def _same_value(self, ours: Node, theirs: Node) -> bool:
         if self.through is not None:
             return self.through.same_value(ours, theirs, self.same_number)
-        return same_fact(ours.meta.get("val"), theirs.meta.get("val"), self.same_number)
+        return same_metadata(ours.meta.get("val"), theirs.meta.get("val"), self.same_number)
 
     def _same_size(self, ours: Node, theirs: Any) -> bool:
         value = theirs.meta.get("val") if isinstance(theirs, Node) else theirs
@@ -529,7 +529,7 @@ class Matcher:
             return self.same_number(ours, theirs)
         if not same_literal(ours, theirs):
             return False
-        return type(ours) is type(theirs) or where is None or not works_on_integers(where[0])
+        return type(ours) is type(theirs) or where is None or not reads_integers(where[0])
 
     def _refuse(self, found: MatchState, ours: Node, theirs: Any) -> None:
         if len(found.nodes) <= self._furthest:
@@ -539,7 +539,7 @@ class Matcher:
         if ours.op == "placeholder":
             self._missed(found, f"the pattern has its operand '{self.argument[ours]}' there", theirs)
             return
-        reason = instead(ours, theirs)
+        reason = describe_mismatch(ours, theirs)
         if isinstance(theirs, Node) and theirs in found.taken:
             reason = f"'{theirs.name}' would stand for two operations of the pattern"
         self._missed(found, reason, theirs if isinstance(theirs, Node) else None)

@@ -15,12 +15,12 @@ from torch.fx.node import map_arg
 
 from dovetail.ir.canonicalize import canonicalize_traced
 from dovetail.ir.effects import is_subgraph
-from dovetail.ir.graph_module import attribute
+from dovetail.ir.graph_module import attribute, has_forward_hooks
 from dovetail.ir.meta_keys import CANONICAL, ORIGIN
 from dovetail.ir.nodes import is_projection
 from dovetail.ir.op_traits import traits_of
-from dovetail.rules.patterns.template import is_tensors
-from dovetail.rules.patterns.trace import AUTOGRAD, CAPTURED, Stage, trace
+from dovetail.rules.patterns.template import has_tensors
+from dovetail.rules.patterns.trace import AUTOGRAD, CAPTURED, FakeEnvironment, trace
 from dovetail.rules.rule import RuleContext
 
 # Operators that a captured graph never has: they show that a graph is of AOTAutograd's dialect.
@@ -87,10 +87,12 @@ class NormalizedGraph:
 def normalized_graph_of(context: RuleContext) -> NormalizedGraph:
     """The shadow of a context's graph: itself where it is canonical, else made canonical or traced once."""
     gm = context.gm
-    if all(_is_aten(node) for node in context.nodes) and not any(_writes_early(n) for n in context.nodes):
+    if all(_is_aten(node) for node in context.nodes) and not any(
+        _writes_before_end(n) for n in context.nodes
+    ):
         if CANONICAL in gm.meta:
             return NormalizedGraph(gm, context.nodes, {n: (i,) for i, n in enumerate(context.nodes)})
-        return _canonical(context)
+        return _canonicalized(context)
     return _traced(context)
 
 
@@ -102,17 +104,17 @@ def _is_aten(node: Node) -> bool:
     if node.op != "call_function" or isinstance(node.target, (OpOverload, HigherOrderOperator)):
         return True
     value = node.meta.get("val")
-    return is_projection(node) or (value is not None and not is_tensors(value))
+    return is_projection(node) or (value is not None and not has_tensors(value))
 
 
-def _writes_early(node: Node) -> bool:
+def _writes_before_end(node: Node) -> bool:
     """Whether an operator writes elsewhere than at the end of a captured graph, where results go into inputs."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return False
     return node.target is not torch.ops.aten.copy_.default or bool(node.users)
 
 
-def _canonical(context: RuleContext) -> NormalizedGraph:
+def _canonicalized(context: RuleContext) -> NormalizedGraph:
     program, _, made = canonicalize_traced(context.gm)
     origins: dict[Node, list[int]] = {}
     for old, new in made.items():
@@ -147,7 +149,7 @@ class _Replay:
 
     def __init__(self, context: RuleContext) -> None:
         self.context = context
-        self.sealed = {n for n in context.nodes if _is_sealed(context, n)}
+        self.sealed = {n for n in context.nodes if _is_opaque(context, n)}
         effects = context.index.dependencies.effects
         self.functional = not any(
             (n.op == "call_module" and _may_write(attribute(context.gm, cast("str", n.target))))
@@ -155,8 +157,8 @@ class _Replay:
             for i, n in enumerate(context.nodes)
             if n not in self.sealed
         )
-        self.stage = Stage()
-        self.marks = _marks(len(context.nodes))
+        self.stage = FakeEnvironment()
+        self.marks = _origin_markers(len(context.nodes))
         self.known: dict[Node, list[Any]] = {}
         self.several: dict[Node, bool] = {}
         self.unchanged: dict[Node, Node] = {}
@@ -248,12 +250,12 @@ class _Replay:
         return NormalizedGraph(program, list(program.graph.nodes), origins, parts, unseen=unseen)
 
 
-def _is_sealed(context: RuleContext, node: Node) -> bool:
+def _is_opaque(context: RuleContext, node: Node) -> bool:
     """Whether running an operation could do more than compute: code of users, effects on the world, modes."""
     if node.op == "call_module":
         module = attribute(context.gm, cast("str", node.target))
         ours = type(module).__module__.startswith("torch.nn.") and not isinstance(module, GraphModule)
-        return not ours or bool(module._forward_hooks or module._forward_pre_hooks)
+        return not ours or has_forward_hooks(module)
     if node.op not in ("call_function", "call_method"):
         return False
     told = traits_of(node)
@@ -263,7 +265,7 @@ def _is_sealed(context: RuleContext, node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prim", "prims")
 
 
-def _marks(count: int) -> list[Node]:
+def _origin_markers(count: int) -> list[Node]:
     """Nodes whose meta torch hands on to whatever is traced while they are current: one per position."""
     graph = Graph()
     marks = [graph.placeholder(f"position_{i}") for i in range(count)]

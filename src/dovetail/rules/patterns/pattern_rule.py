@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import InvalidArgument, RuleError, did_you_mean
-from dovetail.outlining.region_call import make_identity
-from dovetail.outlining.request import POLICIES
+from dovetail.outlining.escapes import POLICIES
+from dovetail.outlining.region import make_identity
 from dovetail.rules.patterns.example_shapes import parameters_of
 from dovetail.rules.patterns.match_state import Match
-from dovetail.rules.patterns.matcher import WAYS
+from dovetail.rules.patterns.matcher import THROUGH_OPTIONS
 from dovetail.rules.patterns.pattern_search import PatternSearch
 from dovetail.rules.patterns.variants import Variants
 from dovetail.rules.rule import Decline, Proposal, Rule, RuleContext
@@ -62,10 +62,12 @@ class PatternRule(Rule):
             attrs,
         )
         given = [through] if isinstance(through, str) else through
-        if not isinstance(given, (list, tuple, set, frozenset)) or not all(way in WAYS for way in given):
-            raise RuleError(self.name, f"through {through!r} has more than {', '.join(WAYS)}")
+        if not isinstance(given, (list, tuple, set, frozenset)) or not all(
+            way in THROUGH_OPTIONS for way in given
+        ):
+            raise RuleError(self.name, f"through {through!r} has more than {', '.join(THROUGH_OPTIONS)}")
         self.through = frozenset(given)
-        if examples is not None and not _is_listed(examples):
+        if examples is not None and not _are_examples(examples):
             raise RuleError(
                 self.name, "its examples are to be a list with the operands of a call each: [(x, y)]"
             )
@@ -87,10 +89,10 @@ class PatternRule(Rule):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # What was traced is traced again. A decorated function has its rule where its own name leads.
-        if _at_its_name(self.function) is self:
+        if _resolve_qualname(self.function) is self:
             return cast("Any", self.function).__qualname__
         options = {name: getattr(self, name) for name in _OPTIONS}
-        return _remade, (self.function, options, self._examples, self.guards)
+        return _rebuild_rule, (self.function, options, self._examples, self.guards)
 
     def guard(self, function: Guard) -> Guard:
         """Add a condition, as a decorator: it gets the `Match` and returns None, or a `Decline` with the reason."""
@@ -164,7 +166,7 @@ class PatternRule(Rule):
 _OPTIONS = ("kind", "name", "priority", "version", "escapes", "attrs", "through")
 
 
-def _is_listed(examples: Any) -> bool:
+def _are_examples(examples: Any) -> bool:
     """Whether examples are a list of lists of tensors and None."""
     return isinstance(examples, (list, tuple)) and all(
         isinstance(one, (list, tuple)) and all(v is None or isinstance(v, Tensor) for v in cast("Any", one))
@@ -172,7 +174,7 @@ def _is_listed(examples: Any) -> bool:
     )
 
 
-def _at_its_name(function: Any) -> Any:
+def _resolve_qualname(function: Any) -> Any:
     """What is found in a function's module under its name."""
     found: Any = sys.modules.get(getattr(function, "__module__", ""))
     for atom in getattr(function, "__qualname__", "").split("."):
@@ -180,7 +182,7 @@ def _at_its_name(function: Any) -> Any:
     return found
 
 
-def _remade(
+def _rebuild_rule(
     function: Callable[..., Any], options: dict[str, Any], examples: Any, guards: tuple[Guard, ...]
 ) -> PatternRule:
     made = PatternRule(function, **options, examples=examples, checked=False)

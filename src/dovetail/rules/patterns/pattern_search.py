@@ -17,13 +17,13 @@ from dovetail.rules.patterns.example_shapes import Parameters, PatternExample
 from dovetail.rules.patterns.match_state import Match, MatchState, NearMiss, Value, same_literal
 from dovetail.rules.patterns.matcher import Matcher, TransparentOps
 from dovetail.rules.patterns.normalized_graph import NormalizedGraph, normalized_graph_of
-from dovetail.rules.patterns.template import Template, is_tensors
+from dovetail.rules.patterns.template import Template, has_tensors
 from dovetail.rules.patterns.variants import Variants
 from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal, RuleContext
 
-_MOST_MISSES = 200
-_FAR_ENOUGH = 0.5
-_NEAR = 256
+_MAX_MISSES = 200
+_NEAR_MISS_RATIO = 0.5
+_MAX_SPAN = 256
 
 
 class Pattern(Protocol):
@@ -75,7 +75,7 @@ class PatternSearch:
         """Whether the graph has enough of the operators for at least a near-miss."""
         have = self.shadow.by_target
         there = sum(min(len(have.get(target, ())), count) for target, count in template.needed.items())
-        return there >= _FAR_ENOUGH * template.needed.total()
+        return there >= _NEAR_MISS_RATIO * template.needed.total()
 
     def _look_for(self, template: Template, dialect: str) -> Iterator[Proposal]:
         through = TransparentOps(self.rule.through) if self.rule.through else None
@@ -106,7 +106,7 @@ class PatternSearch:
 
     def _has_gaps(self, members: tuple[int, ...]) -> bool:
         """Whether something lies between operations; not asked where they are listed far apart."""
-        return max(members) - min(members) <= _NEAR and bool(self.context.index.between(members))
+        return max(members) - min(members) <= _MAX_SPAN and bool(self.context.index.between(members))
 
     def _matcher(self, template: Template, *, strict: bool, through: TransparentOps | None) -> Matcher:
         stage = template.stage
@@ -128,7 +128,9 @@ class PatternSearch:
             return None
         value = attribute(self.context.gm, cast("str", real.target))
         plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        return value if plain and not _is_saved(self.context.gm, cast("str", real.target)) else None
+        return (
+            value if plain and not _is_persistent_buffer(self.context.gm, cast("str", real.target)) else None
+        )
 
     def _proven(
         self, template: Template, root: Node, found: MatchState, dialect: str, through: TransparentOps | None
@@ -148,13 +150,13 @@ class PatternSearch:
                 )
         refusal: Refusal | None = None
         for example in (template.example, *template.alike):
-            claim = (dialect, _claim(root, template, example, found))
+            claim = (dialect, _attempt_key(root, template, example, found))
             if claim in self.claims:
                 continue
             self.claims.add(claim)
             exact = self.rule.variants.exact(example, dialect, values, found)
             shown = found
-            if isinstance(exact, str) and (single := _single(found)) is not None:
+            if isinstance(exact, str) and (single := _scalar_literals(found)) is not None:
                 # A literal that fills a list may have been given for each item.
                 again = self.rule.variants.exact(example, dialect, values, single)
                 shown, exact = (found, exact) if isinstance(again, str) else (single, again)
@@ -306,15 +308,15 @@ class PatternSearch:
 
     def _with_views(self, members: set[int]) -> set[int]:
         """The members and what lies between them that patterns do not see: views and copies that change nothing."""
-        if self.shadow.root is self.context.gm or max(members) - min(members) > _NEAR:
+        if self.shadow.root is self.context.gm or max(members) - min(members) > _MAX_SPAN:
             return members
         unseen = self.context.index.between(members) - self.shadow.places
-        return members | {i for i in unseen if is_tensors(self.context.nodes[i].meta.get("val"))}
+        return members | {i for i in unseen if has_tensors(self.context.nodes[i].meta.get("val"))}
 
     def _with_sizes(self, members: set[int]) -> set[int]:
         """The members and the sizes they use that are read from members: outside, they would make a cycle."""
         nodes, at = self.context.nodes, self.context.index.position
-        stack = [u for i in members for u in nodes[i].users if not is_tensors(u.meta.get("val"))]
+        stack = [u for i in members for u in nodes[i].users if not has_tensors(u.meta.get("val"))]
         reached: set[int] = set()
         while stack:
             node = stack.pop()
@@ -322,7 +324,7 @@ class PatternSearch:
             if i in reached or i in members or node.op == "output" or "val" not in node.meta:
                 continue
             reached.add(i)
-            stack.extend(u for u in node.users if not is_tensors(u.meta.get("val")))
+            stack.extend(u for u in node.users if not has_tensors(u.meta.get("val")))
         if not reached:
             return members
         needed: set[int] = set()
@@ -345,7 +347,7 @@ class PatternSearch:
         if len(miss.found) < 2:
             return
         wanted = max(len(template.calls(miss.sites)), len(miss.found))
-        if len(miss.found) < wanted * _FAR_ENOUGH:
+        if len(miss.found) < wanted * _NEAR_MISS_RATIO:
             return
         members, _ = self.shadow.members(miss.found)
         self._note(
@@ -371,13 +373,13 @@ class PatternSearch:
         yield from self.firm.values()
         missed = [r for r in self.misses.values() if not self.hit.intersection(r.members)]
         missed.sort(key=lambda r: (-r.matched, r.wanted, [self.context.order[i] for i in r.members[:1]]))
-        yield from missed[:_MOST_MISSES]
-        if len(missed) > _MOST_MISSES:
-            reasons = Counter(r.reason for r in missed[_MOST_MISSES:])
+        yield from missed[:_MAX_MISSES]
+        if len(missed) > _MAX_MISSES:
+            reasons = Counter(r.reason for r in missed[_MAX_MISSES:])
             reason, count = reasons.most_common(1)[0]
-            last = missed[_MOST_MISSES]
+            last = missed[_MAX_MISSES]
             yield replace(
-                last, reason=f"{reason} (and {len(missed) - _MOST_MISSES} more, {count} of them like it)"
+                last, reason=f"{reason} (and {len(missed) - _MAX_MISSES} more, {count} of them like it)"
             )
 
     def _order(self, node: Node) -> int:
@@ -389,7 +391,7 @@ class PatternSearch:
         return origin[-1] if origin else None
 
 
-def _claim(root: Node, template: Template, example: PatternExample, found: MatchState) -> Any:
+def _attempt_key(root: Node, template: Template, example: PatternExample, found: MatchState) -> Any:
     """All that decides whether the pattern stands at a root."""
     bound = {name: found.operands.get(node) for name, node in template.operands.items()}
     picks = {**example.picks, **found.sites}
@@ -402,14 +404,14 @@ def _claim(root: Node, template: Template, example: PatternExample, found: Match
     )
 
 
-def _single(found: MatchState) -> MatchState | None:
+def _scalar_literals(found: MatchState) -> MatchState | None:
     """What was found, with each list of equal literals as one of them; None if there is no such list."""
     lists = {n: v for n, v in found.literals.items() if isinstance(v, list) and v}
     equal = {n: v[0] for n, v in lists.items() if all(same_literal(v[0], item) for item in v)}
     return replace(found, literals={**found.literals, **equal}) if equal else None
 
 
-def _is_saved(root: nn.Module, target: str) -> bool:
+def _is_persistent_buffer(root: nn.Module, target: str) -> bool:
     """Whether a tensor is part of a model's state, which may be loaded anew."""
     path, _, name = target.rpartition(".")
     owner: Any = attribute(root, path) if path else root

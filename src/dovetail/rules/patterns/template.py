@@ -15,9 +15,17 @@ from torch.fx import Node
 from dovetail.errors import DovetailError, RuleError
 from dovetail.ir.graph_module import Program
 from dovetail.ir.op_traits import is_commutative
+from dovetail.ir.union_find import UnionFind
 from dovetail.rules.patterns.alternatives import Chooser, Site, choosing, either_op, opaque
 from dovetail.rules.patterns.example_shapes import Parameters, PatternExample
-from dovetail.rules.patterns.trace import CAPTURED, NotPlain, Sketch, Stage, sketch, trace
+from dovetail.rules.patterns.trace import (
+    CAPTURED,
+    FakeEnvironment,
+    MetaTrace,
+    NotRecordable,
+    trace,
+    trace_on_meta,
+)
 
 Path = tuple[Any, ...]
 Where = tuple[Node, Path] | None
@@ -40,7 +48,7 @@ class Template:
     outputs: tuple[Node, ...]
     literals: Mapping[str, tuple[tuple[Node, Path], ...]]
     needed: Counter[Any] = field(repr=False)
-    stage: Stage | None = None
+    stage: FakeEnvironment | None = None
     alike: tuple[PatternExample, ...] = ()
     skippable: frozenset[Node] = frozenset()
     blind: bool = False
@@ -87,7 +95,7 @@ class Template:
         return reachable(self.outputs, lambda node: sites.get(site_of(node), 0))
 
 
-class Unproven(Exception):
+class NotProvable(Exception):
     """Why a pattern cannot be what stands in a graph, whatever that is."""
 
 
@@ -99,7 +107,7 @@ def make_template(
     *,
     values: Mapping[str, Any] | None = None,
     dialect: str = CAPTURED,
-    stage: Stage | None = None,
+    stage: FakeEnvironment | None = None,
     chooser: Chooser | None = None,
 ) -> Template:
     """Trace one form of a pattern, on operands as the example has them or else on the values of a stage.
@@ -122,21 +130,21 @@ def make_template(
             settled.extend(stage.settled())
         return results
 
-    drawn = _sketched(run, example, given, taken) if values is None and dialect == CAPTURED else None
+    drawn = _form_on_meta(run, example, given, taken) if values is None and dialect == CAPTURED else None
     if drawn is not None:
         program = drawn.program
     else:
-        operands_at = values if values is not None else _fakes(example)
+        operands_at = values if values is not None else _fake_operands(example)
         program = trace(run, [operands_at[n] for n in given], dialect, quick=values is not None)
     if settled:
-        raise Unproven(f"what the pattern computes depends on sizes that are not known: {settled[0]}")
+        raise NotProvable(f"what the pattern computes depends on sizes that are not known: {settled[0]}")
     inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
     outputs = cast("tuple[Any, ...]", program.graph.output_node().args[0])
     operands = dict(zip(given, inputs, strict=True))
     for output in outputs:
         if not isinstance(output, Node) or output.op != "call_function":
             if stage is not None:
-                raise Unproven("the alternative taken hands on an argument or a constant as it is")
+                raise NotProvable("the alternative taken hands on an argument or a constant as it is")
             raise RuleError(
                 name, "its pattern returns an argument or a constant as it is; return what it computes"
             )
@@ -208,10 +216,10 @@ def reachable(outputs: tuple[Node, ...], pick: Callable[[Node], int | None]) -> 
 
 def is_operation(node: Node) -> bool:
     """Whether a node of a template computes tensors; what computes sizes is compared by value."""
-    return node.op == "call_function" and is_tensors(node.meta.get("val"))
+    return node.op == "call_function" and has_tensors(node.meta.get("val"))
 
 
-def is_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or (
         isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in cast("list[Any]", value))
     )
@@ -247,7 +255,9 @@ def literals_of(node: Node) -> Iterator[tuple[Path, Any]]:
             yield path, value
 
 
-def differences(first: Template, second: Template, was: Any, now: Any) -> list[tuple[Node, Path]] | None:
+def literal_differences(
+    first: Template, second: Template, was: Any, now: Any
+) -> list[tuple[Node, Path]] | None:
     """Where a literal stands that was one value in the first trace and is another in the second.
 
     None if anything else differs: the pattern does more with it than hand it on.
@@ -270,29 +280,29 @@ def differences(first: Template, second: Template, was: Any, now: Any) -> list[t
     return found
 
 
-def _at(node: Node, path: Path) -> Any:
+def _argument_at(node: Node, path: Path) -> Any:
     value: Any = (node.args, node.kwargs)
     for step in path:
         value = value[step]
     return value
 
 
-def whole_lists(places: list[tuple[Node, Path]], *, only_full: bool) -> list[tuple[Node, Path]]:
+def merge_list_places(places: list[tuple[Node, Path]], *, only_full: bool) -> list[tuple[Node, Path]]:
     """Places with those inside a list replaced by the list: what was given for it is captured whole.
 
     With `only_full`, a list that has something else in it too is not: the literal is one of its items.
     """
     inside: dict[tuple[Node, Path], int] = {}
     for node, path in places:
-        if len(path) > 2 and isinstance(_at(node, path[:-1]), (list, tuple)):
+        if len(path) > 2 and isinstance(_argument_at(node, path[:-1]), (list, tuple)):
             inside[node, path[:-1]] = inside.get((node, path[:-1]), 0) + 1
-    whole = {at for at, count in inside.items() if not only_full or count == len(_at(*at))}
+    whole = {at for at, count in inside.items() if not only_full or count == len(_argument_at(*at))}
     return list(
         dict.fromkeys((node, path[:-1] if (node, path[:-1]) in whole else path) for node, path in places)
     )
 
 
-def places_of(template: Template, value: float | str) -> list[tuple[Node, Path]]:
+def literal_places(template: Template, value: float | str) -> list[tuple[Node, Path]]:
     """Where a literal that occurs nowhere else stands."""
     return [
         (node, path)
@@ -302,32 +312,26 @@ def places_of(template: Template, value: float | str) -> list[tuple[Node, Path]]
     ]
 
 
-def components(template: Template) -> int:
+def component_count(template: Template) -> int:
     """How many parts of a pattern share no value, not even an operand."""
-    parent: dict[Node, Node] = {n: n for n in template.program.graph.nodes}
-
-    def find(node: Node) -> Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    calls = [n for n in template.program.graph.nodes if is_operation(n)]
+    position = {node: i for i, node in enumerate(template.program.graph.nodes)}
+    sets = UnionFind(len(position))
+    calls = [n for n in position if is_operation(n)]
     for node in calls:
         for used in node.all_input_nodes:
-            parent[find(used)] = find(node)
-    return len({find(n) for n in calls})
+            sets.union(position[used], position[node])
+    return len({sets.find(position[n]) for n in calls})
 
 
-def _sketched(
+def _form_on_meta(
     run: Callable[..., Any], example: PatternExample, given: list[str], chooser: Chooser
-) -> Sketch | None:
+) -> MetaTrace | None:
     """The form as the meta device shows it; None where only a stage will do, or can tell what is wrong."""
     try:
-        return sketch(run, list(_on_meta(example, given)))
+        return trace_on_meta(run, list(_meta_operands(example, given)))
     except DovetailError:
         raise
-    except NotPlain:
+    except NotRecordable:
         return None
     except Exception:
         if chooser.mixed:
@@ -335,12 +339,12 @@ def _sketched(
         return None
 
 
-def _on_meta(example: PatternExample, names: Iterable[str]) -> Iterator[Tensor]:
+def _meta_operands(example: PatternExample, names: Iterable[str]) -> Iterator[Tensor]:
     for name in names:
         shape, dtype = example.shapes[name]
         yield torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _fakes(example: PatternExample) -> dict[str, Tensor]:
-    with Stage().mode:
+def _fake_operands(example: PatternExample) -> dict[str, Tensor]:
+    with FakeEnvironment().mode:
         return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in example.shapes.items()}

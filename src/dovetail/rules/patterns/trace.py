@@ -24,13 +24,14 @@ from dovetail.errors import DovetailError
 from dovetail.frontend.capture import capture
 from dovetail.ir.canonicalize import canonicalize
 from dovetail.ir.graph_module import Program, copy_graph, rebuild
+from dovetail.ir.nodes import size_hint
 from dovetail.ir.op_traits import traits_of
 from dovetail.ir.process_state import preserve_rng_state, suppress_fake_tensor_log, suppress_torch_warnings
 
-Apart = Mapping[OpOverload, Callable[..., Any]]
+DecompositionTable = Mapping[OpOverload, Callable[..., Any]]
 
 # They turn data into numbers, or constants into tensors.
-_BEYOND = frozenset(
+_UNTRACEABLE = frozenset(
     {
         torch.ops.aten.lift_fresh.default,
         torch.ops.aten.is_nonzero.default,
@@ -40,7 +41,7 @@ _BEYOND = frozenset(
 )
 
 # They tell a function what precision it works in.
-_TELLING: frozenset[Any] = frozenset(
+_DTYPE_QUERIES: frozenset[Any] = frozenset(
     {
         cast("Any", Tensor.dtype).__get__,
         cast("Any", Tensor.itemsize).__get__,
@@ -60,11 +61,11 @@ _TELLING: frozenset[Any] = frozenset(
 _CASTS = frozenset({"to", "_to_copy", "type_as", "convert_element_type"})
 
 
-class NotPlain(Exception):
+class NotRecordable(Exception):
     """A function does more than call operators on what it is given; it is to be traced the long way."""
 
 
-class _OnMeta(DeviceContext):
+class _MetaDevice(DeviceContext):
     """Makes tensors on the meta device by default, and notes when a precision is asked for."""
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class _OnMeta(DeviceContext):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.asked = self.asked or func in _TELLING
+        self.asked = self.asked or func in _DTYPE_QUERIES
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -84,7 +85,7 @@ class _ProxyRecorder(ProxyTorchDispatchMode):
     Only its place among torch's modes is inherited: torch lets no other kind of mode see operators that early.
     """
 
-    def __init__(self, apart: Apart, *, on_meta: bool) -> None:
+    def __init__(self, apart: DecompositionTable, *, on_meta: bool) -> None:
         super().__init__(cast("Any", None), "real", pre_dispatch=True)
         self.apart, self.on_meta = apart, on_meta
         self.graph = Graph()
@@ -112,7 +113,7 @@ class _ProxyRecorder(ProxyTorchDispatchMode):
         if decomposed is not None:
             with self:
                 return decomposed(*args, **named)
-        if func in _BEYOND or func._schema.is_mutable:
+        if func in _UNTRACEABLE or func._schema.is_mutable:
             self.give_up(f"it calls {func}")
         inputs = self._nodes(args)
         keywords = {name: self._nodes(value) for name, value in named.items()}
@@ -162,10 +163,12 @@ class _ProxyRecorder(ProxyTorchDispatchMode):
     def give_up(self, why: str) -> None:
         # The function may swallow the exception; what it did afterwards is worth nothing.
         self.plain = False
-        raise NotPlain(why)
+        raise NotRecordable(why)
 
 
-def record(function: Callable[..., Any], values: Sequence[Any], apart: Apart) -> tuple[Program, bool]:
+def record(
+    function: Callable[..., Any], values: Sequence[Any], apart: DecompositionTable
+) -> tuple[Program, bool]:
     """The graph of a function of tensors without data, and whether it would be the same in any other precision.
 
     Each node has its value; sizes that are symbols stand among the arguments as they are. Values are all fake or all on the meta device. The operators in `apart` are taken apart
@@ -173,19 +176,19 @@ def record(function: Callable[..., Any], values: Sequence[Any], apart: Apart) ->
     """
     on_meta = all(type(value) is Tensor and value.is_meta for value in values)
     if not on_meta and not all(isinstance(value, FakeTensor) for value in values):
-        raise NotPlain("an operand is no plain tensor")
+        raise NotRecordable("an operand is no plain tensor")
     recorder = _ProxyRecorder(apart, on_meta=on_meta)
     for i, value in enumerate(values):
         recorder.input(f"arg{i}_1", value)
     # What the function makes is to be of the same kind as what it is given.
-    world = _OnMeta() if on_meta else values[0].fake_mode
+    world = _MetaDevice() if on_meta else values[0].fake_mode
     with world, enable_python_dispatcher(), recorder:
         results = function(*values)
     if not recorder.plain:
-        raise NotPlain("it swallowed an exception")
+        raise NotRecordable("it swallowed an exception")
     recorder.graph.output(tuple(recorder.node(result) for result in results))
     program = rebuild(nn.Module(), recorder.graph)
-    return program, isinstance(world, _OnMeta) and not world.asked and not recorder.casts
+    return program, isinstance(world, _MetaDevice) and not world.asked and not recorder.casts
 
 
 CAPTURED, AUTOGRAD = "captured", "autograd"
@@ -194,7 +197,7 @@ _COMPOSITE = "CompositeImplicitAutograd"
 
 
 @functools.cache
-def taken_apart() -> dict[OpOverload, Callable[..., Any]]:
+def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """What `capture` takes apart: operators made of others whose result may be a view of an argument."""
     found: dict[OpOverload, Callable[..., Any]] = {}
     for name in torch._C._dispatch_get_all_op_names():
@@ -230,45 +233,45 @@ def trace(
             with enable_python_dispatcher():
                 traced = make_fx(torch.func.functionalize(function))(*values)
         else:
-            traced = _recorded(function, values) if quick else None
+            traced = _try_record(function, values) if quick else None
             if traced is None:
-                table = cast("dict[Any, Any]", taken_apart())
+                table = cast("dict[Any, Any]", capture_decompositions())
                 traced = make_fx(function, decomposition_table=table, pre_dispatch=True)(*values)
-                if writes(traced):
-                    return _captured(function, values)
+                if has_writes(traced):
+                    return _trace_by_capture(function, values)
     return canonicalize(traced)[0]
 
 
 @dataclass(frozen=True)
-class Sketch:
+class MetaTrace:
     """A graph traced on tensors of the meta device; a `blind` one would be the same in any other precision."""
 
     program: Program
     blind: bool
 
 
-def sketch(function: Callable[..., Any], values: Sequence[Tensor]) -> Sketch:
+def trace_on_meta(function: Callable[..., Any], values: Sequence[Tensor]) -> MetaTrace:
     """The canonical graph of a function on tensors of the meta device; `NotPlain` where it is more than operators."""
     with suppress_torch_warnings(), suppress_fake_tensor_log(), preserve_rng_state(), torch.no_grad():
-        recorded, blind = record(function, values, taken_apart())
-    return Sketch(canonicalize(recorded)[0], blind)
+        recorded, blind = record(function, values, capture_decompositions())
+    return MetaTrace(canonicalize(recorded)[0], blind)
 
 
-def _recorded(function: Callable[..., Any], values: Sequence[Any]) -> Program | None:
+def _try_record(function: Callable[..., Any], values: Sequence[Any]) -> Program | None:
     try:
-        return record(function, values, taken_apart())[0]
+        return record(function, values, capture_decompositions())[0]
     except DovetailError:
         raise
     except Exception:  # whatever it is, the long way meets it again and says so
         return None
 
 
-def writes(module: GraphModule) -> bool:
+def has_writes(module: GraphModule) -> bool:
     """Whether a traced graph has operators that write, as only a functional form can be compared."""
     return any(n.op == "call_function" and traits_of(n).writes for n in module.graph.nodes)
 
 
-def _captured(function: Callable[..., Any], values: Sequence[Any]) -> Program:
+def _trace_by_capture(function: Callable[..., Any], values: Sequence[Any]) -> Program:
     """The long way round, for what writes: functional as `capture` makes it, without the writes at the end."""
     program = cast("Program", capture(function, tuple(values)))
     graph = copy_graph(program.graph)
@@ -278,7 +281,7 @@ def _captured(function: Callable[..., Any], values: Sequence[Any]) -> Program:
     return rebuild(program, graph)
 
 
-class _StageMode(FakeTensorMode):
+class _FakeMode(FakeTensorMode):
     """Fake tensors on which a convolution decides nothing about sizes.
 
     Which library takes it hangs on the size of the batch, what it computes does not; `capture` has none of them on.
@@ -293,7 +296,7 @@ class _StageMode(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-class Stage:
+class FakeEnvironment:
     """Makes stand-ins for values: same sizes, strides, dtypes and devices, with symbols of their own.
 
     A pattern that was run on a graph's own values would add guards to the graph's symbols.
@@ -301,7 +304,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.env = ShapeEnv()
-        self.mode = _StageMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode = _FakeMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.symbols: dict[Any, Any] = {}
         self._envs: dict[int, ShapeEnv] = {}
 
@@ -332,8 +335,7 @@ class Stage:
             if symbol not in self.symbols:
                 self.symbols[symbol] = self._symbol(size, symbol)
         renamed = expr.xreplace(self.symbols)
-        hint = size.node.hint if size.node.has_hint() else None
-        return self.env.create_symintnode(renamed, hint=hint)
+        return self.env.create_symintnode(renamed, hint=size_hint(size))
 
     def _symbol(self, size: torch.SymInt, symbol: Any) -> Any:
         from torch._dynamo.source import ConstantSource

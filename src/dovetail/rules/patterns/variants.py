@@ -13,25 +13,25 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
-from dovetail.ir.nodes import value_signature
+from dovetail.ir.nodes import SYMBOLIC, value_signature
 from dovetail.rules.patterns.alternatives import Chooser, Site
 from dovetail.rules.patterns.example_shapes import ExampleSearch, Parameters, PatternExample
 from dovetail.rules.patterns.match_state import MatchState
 from dovetail.rules.patterns.template import (
+    NotProvable,
     Path,
     Template,
-    Unproven,
-    components,
-    differences,
+    component_count,
     is_operation,
+    literal_differences,
+    literal_places,
     make_template,
-    places_of,
-    whole_lists,
+    merge_list_places,
 )
-from dovetail.rules.patterns.trace import AUTOGRAD, CAPTURED, Stage
+from dovetail.rules.patterns.trace import AUTOGRAD, CAPTURED, FakeEnvironment
 
-_OTHER = {float: (0.31831,), int: (0, 2, -1), bool: (True, False), type(None): (0.5, 1)}
-_MOST_EXACT = 512
+_PROBE_VALUES = {float: (0.31831,), int: (0, 2, -1), bool: (True, False), type(None): (0.5, 1)}
+_MAX_EXACT = 512
 
 
 class Variants:
@@ -63,7 +63,7 @@ class Variants:
         key = (dialect, "low" if low is not None else "full")
         full = self._full(dialect)
         if low is not None and key not in self._loose:
-            self._loose[key] = _distinct([*full, *self._low(dialect, low)])
+            self._loose[key] = _distinct_forms([*full, *self._low(dialect, low)])
         return self._loose[key]
 
     def exact(
@@ -87,10 +87,10 @@ class Variants:
         key = (dialect, tuple(sorted(picks.items())), example.absent, values, same, written)
         # Numbers of another graph's symbols cannot be compared with this one's.
         if symbols:
-            key = (*key, tuple(symbols), _env(operands))
+            key = (*key, tuple(symbols), _shape_env(operands))
         known = self._exact.get(key)
         if known is None:
-            if len(self._exact) >= _MOST_EXACT:
+            if len(self._exact) >= _MAX_EXACT:
                 self._exact.clear()
             known = self._exact[key] = self._trace(here, dialect, operands)
         return known
@@ -98,7 +98,7 @@ class Variants:
     def _trace(
         self, here: PatternExample, dialect: str, operands: Mapping[str, tuple[Any, Any]]
     ) -> Template | str:
-        stage = Stage()
+        stage = FakeEnvironment()
         made: dict[int, Any] = {}
         try:
             for source, value in operands.values():
@@ -110,7 +110,7 @@ class Variants:
             )
         except DovetailError:
             raise
-        except Unproven as error:
+        except NotProvable as error:
             return str(error)
         except Exception as error:  # whatever torch says of these operands is the reason to decline
             first = (str(error).strip().splitlines() or [""])[0]
@@ -121,9 +121,9 @@ class Variants:
         key = (dialect, "full")
         if key not in self._loose:
             shown = [e for example in self.examples for e in _at_ranks(example, dialect)]
-            choosers = ((e, Chooser(e.picks, joint=True)) for e in _without_repeats(shown))
+            choosers = ((e, Chooser(e.picks, joint=True)) for e in _deduplicate(shown))
             made = [t for e, chooser in choosers if (t := self._form(e, dialect, chooser)) is not None]
-            self._loose[key] = _distinct(made)
+            self._loose[key] = _distinct_forms(made)
             if all(template.blind for template in made):
                 self._loose[dialect, "low"] = self._loose[key]
         return self._loose[key]
@@ -132,7 +132,7 @@ class Variants:
         """The forms where some operands have a lower precision; what is cast there need not be elsewhere."""
         shown = [replace(e, picks={}) for example in self.examples for e in _at_precision(example, low)]
         made: list[Template] = []
-        for example in _without_repeats(shown):
+        for example in _deduplicate(shown):
             picks: dict[Site, int] | None = {}
             while picks is not None:
                 chooser = Chooser(picks, joint=True, mixed=True)
@@ -161,7 +161,7 @@ class Variants:
         found: dict[str, tuple[tuple[Node, Path], ...]] = {}
         for name, value in template.example.literals.items():
             if isinstance(value, str) or (type(value) is float and not value.is_integer()):
-                places = places_of(template, value)
+                places = literal_places(template, value)
             else:
                 places = self._moved(template, name, value, dialect, mixed=mixed)
             found[name] = tuple(places)
@@ -171,7 +171,7 @@ class Variants:
         self, template: Template, name: str, value: Any, dialect: str, *, mixed: bool
     ) -> list[tuple[Node, Path]]:
         """Where a literal stands, told by what changes when it does."""
-        others = _other_lists(value) if isinstance(value, list) else _OTHER.get(type(value), ())
+        others = _other_lists(value) if isinstance(value, list) else _PROBE_VALUES.get(type(value), ())
         for other in others:
             example = replace(template.example, literals={**template.example.literals, name: other})
             try:
@@ -181,9 +181,9 @@ class Variants:
                 )
             except Exception:
                 continue  # whatever torch says of it, another value was only a probe
-            places = differences(template, changed, value, other)
+            places = literal_differences(template, changed, value, other)
             if places:
-                return whole_lists(places, only_full=not isinstance(value, list))
+                return merge_list_places(places, only_full=not isinstance(value, list))
         return []
 
     def check(self) -> None:
@@ -204,7 +204,7 @@ class Variants:
                     f"can only be handed to operations",
                 )
         for template in forms:
-            if components(template) > 1:
+            if component_count(template) > 1:
                 raise RuleError(
                     self.name, "its pattern falls into parts that share no value; make each a rule of its own"
                 )
@@ -230,17 +230,17 @@ class Variants:
         return found
 
 
-def _env(operands: Mapping[str, tuple[Any, Any]]) -> Any:
+def _shape_env(operands: Mapping[str, tuple[Any, Any]]) -> Any:
     """The world that symbols are of; another one made later is never taken for it."""
     for _, value in operands.values():
         sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
         for size in sizes:
-            if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if isinstance(size, SYMBOLIC):
                 return weakref.ref(size.node.shape_env)
     return None
 
 
-def _without_repeats(examples: list[PatternExample]) -> list[PatternExample]:
+def _deduplicate(examples: list[PatternExample]) -> list[PatternExample]:
     return list({repr((sorted(e.shapes.items()), e.picks, e.absent)): e for e in examples}.values())
 
 
@@ -276,19 +276,21 @@ def _at_ranks(example: PatternExample, dialect: str) -> list[PatternExample]:
     return made
 
 
-def _distinct(templates: list[Template]) -> list[Template]:
+def _distinct_forms(templates: list[Template]) -> list[Template]:
     """One of each form: operators and wiring, absent operands, whatever the sizes."""
     found: dict[Any, Template] = {}
     for template in templates:
-        form = _form_of(template)
+        form = _form_key(template)
         first = found.setdefault(form, template)
         known = (first.example, *first.alike)
-        if template is not first and all(_taken(template.example) != _taken(e) for e in known):
+        if template is not first and all(
+            _alternatives_key(template.example) != _alternatives_key(e) for e in known
+        ):
             found[form] = replace(first, alike=(*first.alike, template.example))
     return list(found.values())
 
 
-def _taken(example: PatternExample) -> Any:
+def _alternatives_key(example: PatternExample) -> Any:
     return (dict(example.picks), example.absent)
 
 
@@ -302,7 +304,7 @@ def _other_lists(values: list[Any]) -> list[list[Any]]:
     return [[other(v) for v in values], *single]
 
 
-def _form_of(template: Template) -> Any:
+def _form_key(template: Template) -> Any:
     number = {n: i for i, n in enumerate(template.program.graph.nodes)}
     named = {node: name for name, node in template.operands.items()}
     rows: list[Any] = []

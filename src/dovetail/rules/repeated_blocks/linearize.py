@@ -14,7 +14,7 @@ from torch.fx import Node
 from dovetail.ir.effects import is_subgraph
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.nodes import is_projection, value_signature
-from dovetail.outlining.region_call import call_of, literal
+from dovetail.outlining.region import call_of, literal
 from dovetail.rules.rule import RuleContext
 
 
@@ -181,11 +181,11 @@ class Linearization:
         context = self.context
         root, at = context.gm, context.index.position
         known: dict[Any, int] = {}
-        sketches = [known.setdefault(_sketch(n.meta.get("val")), len(known)) for n in context.nodes]
+        sketches = [known.setdefault(_value_key(n.meta.get("val")), len(known)) for n in context.nodes]
         shapes = [tuple(sorted([self.part[i] for i in parts])) for parts in self.parts]
         for q, position in enumerate(self.heads):
             node = context.nodes[position]
-            refs = _Refs(root if isinstance(node.target, HigherOrderOperator) else None)
+            refs = _NodeCollector(root if isinstance(node.target, HigherOrderOperator) else None)
             target: Any = node.target
             if node.op == "call_module":
                 target = id(attribute(root, cast("str", target)))
@@ -203,7 +203,7 @@ class Linearization:
             self.labels.append(known.setdefault(key, len(known)))
 
 
-class _Refs:
+class _NodeCollector:
     """Collects the nodes among arguments; all look the same, but for sub-graphs, which are no values."""
 
     def __init__(self, root: Any) -> None:
@@ -232,22 +232,22 @@ def _heads(context: RuleContext) -> tuple[list[int], list[int]]:
     return head, part
 
 
-def _sketch(value: Any) -> Any:
+def _value_key(value: Any) -> Any:
     """Dtype, sizes and strides; symbolic ones count alike, for some are numbered anew wherever they arise."""
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout is torch.strided else ()
         return (value.dtype, tuple([s if type(s) is int else None for s in (*value.shape, *strides)]))
     if isinstance(value, (tuple, list)):
-        return tuple([_sketch(v) for v in cast("list[Any]", value)])
+        return tuple([_value_key(v) for v in cast("list[Any]", value)])
     return type(value).__name__
 
 
 # Of each width, as many kinds of stretches are looked at more closely as could matter.
-_KINDS = 256
+_MAX_KINDS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class MaximalRepeat:
     """`length` items from `start` on, equal to those from `start - distance` on.
 
     `covered` estimates how many items such stretches make up in all.
@@ -281,7 +281,7 @@ class WindowNumbering:
         self._places: dict[int, dict[int, list[int]]] = {}
         names, width = list(sequence), 1
         while names:
-            again = _seen_before(names)
+            again = _previous_occurrences(names)
             if not again and self.levels:
                 break
             self.levels.append(names)
@@ -326,14 +326,14 @@ class WindowNumbering:
             found = [i for i in found if names[i + offset] == names[start + offset]]
         return found
 
-    def stretches(self, least: int) -> list[Stretch]:
+    def stretches(self, least: int) -> list[MaximalRepeat]:
         """Stretches of at least `least` items that occurred before, each with its nearest earlier place.
 
         What covers most comes first.
         """
         if not self.levels:
             return []
-        found: dict[int, dict[int, Stretch]] = {}
+        found: dict[int, dict[int, MaximalRepeat]] = {}
         for k in range(min(least.bit_length(), len(self.levels)) - 1, len(self.levels)):
             for start, distance, covered in self._best(k, least):
                 rows = found.setdefault(distance, {})
@@ -360,7 +360,7 @@ class WindowNumbering:
             known = kinds.setdefault(kind, [start, distance, 0 if row else length])
             known[2] += covered
         ranked = sorted(kinds.values(), key=lambda found: (-found[2], found[0]))
-        return [(start, distance, covered) for start, distance, covered in ranked[:_KINDS]]
+        return [(start, distance, covered) for start, distance, covered in ranked[:_MAX_KINDS]]
 
     def _runs(self, k: int) -> Iterator[tuple[int, int, int]]:
         """Windows that go on side by side with what they equal: the first, how far back, and how many."""
@@ -375,15 +375,15 @@ class WindowNumbering:
         if begin >= 0:
             yield begin, far, last - begin + 1
 
-    def _widest(self, start: int, distance: int, covered: int) -> Stretch:
+    def _widest(self, start: int, distance: int, covered: int) -> MaximalRepeat:
         back = self.backward(start, start - distance)
         length = back + self.forward(start, start - distance)
         if length >= distance:
             covered = max(covered, (length + distance) // distance * distance)
-        return Stretch(start - back, distance, length, covered)
+        return MaximalRepeat(start - back, distance, length, covered)
 
 
-def _seen_before(names: list[int]) -> list[tuple[int, int]]:
+def _previous_occurrences(names: list[int]) -> list[tuple[int, int]]:
     """The places whose name occurred before, ascending, and how far back that was."""
     last: dict[int, int] = {}
     found: list[tuple[int, int]] = []

@@ -12,15 +12,23 @@ from dovetail.errors import RuleError, checked_call
 from dovetail.ir.graph_module import pause_gc
 from dovetail.ir.nodes import format_type
 from dovetail.ir.op_traits import target_name, traits_of
-from dovetail.outlining.region_call import literal, make_identity
-from dovetail.rules.repeated_blocks.block_search import BlockAlignment, BlockSearch, Wanted
-from dovetail.rules.repeated_blocks.blocks import Block, DataflowStep, Family, follow, plan, results, wiring
+from dovetail.outlining.region import literal, make_identity
+from dovetail.rules.repeated_blocks.block_search import BlockExtractor, BlockLimits, BlockSearch
+from dovetail.rules.repeated_blocks.blocks import (
+    Block,
+    DataflowStep,
+    Family,
+    block_results,
+    follow_plan,
+    match_plan,
+    wiring,
+)
 from dovetail.rules.repeated_blocks.linearize import Linearization, WindowNumbering
 from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleContext
 
 # Refusals are for people to read.
-_TOLD = 8
-_COMPARED = 64
+_MAX_REFUSALS = 8
+_MAX_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +42,29 @@ class BlockMiss:
     wanted: int
 
 
-def beside(line: Linearization, family: Family, taken: Set[int]) -> list[BlockMiss]:
+def near_blocks(line: Linearization, family: Family, taken: Set[int]) -> list[BlockMiss]:
     """Places that end like a block of the family and are at least half of one."""
     model = family.blocks[0]
-    last, steps = max(model), plan(line, model)
+    last, steps = max(model), match_plan(line, model)
     found: list[BlockMiss] = []
     compared = 0
     for root, label in enumerate(line.labels):
         if label != line.labels[last] or root in taken:
             continue
         compared += 1
-        if compared > _COMPARED or len(found) >= _TOLD:
+        if compared > _MAX_COMPARED or len(found) >= _MAX_REFUSALS:
             break
-        places, failed = follow(line, model, steps, root, to_the_end=True)
+        places, failed = follow_plan(line, model, steps, root, to_the_end=True)
         there = tuple(q for q in places.values() if q not in taken)
         if 2 * len(there) < len(model):
             continue
-        miss = _miss(line, model, places, failed, taken)
+        miss = _first_difference(line, model, places, failed, taken)
         if miss is not None:
             found.append(BlockMiss(there, *miss, len(there), len(model)))
     return found
 
 
-def _miss(
+def _first_difference(
     line: Linearization, model: Block, places: dict[int, int], failed: DataflowStep | None, taken: Set[int]
 ) -> tuple[str, int] | None:
     """What keeps the places from being a block like `model`, and where; None if nothing does."""
@@ -64,18 +72,18 @@ def _miss(
         at = places[failed.known]
         if failed.forward:
             reader = model[failed.found]
-            what = f"no {_called(line, reader)} reads '{_name(line, at)}', as '{_name(line, reader)}' does"
+            what = f"no {_op_name(line, reader)} reads '{_name(line, at)}', as '{_name(line, reader)}' does"
             return what, at
         other = line.place[line.reads[at][failed.slot]]
         if other < 0:
             value = line.context.nodes[line.reads[at][failed.slot]].name
-            wanted = _called(line, model[failed.found])
+            wanted = _op_name(line, model[failed.found])
             return f"'{_name(line, at)}' reads '{value}' where the others read the result of {wanted}", at
         if line.free[other] and line.rough[other] != line.rough[model[failed.found]]:
-            mine, theirs = ((_name(line, q), _called(line, q)) for q in (other, model[failed.found]))
+            mine, theirs = ((_name(line, q), _op_name(line, q)) for q in (other, model[failed.found]))
             read = f"reads '{mine[0]}' ({mine[1]}) where '{_name(line, model[failed.known])}' reads"
             return f"'{_name(line, at)}' {read} '{theirs[0]}' ({theirs[1]})", at
-        return difference(line, model[failed.found], other), other
+        return describe_difference(line, model[failed.found], other), other
     gone = next((q for q in places.values() if q in taken), None)
     if gone is not None:
         return f"'{_name(line, gone)}' is part of another block", gone
@@ -83,7 +91,7 @@ def _miss(
     if len(set(block)) < len(model) or wiring(line, block) != wiring(line, model):
         what = "its operations are the same but read one another, or what is outside, in another way"
         return what, block[0]
-    mine, theirs = results(line, block), results(line, model)
+    mine, theirs = block_results(line, block), block_results(line, model)
     unlike = set(mine) ^ set(theirs)
     if not unlike:
         return None
@@ -92,7 +100,7 @@ def _miss(
     return f"'{_name(line, block[k])}' {how}, unlike '{_name(line, model[k])}' of the others", block[k]
 
 
-def apart(line: Linearization, taken: Set[int], min_size: int) -> Iterator[BlockMiss]:
+def near_repeats(line: Linearization, taken: Set[int], min_size: int) -> Iterator[BlockMiss]:
     """Stretches that call the same operations as earlier ones, in the same order, but not in the same way."""
     top = max(line.rough, default=0) + 1
     names = WindowNumbering([top + q if q in taken else rough for q, rough in enumerate(line.rough)])
@@ -107,14 +115,14 @@ def apart(line: Linearization, taken: Set[int], min_size: int) -> Iterator[Block
         if not unlike or 2 * len(unlike) > length:
             continue
         told.update(mine)
-        reason = difference(line, unlike[0] - stretch.distance, unlike[0])
+        reason = describe_difference(line, unlike[0] - stretch.distance, unlike[0])
         yield BlockMiss(tuple(mine), reason, unlike[0], length - len(unlike), length)
         found += 1
-        if found >= _TOLD:
+        if found >= _MAX_REFUSALS:
             return
 
 
-def difference(line: Linearization, model: int, place: int) -> str:
+def describe_difference(line: Linearization, model: int, place: int) -> str:
     """In which way an operation is not called like another."""
     theirs, mine = (line.context.nodes[line.heads[q]] for q in (model, place))
     name, other = f"'{mine.name}'", f"'{theirs.name}'"
@@ -124,18 +132,18 @@ def difference(line: Linearization, model: int, place: int) -> str:
     if line.rough[model] != line.rough[place]:
         if target_name(mine) == target_name(theirs):
             return f"{name} calls another module, sub-graph or number of operands than {other}"
-        return f"{name} is {_called(line, place)} where {other} is {_called(line, model)}"
+        return f"{name} is {_op_name(line, place)} where {other} is {_op_name(line, model)}"
     for argument, here, there in _arguments(mine, theirs):
         if literal(here, _blank) != literal(there, _blank):
-            return f"{name} has {argument}={_shown(here)} where {other} has {_shown(there)}"
+            return f"{name} has {argument}={_short_repr(here)} where {other} has {_short_repr(there)}"
     for reads, what in ((False, "makes"), (True, "reads")):
-        here, there = (_kinds(line, q, reads=reads) for q in (place, model))
+        here, there = (_value_types(line, q, reads=reads) for q in (place, model))
         if here != there:
             return f"{name} {what} {here} where {other} {what} {there}"
     return f"{name} is used in another way than {other}"
 
 
-def _kinds(line: Linearization, place: int, *, reads: bool) -> str:
+def _value_types(line: Linearization, place: int, *, reads: bool) -> str:
     values = line.reads[place] if reads else [line.heads[place]]
     return ", ".join(format_type(line.context.value(v)) or "?" for v in values)
 
@@ -154,7 +162,7 @@ def _blank(node: Node) -> str:
     return "%"
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -163,7 +171,7 @@ def _name(line: Linearization, place: int) -> str:
     return line.context.nodes[line.heads[place]].name
 
 
-def _called(line: Linearization, place: int) -> str:
+def _op_name(line: Linearization, place: int) -> str:
     return target_name(line.context.nodes[line.heads[place]])
 
 
@@ -212,7 +220,7 @@ class Repeats(Rule):
 
     def _propose(self, context: RuleContext) -> Iterator[Proposal]:
         line = self._line(context)
-        search = BlockSearch(line, Wanted(self.min_size, self.min_repeats, context.limits.nodes))
+        search = BlockSearch(line, BlockLimits(self.min_size, self.min_repeats, context.limits.nodes))
         families = search.families()
         for family, height in self._levels(line, families):
             for block in family.blocks:
@@ -244,7 +252,7 @@ class Repeats(Rule):
         if not self.nests:
             return [(family, 0) for family in families]
         found: list[tuple[Family, int | None]] = [(family, None) for family in families]
-        wanted = Wanted(self.min_size, self.min_repeats, line.context.limits.nodes)
+        wanted = BlockLimits(self.min_size, self.min_repeats, line.context.limits.nodes)
         for n, (family, _) in enumerate(found):  # grows while it is walked
             found.extend((inner, n) for inner in BlockSearch(line, wanted).inside(family))
         heights = [0] * len(found)
@@ -254,7 +262,7 @@ class Repeats(Rule):
                 heights[around] = max(heights[around], heights[n] + 1)
         taken = {q for q, free in enumerate(line.free) if not free}
         taken.update(q for family in families for block in family.blocks for q in block)
-        outside = BlockAlignment(line, taken)
+        outside = BlockExtractor(line, taken)
         levels: list[tuple[Family, int]] = []
         for (family, around), height in zip(found, heights, strict=True):
             if around is not None:
@@ -268,16 +276,18 @@ class Repeats(Rule):
     ) -> Iterator[Refusal]:
         taken = {q for family in families for block in family.blocks for q in block}
         alone = [f for f in search.small if taken.isdisjoint(q for block in f.blocks for q in block)]
-        for family in alone[:_TOLD]:
+        for family in alone[:_MAX_REFUSALS]:
             count, size = len(family.blocks), sum(line.size(q) for q in family.blocks[0])
             what = f"min_size={self.min_size}" if size < self.min_size else f"min_repeats={self.min_repeats}"
             reason = f"{count} equal blocks of {size} operations, less than {what} asks for"
             yield Refusal(self.name, line.positions(family.blocks[0]), reason)
-        for family in families[:_TOLD]:
-            for miss in beside(line, family, taken):
+        for family in families[:_MAX_REFUSALS]:
+            for miss in near_blocks(line, family, taken):
                 reason = f"almost equal to {len(family.blocks)} blocks: {miss.reason}"
                 yield self._refusal(line, miss.places, reason, miss.at, miss.matched, miss.wanted)
-        for miss in apart(line, taken | {q for q, free in enumerate(line.free) if not free}, self.min_size):
+        for miss in near_repeats(
+            line, taken | {q for q, free in enumerate(line.free) if not free}, self.min_size
+        ):
             reason = f"almost a repetition: {miss.reason}"
             yield self._refusal(line, miss.places, reason, miss.at, miss.matched, miss.wanted)
 
