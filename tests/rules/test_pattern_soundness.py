@@ -169,7 +169,7 @@ def test_a_pattern_that_depends_on_a_size_nobody_knows_is_not_proven() -> None:
 
     assert len(found(by_rows, captured(5))) == 1
     (reason,) = declined(by_rows, captured(2))
-    assert "depends on sizes that are not known" in reason
+    assert "depends on unknown sizes" in reason
 
 
 def test_a_write_between_two_operations_keeps_them_apart() -> None:

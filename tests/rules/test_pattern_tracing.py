@@ -47,8 +47,8 @@ def test_the_quick_way_gives_the_graph_of_the_long_way(function: Any, dtype: tor
     sizes = ((2, 3, 8),) * 3 if function is attention else ((2, 3, 8), (8,), (8,))
 
     def graph(quick: bool) -> list[Any]:
-        stage = FakeEnvironment()
-        values = [stage.stand_in(torch.empty(s, dtype=dtype)) for s in sizes]
+        env = FakeEnvironment()
+        values = [env.fake_copy(torch.empty(s, dtype=dtype)) for s in sizes]
         if quick:
             recorded, _ = record(function, values, capture_decompositions())
             program = canonicalize(recorded)[0]

@@ -64,7 +64,7 @@ def data_dependent(x: Any, w: Any) -> Any:
         (costly_calls, r"'\[7, 11, 13\]' is invalid", ".view(7, 11, 13)"),
         (optional_operands, r"'\[7, 7, 7\]' is invalid", "a.view(7, 7, 7)"),
         (alternatives, r"'\[3, 3, 3\]' is invalid", ".view(3, 3, 3)"),
-        (data_dependent, "known only when it runs", "(x > 0).any()"),
+        (data_dependent, "only known at run time", "(x > 0).any()"),
     ],
 )
 def test_a_wrong_pattern_is_refused_soon_with_its_line(

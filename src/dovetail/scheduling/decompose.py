@@ -16,13 +16,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import DovetailError, ScheduleError
-from dovetail.ir.graph_module import Program, copy_node, rebuild, without_collector
-from dovetail.ir.nodes import describe, is_projection
-from dovetail.ir.schema import by_name, is_aten, op_name, same_geometry
-from dovetail.ir.shape_prop import fake_mode, inferring, run_on, storage_keys
-from dovetail.outlining.region_call import call_of, walk
+from dovetail.ir.graph_module import Program, copy_node, pause_gc, rebuild
+from dovetail.ir.nodes import is_projection, storage_keys, value_signature
+from dovetail.ir.schema import is_aten, named_arguments, op_name, same_geometry
+from dovetail.ir.shape_prop import call_with_values, fake_inference, fake_mode
+from dovetail.outlining.region import call_of, walk
 from dovetail.passes.fold_constants import UniqueNames
-from dovetail.rules.patterns.trace import Stage, trace
+from dovetail.rules.patterns.trace import FakeEnvironment, trace
 
 Formula = Callable[..., Any]
 _aten = torch.ops.aten
@@ -74,8 +74,8 @@ def attention(
     scores = torch.matmul(query, key.transpose(-2, -1)) * factor
     if is_causal:
         rows, columns = query.shape[-2], key.shape[-2]
-        seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(torch.logical_not(seen), -math.inf)
+        visible = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(torch.logical_not(visible), -math.inf)
     elif attn_mask is not None and attn_mask.dtype is torch.bool:
         scores = scores.masked_fill(torch.logical_not(attn_mask), -math.inf)
     elif attn_mask is not None:
@@ -88,7 +88,7 @@ def attention(
     return torch.matmul(weights, value)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     """Half precisions are worked out in float32, as torch's kernels do."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -102,8 +102,8 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """Less the mean, over the root of the variance, times the weight, plus the bias."""
-    dims = _last(normalized_shape)
-    x = _wide(input)
+    dims = _trailing_dims(normalized_shape)
+    x = _widen(input)
     centred = x - x.mean(dims, keepdim=True)
     normal = centred * torch.rsqrt(centred.pow(2).mean(dims, keepdim=True) + eps)
     return _affine(normal, weight, bias).to(input.dtype)
@@ -113,19 +113,19 @@ def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Over the root of the mean square, times the weight."""
-    x = _wide(input)
+    x = _widen(input)
     least = torch.finfo(input.dtype).eps if eps is None else eps
-    normal = x * torch.rsqrt(x.pow(2).mean(_last(normalized_shape), keepdim=True) + least)
+    normal = x * torch.rsqrt(x.pow(2).mean(_trailing_dims(normalized_shape), keepdim=True) + least)
     return _affine(normal, weight, None).to(input.dtype)
 
 
-def _last(shape: Sequence[int]) -> list[int]:
+def _trailing_dims(shape: Sequence[int]) -> list[int]:
     return list(range(-len(shape), 0))
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    scaled = x if weight is None else x * _wide(weight)
-    return scaled if bias is None else scaled + _wide(bias)
+    scaled = x if weight is None else x * _widen(weight)
+    return scaled if bias is None else scaled + _widen(bias)
 
 
 def group_norm(
@@ -137,7 +137,7 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """Each group of channels less its mean, over the root of its variance; weight and bias by channel."""
-    x = _wide(input).reshape(input.shape[0], num_groups, -1)
+    x = _widen(input).reshape(input.shape[0], num_groups, -1)
     centred = x - x.mean(-1, keepdim=True)
     normal = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     return _affine(normal.reshape(input.shape), _by_channel(weight, input), _by_channel(bias, input)).to(
@@ -164,7 +164,7 @@ def batch_norm_in_eval(
 ) -> tuple[Tensor, ...]:
     """By the statistics that were gathered; there are none of the batch to save."""
     mean, variance = _channels(running_mean, input), _channels(running_var, input)
-    normal = (_wide(input) - mean) * torch.rsqrt(variance + eps)
+    normal = (_widen(input) - mean) * torch.rsqrt(variance + eps)
     result = _affine(normal, _by_channel(weight, input), _by_channel(bias, input)).to(input.dtype)
     return result, running_mean.new_empty(0), running_mean.new_empty(0)
 
@@ -184,7 +184,7 @@ def batch_norm_in_training(
         eval_form = batch_norm_in_eval(input, weight, bias, running_mean, running_var, momentum, eps)
         return (*eval_form, running_mean.clone(), running_var.clone())
     dims = [0, *range(2, input.dim())]
-    x = _wide(input)
+    x = _widen(input)
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
     variance = centred.pow(2).mean(dims, keepdim=True)
@@ -203,23 +203,23 @@ def batch_norm_in_training(
 
 def softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Exponentials over their sum, the largest taken off first."""
-    given = self if dtype is None else self.to(dtype)
-    x = _wide(given)
+    source = self if dtype is None else self.to(dtype)
+    x = _widen(source)
     powers = torch.exp(x - x.amax(dim, keepdim=True))
-    return (powers / powers.sum(dim, keepdim=True)).to(given.dtype)
+    return (powers / powers.sum(dim, keepdim=True)).to(source.dtype)
 
 
 def log_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Less the logarithm of the sum of exponentials, the largest taken off first."""
-    given = self if dtype is None else self.to(dtype)
-    x = _wide(given)
+    source = self if dtype is None else self.to(dtype)
+    x = _widen(source)
     shifted = x - x.amax(dim, keepdim=True)
-    return (shifted - torch.log(torch.exp(shifted).sum(dim, keepdim=True))).to(given.dtype)
+    return (shifted - torch.log(torch.exp(shifted).sum(dim, keepdim=True))).to(source.dtype)
 
 
 def gelu(self: Tensor, approximate: str = "none") -> Tensor:
     """x times the normal distribution's share below it, exactly or by its usual approximation."""
-    x = _wide(self)
+    x = _widen(self)
     if approximate == "tanh":
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3))
         return (0.5 * x * (1 + torch.tanh(inner))).to(self.dtype)
@@ -228,7 +228,7 @@ def gelu(self: Tensor, approximate: str = "none") -> Tensor:
 
 def silu(self: Tensor) -> Tensor:
     """x times its sigmoid."""
-    x = _wide(self)
+    x = _widen(self)
     return (x * torch.sigmoid(x)).to(self.dtype)
 
 
@@ -275,32 +275,32 @@ FORMULAS: dict[OpOverload, Formula] = {
 """What is taken apart where nobody says which operations are meant."""
 
 # What is known of where an operation came from; the rest of its meta is about the operation itself.
-_KEPT = ("stack_trace", "nn_module_stack", "custom")
+_LOCATION_KEYS = ("stack_trace", "nn_module_stack", "custom")
 
 
-def can_be_taken_apart(node: Node) -> bool:
+def has_formula(node: Node) -> bool:
     """Whether an operation has a form of simpler ones that people would write by hand."""
     return node.op == "call_function" and node.target in FORMULAS
 
 
-def decomposed(gm: GraphModule, names: Iterable[str]) -> GraphModule:
+def decompose_nodes(gm: GraphModule, names: Iterable[str]) -> GraphModule:
     """The graph with some operations written out in place, in one sweep; one that cannot be is a ScheduleError.
 
     Values are equal within float tolerance, and have the dtype, sizes and strides they had. What has no form of its
     own here is taken apart as torch does it.
     """
-    wanted = set(names)
-    known = {node.name: node for node in gm.graph.nodes}
-    for name in sorted(wanted - known.keys()):
-        raise ScheduleError(f"'{name}' cannot be taken apart: {_where(gm, name)}")
+    targets = set(names)
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for name in sorted(targets - nodes.keys()):
+        raise ScheduleError(f"'{name}' cannot be taken apart: {_why_missing(gm, name)}")
     writer = _DecomposeRewriter(gm)
-    with without_collector():
-        forms = {node: writer.form(node) for node in gm.graph.nodes if node.name in wanted}
-        with inferring(fake_mode(gm.graph.nodes)):
+    with pause_gc():
+        forms = {node: writer.form(node) for node in gm.graph.nodes if node.name in targets}
+        with fake_inference(fake_mode(gm.graph.nodes)):
             return writer.write(forms)
 
 
-def _where(gm: GraphModule, name: str) -> str:
+def _why_missing(gm: GraphModule, name: str) -> str:
     for node in gm.graph.nodes:
         call = call_of(node.meta)
         if call is not None and any(member.name == name for member in walk(call)):
@@ -309,7 +309,7 @@ def _where(gm: GraphModule, name: str) -> str:
 
 
 @cache
-def _torch_forms() -> dict[Any, Formula]:
+def _torch_decompositions() -> dict[Any, Formula]:
     return cast("dict[Any, Formula]", core_aten_decompositions())
 
 
@@ -322,8 +322,8 @@ def _formula(node: Node) -> tuple[Formula, bool]:
         raise ScheduleError(f"'{node.name}' cannot be taken apart: {target} is as simple as it gets")
     if target in FORMULAS:
         return FORMULAS[target], True
-    if target in _torch_forms():
-        return _torch_forms()[target], False
+    if target in _torch_decompositions():
+        return _torch_decompositions()[target], False
     if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
         return target.decompose, False
     raise ScheduleError(f"'{node.name}' cannot be taken apart: nothing simpler is known for {target}")
@@ -345,9 +345,9 @@ class _DecomposeRewriter:
         operands = list(node.all_input_nodes)
         if not all("val" in operand.meta for operand in operands) or "val" not in node.meta:
             raise ScheduleError(f"'{node.name}' cannot be taken apart: the values of the graph are not known")
-        key = _signature(node, operands)
+        key = _call_key(node, operands)
         if key not in self.traced:
-            self.traced[key] = _traced(node, operands, formula, is_named)
+            self.traced[key] = _trace_formula(node, operands, formula, is_named)
         return self.traced[key]
 
     def write(self, forms: dict[Node, Program]) -> Program:
@@ -370,54 +370,58 @@ class _DecomposeRewriter:
                 inner[step] = next(operands)
             elif step.op == "output":
                 results = [inner[n] for n in cast("Sequence[Node]", step.args[0])]
-                wanted = node.meta["val"]
-                if isinstance(wanted, Tensor):
-                    return self._as_it_was(node, results[0], wanted)
-                made = {
-                    i: self._as_it_was(node, result, wanted[i])
-                    for i, result in zip(_used(node), results, strict=True)
+                expected = node.meta["val"]
+                if isinstance(expected, Tensor):
+                    return self._as_it_was(node, results[0], expected)
+                restored = {
+                    i: self._as_it_was(node, result, expected[i])
+                    for i, result in zip(_used_results(node), results, strict=True)
                 }
-                return tuple(made.get(i) for i in range(len(wanted)))
+                return tuple(restored.get(i) for i in range(len(expected)))
             else:
                 args, kwargs = map_arg((step.args, step.kwargs), inner.__getitem__)
                 inner[step] = self._call(node, step.target, args, kwargs)
         raise AssertionError("a graph without an output")
 
-    def _as_it_was(self, node: Node, made: Node, wanted: Tensor) -> Node:
+    def _as_it_was(self, node: Node, result: Node, expected: Tensor) -> Node:
         """A result in memory of its own if that is where it was, laid out as it was."""
-        value = made.meta["val"]
-        if value.dtype != wanted.dtype or tuple(value.shape) != tuple(wanted.shape):
+        value = result.meta["val"]
+        if value.dtype != expected.dtype or tuple(value.shape) != tuple(expected.shape):
             raise ScheduleError(
                 f"'{node.name}' cannot be taken apart: the simpler form gives {value.dtype}{list(value.shape)}, "
-                f"not {wanted.dtype}{list(wanted.shape)}"
+                f"not {expected.dtype}{list(expected.shape)}"
             )
         read = {key for operand in node.all_input_nodes for key in storage_keys(operand.meta["val"])}
-        was_fresh = storage_keys(wanted).isdisjoint(read)
-        if not same_geometry(value, wanted):
-            made = self._laid_out(node, made, wanted)
-        if was_fresh and not storage_keys(made.meta["val"]).isdisjoint(read):
-            made = self._call(node, _aten.clone.default, (made,), {})
-        return made
+        was_fresh = storage_keys(expected).isdisjoint(read)
+        if not same_geometry(value, expected):
+            result = self._laid_out(node, result, expected)
+        if was_fresh and not storage_keys(result.meta["val"]).isdisjoint(read):
+            result = self._call(node, _aten.clone.default, (result,), {})
+        return result
 
-    def _laid_out(self, node: Node, made: Node, wanted: Tensor) -> Node:
+    def _laid_out(self, node: Node, result: Node, expected: Tensor) -> Node:
         """A copy with the dimensions in another order in memory; later operations rely on how it lies."""
-        order = sorted(range(wanted.dim()), key=lambda d: (wanted.stride(d), wanted.shape[d]), reverse=True)
-        back = [order.index(d) for d in range(wanted.dim())]
-        if order == back == list(range(wanted.dim())):
-            return self._call(node, _aten.clone.default, (made,), {"memory_format": torch.contiguous_format})
-        turned = self._call(node, _aten.permute.default, (made, order), {})
+        order = sorted(
+            range(expected.dim()), key=lambda d: (expected.stride(d), expected.shape[d]), reverse=True
+        )
+        back = [order.index(d) for d in range(expected.dim())]
+        if order == back == list(range(expected.dim())):
+            return self._call(
+                node, _aten.clone.default, (result,), {"memory_format": torch.contiguous_format}
+            )
+        turned = self._call(node, _aten.permute.default, (result, order), {})
         whole = self._call(node, _aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
         return self._call(node, _aten.permute.default, (whole, back), {})
 
     def _call(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         name = self.names.new(op_name(target) or getattr(target, "__name__", "part"))
         new = self.graph.create_node("call_function", target, args, kwargs, name)
-        new.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
-        new.meta["val"] = run_on(new, lambda operand: operand.meta["val"])
+        new.meta = {key: node.meta[key] for key in _LOCATION_KEYS if key in node.meta}
+        new.meta["val"] = call_with_values(new, lambda operand: operand.meta["val"])
         return new
 
 
-def _used(node: Node) -> tuple[int, ...]:
+def _used_results(node: Node) -> tuple[int, ...]:
     """Which results of an operation are read: of several, those that are taken out unless it is read whole."""
     value = node.meta["val"]
     if not isinstance(value, (tuple, list)):
@@ -427,20 +431,25 @@ def _used(node: Node) -> tuple[int, ...]:
     return tuple(range(len(cast("Sequence[Any]", value))))
 
 
-def _signature(node: Node, operands: Sequence[Node]) -> Any:
+def _call_key(node: Node, operands: Sequence[Node]) -> Any:
     """What tells calls apart that are written out differently."""
     number = {operand: f"operand {i}" for i, operand in enumerate(operands)}
     args = map_arg((node.args, node.kwargs), lambda n: cast("Any", number[n]))
-    return node.target, repr(args), _used(node), tuple(str(describe(n.meta["val"])) for n in operands)
+    return (
+        node.target,
+        repr(args),
+        _used_results(node),
+        tuple(str(value_signature(n.meta["val"])) for n in operands),
+    )
 
 
-def _traced(node: Node, operands: Sequence[Node], formula: Formula, is_named: bool) -> Program:
-    stage = Stage()
-    values = [stage.stand_in(operand.meta["val"]) for operand in operands]
+def _trace_formula(node: Node, operands: Sequence[Node], formula: Formula, is_named: bool) -> Program:
+    stage = FakeEnvironment()
+    values = [stage.fake_copy(operand.meta["val"]) for operand in operands]
     try:
         # What a form makes out of nothing is to be of the same kind as the stand-ins; the quick way sees to that.
         with stage.mode if stage.symbols else nullcontext():
-            form = trace(_calling(node, operands, formula, is_named), values, quick=not stage.symbols)
+            form = trace(_as_function(node, operands, formula, is_named), values, quick=not stage.symbols)
     except DovetailError as error:
         raise ScheduleError(f"'{node.name}' cannot be taken apart: {error}") from error
     except Exception as error:
@@ -449,7 +458,7 @@ def _traced(node: Node, operands: Sequence[Node], formula: Formula, is_named: bo
         ) from error
     steps = [step for step in form.graph.nodes if step.op not in ("placeholder", "output")]
     strange = [s for s in steps if s.op != "call_function" or not (is_aten(s.target) or is_projection(s))]
-    strange = [s for s in strange if "sym_size" not in str(s.target) and not _counts(s)]
+    strange = [s for s in strange if "sym_size" not in str(s.target) and not _is_size_arithmetic(s)]
     if strange:
         raise ScheduleError(
             f"'{node.name}' cannot be taken apart: the simpler form of {node.target} has {strange[0].target} in it"
@@ -459,7 +468,7 @@ def _traced(node: Node, operands: Sequence[Node], formula: Formula, is_named: bo
     return form
 
 
-def _counts(step: Node) -> bool:
+def _is_size_arithmetic(step: Node) -> bool:
     """Whether a step is arithmetic on sizes."""
     return (
         step.op == "call_function"
@@ -468,16 +477,18 @@ def _counts(step: Node) -> bool:
     )
 
 
-def _calling(node: Node, operands: Sequence[Node], formula: Formula, is_named: bool) -> Callable[..., Any]:
+def _as_function(
+    node: Node, operands: Sequence[Node], formula: Formula, is_named: bool
+) -> Callable[..., Any]:
     def function(*values: Any) -> tuple[Any, ...]:
-        known = dict(zip(operands, values, strict=True))
+        bound = dict(zip(operands, values, strict=True))
         if is_named:
-            named = map_arg(by_name(node), known.__getitem__)
-            made = formula(**named)
+            named = map_arg(named_arguments(node), bound.__getitem__)
+            result = formula(**named)
         else:
-            args, kwargs = cast("Any", map_arg((node.args, node.kwargs), known.__getitem__))
-            made = formula(*args, **kwargs)
-        several = cast("Sequence[Any]", made) if isinstance(made, (tuple, list)) else (made,)
-        return tuple(several[i] for i in _used(node))
+            args, kwargs = cast("Any", map_arg((node.args, node.kwargs), bound.__getitem__))
+            result = formula(*args, **kwargs)
+        results = cast("Sequence[Any]", result) if isinstance(result, (tuple, list)) else (result,)
+        return tuple(results[i] for i in _used_results(node))
 
     return function

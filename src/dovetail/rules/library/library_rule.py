@@ -1,7 +1,7 @@
-"""Well-known kinds as contracts, and the rules that match them.
+"""Kinds as contracts, the rules that match them, and the guards and sub-patterns that several of these rules share.
 
-A `Kind` is defined by its reference, a plain torch function of exactly the arguments and attributes of its regions.
-A rule for it is traced on first use, and only for a graph that has the operators it cannot match without.
+A `Kind` is defined by its reference, a torch function of exactly the arguments and attributes of its regions. A
+`LibraryRule` for it is traced on first use, and only for a graph that has the operators it cannot match without.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ from dovetail.rules.rule import Candidate, Decline, Proposal, RuleContext
 
 _MAX_DISTANCE = 8
 
-# Fewer operations in common are chance.
+# A near-miss that shares fewer operations with the pattern is a coincidence, and so is one that shares only these.
 _MIN_NEAR_MISS = 3
-
-# What every graph is full of: to have only these in common is to have nothing in common.
 _COMMON_OPS = frozenset({"add", "sub", "mul", "div", "neg", "slice", "cat"})
 Required = inspect.Parameter.empty
 """The default of an attribute that has none."""
@@ -46,7 +44,7 @@ class Kind:
 
     Parameters of the reference that are not keyword-only are the arguments, None where an optional one is absent;
     keyword-only ones are the attributes, all of which every region has. `draws` states the order of random draws;
-    `rounds_to` names the argument to whose dtype the reference rounds what it computed of float32.
+    `rounds_to` names the argument to whose dtype the reference rounds values it computed in float32.
     """
 
     name: str
@@ -70,49 +68,68 @@ class Kind:
 
     def _parameters(self, *, keyword_only: bool) -> dict[str, inspect.Parameter]:
         parameters = inspect.signature(self.reference).parameters
-        only = inspect.Parameter.KEYWORD_ONLY
-        return {name: p for name, p in parameters.items() if (p.kind is only) == keyword_only}
+        return {name: p for name, p in parameters.items() if (p.kind is p.KEYWORD_ONLY) == keyword_only}
 
     def is_default(self, name: str, value: Any) -> bool:
-        """Whether an attribute has the value that the reference takes it to have when it is not given."""
+        """Return whether an attribute has the default value of the reference's parameter."""
         parameter = self.attrs.get(name)
         return parameter is not None and parameter.default is not Required and parameter.default == value
 
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes with defaults filled in; KeyError names one that is unknown or missing."""
+        """Return the attributes with defaults filled in; raise KeyError naming one that is unknown or missing."""
         for name in attrs:
             if name not in self.attrs:
                 raise KeyError(f"kind '{self.name}' has no attribute '{name}'")
-        given = {name: attrs.get(name, p.default) for name, p in self.attrs.items()}
-        for name, value in given.items():
+        completed = {name: attrs.get(name, p.default) for name, p in self.attrs.items()}
+        for name, value in completed.items():
             if value is Required:
                 raise KeyError(f"kind '{self.name}' needs the attribute '{name}'")
-        return given
+        return completed
 
     def describes(self, version: int, arguments: Iterable[str], attrs: Iterable[str]) -> bool:
-        """Whether a region of this version, with these arguments and attributes, is covered by the contract."""
-        return (
-            version == self.version
-            and set(arguments) <= set(self.arguments)
-            and set(attrs) == set(self.attrs)
-        )
+        """Return whether the contract covers a region of this version with these arguments and attributes."""
+        if version != self.version:
+            return False
+        return set(arguments) <= set(self.arguments) and set(attrs) == set(self.attrs)
 
 
 def kind(
     name: str, *, version: int = 1, draws: str = "", rounds_to: str = ""
 ) -> Callable[[Callable[..., Any]], Kind]:
-    """Make a kind of its reference, as a decorator."""
+    """Return a decorator that makes a kind of its reference."""
     return lambda reference: Kind(name, version, reference, draws, rounds_to)
 
 
+def inherit_parameters(base: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that replaces `*args` and `**attrs` in a signature by the parameters of `base`.
+
+    `*args` stands for those that are not keyword-only, `**attrs` for those that are.
+    """
+    inherited = inspect.signature(base).parameters.values()
+
+    def decorate(reference: Callable[..., Any]) -> Callable[..., Any]:
+        parameters: list[inspect.Parameter] = []
+        for p in inspect.signature(reference).parameters.values():
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                keyword_only = p.kind is p.VAR_KEYWORD
+                parameters += [q for q in inherited if (q.kind is q.KEYWORD_ONLY) == keyword_only]
+            else:
+                parameters.append(p)
+        cast("Any", reference).__signature__ = inspect.Signature(parameters)
+        reference.__annotations__ = {**base.__annotations__, **reference.__annotations__}
+        return reference
+
+    return decorate
+
+
 class LibraryRule(PatternRule):
-    """A pattern rule for a well-known kind, whose arguments are those of the kind's reference.
+    """A pattern rule for a kind, whose operands are arguments of the kind's reference.
 
     `needs` names operators without which there is no match, so that most graphs cost nothing: words separated by
-    blanks, each one operator or several with `|` between them; `when` is asked beyond that. A near-miss of one or two
-    operations is not reported, nor one that reached none of these operators, save such as every graph is full of.
-    The region's attributes are what `attrs_of` returns, literals of the pattern if it is not given, and the kind's
-    defaults. `results_of` names the kind's results where they are not the pattern's, None for one that is not there.
+    blanks, each one operator or several alternatives separated by `|`; `when` is a further condition on the graph. A
+    near-miss of one or two operations is not reported, nor one that reached none of these operators, common ones aside.
+    The region's attributes are those that `attrs_of` returns, by default the literals of the pattern, and the kind's
+    defaults. `results_of` returns the kind's results where they are not the pattern's, None for one not computed.
     """
 
     def __init__(
@@ -136,25 +153,25 @@ class LibraryRule(PatternRule):
             raise RuleError(self.name, f"'{unknown[0]}' is not an argument of the kind '{kind.name}'")
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
-        """What was found, looked for once in a context: other rules may ask for it too."""
-        return context.analysis(self._look)
+        """Return the proposals, searched for once per context: other rules may ask for them too."""
+        return context.analysis(self._search)
 
-    def _look(self, context: RuleContext) -> tuple[Proposal, ...]:
+    def _search(self, context: RuleContext) -> tuple[Proposal, ...]:
         names = context.analysis(_op_names)
         if names is not None and not all(word & names for word in self.needs):
             return ()
         if self.when is not None and not self.when(context):
             return ()
-        return tuple(p for p in super().propose(context) if self._is_worth_telling(context, p))
+        return tuple(p for p in super().propose(context) if self._is_reportable(context, p))
 
-    def _is_worth_telling(self, context: RuleContext, found: Proposal) -> bool:
-        if isinstance(found, Candidate) or found.matched >= found.wanted:
+    def _is_reportable(self, context: RuleContext, proposal: Proposal) -> bool:
+        if isinstance(proposal, Candidate) or proposal.matched >= proposal.wanted:
             return True
-        if found.matched < _MIN_NEAR_MISS:
+        if proposal.matched < _MIN_NEAR_MISS:
             return False
-        telling = [word for word in self.needs if not word <= _COMMON_OPS]
-        reached = {n for i in found.members for n in context.analysis(_op_names_by_position)[i]}
-        return not telling or any(word & reached for word in telling)
+        distinctive = [word for word in self.needs if not word <= _COMMON_OPS]
+        reached = {n for i in proposal.members for n in context.analysis(_op_names_by_position)[i]}
+        return not distinctive or any(word & reached for word in distinctive)
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline:
         attrs = self.attrs_of(match) if self.attrs_of is not None else super().attributes(match)
@@ -171,6 +188,26 @@ class LibraryRule(PatternRule):
         return self.results_of(match) if self.results_of is not None else super().results(match)
 
 
+def library_rule(kind: Kind, *, needs: str, **options: Any) -> Callable[[Callable[..., Any]], LibraryRule]:
+    """Return a decorator that makes a rule for a kind; options are those of `LibraryRule` and `dovetail.rule`."""
+    return lambda function: LibraryRule(function, kind=kind, needs=needs, **options)
+
+
+def _op_names_by_position(context: RuleContext) -> Mapping[int, Set[str]]:
+    """Return the operators of the normalized graph that each position of the graph stands for."""
+    names: dict[int, set[str]] = {i: set() for i in range(len(context.nodes))}
+    for node, positions in context.analysis(normalized_graph_of).origins.items():
+        for i in positions:
+            names[i].add(op_name(node.target))
+    return names
+
+
+def _op_names(context: RuleContext) -> frozenset[str] | None:
+    """Return the operators of the normalized graph, None where the graph cannot be normalized."""
+    normalized = context.analysis(normalized_graph_of)
+    return None if normalized.failure else frozenset(op_name(target) for target in normalized.by_target)
+
+
 def keeps_precision(match: Match, rounds_to: str = "") -> Decline | None:
     """Refuse steps in a narrower dtype than the first floating operand has, and casts from float64 of any operand.
 
@@ -183,10 +220,8 @@ def keeps_precision(match: Match, rounds_to: str = "") -> Decline | None:
         bits = _float_bits(aten.meta.get("val"))
         if narrow is not None and bits and aten.meta["val"].dtype == narrow.dtype:
             continue
-        cast = [
-            doubles[n] for n in aten.all_input_nodes if n in doubles and op_name(aten.target) == "_to_copy"
-        ]
-        for value in (*values[:1], *cast):
+        is_cast = op_name(aten.target) == "_to_copy"
+        for value in (*values[:1], *(doubles[n] for n in aten.all_input_nodes if is_cast and n in doubles)):
             if 0 < bits < _float_bits(value.value):
                 return Decline(f"'{value.name}' is rounded to {aten.meta['val'].dtype} on the way", at=node)
     return None
@@ -196,19 +231,40 @@ _DOUBLE = 64
 
 
 def _float_bits(value: Any) -> int:
-    """The width of the floating-point numbers of a tensor, or of the parts of complex ones; 0 for anything else."""
+    """Return the width of a tensor's floating-point numbers, or of the parts of complex ones; 0 for anything else."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return 0
     return torch.finfo(value.dtype).bits
 
 
+def is_floating_point(match: Match) -> Decline | None:
+    """Refuse integers and complex numbers, which operators do not accept where their decompositions do."""
+    for name in ("x", "gate", "empty", "table"):
+        value = match.operands.get(name)
+        if value is not None and not value.dtype.is_floating_point:
+            return Decline(f"'{value.name}' is {value.dtype}, not a real floating-point value", at=value)
+    return None
+
+
+_REL_TOL = 1e-6
+"""The relative tolerance of a rounded constant: a few float32 roundings, so that the reference is reproduced."""
+
+
+def close_to(match: Match, name: str, expected: float) -> Decline | None:
+    """Refuse a captured constant that differs from the expected one by more than rounding."""
+    value = match.literals.get(name)
+    if value is None or math.isclose(value, expected, rel_tol=_REL_TOL):
+        return None
+    return Decline(f"the constant is {value!r}, not {expected:.7g}")
+
+
 def same_sizes(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether sizes are written alike: asking whether symbols are equal would add a guard."""
+    """Return whether sizes have the same text: asking whether symbols are equal would add a guard."""
     return [str(n) for n in first] == [str(n) for n in second]
 
 
 def shapes_differ(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether shapes that an elementwise operation or a product relates are known to differ.
+    """Return whether shapes that an elementwise operation or a product relates are known to differ.
 
     Symbols that differ are equal in every call that works, unless one size is 1.
     """
@@ -218,45 +274,39 @@ def shapes_differ(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return any(a != b if a is not None and b is not None else 1 in (a, b) for a, b in pairs)
 
 
-def library_rule(
-    kind: Kind,
-    *,
-    needs: str,
-    attrs_of: Callable[[Match], Mapping[str, Any]] | None = None,
-    **options: Any,
-) -> Callable[[Callable[..., Any]], LibraryRule]:
-    """Make a rule for a well-known kind of a function; see `Known` and `dovetail.rules.pattern.rule`."""
-    return lambda function: LibraryRule(function, kind=kind, needs=needs, attrs_of=attrs_of, **options)
-
-
 def has_op(match: Match, *names: str) -> bool:
-    """Whether an operator of one of these names is among the operations matched."""
+    """Return whether an operator of one of these names is among the operations matched."""
     return any(op_name(node.target) in names for node in match.aten)
 
 
 def results_by_position(match: Match) -> list[Node | None]:
-    """The results of the one operator of a match that returns a tuple, by their place in it."""
+    """Return the results of the one operator of a match that returns a tuple, by their position in it."""
     source = cast("Node", match.outputs[0].args[0])
     parts = {cast("int", user.args[1]): user for user in source.users if is_projection(user)}
     return [parts.get(i) for i in range(max(parts) + 1)]
 
 
-def nearest_consumer(nodes: Collection[Node], wanted: Set[str], between: Set[str]) -> Node | None:
-    """The nearest operator of a wanted name that reads what nodes make, with only a few of those in between."""
+def nearest_consumer(nodes: Collection[Node], names: Set[str], through: Set[str]) -> Node | None:
+    """Return the nearest operator of one of these names that reads `nodes`, with a few of `through` in between."""
     inside = set(nodes)
     reached = [user for node in nodes for user in node.users if user not in inside]
     for _ in range(_MAX_DISTANCE):
-        found = next((n for n in reached if op_name(n.target) in wanted), None)
-        if found is not None:
-            return found
-        reached = [user for n in reached if op_name(n.target) in between for user in n.users]
+        consumer = next((n for n in reached if op_name(n.target) in names), None)
+        if consumer is not None:
+            return consumer
+        reached = [user for n in reached if op_name(n.target) in through for user in n.users]
     return None
 
 
+def meta_tensor(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor without data, as an example operand of a pattern."""
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
 def bundle_literals(
-    name: str, literals: Mapping[str, Any], make: Callable[..., Any]
+    name: str, literals: Mapping[str, Any], bundle: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a pattern be written with one argument in place of several literals, as what `make` returns for these.
+    """Return a decorator for a pattern that takes several literals as one argument, `bundle(**literals)`.
 
     `literals` has an example for each; to the rule each is an argument with the default `Const(example)`.
     """
@@ -264,41 +314,22 @@ def bundle_literals(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def pattern(*args: Any, **arguments: Any) -> Any:
-            made = make(**{each: arguments.pop(each, None) for each in literals})
-            return function(*args, **{name: made}, **arguments)
+            bundled = bundle(**{each: arguments.pop(each, None) for each in literals})
+            return function(*args, **{name: bundled}, **arguments)
 
         own = inspect.signature(function)
-        kept = [p for p in own.parameters.values() if p.name != name]
-        added = [
+        parameters = [p for p in own.parameters.values() if p.name != name]
+        parameters += [
             inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=Const(example))
             for each, example in literals.items()
         ]
-        cast("Any", pattern).__signature__ = own.replace(parameters=[*kept, *added])
+        cast("Any", pattern).__signature__ = own.replace(parameters=parameters)
         return pattern
 
     return decorate
 
 
-def _op_names_by_position(context: RuleContext) -> Mapping[int, Set[str]]:
-    """The operators that each position comes to as patterns see it."""
-    found: dict[int, set[str]] = {i: set() for i in range(len(context.nodes))}
-    for node, places in context.analysis(normalized_graph_of).origins.items():
-        for i in places:
-            found[i].add(op_name(node.target))
-    return found
-
-
-def _op_names(context: RuleContext) -> frozenset[str] | None:
-    """The operators of a graph as patterns see it, None where it cannot be seen."""
-    shadow = context.analysis(normalized_graph_of)
-    if shadow.why_none:
-        return None
-    return frozenset(op_name(target) for target in shadow.by_target)
-
-
 Activation = Callable[[Tensor], Tensor]
-_REL_TOL = 1e-6
-"""The relative tolerance of a rounded constant: a few float32 roundings, so that the reference is reproduced."""
 _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": F.relu,
     "relu6": F.relu6,
@@ -321,33 +352,16 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def activate(x: Tensor, activation: str | None, slope: float | None = None) -> Tensor:
-    """The activation that the attributes of a kind name; None is the identity."""
+    """Apply the activation that an attribute of a kind names; None is the identity."""
     if activation is None:
         return x
-    if activation == "leaky_relu":
-        return F.leaky_relu(x, cast("float", slope))
-    return _ACTIVATIONS[activation](x)
-
-
-def close_to(match: Match, name: str, meant: float) -> Decline | None:
-    """Refuse a captured constant that differs from the one meant by more than rounding."""
-    value = match.literals.get(name)
-    if value is None or math.isclose(value, meant, rel_tol=_REL_TOL):
-        return None
-    return Decline(f"it has {value!r} where {meant:.7g} is meant")
-
-
-def is_floating_point(match: Match) -> Decline | None:
-    """Refuse integers and complex numbers, which operators do not take where their steps by hand do."""
-    for name in ("x", "gate", "empty", "table"):
-        value = match.operands.get(name)
-        if value is not None and not value.dtype.is_floating_point:
-            return Decline(f"'{value.name}' is {value.dtype}, not a real floating-point value", at=value)
-    return None
+    return (
+        F.leaky_relu(x, cast("float", slope)) if activation == "leaky_relu" else _ACTIVATIONS[activation](x)
+    )
 
 
 def square(x: Tensor) -> Tensor:
-    """x², as people write it."""
+    """x²."""
     return either(lambda: x.pow(2), lambda: x * x, lambda: x.square())
 
 
@@ -377,14 +391,14 @@ SIMPLE_ACTIVATIONS: Mapping[str, tuple[str, Activation]] = {
     "elu": ("elu", F.elu),
     "mish": ("mish", F.mish),
 }
-"""Activations without constants of their own: the operators one of which each has, and the step.
+"""Activations without constants: the operators, one of which each of them has, and the sub-pattern.
 
-The first of them whose operators are there is the one that is meant.
+A match has the first of them whose operators it has.
 """
 
 
 def _halved(x: Tensor, gate: Tensor) -> Tensor:
-    """x * gate / 2, however it is put together."""
+    """x * gate / 2."""
     return either(
         lambda: x * 0.5 * gate,
         lambda: x * (gate * 0.5),
@@ -395,8 +409,7 @@ def _halved(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _erf_gelu(x: Tensor, root: Any, inverse: Any) -> Tensor:
-    turned = either(lambda: torch.erf(x / root), lambda: torch.erf(x * inverse))
-    return _halved(x, turned + 1.0)
+    return _halved(x, either(lambda: torch.erf(x / root), lambda: torch.erf(x * inverse)) + 1.0)
 
 
 def _tanh_gelu(x: Tensor, factor: Any, cubic: Any) -> Tensor:
@@ -412,7 +425,6 @@ def _tanh_gelu(x: Tensor, factor: Any, cubic: Any) -> Tensor:
 
 
 def _gelu(x: Tensor, *, root: Any, inverse: Any, factor: Any, cubic: Any, slope: Any) -> Tensor:
-    """A GELU: exact, its tanh approximation, or the quick one by a sigmoid."""
     return either(
         lambda: F.gelu(x),
         lambda: F.gelu(x, approximate="tanh"),
@@ -431,21 +443,30 @@ _GELU_CONSTANTS = {
     "slope": 1.702,
 }
 with_gelu = bundle_literals("gelu", _GELU_EXAMPLES, partial(partial, _gelu))
-"""Hands a pattern the step `gelu`: any GELU, with constants that `gelu_constants` guards."""
+"""Gives a pattern the argument `gelu`: the exact GELU, its tanh approximation, or the quick one by a sigmoid.
+
+A rule of such a pattern has the guard `is_gelu`.
+"""
 GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_quick"}
 """The name of the activation for each approximation of a GELU."""
 
 
+def is_gelu(match: Match) -> Decline | None:
+    """Refuse constants that are not those of a GELU."""
+    declines = (close_to(match, name, value) for name, value in _GELU_CONSTANTS.items())
+    return next((decline for decline in declines if decline is not None), None)
+
+
 def gelu_approximation(match: Match) -> str:
-    """Which GELU it is, by the word that torch has for it; "sigmoid" for x * sigmoid(1.702 * x)."""
+    """Return the `approximate` argument of the GELU in a match; "sigmoid" for x * sigmoid(1.702 * x)."""
     if has_op(match, "sigmoid"):
         return "sigmoid"
-    spelled = any(node.kwargs.get("approximate") == "tanh" for node in match.aten)
-    return "tanh" if spelled or has_op(match, "tanh") else "none"
+    is_tanh = has_op(match, "tanh") or any(n.kwargs.get("approximate") == "tanh" for n in match.aten)
+    return "tanh" if is_tanh else "none"
 
 
 def activation_name(match: Match) -> str | None:
-    """The activation among the operations of a match that has at most one: a ReLU, a SiLU, or any GELU."""
+    """Return the activation in a match that has at most one: a ReLU, a SiLU, or any GELU."""
     if has_op(match, "relu"):
         return "relu"
     if has_op(match, "silu") or (has_op(match, "sigmoid") and "slope" not in match.literals):
@@ -453,22 +474,11 @@ def activation_name(match: Match) -> str | None:
     return GELU_NAMES[gelu_approximation(match)] if has_op(match, "gelu", "erf", "tanh", "sigmoid") else None
 
 
-def is_gelu(match: Match) -> Decline | None:
-    """Refuse constants that are not those of a GELU."""
-    verdicts = (close_to(match, name, value) for name, value in _GELU_CONSTANTS.items())
-    return next((v for v in verdicts if v is not None), None)
-
-
-def combine_halves(x: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """What is made of the two halves of the last dimension, however they are cut."""
+def combine_halves(x: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Combine the two halves of the last dimension, from a chunk, a split or slices."""
     middle = x.shape[-1] // 2
-
-    def chunks() -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return join(a, b)
-
-    def sizes() -> Tensor:
-        a, b = x.split([middle, middle], dim=-1)
-        return join(a, b)
-
-    return either(chunks, sizes, lambda: join(x[..., :middle], x[..., middle:]))
+    return either(
+        lambda: combine(*x.chunk(2, dim=-1)),
+        lambda: combine(*x.split([middle, middle], dim=-1)),
+        lambda: combine(x[..., :middle], x[..., middle:]),
+    )

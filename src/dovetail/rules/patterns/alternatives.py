@@ -1,4 +1,10 @@
-"""What a pattern may leave open: literals to capture, alternatives, optional parts."""
+"""What a pattern leaves open: captured literals (`Const`), alternatives (`either`) and optional steps (`optional`).
+
+A pattern is a Python function, so alternatives are explored by running it: a `Chooser` decides at each `either` what the
+call returns, and enumerates the combinations like a depth-first search over the decisions of earlier runs. Combinations
+multiply; alternatives that agree in dtype and shape are therefore joined into one node of the trace (a packed forest, as in
+generalized parsing), and only the others need a run each.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +21,10 @@ from dovetail.errors import DovetailError, InvalidArgument
 
 
 class Const:
-    """The default of a pattern's argument that stands for a literal, to be captured into the region's `attrs`.
+    """The default of a pattern's argument that is a literal, to be captured into the region's `attrs`.
 
-    In the pattern it is opaque: it may be handed to operations, not computed with or branched on. An `example`
-    shows what kind of literal it is, a list say, where that cannot be found by trying.
+    In the pattern it is opaque: it may be passed to operations, not computed with or branched on. An `example` is a
+    literal of the right type (a list, for instance), needed where that cannot be found by trying.
     """
 
     def __init__(self, example: Any = ...) -> None:
@@ -34,25 +40,25 @@ class Const:
 
 
 class ConstMisuse(DovetailError):
-    """A pattern computes with or branches on a captured literal; turned into an error that names the rule."""
+    """A pattern computes with or branches on a captured literal; converted to a RuleError with the rule's name."""
 
 
 def _called_by_torch() -> bool:
-    """Whether torch's own Python code looks at the number, as its functions do to check their arguments."""
+    """Whether the caller is torch's own Python code, which reads numbers to check arguments."""
     frame = sys._getframe(2)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 def _opaque_method(name: str) -> Callable[..., Any]:
-    plain: Any = getattr(float, name)
+    original: Any = getattr(float, name)
 
     def method(self: Any, *other: Any) -> Any:
         if _called_by_torch():
-            return plain(self, *other)
+            return original(self, *other)
         if other and isinstance(other[0], torch.Tensor):
-            return NotImplemented  # Python asks the number first; a tensor answers for itself
+            return NotImplemented  # so that Python calls the tensor's reflected method
         raise ConstMisuse(
-            "a captured literal can only be handed to operations, not computed with or branched on"
+            "a captured literal can only be passed to operations, not computed with or branched on"
         )
 
     return method
@@ -70,21 +76,21 @@ _OpaqueFloat = cast("type[float]", type("_OpaqueFloat", (float,), _OPAQUE_METHOD
 
 
 def opaque(value: Any) -> Any:
-    """A float that torch takes as a number and that Python code cannot look into; other values as they are."""
+    """Return a float that torch accepts as a number and Python code cannot read; other values as they are."""
     return _OpaqueFloat(value) if type(value) is float else value
 
 
 Site = tuple[int, ...]
-"""Where an `either` is met: its number among those of the alternative it is met in, after the way to that one."""
+"""The address of an `either`: the site and number of the alternative around it, then its index in that alternative."""
 
 
 class Chooser:
-    """Which alternative each `either` of one run of a pattern takes.
+    """Decides which alternative each `either` of one run of a pattern returns.
 
-    A `joint` run evaluates all alternatives of a site and goes on with one value that stands for any of them, as
-    long as they agree in dtype and shape. Sites where they do not are `split`: each run takes one alternative there,
-    the one in `picks`. Where a run is only `tried`, one of the alternatives stands for the
-    others; where it is `mixed`, floats of different precisions are joined too, and the widest stands for all.
+    A `joint` run evaluates all alternatives of a site and continues with one value that represents them, if they agree
+    in dtype and shape. Sites where they do not are `split`: each run takes the one alternative in `picks`. With
+    `joint="tried"` nothing is traced, and one alternative represents the others. With `mixed`, floating-point values of
+    different precisions are joined too, represented by the widest.
     """
 
     def __init__(
@@ -102,13 +108,13 @@ class Chooser:
         self._met: dict[Site, int] = {}
 
     def restart(self) -> None:
-        """Forget what was met, for another run."""
+        """Reset the sites recorded, for another run."""
         self.split.clear()
         self._met.clear()
         self._prefix = ()
 
-    def take(self, alternatives: tuple[Any, ...]) -> Any:
-        """The value of an `either`."""
+    def choose(self, alternatives: tuple[Any, ...]) -> Any:
+        """Return the value of an `either`."""
         number = self._met.get(self._prefix, 0)
         self._met[self._prefix] = number + 1
         site = (*self._prefix, number)
@@ -134,7 +140,7 @@ class Chooser:
     def _join(self, site: Site, alternatives: tuple[Any, ...]) -> Any:
         values: list[Any] = []
         failed: Exception | None = None
-        known = dict(self.split)
+        split_before = dict(self.split)
         for k, alternative in enumerate(alternatives):
             try:
                 values.append(self._evaluate(site, k, alternative))
@@ -145,16 +151,16 @@ class Chooser:
         widest = self._widest(values) if failed is None else None
         if widest is not None:
             return either_op()(values, list(site), widest) if self.traced else values[widest]
-        # What was met inside the alternatives belongs to a run that takes one of them.
-        self.split = known
+        # Sites inside the alternatives belong to runs that take one of them.
+        self.split = split_before
         return None
 
     def _widest(self, values: list[Any]) -> int | None:
-        """The place of the one that can stand for all: they agree in dtype and shape, or may be mixed; None if none."""
+        """Return the index of the value that represents all, None if they differ in dtype (unless mixed) or shape."""
         first = values[0]
         if not all(isinstance(v, torch.Tensor) and v.shape == first.shape for v in values):
             return None
-        # It is not the pattern that asks for precisions here.
+        # These dtype queries are not the pattern's, and must not be recorded as such.
         with torch._C.DisableTorchFunction():
             if all(v.dtype == first.dtype for v in values):
                 return 0
@@ -162,8 +168,8 @@ class Chooser:
                 return None
             return max(range(len(values)), key=lambda k: values[k].element_size())
 
-    def next(self) -> dict[Site, int] | None:
-        """The picks to run with next, None when every combination of split sites was had."""
+    def next_picks(self) -> dict[Site, int] | None:
+        """Return the picks of the next run, None after every combination of split sites."""
         sites = list(self.split)
         while sites:
             last = sites.pop()
@@ -174,14 +180,14 @@ class Chooser:
         return None
 
     @property
-    def settled(self) -> dict[Site, int]:
-        """The alternative that was taken at each split site."""
+    def chosen(self) -> dict[Site, int]:
+        """The alternative taken at each split site."""
         return {site: self.picks.get(site, 0) for site in self.split}
 
 
 @functools.cache
 def either_op() -> Any:
-    """The operator that stands for a choice in a traced pattern; no graph of a user's has it."""
+    """Return the operator that represents joined alternatives in a traced pattern; users' graphs never have it."""
 
     torch.library.define("dovetail::either", "(Tensor[] alternatives, int[] site, int like) -> Tensor")
 
@@ -197,7 +203,7 @@ _CHOOSER: ContextVar[Chooser | None] = ContextVar("chooser", default=None)
 
 @contextmanager
 def choosing(chooser: Chooser) -> Generator[Chooser]:
-    """Let `either` and `optional` take what `chooser` says."""
+    """Let `chooser` decide for `either` and `optional`."""
     token = _CHOOSER.set(chooser)
     try:
         yield chooser
@@ -206,21 +212,21 @@ def choosing(chooser: Chooser) -> Generator[Chooser]:
 
 
 def either(*alternatives: Any) -> Any:
-    """In a pattern: any of these values will do. A function is called, without arguments, when it is its turn.
+    """In a pattern: match any of these values. An alternative may be a function without arguments that returns it.
 
-    An alternative that needs an operand which the others do without must be a function. Outside of matching, when
-    a pattern is called as the function it is, the first one is taken.
+    An alternative that needs an operand which the others do not use must be a function. When a pattern is called as an
+    ordinary function, the first alternative is returned.
     """
     if len(alternatives) < 2:
         raise InvalidArgument("either takes at least two alternatives.")
     chooser = _CHOOSER.get()
     if chooser is not None:
-        return chooser.take(alternatives)
+        return chooser.choose(alternatives)
     return alternatives[0]() if callable(alternatives[0]) else alternatives[0]
 
 
 def optional(value: Any, step: Callable[[Any], Any]) -> Any:
-    """In a pattern: `step(value)`, or just `value` where the graph does without the step."""
+    """In a pattern: match `step(value)`, or just `value` where the graph does not have the step."""
     if not callable(step):
         raise InvalidArgument(f"optional takes a value and a function of it, not a {type(step).__name__}.")
     return either(lambda: step(value), lambda: value)

@@ -1,4 +1,11 @@
-"""Finding arguments on which a pattern runs, so that its operations can be seen before any graph is."""
+"""Search for example operands on which a pattern runs, so that it can be traced before any graph is known.
+
+The problem is a small constraint satisfaction problem whose constraints are the pattern's own operators: find ranks, sizes
+and dtypes that all of them accept. Operands start without a shape; the first operator that reads one raises, and the search
+assigns the operands of that operator next (conflict-directed, like lazy unification), trying common ranks and dtypes first, and
+backtracks when an operator rejects an assignment. Most patterns need a few dozen runs on the meta device. The search is
+bounded in calls and seconds, and shapes that worked for one combination of alternatives are tried first for the next.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +32,28 @@ _SIZES = (8, 1, 16, 4, 32)
 _DTYPES = (torch.float32, torch.int64, torch.bool)
 _LITERALS = (0.61803, 1, False, None)
 
-# Most searches that succeed take a few hundred calls of torch; this many take about a second, unless they are of costly
-# functions: a call of attention takes as long as six of others.
+# Most searches that succeed take a few hundred calls of torch; this many take about a second, unless the functions are
+# costly: a call of attention takes as long as six others.
 _MAX_CALLS = 12_000
 _MAX_SECONDS = 1.0
 
-# What a call on fake tensors costs, in calls on tensors of the meta device.
+# The cost of a call on fake tensors, in calls on tensors of the meta device.
 _FAKE_COST = 8
 _MAX_VARIANTS = 512
 
-# Python refuses such calls whatever the shapes are.
+# Messages of TypeErrors that do not depend on shapes.
 _INVALID_CALL = re.compile(
     r"unexpected keyword argument|multiple values for|positional arguments? but|required (positional|keyword-only)"
 )
 
 
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shape and dtype of each operand."""
+
+
 @dataclass(frozen=True)
 class Parameters:
-    """The arguments of a pattern by what they stand for."""
+    """The arguments of a pattern by role."""
 
     names: tuple[str, ...]
     operands: tuple[str, ...]
@@ -57,12 +68,12 @@ class PatternExample:
 
     picks: Mapping[Site, int]
     absent: frozenset[str]
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    shapes: Shapes
     literals: dict[str, Any]
 
 
 def parameters_of(function: Callable[..., Any], name: str) -> Parameters:
-    """A pattern's arguments: operands, optional operands (default None), literals (default Const()), fixed ones."""
+    """Return a pattern's arguments: operands, optional ones (default None), literals (default Const()), fixed ones."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -95,7 +106,7 @@ class _NeedsShape(Exception):
 
 
 class _UnknownShape(torch.Tensor):
-    """Stands for an operand whose rank is not settled; the first operation that meets it says so."""
+    """An operand without a shape; the first operation that reads it raises `_NeedsShape`."""
 
     label: str
 
@@ -107,14 +118,14 @@ class _UnknownShape(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs or {}))
-        found = [leaf.label_of() for leaf in leaves if isinstance(leaf, _UnknownShape)]
-        raise _NeedsShape(getattr(func, "__name__", ""), list(dict.fromkeys(found)))
+        names = [leaf.label_of() for leaf in leaves if isinstance(leaf, _UnknownShape)]
+        raise _NeedsShape(getattr(func, "__name__", ""), list(dict.fromkeys(names)))
 
 
 def _unknown_shape(label: str) -> _UnknownShape:
-    made = torch.Tensor._make_subclass(_UnknownShape, torch.empty(0, device="meta"))
-    made.label = label
-    return made
+    operand = torch.Tensor._make_subclass(_UnknownShape, torch.empty(0, device="meta"))
+    operand.label = label
+    return operand
 
 
 class _CallCounter(TorchFunctionMode):
@@ -132,10 +143,10 @@ class _CallCounter(TorchFunctionMode):
 
 
 class ExampleSearch:
-    """Runs a pattern on tensors without data until shapes are found that every operation takes."""
+    """Runs a pattern on tensors without data until every operation accepts their shapes."""
 
     # What operators, and patterns themselves, raise about shapes and dtypes.
-    silent: ClassVar[tuple[type[Exception], ...]] = (
+    rejections: ClassVar[tuple[type[Exception], ...]] = (
         RuntimeError,
         TypeError,
         ValueError,
@@ -148,59 +159,57 @@ class ExampleSearch:
         self.unknown = {n: _unknown_shape(n) for n in parameters.operands}
         self.calls, self.seconds, self.reached = 0, 0.0, (-1, False, 0)
         self.quick, self.confirmed = True, True
-        self.known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
+        self.known: list[Shapes] = []
         self.failure: Exception | None = None
-        self.incurable = False
+        self.unfixable = False
 
     def examples(self) -> list[PatternExample]:
-        """An example for each combination of alternatives; RuleError if there is none that runs."""
-        found: list[PatternExample] = []
+        """Return an example for each combination of alternatives; RuleError if none of them runs."""
+        examples: list[PatternExample] = []
         failed = 0
         for absent in _subsets(self.parameters.optional):
             picks: dict[Site, int] | None = {}
             while picks is not None:
                 example, picks = self._example(picks, absent)
                 if example is not None:
-                    found.append(example)
+                    examples.append(example)
                 else:
                     failed += 1
-                if len(found) + failed > _MAX_VARIANTS:
+                if len(examples) + failed > _MAX_VARIANTS:
                     raise RuleError(
                         self.name,
-                        f"its alternatives combine in more than {_MAX_VARIANTS} ways; make it several rules",
+                        f"its alternatives combine in more than {_MAX_VARIANTS} ways; split it into several rules",
                     )
-        if not found:
+        if not examples:
             raise RuleError(
                 self.name,
                 "its pattern cannot be traced: no shapes were found on which it runs"
                 f" ({_reason(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
             ) from self.failure
-        return found
+        return examples
 
-    def given(
-        self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], absent: frozenset[str]
-    ) -> list[PatternExample]:
-        """An example for each combination of alternatives that runs on the shapes given."""
-        found: list[PatternExample] = []
+    def examples_on(self, shapes: Shapes, absent: frozenset[str]) -> list[PatternExample]:
+        """Return an example for each combination of alternatives that runs on `shapes`; RuleError if none does."""
+        examples: list[PatternExample] = []
         picks: dict[Site, int] | None = {}
         while picks is not None:
-            chooser, literals = self._given(picks, shapes, absent)
+            chooser, literals = self._literals_on(picks, shapes, absent)
             if literals is not None:
-                found.append(PatternExample(chooser.settled, absent, shapes, literals))
-            picks = chooser.next()
-        if not found:
+                examples.append(PatternExample(chooser.chosen, absent, shapes, literals))
+            picks = chooser.next_picks()
+        if not examples:
             raise RuleError(
                 self.name, f"its pattern does not run on the example given ({_reason(self.failure)})"
             ) from self.failure
-        return found
+        return examples
 
-    def _given(
+    def _literals_on(
         self,
         picks: Mapping[Site, int],
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        shapes: Shapes,
         absent: frozenset[str],
     ) -> tuple[Chooser, dict[str, Any] | None]:
-        """Literals on which the pattern runs with the shapes given, and what was chosen on the way."""
+        """Return literals with which the pattern runs on `shapes`, None without any, and the chooser of that run."""
         chooser = Chooser(picks, joint="tried")
         for self.quick, self.confirmed in ((True, False), (False, True)):
             for literals in self._literals():
@@ -220,14 +229,14 @@ class ExampleSearch:
                     chooser = Chooser(picks, joint="tried")
                     outcome = self._search(chooser, absent, dict(shapes), literals, size)
                     if outcome is not None:
-                        # What no operation met can be anything.
+                        # An operand that no operation reads can have any shape.
                         for operand in self.parameters.operands:
                             if operand not in absent:
                                 outcome.setdefault(operand, ((size,), torch.float32))
                         if outcome not in self.known:
                             self.known.insert(0, outcome)
-                        return PatternExample(chooser.settled, absent, outcome, literals), chooser.next()
-        return None, chooser.next()
+                        return PatternExample(chooser.chosen, absent, outcome, literals), chooser.next_picks()
+        return None, chooser.next_picks()
 
     def _literals(self) -> Iterator[dict[str, Any]]:
         known = {n: c.example for n, c in self.parameters.literals.items() if c.has_example}
@@ -237,9 +246,7 @@ class ExampleSearch:
             values = [_LITERALS[k] + i / 1000 if k == 0 else _LITERALS[k] for i, k in enumerate(way)]
             yield {**known, **dict(zip(names, values, strict=True))}
 
-    def _attempts(
-        self, size: int, absent: frozenset[str]
-    ) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    def _attempts(self, size: int, absent: frozenset[str]) -> Iterator[Shapes]:
         if size == _SIZES[0]:
             for known in self.known:
                 yield {k: v for k, v in known.items() if k not in absent}
@@ -249,11 +256,11 @@ class ExampleSearch:
         self,
         chooser: Chooser,
         absent: frozenset[str],
-        start: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        start: Shapes,
         literals: dict[str, Any],
         size: int,
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]] | None:
-        stack: list[Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]] = [iter([start])]
+    ) -> Shapes | None:
+        stack: list[Iterator[Shapes]] = [iter([start])]
         while stack:
             shapes = next(stack[-1], None)
             if shapes is None:
@@ -267,33 +274,33 @@ class ExampleSearch:
                 ) from self.failure
             chooser.restart()
             before = time.thread_time()
-            wanted = self._run(chooser, absent, shapes, literals)
+            need = self._run(chooser, absent, shapes, literals)
             self.seconds += time.thread_time() - before
-            if wanted is None and self.incurable:
+            if need is None and self.unfixable:
                 return None
-            if wanted is None:
+            if need is None:
                 continue
-            if not wanted.names:
-                # What is bounded is the search for one combination of alternatives.
+            if not need.names:
+                # The bound applies to the search for one combination of alternatives.
                 self.calls, self.seconds = 0, 0.0
                 return shapes
-            stack.append(_shapes_for(wanted, shapes, size))
+            stack.append(_shapes_for(need, shapes, size))
         return None
 
     def _run(
         self,
         chooser: Chooser,
         absent: frozenset[str],
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        shapes: Shapes,
         literals: dict[str, Any],
     ) -> _NeedsShape | None:
-        """The operands whose shape must be settled next; none if it ran, None if it failed."""
+        """Return the operands that need a shape next; an empty list of names if it ran, None if it failed."""
         if self.quick:
-            # Tensors without data are quick to try, and forgive more than a device does.
+            # The meta device is quick, and accepts more than others do.
             with torch.device("meta"):
-                wanted = self._run_on("meta", chooser, absent, shapes, literals)
-            if wanted is None or wanted.names or not self.confirmed:
-                return wanted
+                need = self._run_on("meta", chooser, absent, shapes, literals)
+            if need is None or need.names or not self.confirmed:
+                return need
             chooser.restart()
         with FakeTensorMode(allow_non_fake_inputs=True):
             return self._run_on("cpu", chooser, absent, shapes, literals)
@@ -303,7 +310,7 @@ class ExampleSearch:
         device: str,
         chooser: Chooser,
         absent: frozenset[str],
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        shapes: Shapes,
         literals: dict[str, Any],
     ) -> _NeedsShape | None:
         arguments = dict(self.parameters.fixed)
@@ -325,11 +332,11 @@ class ExampleSearch:
         except ConstMisuse as error:
             raise RuleError(self.name, str(error)) from None
         except Exception as error:
-            # What is called may hang on which operands are there, and on nothing else that is tried.
-            self.incurable = isinstance(error, TypeError) and bool(_INVALID_CALL.search(str(error)))
-            if not isinstance(error, self.silent) or (self.incurable and not self.parameters.optional):
+            # Which operands are absent may change what is called; nothing else that is tried does.
+            self.unfixable = isinstance(error, TypeError) and bool(_INVALID_CALL.search(str(error)))
+            if not isinstance(error, self.rejections) or (self.unfixable and not self.parameters.optional):
                 raise RuleError(self.name, f"its pattern cannot be traced: {_reason(error)}") from error
-            # The try that came furthest has the error to report.
+            # The error reported is that of the run that got furthest.
             reached = (_offset(error), device != "meta", counting.calls)
             if reached > self.reached:
                 self.failure, self.reached = error, reached
@@ -339,18 +346,16 @@ class ExampleSearch:
         return _NeedsShape("", [])
 
 
-def _shapes_for(
-    need: _NeedsShape, settled: dict[str, tuple[tuple[int, ...], torch.dtype]], size: int
-) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Ways to settle some operands: floats of every rank first, then with indices and masks among them."""
+def _shapes_for(need: _NeedsShape, settled: Shapes, size: int) -> Iterator[Shapes]:
+    """Yield assignments of shapes to the operands needed: floats of every rank first, then indices and masks."""
     names, count = need.names, len(need.names)
     dtypes = sorted(itertools.product(range(len(_DTYPES)), repeat=min(count, 2)), key=sum)
     convolves = "conv" in need.operation
     for kinds in dtypes:
-        # Of many operands at once, the last ones are alike: statistics, weights, masks.
+        # Where an operation reads many operands, the last ones are alike: statistics, weights, masks.
         each = [kinds[0], *[0] * (count - 2), kinds[-1]] if count > 1 else list(kinds)
         for ranks in _ranks_for(need.operation, count):
-            shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+            shapes: Shapes = {}
             for i, (name, rank, kind) in enumerate(zip(names, ranks, each, strict=True)):
                 kernel = convolves and i > 0 and rank > 2
                 shape = (size, size, *[1] * (rank - 2)) if kernel else (size,) * rank
@@ -365,23 +370,18 @@ def _ranks_for(operation: str, count: int) -> Iterator[tuple[int, ...]]:
     if count <= 2:
         yield from itertools.product(ranks, repeat=count)
         return
-    seen: set[tuple[int, ...]] = set()
+    rest = count - 2
+    assignments: dict[tuple[int, ...], None] = {}
     for first, second in itertools.product(ranks, repeat=2):
-        rest = count - 2
-        ways = (
-            (first, second, *[1] * rest),
-            (first, *[second] * (rest + 1)),
-            (*[first] * (rest + 1), second),
-            (first, first, *[second] * rest),
-        )
-        for way in ways:
-            if way not in seen:
-                seen.add(way)
-                yield way
+        assignments[(first, second, *[1] * rest)] = None
+        assignments[(first, *[second] * (rest + 1))] = None
+        assignments[(*[first] * (rest + 1), second)] = None
+        assignments[(first, first, *[second] * rest)] = None
+    yield from assignments
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
-    """Every choice of optional operands to leave out, those that leave out least first."""
+    """Yield every choice of optional operands to leave out, those that leave out fewest first."""
     for count in range(len(names) + 1):
         for left_out in itertools.combinations(names, count):
             yield frozenset(left_out)
@@ -392,12 +392,12 @@ def _reason(error: Exception | None) -> str:
         return "it was never run"
     first = (str(error).strip().splitlines() or [""])[0]
     if "DataDependent" in type(error).__name__:
-        first = "it branches on, or takes a size from, values that are known only when it runs"
+        first = "it branches on, or takes a size from, values that are only known at run time"
     line = source_location.of_exception(error)
     return f"{type(error).__name__}: {first}{'' if line is None else f', at {line.inline}'}"
 
 
 def _offset(error: Exception) -> int:
-    """How far into the pattern an error was raised, as an offset in its bytecode; -1 before its first instruction."""
+    """Return the bytecode offset in the pattern where an error was raised; -1 before its first instruction."""
     below = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return -1 if below is None else below.tb_lasti

@@ -1,4 +1,4 @@
-"""What an attempt to match has found, and how far it got."""
+"""The state of one attempt to match, the public `Match` and `Value`, and comparisons of literals and metadata."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from dovetail.rules.patterns.alternatives import Site
 from dovetail.rules.patterns.template import Where
 
 Pair = tuple[Any, Any, Where]
-"""A part of the template, the part of the graph it is to be, and the argument of the template that it is."""
+"""A node or literal of the template, its counterpart in the graph, and its place among the template's arguments."""
 
 
 @dataclass
 class MatchState:
-    """Nodes of the graph by nodes of the template; operands by name; captured literals; what was looked through.
+    """A partial match: nodes and operands of the graph by those of the template, and captured literals.
 
-    `skipped` are casts of the template that the graph does without.
+    `taken` are the nodes of the graph in use, `through` the transparent ones among them, `joined` the node matched by each
+    `either`, `sites` the alternative chosen there, `skipped` the casts of the template that the graph does not have.
     """
 
     nodes: dict[Node, Node] = field(default_factory=dict[Node, Node])
@@ -52,7 +53,7 @@ class MatchState:
 
 @dataclass(frozen=True)
 class ChosenAlternative:
-    """On an agenda: this alternative is the one that is tried."""
+    """An agenda entry: try this alternative of an `either`."""
 
     site: Site
     number: int
@@ -60,17 +61,17 @@ class ChosenAlternative:
 
 @dataclass(frozen=True)
 class CastChoice:
-    """On an agenda: this cast of the template is one of the graph's, or is not there."""
+    """An agenda entry: try a cast of the template as present in the graph, or as absent."""
 
     node: Node
-    kept: bool
+    present: bool
 
 
 @dataclass(frozen=True)
 class NearMiss:
-    """How far an attempt got, and what stopped it."""
+    """The furthest failed attempt: the nodes it matched and the reason it failed."""
 
-    found: tuple[Node, ...]
+    matched: tuple[Node, ...]
     reason: str
     at: Node | None
     sites: Mapping[Site, int]
@@ -82,7 +83,7 @@ def same_pairs(left: list[Pair], right: list[Pair]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A value bound to an argument of a pattern: what is known of it, and the node of the graph that makes it."""
+    """A value bound to an argument of a pattern: its metadata and the node of the graph that computes it."""
 
     node: Node
     value: Any = field(repr=False)
@@ -97,17 +98,17 @@ class Value:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype; TypeError if it is no tensor, as for the next three."""
+        """Its dtype; TypeError if it is not a tensor, as for the next three."""
         return self._tensor.dtype
 
     @property
     def shape(self) -> torch.Size:
-        """Its sizes; some may be symbols."""
+        """Its sizes, which may be symbolic."""
         return self._tensor.shape
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of its dimensions."""
         return self._tensor.dim()
 
     @property
@@ -122,12 +123,12 @@ class Value:
 
     @property
     def is_input(self) -> bool:
-        """Whether the graph's caller gives it."""
+        """Whether it is an input of the graph."""
         return self.node.op == "placeholder"
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is a parameter, a buffer or a constant of the model, so that it is known before the graph runs."""
+        """Whether it is a parameter, a buffer or a constant of the model, known before the graph runs."""
         return self.node.op in ("get_attr", "call_module")
 
     @property
@@ -146,12 +147,12 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """One place where a pattern was found.
+    """One occurrence of a pattern in a graph.
 
     `m["x"]` is the `Value` bound to an operand, None for an optional one that is absent, or the literal captured.
-    `nodes` are the operations that would move into the region. `alternatives` tells what was taken at each `either`.
-    `aten` has the operations as canonical ATen in the order of the graph, each with the node it stands for: the
-    graph's own may be functions, methods and modules.
+    `nodes` are the operations that would move into the region, `alternatives` the choice at each `either`. `aten` maps
+    the operations as canonical ATen, in the order of the graph, to the graph's own nodes, which may be functions,
+    methods and modules.
     """
 
     rule: str
@@ -171,18 +172,18 @@ class Match:
         if name in self.literals:
             return self.literals[name]
         known = ", ".join([*self.operands, *self.literals])
-        raise KeyError(f"'{name}' is no argument of the pattern '{self.rule}'; it has {known}")
+        raise KeyError(f"'{name}' is not an argument of the pattern '{self.rule}'; it has {known}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.operands or name in self.literals
 
 
 SameNumber = Callable[[Any, Any], bool]
-"""Whether a number of the pattern's trace is that of the graph."""
+"""Compares a size of the pattern's trace with one of the graph."""
 
 
 def argument_name(where: Where) -> str:
-    """The argument that a place in a node's arguments is, by the operator's own name for it."""
+    """Return the operator's name for the argument at a place."""
     if where is None:
         return ""
     node, path = where
@@ -199,7 +200,7 @@ def describe_argument(where: Where) -> str:
 
 
 def same_literal(a: Any, b: Any) -> bool:
-    """Whether two literals mean the same number or the same setting; 2 and 2.0 do, 1 and True do not."""
+    """Whether two literals are the same number or setting: 2 and 2.0 are, 1 and True are not."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
@@ -215,13 +216,13 @@ def same_literal(a: Any, b: Any) -> bool:
 
 
 def reads_integers(node: Node) -> bool:
-    """Whether an operation has a tensor without a fraction, so that 2 and 2.0 are not the same to it."""
+    """Whether an operation reads an integer or bool tensor, so that 2 and 2.0 differ in the dtype of its result."""
     values = [n.meta.get("val") for n in node.all_input_nodes or (node,)]
     return any(isinstance(v, Tensor) and not (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def describe_mismatch(ours: Node, theirs: Any) -> str:
-    """In words: what stands where the pattern has an operation."""
+    """Describe what the graph has where the pattern has an operation."""
     has = f"'{target_name(theirs)}'" if isinstance(theirs, Node) else repr(theirs)
     if isinstance(theirs, Node) and theirs.op == "placeholder":
         has = "an input"
@@ -229,7 +230,7 @@ def describe_mismatch(ours: Node, theirs: Any) -> str:
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two constants are the same bit for bit, on one device."""
+    """Whether two constants are bitwise equal and on one device."""
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device or a.layout is not b.layout:
         return False
     if a.layout is not torch.strided or a.is_quantized:
@@ -243,7 +244,7 @@ def same_shape(a: Tensor, b: Tensor, same_number: SameNumber) -> bool:
 
 
 def same_metadata(ours: Any, theirs: Any, same_number: SameNumber) -> bool:
-    """Whether what is known of a value is what the pattern would compute; unknown counts as the same."""
+    """Whether a value's metadata is that of the pattern's trace; unknown metadata counts as the same."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         if ours.dtype != theirs.dtype or ours.device != theirs.device:
             return False

@@ -1,4 +1,19 @@
-"""Finding a template in a graph: from its first result backwards, then on to results beside it."""
+"""The matcher: all occurrences of a template whose first result is a given node.
+
+The problem is rooted subgraph isomorphism of labelled DAGs with commutative operations, alternatives and optional casts.
+Fixing the image of one result makes it a backtracking unification (Robinson 1965): an agenda of pairs (template part,
+graph part) is resolved from the root backwards along arguments; a pair either fails, adds the pairs of its arguments, or
+branches (swapped operands of a commutative operation, the alternatives of an `either`, a cast that may be absent). Further
+results are reached forwards, through the readers of what is matched. Operands are bound consistently, and no node is matched
+twice (as in Ullmann 1976). Without branching a match is linear in the template; branching is exponential in the worst case,
+so a search stops after `_MAX_TRIES` branches, and a comparison of targets prunes most of them at once.
+
+A loose matcher ignores sizes and literals; what it finds is proven by a strict one on a template traced on the operands
+that were bound.
+
+References: Ullmann, "An Algorithm for Subgraph Isomorphism", J. ACM 23(1), 1976; Robinson, "A Machine-Oriented Logic
+Based on the Resolution Principle", J. ACM 12(1), 1965.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +65,17 @@ THROUGH_OPTIONS = ("views", "casts")
 
 
 class TransparentOps:
-    """What may lie between the operations of a pattern.
+    """Operations that the graph may have between those of a pattern (`through`).
 
-    Only views that keep the elements in their order count, and they may not change what an operation means: it must
-    make the same elements in the same order. Casts are those between floats.
+    These are views that keep the elements in order, where the operations around them still compute the same elements in
+    the same order, and casts between floating-point dtypes.
     """
 
     def __init__(self, what: Iterable[str]) -> None:
         self.views, self.casts = "views" in what, "casts" in what
 
     def source(self, node: Node) -> Node | None:
-        """The operand of an operation to be looked through, None for any other."""
+        """Return the operand of a transparent operation, None for any other."""
         name = op_name(node.target)
         operand: Any = named_arguments(node).get("self")
         if not isinstance(operand, Node):
@@ -74,14 +89,14 @@ class TransparentOps:
         return operand if is_view or (is_cast and floats) else None
 
     def same_dim(self, where: Where, theirs: Node, ours_dim: int, their_dim: int) -> bool:
-        """Whether two dims are the same counted from the end, in an argument that is a dim."""
+        """Whether an argument is a dim and two values of it are the same counted from the end."""
         if where is None or not self.views or argument_name(where) not in _DIMS:
             return False
         left, right = _first_tensor(where[0]), _first_tensor(theirs)
         return left is not None and right is not None and ours_dim - left.dim() == their_dim - right.dim()
 
     def same_value(self, ours: Node, theirs: Node, same_number: SameNumber) -> bool:
-        """Whether two values are the same but for what was looked through."""
+        """Whether two values agree up to the transparent operations before them."""
         left, right = ours.meta.get("val"), theirs.meta.get("val")
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
             return same_metadata(left, right, same_number) and _same_operands(ours, theirs, same_number)
@@ -96,10 +111,10 @@ class TransparentOps:
 
 
 def _same_elements(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
-    """Whether an operation makes the same elements in the same order of operands that only differ in their shape.
+    """Whether an operation computes the same elements in the same order from operands that differ only in shape.
 
-    Operands of one shape leave no doubt. Elementwise work does so if it spreads nothing but along leading dims; other
-    work if all that it tells apart are trailing dims, the same in both.
+    It does if the operands have the same shapes; if it is elementwise and broadcasts along leading dims alone; and
+    otherwise if the dims that matter to it are trailing ones, of the same sizes in both.
     """
     if _same_operands(ours, theirs, same_number):
         return same_shape(ours.meta["val"], theirs.meta["val"], same_number)
@@ -119,7 +134,7 @@ def _same_elements(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
 
 
 def _same_operands(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
-    """Whether the tensors that two operations read agree in shape, one by one."""
+    """Whether the tensors that two operations read have the same shapes, commutative operands in either order."""
     left, right = _tensor_operands(ours), _tensor_operands(theirs)
     if len(left) != len(right):
         return False
@@ -127,13 +142,13 @@ def _same_operands(ours: Node, theirs: Node, same_number: SameNumber) -> bool:
         return True
     if len(left) != 2 or not is_commutative(ours):
         return False
-    # Swapped, but only where sizes tell which is which.
+    # Swapped, but only where the sizes distinguish the two.
     one, two = (n.meta["val"].numel() for n in left)
     return not same_number(one, two) and _same_shapes(left, right[::-1], same_number)
 
 
 def _significant_dims(node: Node) -> int | None:
-    """How many trailing dims of its first operand an operation tells apart; None if that is not known."""
+    """Return the number of trailing dims of the first operand that matter to an operation, None if unknown."""
     arguments, name = named_arguments(node), op_name(node.target)
     operands = _tensor_operands(node)
     rank = operands[0].meta["val"].dim()
@@ -146,15 +161,15 @@ def _significant_dims(node: Node) -> int | None:
         return len(cast("list[Any]", shape))
     if len(operands) > 1:
         return None
-    given = [arguments[n] for n in _DIMS if n in arguments]
-    dims = [d for g in given for d in (cast("list[Any]", g) if isinstance(g, (list, tuple)) else [g])]
+    values = [arguments[n] for n in _DIMS if n in arguments]
+    dims = [d for v in values for d in (cast("list[Any]", v) if isinstance(v, (list, tuple)) else [v])]
     if not dims or not all(type(d) is int and 0 <= d < rank for d in dims):
         return None
     return rank - min(dims)
 
 
 def _tiles(operand: Node, result: Node) -> bool:
-    """Whether elementwise work reads an operand in order, over and over: it is spread along leading dims alone."""
+    """Whether an operand is broadcast along leading dims alone, so that it is read in order, repeatedly."""
     mine, whole = list(operand.meta["val"].shape), list(result.meta["val"].shape)
     while mine and _same_size(mine[0], 1):
         mine.pop(0)
@@ -164,7 +179,7 @@ def _tiles(operand: Node, result: Node) -> bool:
 
 
 def _same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes of one graph are the same, symbols by what they stand for."""
+    """Whether two sizes of one graph are equal; symbolic ones are compared by expression."""
     left = a.node.expr if isinstance(a, SymInt) else a
     right = b.node.expr if isinstance(b, SymInt) else b
     return bool(left == right)
@@ -187,15 +202,15 @@ def _first_tensor(node: Node) -> Tensor | None:
 
 _MAX_TRIES = 2_000
 
-# Which library may be used; they say nothing of what is computed.
+# Arguments that select a library and do not change what is computed.
 _SETTINGS = frozenset({"cudnn_enable", "cudnn_enabled"})
 
 
 class Matcher:
-    """Looks for one template.
+    """Matches one template.
 
-    A loose one compares operators and wiring, and takes literals as they come: what it finds is only a proposal. A
-    strict one, whose template was traced on the very operands, compares every literal, size and dtype too.
+    A loose matcher compares operators and wiring and accepts any literal. A strict one, whose template was traced on
+    the bound operands themselves, compares every literal, size and dtype too.
     """
 
     def __init__(
@@ -221,124 +236,126 @@ class Matcher:
         self._slots: dict[Node, list[tuple[Path, Any, bool]]] = {}
 
     def find(self, root: Node, operands: Mapping[Node, Node] | None = None) -> Iterator[MatchState]:
-        """Every way in which the template's first result can be this node, some operands perhaps given."""
+        """Yield every match in which the template's first result is `root`, with some operands bound beforehand."""
         self.miss, self._tries, self._furthest = None, 0, -1
         start = MatchState(operands=dict(operands or {}))
         yield from self._solve([(self.template.root, root, None)], start)
 
-    def _solve(self, agenda: list[Pair], found: MatchState) -> Iterator[MatchState]:
-        """Settle what is on the agenda; wherever there is a choice, each way is tried in turn."""
+    def _solve(self, agenda: list[Pair], state: MatchState) -> Iterator[MatchState]:
+        """Resolve the pairs of the agenda; at a branch each way is tried in turn."""
         self._tries += 1
         if self._tries > _MAX_TRIES:
             return
         while agenda:
             ours, theirs, where = agenda.pop()
-            ways = self._settle(ours, theirs, where, found)
-            if ways is None:
+            branches = self._resolve(ours, theirs, where, state)
+            if branches is None:
                 return
-            if len(ways) == 1:
-                agenda.extend(ways[0])
+            if len(branches) == 1:
+                agenda.extend(branches[0])
                 continue
-            for way in ways:
-                yield from self._solve([*agenda, *way], found.copy())
+            for branch in branches:
+                yield from self._solve([*agenda, *branch], state.copy())
             return
-        rest = self._beside(found)
+        rest = self._unmatched(state)
         if rest is None:
-            if self._operands_outside(found):
-                yield found
+            if self._operands_outside(state):
+                yield state
             return
         ours, choices = rest
         if not choices:
-            self._missed(found, f"nothing beside it is the '{target_name(ours)}' that is wanted", None)
+            self._missed(
+                state, f"no other reader of its operands is the pattern's '{target_name(ours)}'", None
+            )
         for theirs in choices:
-            yield from self._solve([(ours, theirs, None)], found.copy())
+            yield from self._solve([(ours, theirs, None)], state.copy())
 
-    def _settle(self, ours: Any, theirs: Any, where: Where, found: MatchState) -> list[list[Pair]] | None:
-        """What follows if a part of the template is a part of the graph: one or more agendas, None if it cannot be."""
+    def _resolve(self, ours: Any, theirs: Any, where: Where, state: MatchState) -> list[list[Pair]] | None:
+        """Return the agendas that follow from pairing a part of the template with one of the graph, None if they differ."""
         if isinstance(ours, ChosenAlternative):
-            found.sites[ours.site] = ours.number
+            state.sites[ours.site] = ours.number
             return [[]]
         if isinstance(ours, CastChoice):
-            if ours.kept:
-                return self._settle_operation(ours.node, theirs, found)
-            found.skipped.add(ours.node)
+            if ours.present:
+                return self._resolve_operation(ours.node, theirs, state)
+            state.skipped.add(ours.node)
             return [[(cast_operand(ours.node), theirs, None)]]
         if not isinstance(ours, Node):
-            return self._settle_literal(ours, theirs, where, found)
+            return self._resolve_literal(ours, theirs, where, state)
         if ours.op == "placeholder":
-            return [[]] if self._bind(ours, theirs, found) else None
+            return [[]] if self._bind(ours, theirs, state) else None
         if ours.op == "get_attr":
-            return [[]] if self._same_constant(ours, theirs, found) else None
+            return [[]] if self._same_constant(ours, theirs, state) else None
         if ours not in self.template.operations:
             if self.strict and not self._same_size(ours, theirs):
-                return self._refuse(found, ours, theirs)
+                return self._refuse(state, ours, theirs)
             return [[]]
         if not isinstance(theirs, Node):
-            return self._refuse(found, ours, theirs)
+            return self._refuse(state, ours, theirs)
         if is_choice(ours):
-            return self._choose(ours, theirs, found)
-        known = found.nodes.get(ours)
+            return self._resolve_either(ours, theirs, state)
+        known = state.nodes.get(ours)
         if known is not None:
-            return [[]] if known is theirs else self._refuse(found, ours, theirs)
+            return [[]] if known is theirs else self._refuse(state, ours, theirs)
         if ours in self.template.skippable:
-            return self._settle_cast(ours, theirs, found)
-        return self._settle_operation(ours, theirs, found)
+            return self._resolve_cast(ours, theirs, state)
+        return self._resolve_operation(ours, theirs, state)
 
-    def _settle_cast(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
-        """Take a cast that is not there in every precision as one of the graph's, or as not there."""
-        if ours not in found.skipped and theirs.target is ours.target and theirs not in found.taken:
-            return [[(CastChoice(ours, kept), theirs, None)] for kept in (True, False)]
-        found.skipped.add(ours)
+    def _resolve_cast(self, ours: Node, theirs: Node, state: MatchState) -> list[list[Pair]] | None:
+        """Resolve a cast that depends on the precision: as present where the graph has a cast, and as absent."""
+        if ours not in state.skipped and theirs.target is ours.target and theirs not in state.taken:
+            return [[(CastChoice(ours, present), theirs, None)] for present in (True, False)]
+        state.skipped.add(ours)
         return [[(cast_operand(ours), theirs, None)]]
 
-    def _settle_operation(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
-        if theirs in found.taken or ours.target is not theirs.target or theirs.op != "call_function":
-            return self._look_through(ours, theirs, found)
+    def _resolve_operation(self, ours: Node, theirs: Node, state: MatchState) -> list[list[Pair]] | None:
+        if theirs in state.taken or ours.target is not theirs.target or theirs.op != "call_function":
+            return self._look_through(ours, theirs, state)
         if self.strict and not self._same_value(ours, theirs):
-            self._missed(found, "its dtype or shape is not what the pattern would compute", theirs)
+            self._missed(state, "its dtype or shape is not what the pattern would compute", theirs)
             return None
-        found.nodes[ours] = theirs
-        found.taken.add(theirs)
-        return self._arguments(ours, theirs, found)
+        state.nodes[ours] = theirs
+        state.taken.add(theirs)
+        return self._arguments(ours, theirs, state)
 
-    def _choose(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
-        known = found.joined.setdefault(ours, theirs)
+    def _resolve_either(self, ours: Node, theirs: Node, state: MatchState) -> list[list[Pair]] | None:
+        known = state.joined.setdefault(ours, theirs)
         if known is not theirs:
-            return self._refuse(found, ours, theirs)
+            return self._refuse(state, ours, theirs)
         site = site_of(ours)
-        taken = found.sites.get(site)
-        ways = [(k, a) for k, a in enumerate(alternatives_of(ours)) if self._may_be(a, theirs, found)]
-        if taken is not None:
-            ways = [way for way in ways if way[0] == taken]
-        if not ways:
-            return self._refuse(found, alternatives_of(ours)[taken or 0], theirs)
-        return [
-            [(alternative, theirs, None), (ChosenAlternative(site, k), None, None)] for k, alternative in ways
+        chosen = state.sites.get(site)
+        possible = [
+            (k, alternative)
+            for k, alternative in enumerate(alternatives_of(ours))
+            if chosen in (None, k) and self._may_match(alternative, theirs)
         ]
+        if not possible:
+            return self._refuse(state, alternatives_of(ours)[chosen or 0], theirs)
+        return [[(a, theirs, None), (ChosenAlternative(site, k), None, None)] for k, a in possible]
 
-    def _arguments(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
+    def _arguments(self, ours: Node, theirs: Node, state: MatchState) -> list[list[Pair]] | None:
         pairs: list[Pair] = []
-        if not self._pairs(ours, theirs.args, theirs.kwargs, found, pairs):
-            self._missed(found, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
+        if not self._pairs(ours, theirs.args, theirs.kwargs, state, pairs):
+            self._missed(state, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
             return None
-        possible = [pairs[::-1]] if self._fit(pairs, found) else []
-        if ours in self.template.commuting and is_commutative(theirs):
+        possible = [pairs[::-1]] if self._fit(pairs, state) else []
+        if ours in self.template.commutative and is_commutative(theirs):
             swapped: list[Pair] = []
             args = (theirs.args[1], theirs.args[0], *theirs.args[2:])
-            fits = self._pairs(ours, args, theirs.kwargs, found, swapped)
-            if fits and not same_pairs(swapped, pairs) and self._fit(swapped, found):
+            fits = self._pairs(ours, args, theirs.kwargs, state, swapped)
+            if fits and not same_pairs(swapped, pairs) and self._fit(swapped, state):
                 possible.append(swapped[::-1])
         return possible or None
 
-    def _fit(self, pairs: list[Pair], found: MatchState) -> bool:
-        """Whether arguments side by side could be the same, at first sight; if not, that is a miss."""
-        unfit = next((p for p in pairs if not self._may_be(p[0], p[1], found)), None)
+    def _fit(self, pairs: list[Pair], state: MatchState) -> bool:
+        """Whether all pairs of arguments may match; a pair that cannot is recorded as a miss."""
+        unfit = next((p for p in pairs if not self._may_match(p[0], p[1])), None)
         if unfit is not None:
-            self._refuse(found, unfit[0], unfit[1])
+            self._refuse(state, unfit[0], unfit[1])
         return unfit is None
 
-    def _may_be(self, ours: Any, theirs: Any, found: MatchState) -> bool:
-        """Whether a part of the template could be a part of the graph, at first sight."""
+    def _may_match(self, ours: Any, theirs: Any) -> bool:
+        """Whether two parts may match, by their targets alone."""
         if not isinstance(ours, Node) or ours.op != "call_function":
             return True
         if ours not in self.template.operations or self.through is not None:
@@ -346,8 +363,8 @@ class Matcher:
         if not isinstance(theirs, Node):
             return False
         if is_choice(ours):
-            return any(self._may_be(a, theirs, found) for a in alternatives_of(ours))
-        if ours in self.template.skippable and self._may_be(cast_operand(ours), theirs, found):
+            return any(self._may_match(a, theirs) for a in alternatives_of(ours))
+        if ours in self.template.skippable and self._may_match(cast_operand(ours), theirs):
             return True
         return ours.target is theirs.target
 
@@ -356,10 +373,10 @@ class Matcher:
         ours: Node,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        found: MatchState,
+        state: MatchState,
         pairs: list[Pair],
     ) -> bool:
-        """Put the arguments of a template's node and those of a graph's side by side."""
+        """Append the pairs of arguments of two nodes to `pairs`; False if their structures differ."""
         if len(ours.args) != len(args) or len(ours.kwargs) != len(kwargs):
             return False
         for path, value, deep in self._slots_of(ours):
@@ -371,14 +388,14 @@ class Matcher:
             else:
                 return False
             if deep:
-                if not self._pair(value, other, path, ours, found, pairs):
+                if not self._pair(value, other, path, ours, state, pairs):
                     return False
             elif self.strict or isinstance(other, Node) or isinstance(value, Node):
                 pairs.append((value, other, (ours, path)))
         return True
 
     def _slots_of(self, node: Node) -> list[tuple[Path, Any, bool]]:
-        """The arguments of a template's node: the way to each, its value, and whether there is more inside."""
+        """Return the arguments of a template's node: path, value, and whether to descend into it."""
         known = self._slots.get(node)
         if known is None:
             known = self._slots[node] = []
@@ -394,12 +411,12 @@ class Matcher:
         return known
 
     def _pair(
-        self, ours: Any, theirs: Any, path: Path, node: Node, found: MatchState, pairs: list[Pair]
+        self, ours: Any, theirs: Any, path: Path, node: Node, state: MatchState, pairs: list[Pair]
     ) -> bool:
-        """Put what two arguments have in the same places side by side."""
+        """Append the pairs of parts of two arguments to `pairs`; False if their structures differ."""
         name = self.literal_at.get((node, path))
         if name is not None:
-            return self._capture(name, theirs, found)
+            return self._capture(name, theirs, state)
         if isinstance(ours, Node):
             pairs.append((ours, theirs, (node, path)))
             return True
@@ -408,25 +425,25 @@ class Matcher:
             if len(left) != len(right):
                 return not self.strict and not any(isinstance(v, Node) and is_operation(v) for v in left)
             return all(
-                self._pair(a, b, (*path, i), node, found, pairs)
+                self._pair(a, b, (*path, i), node, state, pairs)
                 for i, (a, b) in enumerate(zip(left, right, strict=True))
             )
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             mine, other = cast("Mapping[str, Any]", ours), cast("Mapping[str, Any]", theirs)
             return mine.keys() == other.keys() and all(
-                self._pair(mine[k], other[k], (*path, k), node, found, pairs) for k in mine
+                self._pair(mine[k], other[k], (*path, k), node, state, pairs) for k in mine
             )
         pairs.append((ours, theirs, (node, path)))
         return True
 
-    def _settle_literal(
-        self, ours: Any, theirs: Any, where: Where, found: MatchState
+    def _resolve_literal(
+        self, ours: Any, theirs: Any, where: Where, state: MatchState
     ) -> list[list[Pair]] | None:
         if isinstance(theirs, Node) and has_tensors(theirs.meta.get("val")):
-            self._missed(found, f"the pattern has {ours!r} where the graph has a tensor", theirs)
+            self._missed(state, f"the pattern has {ours!r} where the graph has a tensor", theirs)
             return None
         if ours is None and theirs is not None and not self.strict:
-            # An operand that is not there is part of the form; any other literal is not.
+            # Whether an operand is absent is part of the form; the value of any other literal is not.
             return None if isinstance(theirs, Node) else [[]]
         if not self.strict:
             return [[]]
@@ -435,84 +452,84 @@ class Matcher:
         if (
             argument_name(where) in _SETTINGS
             or self._same_literal(ours, theirs, where)
-            or self._same_dim(ours, theirs, where, found)
+            or self._same_dim(ours, theirs, where, state)
         ):
             return [[]]
-        at = found.nodes.get(where[0]) if where is not None else None
-        self._missed(found, f"{describe_argument(where)} {theirs!r} where the pattern has {ours!r}", at)
+        at = state.nodes.get(where[0]) if where is not None else None
+        self._missed(state, f"{describe_argument(where)} {theirs!r} where the pattern has {ours!r}", at)
         return None
 
-    def _bind(self, ours: Node, theirs: Any, found: MatchState) -> bool:
+    def _bind(self, ours: Node, theirs: Any, state: MatchState) -> bool:
         if not isinstance(theirs, Node):
             self._missed(
-                found, f"the pattern's operand '{self.argument[ours]}' is the literal {theirs!r}", None
+                state, f"the pattern's operand '{self.argument[ours]}' is the literal {theirs!r}", None
             )
             return False
-        known = found.operands.setdefault(ours, theirs)
+        known = state.operands.setdefault(ours, theirs)
         if known is not theirs:
             self._missed(
-                found, f"the pattern's operand '{self.argument[ours]}' is '{known.name}' elsewhere", theirs
+                state, f"the pattern's operand '{self.argument[ours]}' is '{known.name}' elsewhere", theirs
             )
         return known is theirs
 
-    def _capture(self, name: str, theirs: Any, found: MatchState) -> bool:
+    def _capture(self, name: str, theirs: Any, state: MatchState) -> bool:
         if isinstance(theirs, Node):
-            self._missed(found, f"the literal '{name}' is computed in the graph", theirs)
+            self._missed(state, f"the literal '{name}' is computed in the graph", theirs)
             return False
         value = list(cast("list[Any]", theirs)) if isinstance(theirs, (list, tuple)) else theirs
-        if name not in found.literals:
-            found.literals[name] = value
+        if name not in state.literals:
+            state.literals[name] = value
             return True
-        return same_literal(found.literals[name], value)
+        return same_literal(state.literals[name], value)
 
-    def _same_constant(self, ours: Node, theirs: Any, found: MatchState) -> bool:
-        wanted = attribute(self.template.program, str(ours.target))
-        has = self.constant(theirs) if isinstance(theirs, Node) else None
-        same = wanted is not None and has is not None and same_tensor(wanted, has)
+    def _same_constant(self, ours: Node, theirs: Any, state: MatchState) -> bool:
+        expected = attribute(self.template.program, str(ours.target))
+        actual = self.constant(theirs) if isinstance(theirs, Node) else None
+        same = expected is not None and actual is not None and same_tensor(expected, actual)
         if not same:
             self._missed(
-                found, "a constant is not the pattern's", theirs if isinstance(theirs, Node) else None
+                state, "a constant is not the pattern's", theirs if isinstance(theirs, Node) else None
             )
         return same
 
-    def _look_through(self, ours: Node, theirs: Node, found: MatchState) -> list[list[Pair]] | None:
+    def _look_through(self, ours: Node, theirs: Node, state: MatchState) -> list[list[Pair]] | None:
         source = self.through.source(theirs) if self.through is not None else None
-        if source is None or theirs in found.taken:
-            return self._refuse(found, ours, theirs)
-        found.through.append(theirs)
-        found.taken.add(theirs)
+        if source is None or theirs in state.taken:
+            return self._refuse(state, ours, theirs)
+        state.through.append(theirs)
+        state.taken.add(theirs)
         return [[(ours, source, None)]]
 
-    def _beside(self, found: MatchState) -> tuple[Node, list[Node]] | None:
-        """An operation not yet found that reads something found, and the nodes of the graph it may be."""
-        there = found.nodes.keys() | found.skipped
-        missing = [n for n in self.template.calls(found.sites) if n not in there]
+    def _unmatched(self, state: MatchState) -> tuple[Node, list[Node]] | None:
+        """Return an unmatched operation that reads a matched value, and the nodes it may match; None if all match."""
+        matched = state.nodes.keys() | state.skipped
+        missing = [n for n in self.template.calls(state.sites) if n not in matched]
         if not missing:
             return None
         for ours in missing:
             for used in ours.all_input_nodes:
-                source = found.nodes.get(used) or found.operands.get(used)
+                source = state.nodes.get(used) or state.operands.get(used)
                 if source is not None:
-                    users = [u for u in source.users if u.target is ours.target and u not in found.taken]
+                    users = [u for u in source.users if u.target is ours.target and u not in state.taken]
                     return ours, sorted(users, key=self.order)
         return missing[0], []
 
-    def _operands_outside(self, found: MatchState) -> bool:
-        for ours, theirs in found.operands.items():
-            if theirs in found.taken:
+    def _operands_outside(self, state: MatchState) -> bool:
+        for ours, theirs in state.operands.items():
+            if theirs in state.taken:
                 self._missed(
-                    found,
+                    state,
                     f"the pattern's operand '{self.argument[ours]}' is computed inside the match",
                     theirs,
                 )
                 return False
         return True
 
-    def _same_dim(self, ours: Any, theirs: Any, where: Where, found: MatchState) -> bool:
-        """Whether two dims are the same counted from the end, where views were looked through."""
+    def _same_dim(self, ours: Any, theirs: Any, where: Where, state: MatchState) -> bool:
+        """Whether two dims are the same counted from the end, where views are transparent."""
         if self.through is None or where is None or type(ours) is not int or type(theirs) is not int:
             return False
-        node = found.nodes.get(where[0])
+        node = state.nodes.get(where[0])
         return node is not None and self.through.same_dim(where, node, ours, theirs)
 
     def _same_value(self, ours: Node, theirs: Node) -> bool:
@@ -531,20 +548,20 @@ class Matcher:
             return False
         return type(ours) is type(theirs) or where is None or not reads_integers(where[0])
 
-    def _refuse(self, found: MatchState, ours: Node, theirs: Any) -> None:
-        if len(found.nodes) <= self._furthest:
+    def _refuse(self, state: MatchState, ours: Node, theirs: Any) -> None:
+        if len(state.nodes) <= self._furthest:
             return
         if is_choice(ours):
             ours = alternatives_of(ours)[0]
         if ours.op == "placeholder":
-            self._missed(found, f"the pattern has its operand '{self.argument[ours]}' there", theirs)
+            self._missed(state, f"the pattern has its operand '{self.argument[ours]}' there", theirs)
             return
         reason = describe_mismatch(ours, theirs)
-        if isinstance(theirs, Node) and theirs in found.taken:
-            reason = f"'{theirs.name}' would stand for two operations of the pattern"
-        self._missed(found, reason, theirs if isinstance(theirs, Node) else None)
+        if isinstance(theirs, Node) and theirs in state.taken:
+            reason = f"'{theirs.name}' would match two operations of the pattern"
+        self._missed(state, reason, theirs if isinstance(theirs, Node) else None)
 
-    def _missed(self, found: MatchState, reason: str, at: Node | None) -> None:
-        if len(found.nodes) > self._furthest:
-            self._furthest = len(found.nodes)
-            self.miss = NearMiss(tuple(found.nodes.values()), reason, at, dict(found.sites))
+    def _missed(self, state: MatchState, reason: str, at: Node | None) -> None:
+        if len(state.nodes) > self._furthest:
+            self._furthest = len(state.nodes)
+            self.miss = NearMiss(tuple(state.nodes.values()), reason, at, dict(state.sites))

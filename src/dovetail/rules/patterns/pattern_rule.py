@@ -1,4 +1,4 @@
-"""Pattern rules: a plain Python function is the pattern."""
+"""Pattern rules: a Python function is the pattern."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import InvalidArgument, RuleError, did_you_mean
-from dovetail.outlining.escapes import POLICIES
 from dovetail.outlining.region import make_identity
 from dovetail.rules.patterns.example_shapes import parameters_of
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.matcher import THROUGH_OPTIONS
 from dovetail.rules.patterns.pattern_search import PatternSearch
 from dovetail.rules.patterns.variants import Variants
-from dovetail.rules.rule import Decline, Proposal, Rule, RuleContext
+from dovetail.rules.rule import Decline, Proposal, Rule, RuleContext, require_int, require_policy
 
 Guard = Callable[[Match], Decline | None]
 
 
 class PatternRule(Rule):
-    """Proposes every place where a function's operations stand in a graph, however they were spelled.
+    """Proposes every occurrence of a function's operations in a graph, in whatever form these are called.
 
-    Called, it runs the function. `guard` adds a condition on the values bound.
+    Calling the rule runs the function. `guard` adds a condition on the values bound.
     """
 
     def __init__(
@@ -50,27 +49,17 @@ class PatternRule(Rule):
         make_identity(kind, version, attrs if isinstance(attrs, Mapping) else None)
         if attrs is not None and not isinstance(attrs, Mapping) and not callable(attrs):
             raise RuleError(self.name, f"attrs {attrs!r} is neither a mapping nor a function of the match")
-        if not isinstance(priority, int) or isinstance(priority, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuleError(self.name, f"priority {priority!r} is not an int")
-        if escapes not in POLICIES:
-            raise RuleError(self.name, f"escapes {escapes!r} is none of {', '.join(POLICIES)}")
-        self.kind, self.priority, self.version, self.escapes, self.attrs = (
-            kind,
-            priority,
-            version,
-            escapes,
-            attrs,
-        )
-        given = [through] if isinstance(through, str) else through
-        if not isinstance(given, (list, tuple, set, frozenset)) or not all(
-            way in THROUGH_OPTIONS for way in given
-        ):
+        require_int(self.name, "priority", priority)
+        require_policy(self.name, escapes)
+        self.kind, self.priority, self.version = kind, priority, version
+        self.escapes, self.attrs = escapes, attrs
+        options = [through] if isinstance(through, str) else through
+        is_collection = isinstance(options, (list, tuple, set, frozenset))
+        if not is_collection or not all(option in THROUGH_OPTIONS for option in options):
             raise RuleError(self.name, f"through {through!r} has more than {', '.join(THROUGH_OPTIONS)}")
-        self.through = frozenset(given)
+        self.through = frozenset(options)
         if examples is not None and not _are_examples(examples):
-            raise RuleError(
-                self.name, "its examples are to be a list with the operands of a call each: [(x, y)]"
-            )
+            raise RuleError(self.name, "its examples must be a list of the operands of a call each: [(x, y)]")
         self.guards: tuple[Guard, ...] = ()
         self.parameters = parameters_of(function, self.name)
         self.variants = Variants(function, self.name, self.parameters, examples)
@@ -88,14 +77,14 @@ class PatternRule(Rule):
         return f"rule({self.name})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # What was traced is traced again. A decorated function has its rule where its own name leads.
+        # Templates are traced again. The name of a decorated function resolves to its rule.
         if _resolve_qualname(self.function) is self:
             return cast("Any", self.function).__qualname__
         options = {name: getattr(self, name) for name in _OPTIONS}
         return _rebuild_rule, (self.function, options, self._examples, self.guards)
 
     def guard(self, function: Guard) -> Guard:
-        """Add a condition, as a decorator: it gets the `Match` and returns None, or a `Decline` with the reason."""
+        """Add a condition, as a decorator: it takes the `Match` and returns None, or a `Decline` with the reason."""
         if not callable(function):
             raise RuleError(self.name, f"a guard is a function, not a {type(function).__name__}")
         self.guards = (*self.guards, function)
@@ -105,14 +94,14 @@ class PatternRule(Rule):
         return PatternSearch(self, context).run()
 
     def matches(self, context: RuleContext) -> list[Match]:
-        """Every place where the pattern stands and all guards accept; places may overlap."""
+        """Return every match that all guards accept; matches may overlap."""
         search = PatternSearch(self, context)
         for _ in search.run():
             pass
         return search.matches
 
-    def judge(self, match: Match) -> Decline | None:
-        """The first guard's refusal, None if all accept."""
+    def check_guards(self, match: Match) -> Decline | None:
+        """Return the refusal of the first guard that declines, None if all accept."""
         for guard in self.guards:
             label = getattr(guard, "__name__", "guard")
             try:
@@ -131,9 +120,9 @@ class PatternRule(Rule):
         return None
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline:
-        """The attributes of a match's region: the literals captured, and what `attrs` adds.
+        """Return the attributes of a match's region: the captured literals, and those that `attrs` adds.
 
-        A literal that has no form there, an infinity say, is a reason to decline.
+        A literal that attributes cannot hold, such as an infinity, is a reason to decline.
         """
         for name, value in match.literals.items():
             try:
@@ -148,7 +137,7 @@ class PatternRule(Rule):
         return attrs
 
     def results(self, match: Match) -> Sequence[Node | None]:
-        """The nodes of the results that a kernel for the kind returns, in its order; None for one not computed."""
+        """Return the nodes of the results that a kernel of the kind returns, in its order; None for one not computed."""
         return match.outputs
 
     def _added(self, match: Match) -> Mapping[str, Any]:
@@ -175,19 +164,19 @@ def _are_examples(examples: Any) -> bool:
 
 
 def _resolve_qualname(function: Any) -> Any:
-    """What is found in a function's module under its name."""
-    found: Any = sys.modules.get(getattr(function, "__module__", ""))
+    """Return what a function's qualified name resolves to in its module."""
+    value: Any = sys.modules.get(getattr(function, "__module__", ""))
     for atom in getattr(function, "__qualname__", "").split("."):
-        found = getattr(found, atom, None)
-    return found
+        value = getattr(value, atom, None)
+    return value
 
 
 def _rebuild_rule(
     function: Callable[..., Any], options: dict[str, Any], examples: Any, guards: tuple[Guard, ...]
 ) -> PatternRule:
-    made = PatternRule(function, **options, examples=examples, checked=False)
-    made.guards = guards
-    return made
+    rule = PatternRule(function, **options, examples=examples, checked=False)
+    rule.guards = guards
+    return rule
 
 
 @overload
@@ -210,14 +199,14 @@ def rule(
 
 
 def rule(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Make a rule of a function: its operations, wherever they stand in a graph, belong together.
+    """Make a rule of a function: every occurrence of its operations in a graph is proposed as a region.
 
-    Arguments without a default are operands and stay outside; one with the default None may be absent; one with
-    the default `Const()` is a literal, captured into the region's `attrs`; any other default is compared as it is.
-    `escapes` is for inner values that are also used outside. `through` ("views", "casts") lets the graph have
-    such operations between those of the pattern. `attrs` adds attributes, or computes them from the `Match`.
-    `examples` shows operands on which the pattern runs, where none can be found by trying. The pattern is traced and
-    checked at once; with `checked=False` only when it is first used.
+    Arguments without a default are operands and stay outside; one with the default None may be absent; one with the
+    default `Const()` is a literal, captured into the region's `attrs`; any other default must be equal. `escapes` is
+    the policy for inner values that are also used outside. `through` ("views", "casts") lets the graph have such
+    operations between those of the pattern. `attrs` adds attributes, or computes them from the `Match`. `examples` are
+    operands on which the pattern runs, needed where none can be found by trying. The pattern is traced and checked at
+    once; with `checked=False` only when it is first used.
     """
     if isinstance(function, str):
         raise InvalidArgument(f"write @rule(kind={function!r}): the kind is a keyword.")
@@ -230,8 +219,4 @@ def rule(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         )
     if function is not None:
         return PatternRule(function, **options)
-
-    def decorate(inner: Callable[..., Any]) -> PatternRule:
-        return PatternRule(inner, **options)
-
-    return cast("Any", decorate)
+    return functools.partial(PatternRule, **options)

@@ -1,4 +1,4 @@
-"""One pattern looked for in one context: loose finds, each proven on its own operands before it is proposed."""
+"""Search for one pattern in one graph: loose matches, each verified on its own operands before it is proposed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_SPAN = 256
 
 
 class Pattern(Protocol):
-    """What a search needs to know of a rule whose pattern it looks for."""
+    """The part of a pattern rule that the search uses."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class Pattern(Protocol):
     parameters: Parameters
     variants: Variants
 
-    def judge(self, match: Match) -> Decline | None: ...
+    def check_guards(self, match: Match) -> Decline | None: ...
 
     def attributes(self, match: Match) -> dict[str, Any] | Decline: ...
 
@@ -46,26 +46,26 @@ class Pattern(Protocol):
 
 
 class PatternSearch:
-    """Looks for every form of one rule's pattern in one context."""
+    """The occurrences of every form of one rule's pattern in one graph."""
 
     def __init__(self, rule: Pattern, context: RuleContext) -> None:
         self.rule, self.context = rule, context
-        self.shadow: NormalizedGraph = context.analysis(normalized_graph_of)
-        self.seen: set[tuple[int, ...]] = set()
+        self.graph: NormalizedGraph = context.analysis(normalized_graph_of)
+        self.proposed: set[tuple[int, ...]] = set()
         self.misses: dict[Node, Refusal] = {}
-        self.hit: set[int] = set()
+        self.covered: set[int] = set()
         self.matches: list[Match] = []
-        self.firm: dict[tuple[int, ...], Refusal] = {}
-        # Other forms, and other ways through one, may come to what was tried already.
-        self.claims: set[Any] = set()
+        self.refused_matches: dict[tuple[int, ...], Refusal] = {}
+        # Other forms, and other matches of one form, may repeat an attempt.
+        self.attempts: set[Any] = set()
 
     def run(self) -> Iterator[Proposal]:
-        """Candidates, guards' refusals, and near-misses where nothing was found."""
-        if self.shadow.why_none:
-            yield Refusal(self.rule.name, (), self.shadow.why_none)
+        """Yield candidates, refusals of guards, and near-misses where nothing matched."""
+        if self.graph.failure:
+            yield Refusal(self.rule.name, (), self.graph.failure)
             return
-        dtypes = self.shadow.dtypes
-        for dialect in self.shadow.dialects:
+        dtypes = self.graph.dtypes
+        for dialect in self.graph.dialects:
             for template in self.rule.variants.loose(dialect, dtypes):
                 if self._possible(template):
                     yield from self._look_for(template, dialect)
@@ -73,44 +73,44 @@ class PatternSearch:
 
     def _possible(self, template: Template) -> bool:
         """Whether the graph has enough of the operators for at least a near-miss."""
-        have = self.shadow.by_target
-        there = sum(min(len(have.get(target, ())), count) for target, count in template.needed.items())
-        return there >= _NEAR_MISS_RATIO * template.needed.total()
+        calls = self.graph.by_target
+        present = sum(min(len(calls.get(target, ())), count) for target, count in template.required.items())
+        return present >= _NEAR_MISS_RATIO * template.required.total()
 
     def _look_for(self, template: Template, dialect: str) -> Iterator[Proposal]:
         through = TransparentOps(self.rule.through) if self.rule.through else None
         matcher = self._matcher(template, strict=False, through=through)
-        roots = [n for target in template.root_targets for n in self.shadow.by_target.get(target, ())]
+        roots = [n for target in template.root_targets for n in self.graph.by_target.get(target, ())]
         for root in roots:
-            done = False
-            waiting: tuple[Candidate, Match] | None = None
-            for found in matcher.find(root):
-                done = True
-                proposal = self._proven(template, root, found, dialect, through)
+            matched = False
+            nonconvex: tuple[Candidate, Match] | None = None
+            for state in matcher.find(root):
+                matched = True
+                proposal = self._verify(template, root, state, dialect, through)
                 if isinstance(proposal, Candidate):
-                    if self._has_gaps(proposal.members):
-                        # With the operands the other way round nothing may lie between.
+                    if not self._is_convex(proposal.members):
+                        # Another match, with operands swapped, may be convex.
                         match = self.matches.pop()
-                        waiting = waiting or (proposal, match)
+                        nonconvex = nonconvex or (proposal, match)
                         continue
-                    waiting = None
+                    nonconvex = None
                     yield proposal
                     break
-                if isinstance(proposal, Refusal) and proposal.members not in self.firm:
-                    self._note(root, proposal)
-            if waiting is not None:
-                self.matches.append(waiting[1])
-                yield waiting[0]
-            if not done and matcher.miss is not None:
-                self._note_miss(template, root, matcher.miss)
+                if isinstance(proposal, Refusal) and proposal.members not in self.refused_matches:
+                    self._record_miss(root, proposal)
+            if nonconvex is not None:
+                self.matches.append(nonconvex[1])
+                yield nonconvex[0]
+            if not matched and matcher.miss is not None:
+                self._record_near_miss(template, root, matcher.miss)
 
-    def _has_gaps(self, members: tuple[int, ...]) -> bool:
-        """Whether something lies between operations; not asked where they are listed far apart."""
-        return max(members) - min(members) <= _MAX_SPAN and bool(self.context.index.between(members))
+    def _is_convex(self, members: tuple[int, ...]) -> bool:
+        """Whether no operation is between members; assumed where these are far apart in the graph."""
+        return max(members) - min(members) > _MAX_SPAN or not self.context.index.between(members)
 
     def _matcher(self, template: Template, *, strict: bool, through: TransparentOps | None) -> Matcher:
-        stage = template.stage
-        same_number = stage.same_number if stage is not None else operator.eq
+        fake_env = template.fake_env
+        same_number = fake_env.same_number if fake_env is not None else operator.eq
         return Matcher(
             template,
             strict=strict,
@@ -121,92 +121,87 @@ class PatternSearch:
         )
 
     def _constant(self, node: Node) -> Tensor | None:
-        """The tensor that a node names, if nothing changes it: no parameter, no saved buffer, never written."""
-        origin = self.shadow.origins.get(node, ())
+        """Return the tensor of a node, if it is a constant: not a parameter, not a persistent buffer, never written."""
+        origin = self.graph.origins.get(node, ())
         real = self.context.nodes[origin[0]] if len(origin) == 1 else node
         if real.op != "get_attr" or self.context.index.dependencies.written.intersection(origin):
             return None
         value = attribute(self.context.gm, cast("str", real.target))
-        plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        return (
-            value if plain and not _is_persistent_buffer(self.context.gm, cast("str", real.target)) else None
-        )
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            return None
+        return None if _is_persistent_buffer(self.context.gm, cast("str", real.target)) else value
 
-    def _proven(
-        self, template: Template, root: Node, found: MatchState, dialect: str, through: TransparentOps | None
+    def _verify(
+        self, template: Template, root: Node, state: MatchState, dialect: str, through: TransparentOps | None
     ) -> Proposal | None:
-        """The candidate for what was found, if the pattern traced on these very operands is what stands there."""
+        """Return a candidate for a loose match, if the pattern traced on its operands matches strictly."""
         values: dict[str, tuple[Any, Any]] = {}
         for name, node in template.operands.items():
-            bound = found.operands.get(node)
+            bound = state.operands.get(node)
             if bound is None:
-                # Only an alternative that was not taken needs it.
+                # Only an alternative that was not chosen reads it.
                 values[name] = (node, template.example_value(name))
                 continue
             values[name] = (bound, bound.meta.get("val"))
             if values[name][1] is None:
-                return self._refusal(
-                    found, template, f"nothing is known of the value of '{bound.name}'", bound
-                )
+                return self._refusal(state, template, f"the value of '{bound.name}' is unknown", bound)
         refusal: Refusal | None = None
-        for example in (template.example, *template.alike):
-            claim = (dialect, _attempt_key(root, template, example, found))
-            if claim in self.claims:
+        for example in (template.example, *template.same_form):
+            attempt = (dialect, _attempt_key(root, template, example, state))
+            if attempt in self.attempts:
                 continue
-            self.claims.add(claim)
-            exact = self.rule.variants.exact(example, dialect, values, found)
-            shown = found
-            if isinstance(exact, str) and (single := _scalar_literals(found)) is not None:
-                # A literal that fills a list may have been given for each item.
-                again = self.rule.variants.exact(example, dialect, values, single)
-                shown, exact = (found, exact) if isinstance(again, str) else (single, again)
+            self.attempts.add(attempt)
+            exact = self.rule.variants.exact(example, dialect, values, state)
+            loose = state
+            if isinstance(exact, str) and (scalars := _scalar_literals(state)) is not None:
+                # A number may have been expanded to a list of equal items.
+                retried = self.rule.variants.exact(example, dialect, values, scalars)
+                loose, exact = (state, exact) if isinstance(retried, str) else (scalars, retried)
             if isinstance(exact, str):
-                refusal = refusal or self._refusal(found, template, exact, None)
+                refusal = refusal or self._refusal(state, template, exact, None)
                 continue
             strict = self._matcher(exact, strict=True, through=through)
             operands = {
-                exact.operands[name]: found.operands[node]
+                exact.operands[name]: state.operands[node]
                 for name, node in template.operands.items()
-                if node in found.operands
+                if node in state.operands
             }
             for proof in strict.find(root, operands):
-                return self._candidate(exact, proof, shown)
+                return self._candidate(exact, proof, loose)
             miss = strict.miss
-            reason = miss.reason if miss is not None else "it is another computation"
-            refusal = refusal or self._refusal(found, template, reason, miss.at if miss is not None else None)
+            reason = miss.reason if miss is not None else "it computes something else"
+            refusal = refusal or self._refusal(state, template, reason, miss.at if miss is not None else None)
         return refusal
 
     def _candidate(self, template: Template, proof: MatchState, loose: MatchState) -> Proposal | None:
         inner = [*proof.nodes.values(), *proof.through]
-        members, partly = self.shadow.members(inner)
+        members, partly = self.graph.members(inner)
         members |= self._views_of_operands(proof, members)
         members = self._with_parts(self._with_sizes(self._with_views(members)))
         key = tuple(sorted(members))
         if partly is not None:
-            whole = self.context.nodes[self.shadow.origins[partly][0]].name
+            whole = self.context.nodes[self.graph.origins[partly][0]].name
             return self._refuse(key, f"only a part of '{whole}' matches", key[0])
-        if key in self.seen:
+        if key in self.proposed:
             return None
         if len(template.outputs) > 1 and (between := self.context.index.between(members)):
-            # Results side by side can be paired in many ways; only one that is convex is what is meant.
+            # Independent results can be paired in many ways; only convex matches are meant.
             names = ", ".join(self.context.nodes[i].name for i in sorted(between)[:3])
-            return self._refuse(key, f"{names} would lie between its operations", min(between))
+            return self._refuse(key, f"{names} would be between its operations", min(between))
         written = self._writes_outside(members)
         if written is not None:
             name = self.context.nodes[written].name
             return self._refuse(key, f"'{name}' also writes to memory outside the match", written)
-        unseen = next((i for i in key if i in self.shadow.unseen), None)
-        if unseen is not None:
-            name = self.context.nodes[unseen].name
-            return self._refuse(
-                key, f"the memory of '{name}' is written by what cannot be looked into", unseen
-            )
-        barred = next((i for i in key if i in self.context.barred), None)
-        if barred is not None:
-            return self._refuse(key, self.context.barred[barred], barred)
-        self.seen.add(key)
+        hidden = next((i for i in key if i in self.graph.hidden_writes), None)
+        if hidden is not None:
+            name = self.context.nodes[hidden].name
+            return self._refuse(key, f"the memory of '{name}' may be written by an opaque operation", hidden)
+        excluded = next((i for i in key if i in self.context.barred), None)
+        if excluded is not None:
+            return self._refuse(key, self.context.barred[excluded], excluded)
+        self.proposed.add(key)
         match = self._match(template, proof, loose, key)
-        verdict = self.rule.judge(match)
+        verdict = self.rule.check_guards(match)
         if verdict is not None:
             at = self.context.index.names.get(verdict.place) if verdict.place is not None else None
             return self._refuse(key, verdict.reason, at)
@@ -214,7 +209,7 @@ class PatternSearch:
         attrs = rule.attributes(match)
         if isinstance(attrs, Decline):
             return self._refuse(key, attrs.reason, None)
-        self.hit.update(key)
+        self.covered.update(key)
         self.matches.append(match)
         at = self.context.index.position
         return Candidate(
@@ -230,26 +225,26 @@ class PatternSearch:
         )
 
     def _refuse(self, members: tuple[int, ...], reason: str, at: int | None) -> Refusal:
-        """A refusal of what does match: told whatever else was found there."""
+        """Return a refusal of operations that match, reported even if others there are proposed."""
         count = len(members)
         refusal = Refusal(self.rule.name, members, reason, at, count, count)
-        return self.firm.setdefault(members, refusal)
+        return self.refused_matches.setdefault(members, refusal)
 
     def _writes_outside(self, members: set[int]) -> int | None:
-        """A member that writes to what is no member's: more than the pattern computes."""
-        found, at = self.context.index.dependencies.effects, self.context.index.position
+        """Return a member that writes memory which is not a member's, None without any."""
+        effects, at = self.context.index.dependencies.effects, self.context.index.position
         for i in members:
-            told = found.get(i)
-            if told is None:
+            own = effects.get(i)
+            if own is None:
                 continue
-            if told.state_written:
+            if own.state_written:
                 return i
-            stack = list(told.writes)
+            stack = list(own.writes)
             while stack:
                 j = at[stack.pop()]
                 if j not in members:
                     return i
-                source = found.get(j)
+                source = effects.get(j)
                 if source is not None and source.aliases and not (source.writes or source.assumed_aliases):
                     stack.extend(source.aliases)
         return None
@@ -263,14 +258,14 @@ class PatternSearch:
             if node not in proof.operands:
                 continue
             bound = proof.operands[node]
-            same = [self.context.nodes[i] for i in self.shadow.origins.get(bound, ())] or [bound]
-            # A view that changes nothing is no node of its own in the shadow, but may be what the members read.
+            same = [self.context.nodes[i] for i in self.graph.origins.get(bound, ())] or [bound]
+            # A no-op view has no node in the normalized graph, but may be what the members read.
             real = next((n for n in same if n in read), same[0])
             operands[name] = Value(real, bound.meta.get("val"), self.context.gm, bound)
-        outputs = [self.context.nodes[self.shadow.origins[proof.nodes[o]][-1]] for o in template.outputs]
+        outputs = [self.context.nodes[self.graph.origins[proof.nodes[o]][-1]] for o in template.outputs]
         paths = {self.context.module_path(i) for i in members}
         inner = [*proof.through, *reversed(proof.nodes.values())]
-        inner.sort(key=lambda n: self.shadow.origins[n][0])
+        inner.sort(key=lambda n: self.graph.origins[n][0])
         return Match(
             self.rule.name,
             operands,
@@ -279,27 +274,27 @@ class PatternSearch:
             tuple(outputs),
             paths.pop() if len(paths) == 1 else "",
             dict(template.example.picks),
-            {n: self.context.nodes[self.shadow.origins[n][-1]] for n in inner},
+            {n: self.context.nodes[self.graph.origins[n][-1]] for n in inner},
         )
 
     def _views_of_operands(self, proof: MatchState, members: set[int]) -> set[int]:
-        """Views that change nothing, where members read an operand by several: the operand would have several names."""
+        """Return no-op views of operands that members read in more than one form: the region would read them twice."""
         nodes, at = self.context.nodes, self.context.index.position
         read = {at[n] for i in members for n in nodes[i].all_input_nodes}
-        found: set[int] = set()
+        inner: set[int] = set()
         for bound in set(proof.operands.values()):
-            source, *views = self.shadow.origins.get(bound, (-1,))
+            source, *views = self.graph.origins.get(bound, (-1,))
             stack = [i for i in views if i in read]
             if len(stack) + (source in read) < 2:
                 continue
             while stack:
                 i = stack.pop()
-                found.add(i)
+                inner.add(i)
                 stack.extend(at[n] for n in nodes[i].all_input_nodes if at[n] in views)
-        return found
+        return inner
 
     def _with_parts(self, members: set[int]) -> set[int]:
-        """The members and every part of what they return several values: those move along."""
+        """Return the members with all projections of their tuples, which move into the region too."""
         nodes, at = self.context.nodes, self.context.index.position
         parts = {
             at[u] for i in members if returns_tuple(nodes[i]) for u in nodes[i].users if is_projection(u)
@@ -307,14 +302,14 @@ class PatternSearch:
         return members | parts
 
     def _with_views(self, members: set[int]) -> set[int]:
-        """The members and what lies between them that patterns do not see: views and copies that change nothing."""
-        if self.shadow.root is self.context.gm or max(members) - min(members) > _MAX_SPAN:
+        """Return the members with the no-op views and copies between them, which the normalized graph omits."""
+        if self.graph.root is self.context.gm or max(members) - min(members) > _MAX_SPAN:
             return members
-        unseen = self.context.index.between(members) - self.shadow.places
-        return members | {i for i in unseen if has_tensors(self.context.nodes[i].meta.get("val"))}
+        omitted = self.context.index.between(members) - self.graph.covered
+        return members | {i for i in omitted if has_tensors(self.context.nodes[i].meta.get("val"))}
 
     def _with_sizes(self, members: set[int]) -> set[int]:
-        """The members and the sizes they use that are read from members: outside, they would make a cycle."""
+        """Return the members with the sizes they use that depend on members: outside, these would close a cycle."""
         nodes, at = self.context.nodes, self.context.index.position
         stack = [u for i in members for u in nodes[i].users if not has_tensors(u.meta.get("val"))]
         reached: set[int] = set()
@@ -336,42 +331,32 @@ class PatternSearch:
                 stack.extend(nodes[i].all_input_nodes)
         return members | needed
 
-    def _refusal(self, found: MatchState, template: Template, reason: str, at: Node | None) -> Refusal:
-        members, _ = self.shadow.members(found.nodes.values())
-        wanted = max(len(template.calls(found.sites)), len(found.nodes))
+    def _refusal(self, state: MatchState, template: Template, reason: str, at: Node | None) -> Refusal:
+        return self._miss_refusal(template, NearMiss(tuple(state.nodes.values()), reason, at, state.sites))
+
+    def _miss_refusal(self, template: Template, miss: NearMiss) -> Refusal:
+        members, _ = self.graph.members(miss.matched)
+        count = len(miss.matched)
+        total = max(len(template.calls(miss.sites)), count)
         return Refusal(
-            self.rule.name, tuple(sorted(members)), reason, self._position(at), len(found.nodes), wanted
+            self.rule.name, tuple(sorted(members)), miss.reason, self._position(miss.at), count, total
         )
 
-    def _note_miss(self, template: Template, root: Node, miss: NearMiss) -> None:
-        if len(miss.found) < 2:
-            return
-        wanted = max(len(template.calls(miss.sites)), len(miss.found))
-        if len(miss.found) < wanted * _NEAR_MISS_RATIO:
-            return
-        members, _ = self.shadow.members(miss.found)
-        self._note(
-            root,
-            Refusal(
-                self.rule.name,
-                tuple(sorted(members)),
-                miss.reason,
-                self._position(miss.at),
-                len(miss.found),
-                wanted,
-            ),
-        )
+    def _record_near_miss(self, template: Template, root: Node, miss: NearMiss) -> None:
+        refusal = self._miss_refusal(template, miss)
+        if refusal.matched >= max(2, refusal.wanted * _NEAR_MISS_RATIO):
+            self._record_miss(root, refusal)
 
-    def _note(self, root: Node, refusal: Refusal) -> None:
-        """Keep the attempt at a root that got furthest."""
+    def _record_miss(self, root: Node, refusal: Refusal) -> None:
+        """Record a refusal at a root, if it got further than the one recorded."""
         known = self.misses.get(root)
         if known is None or refusal.matched / max(refusal.wanted, 1) > known.matched / max(known.wanted, 1):
             self.misses[root] = refusal
 
     def _near_misses(self) -> Iterator[Refusal]:
-        """What matched and was refused, then what came near and is not part of a match, the nearest first."""
-        yield from self.firm.values()
-        missed = [r for r in self.misses.values() if not self.hit.intersection(r.members)]
+        """Yield refused matches, then near-misses outside the proposed matches, nearest first."""
+        yield from self.refused_matches.values()
+        missed = [r for r in self.misses.values() if not self.covered.intersection(r.members)]
         missed.sort(key=lambda r: (-r.matched, r.wanted, [self.context.order[i] for i in r.members[:1]]))
         yield from missed[:_MAX_MISSES]
         if len(missed) > _MAX_MISSES:
@@ -383,36 +368,36 @@ class PatternSearch:
             )
 
     def _order(self, node: Node) -> int:
-        origin = self.shadow.origins.get(node)
+        origin = self.graph.origins.get(node)
         return self.context.order[origin[0]] if origin else -1
 
     def _position(self, node: Node | None) -> int | None:
-        origin = self.shadow.origins.get(node) if node is not None else None
+        origin = self.graph.origins.get(node) if node is not None else None
         return origin[-1] if origin else None
 
 
-def _attempt_key(root: Node, template: Template, example: PatternExample, found: MatchState) -> Any:
-    """All that decides whether the pattern stands at a root."""
-    bound = {name: found.operands.get(node) for name, node in template.operands.items()}
-    picks = {**example.picks, **found.sites}
+def _attempt_key(root: Node, template: Template, example: PatternExample, state: MatchState) -> Any:
+    """Return all that decides whether the pattern matches at a root."""
+    bound = {name: state.operands.get(node) for name, node in template.operands.items()}
+    picks = {**example.picks, **state.sites}
     return (
         root,
         example.absent,
         frozenset(picks.items()),
         frozenset((name, node) for name, node in bound.items() if node is not None),
-        frozenset((name, repr(value)) for name, value in found.literals.items()),
+        frozenset((name, repr(value)) for name, value in state.literals.items()),
     )
 
 
-def _scalar_literals(found: MatchState) -> MatchState | None:
-    """What was found, with each list of equal literals as one of them; None if there is no such list."""
-    lists = {n: v for n, v in found.literals.items() if isinstance(v, list) and v}
+def _scalar_literals(state: MatchState) -> MatchState | None:
+    """Return the state with each list of equal literals as one of them; None without such a list."""
+    lists = {n: v for n, v in state.literals.items() if isinstance(v, list) and v}
     equal = {n: v[0] for n, v in lists.items() if all(same_literal(v[0], item) for item in v)}
-    return replace(found, literals={**found.literals, **equal}) if equal else None
+    return replace(state, literals={**state.literals, **equal}) if equal else None
 
 
 def _is_persistent_buffer(root: nn.Module, target: str) -> bool:
-    """Whether a tensor is part of a model's state, which may be loaded anew."""
+    """Whether a tensor is in the state dict, from which it may be reloaded."""
     path, _, name = target.rpartition(".")
     owner: Any = attribute(root, path) if path else root
     return name in owner._buffers and name not in owner._non_persistent_buffers_set

@@ -1,4 +1,4 @@
-"""A pattern, traced: the graph to be found, its operands, and where captured literals stand in it."""
+"""Templates: a pattern traced to a graph, with its operands and the places of captured literals."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from dovetail.rules.patterns.trace import (
 
 Path = tuple[Any, ...]
 Where = tuple[Node, Path] | None
-"""A place among a template's arguments: a node, and the way to it in the node's arguments."""
+"""A place among a template's arguments: a node, and the path into its arguments."""
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
     """One form of a pattern as a canonical graph.
 
-    `operands` are its inputs by argument name; `outputs` the values it returns; `literals` tells for each captured
-    literal the places where it stands: a node and a path into its arguments. `alike` are examples of other alternatives
-    that only differ in literals. `skippable` are casts that are not there in every precision; a `blind` one has none and is the same in any. `stage` has the numbers of the world
-    it was traced in; a template that only shows the form has none.
+    `operands` are its inputs by argument name, `outputs` the values it returns, `literals` the places of each captured
+    literal, `required` how often each operator occurs whatever the alternatives. `same_form` are examples of other
+    alternatives that differ only in literals. `skippable` are casts that only some precisions have; a
+    `dtype_independent` template has none. `fake_env` has the sizes of an exact template; a loose one has None.
     """
 
     program: Program
@@ -47,11 +47,11 @@ class Template:
     operands: Mapping[str, Node]
     outputs: tuple[Node, ...]
     literals: Mapping[str, tuple[tuple[Node, Path], ...]]
-    needed: Counter[Any] = field(repr=False)
-    stage: FakeEnvironment | None = None
-    alike: tuple[PatternExample, ...] = ()
+    required: Counter[Any] = field(repr=False)
+    fake_env: FakeEnvironment | None = None
+    same_form: tuple[PatternExample, ...] = ()
     skippable: frozenset[Node] = frozenset()
-    blind: bool = False
+    dtype_independent: bool = False
 
     @property
     def root(self) -> Node:
@@ -63,40 +63,40 @@ class Template:
         return frozenset(n for n in self.program.graph.nodes if is_operation(n))
 
     @cached_property
-    def commuting(self) -> frozenset[Node]:
+    def commutative(self) -> frozenset[Node]:
         return frozenset(n for n in self.operations if is_commutative(n))
 
     @cached_property
     def root_targets(self) -> tuple[Any, ...]:
-        """The operators that its first result may come from."""
-        found: dict[Any, None] = {}
+        """The operators that may compute its first result."""
+        targets: dict[Any, None] = {}
         stack = [self.root]
         while stack:
             node = stack.pop()
             if is_choice(node):
                 stack.extend(reversed(alternatives_of(node)))
             elif is_operation(node):
-                found[node.target] = None
+                targets[node.target] = None
                 if node in self.skippable:
                     stack.append(cast_operand(node))
-        return tuple(found)
+        return tuple(targets)
 
     def example_value(self, name: str) -> Any:
-        """The operand that the form was traced on."""
+        """Return the operand that the template was traced on."""
         return self.operands[name].meta["val"]
 
     @cached_property
     def size(self) -> int:
-        """How many operations it has, the first of each choice's alternatives counted."""
+        """The number of its operations, counting the first alternative of each choice."""
         return len(self.calls({}))
 
     def calls(self, sites: Mapping[Site, int]) -> list[Node]:
-        """The operations it has if at each site the given alternative is taken, or else the first."""
+        """Return its operations with the alternatives in `sites`, the first one elsewhere."""
         return reachable(self.outputs, lambda node: sites.get(site_of(node), 0))
 
 
 class NotProvable(Exception):
-    """Why a pattern cannot be what stands in a graph, whatever that is."""
+    """The reason why a pattern traced on a graph's operands cannot match."""
 
 
 def make_template(
@@ -107,73 +107,72 @@ def make_template(
     *,
     values: Mapping[str, Any] | None = None,
     dialect: str = CAPTURED,
-    stage: FakeEnvironment | None = None,
+    fake_env: FakeEnvironment | None = None,
     chooser: Chooser | None = None,
 ) -> Template:
-    """Trace one form of a pattern, on operands as the example has them or else on the values of a stage.
+    """Trace one form of a pattern, on operands with the example's shapes or else on `values` of a `fake_env`.
 
-    Without a stage, alternatives are joined.
+    Without a `fake_env`, alternatives are joined.
     """
-    taken = chooser or Chooser(example.picks, joint=stage is None)
-    given = [n for n in parameters.operands if n not in example.absent]
-    settled: list[str] = []
+    chooser = chooser or Chooser(example.picks, joint=fake_env is None)
+    present = [n for n in parameters.operands if n not in example.absent]
+    added_guards: list[str] = []
 
     def run(*operands: Any) -> Any:
         arguments: dict[str, Any] = dict(parameters.fixed)
         arguments.update({k: opaque(v) for k, v in example.literals.items()})
         arguments.update(dict.fromkeys(example.absent))
-        arguments.update(zip(given, operands, strict=True))
-        taken.restart()
-        with choosing(taken):
+        arguments.update(zip(present, operands, strict=True))
+        chooser.restart()
+        with choosing(chooser):
             results = _flat_results(function(**arguments), name)
-        if stage is not None:
-            settled.extend(stage.settled())
+        if fake_env is not None:
+            added_guards.extend(fake_env.added_guards())
         return results
 
-    drawn = _form_on_meta(run, example, given, taken) if values is None and dialect == CAPTURED else None
-    if drawn is not None:
-        program = drawn.program
+    on_meta = (
+        _form_on_meta(run, example, present, chooser) if values is None and dialect == CAPTURED else None
+    )
+    if on_meta is not None:
+        program = on_meta.program
     else:
         operands_at = values if values is not None else _fake_operands(example)
-        program = trace(run, [operands_at[n] for n in given], dialect, quick=values is not None)
-    if settled:
-        raise NotProvable(f"what the pattern computes depends on sizes that are not known: {settled[0]}")
+        program = trace(run, [operands_at[n] for n in present], dialect, quick=values is not None)
+    if added_guards:
+        raise NotProvable(f"what the pattern computes depends on unknown sizes: {added_guards[0]}")
     inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
     outputs = cast("tuple[Any, ...]", program.graph.output_node().args[0])
-    operands = dict(zip(given, inputs, strict=True))
+    operands = dict(zip(present, inputs, strict=True))
     for output in outputs:
         if not isinstance(output, Node) or output.op != "call_function":
-            if stage is not None:
-                raise NotProvable("the alternative taken hands on an argument or a constant as it is")
+            if fake_env is not None:
+                raise NotProvable("the alternative taken returns an argument or a constant as it is")
             raise RuleError(
                 name, "its pattern returns an argument or a constant as it is; return what it computes"
             )
     results = cast("tuple[Node, ...]", outputs)
-    calls = (n for n in program.graph.nodes if taken.mixed and is_float_cast(n))
-    skippable = frozenset(calls)
-    # What every combination of alternatives has: a graph without it need not be searched.
-    needed = Counter(n.target for n in reachable(results, lambda _: None) if n not in skippable)
-    shown = replace(example, picks=taken.settled) if taken.joint else example
+    skippable = frozenset(n for n in program.graph.nodes if chooser.mixed and is_float_cast(n))
+    required = Counter(n.target for n in reachable(results, lambda _: None) if n not in skippable)
     return Template(
         program,
-        shown,
+        replace(example, picks=chooser.chosen) if chooser.joint else example,
         operands,
         results,
         {},
-        needed,
-        stage,
+        required,
+        fake_env,
         skippable=skippable,
-        blind=drawn is not None and drawn.blind,
+        dtype_independent=on_meta is not None and on_meta.dtype_independent,
     )
 
 
 def is_choice(node: Node) -> bool:
-    """Whether a node of a template stands for any of several values."""
+    """Whether a node of a template represents joined alternatives."""
     return node.op == "call_function" and node.target is either_op()
 
 
 def is_float_cast(node: Node) -> bool:
-    """Whether a node of a template does nothing but change the precision of floats."""
+    """Whether a node of a template only changes the precision of floating-point values."""
     if node.target is not torch.ops.aten._to_copy.default:
         return False
     before, after = cast_operand(node).meta.get("val"), node.meta.get("val")
@@ -195,27 +194,27 @@ def site_of(choice: Node) -> Site:
 
 
 def reachable(outputs: tuple[Node, ...], pick: Callable[[Node], int | None]) -> list[Node]:
-    """The operations that outputs need, through the picked alternative of each choice; None: not through choices."""
-    found: dict[Node, None] = {}
-    seen: set[Node] = set()
+    """Return the operations that outputs need, through the alternative that `pick` returns; None: through none."""
+    operations: dict[Node, None] = {}
+    visited: set[Node] = set()
     stack = list(reversed(outputs))
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if is_choice(node):
             picked = pick(node)
             if picked is not None:
                 stack.append(alternatives_of(node)[picked])
         elif is_operation(node):
-            found[node] = None
+            operations[node] = None
             stack.extend(reversed(node.all_input_nodes))
-    return list(found)
+    return list(operations)
 
 
 def is_operation(node: Node) -> bool:
-    """Whether a node of a template computes tensors; what computes sizes is compared by value."""
+    """Whether a node of a template computes tensors; nodes that compute sizes are compared by value."""
     return node.op == "call_function" and has_tensors(node.meta.get("val"))
 
 
@@ -235,7 +234,7 @@ def _flat_results(result: Any, name: str) -> tuple[Any, ...]:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every literal and node in an argument, with the way to it."""
+    """Yield every literal and node in an argument, with the path to it."""
     if isinstance(value, (tuple, list)):
         for i, item in enumerate(cast("list[Any]", value)):
             yield from leaves(item, (*path, i))
@@ -249,7 +248,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def literals_of(node: Node) -> Iterator[tuple[Path, Any]]:
-    """The literals among a node's arguments."""
+    """Yield the literals among a node's arguments, with their paths."""
     for path, value in leaves((node.args, node.kwargs)):
         if not isinstance(value, Node):
             yield path, value
@@ -258,9 +257,9 @@ def literals_of(node: Node) -> Iterator[tuple[Path, Any]]:
 def literal_differences(
     first: Template, second: Template, was: Any, now: Any
 ) -> list[tuple[Node, Path]] | None:
-    """Where a literal stands that was one value in the first trace and is another in the second.
+    """Return the places of a literal that has value `was` in the first trace and `now` in the second.
 
-    None if anything else differs: the pattern does more with it than hand it on.
+    None if anything else differs: the pattern does more with it than pass it on.
     """
     ours, theirs = list(first.program.graph.nodes), list(second.program.graph.nodes)
     if [n.target for n in ours if n.op == "call_function"] != [
@@ -269,15 +268,15 @@ def literal_differences(
         return None
     before = was if isinstance(was, list) else [was]
     after = now if isinstance(now, list) else [now]
-    found: list[tuple[Node, Path]] = []
+    places: list[tuple[Node, Path]] = []
     for a, b in zip(ours, theirs, strict=True):
         left, right = dict(literals_of(a)), dict(literals_of(b))
         for path in left.keys() | right.keys():
             if left.get(path) != right.get(path):
                 if left.get(path) not in before or right.get(path) not in after:
                     return None
-                found.append((a, path))
-    return found
+                places.append((a, path))
+    return places
 
 
 def _argument_at(node: Node, path: Path) -> Any:
@@ -288,9 +287,9 @@ def _argument_at(node: Node, path: Path) -> Any:
 
 
 def merge_list_places(places: list[tuple[Node, Path]], *, only_full: bool) -> list[tuple[Node, Path]]:
-    """Places with those inside a list replaced by the list: what was given for it is captured whole.
+    """Return places with those inside a list replaced by the list, so that the list is captured whole.
 
-    With `only_full`, a list that has something else in it too is not: the literal is one of its items.
+    With `only_full`, only lists of which all items are places: otherwise the literal is one of the items.
     """
     inside: dict[tuple[Node, Path], int] = {}
     for node, path in places:
@@ -303,7 +302,7 @@ def merge_list_places(places: list[tuple[Node, Path]], *, only_full: bool) -> li
 
 
 def literal_places(template: Template, value: float | str) -> list[tuple[Node, Path]]:
-    """Where a literal that occurs nowhere else stands."""
+    """Return the places of a literal that is unlikely to occur otherwise."""
     return [
         (node, path)
         for node in template.program.graph.nodes
@@ -313,7 +312,7 @@ def literal_places(template: Template, value: float | str) -> list[tuple[Node, P
 
 
 def component_count(template: Template) -> int:
-    """How many parts of a pattern share no value, not even an operand."""
+    """Return the number of connected components of a pattern, operands included."""
     position = {node: i for i, node in enumerate(template.program.graph.nodes)}
     sets = UnionFind(len(position))
     calls = [n for n in position if is_operation(n)]
@@ -324,18 +323,18 @@ def component_count(template: Template) -> int:
 
 
 def _form_on_meta(
-    run: Callable[..., Any], example: PatternExample, given: list[str], chooser: Chooser
+    run: Callable[..., Any], example: PatternExample, present: list[str], chooser: Chooser
 ) -> MetaTrace | None:
-    """The form as the meta device shows it; None where only a stage will do, or can tell what is wrong."""
+    """Trace a form on the meta device; None where `trace` has to do it, or to report what is wrong."""
     try:
-        return trace_on_meta(run, list(_meta_operands(example, given)))
+        return trace_on_meta(run, list(_meta_operands(example, present)))
     except DovetailError:
         raise
     except NotRecordable:
         return None
     except Exception:
         if chooser.mixed:
-            raise  # a mixture of precisions that was only a guess
+            raise  # a mixture of precisions that the pattern need not support
         return None
 
 

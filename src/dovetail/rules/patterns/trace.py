@@ -1,4 +1,9 @@
-"""A pattern as a graph: the same operators, in the same form, as a captured or an AOTAutograd graph has."""
+"""Tracing a pattern to a graph with the same operators, in the same form, as a captured or an AOTAutograd graph.
+
+There are three tracers, quickest first. The recorder notes each operator at the pre-dispatch level on tensors of the meta
+device (a few milliseconds), and refuses functions that do more than call operators; `make_fx` traces those on fake tensors,
+and `capture` those that write.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ from dovetail.ir.process_state import preserve_rng_state, suppress_fake_tensor_l
 
 DecompositionTable = Mapping[OpOverload, Callable[..., Any]]
 
-# They turn data into numbers, or constants into tensors.
+# They convert data to numbers, or constants to tensors.
 _UNTRACEABLE = frozenset(
     {
         torch.ops.aten.lift_fresh.default,
@@ -40,7 +45,7 @@ _UNTRACEABLE = frozenset(
     }
 )
 
-# They tell a function what precision it works in.
+# They let a function depend on the precision of its operands.
 _DTYPE_QUERIES: frozenset[Any] = frozenset(
     {
         cast("Any", Tensor.dtype).__get__,
@@ -62,39 +67,39 @@ _CASTS = frozenset({"to", "_to_copy", "type_as", "convert_element_type"})
 
 
 class NotRecordable(Exception):
-    """A function does more than call operators on what it is given; it is to be traced the long way."""
+    """A function does more than call operators on its arguments; it must be traced by `make_fx`."""
 
 
 class _MetaDevice(DeviceContext):
-    """Makes tensors on the meta device by default, and notes when a precision is asked for."""
+    """Creates tensors on the meta device by default, and records whether a precision was queried."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("meta"))
-        self.asked = False
+        self.queried_dtype = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.asked = self.asked or func in _DTYPE_QUERIES
+        self.queried_dtype = self.queried_dtype or func in _DTYPE_QUERIES
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class _ProxyRecorder(ProxyTorchDispatchMode):
-    """Notes every operator before torch takes it apart, as `make_fx(pre_dispatch=True)` does.
+    """Records every operator before torch decomposes it, as `make_fx(pre_dispatch=True)` does.
 
     Only its place among torch's modes is inherited: torch lets no other kind of mode see operators that early.
     """
 
-    def __init__(self, apart: DecompositionTable, *, on_meta: bool) -> None:
+    def __init__(self, decompositions: DecompositionTable, *, on_meta: bool) -> None:
         super().__init__(cast("Any", None), "real", pre_dispatch=True)
-        self.apart, self.on_meta = apart, on_meta
+        self.decompositions, self.on_meta = decompositions, on_meta
         self.graph = Graph()
-        self.made: dict[int, tuple[Node, Any]] = {}
-        self.plain = True
+        self.producers: dict[int, tuple[Node, Any]] = {}
+        self.recordable = True
         self.casts = False
 
     def input(self, name: str, value: Tensor) -> None:
-        self._note(value, self.graph.placeholder(name))
+        self._record(value, self.graph.placeholder(name))
 
     def __torch_dispatch__(
         self,
@@ -107,40 +112,40 @@ class _ProxyRecorder(ProxyTorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **named)
         if not isinstance(func, OpOverload):
-            self.give_up(f"it calls {func}")
+            self.refuse(f"it calls {func}")
         self.casts = self.casts or func.overloadpacket.__name__ in _CASTS
-        decomposed = self.apart.get(func)
-        if decomposed is not None:
+        decomposition = self.decompositions.get(func)
+        if decomposition is not None:
             with self:
-                return decomposed(*args, **named)
+                return decomposition(*args, **named)
         if func in _UNTRACEABLE or func._schema.is_mutable:
-            self.give_up(f"it calls {func}")
+            self.refuse(f"it calls {func}")
         inputs = self._nodes(args)
         keywords = {name: self._nodes(value) for name, value in named.items()}
-        # On the meta device torch's own kernels will do, and they are much quicker than those in Python.
+        # On the meta device torch's C++ kernels suffice, and are much quicker than those in Python.
         with no_python_dispatcher() if self.on_meta else contextlib.nullcontext():
             out = func(*args, **named)
         node = self.graph.create_node("call_function", func, inputs, keywords)
         if isinstance(out, Tensor):
-            self._note(out, node)
+            self._record(out, node)
         else:
-            self._note_parts(out, node)
+            self._record_parts(out, node)
         return out
 
-    def _note(self, value: Tensor, node: Node) -> None:
-        # A tensor just made must have one owner, or torch hands on a copy that nobody knows.
+    def _record(self, value: Tensor, node: Node) -> None:
+        # A new tensor must have a single reference, or torch returns a copy of it that is not recorded.
         node.meta["val"] = value if node.all_input_nodes or node.op == "placeholder" else value.detach()
-        self.made[id(value)] = (node, weakref.ref(value))
+        self.producers[id(value)] = (node, weakref.ref(value))
 
-    def _note_parts(self, out: Any, node: Node) -> None:
+    def _record_parts(self, out: Any, node: Node) -> None:
         if not isinstance(out, (tuple, list)) or not all(
             isinstance(part, (Tensor, int, float)) for part in cast("list[Any]", out)
         ):
-            self.give_up(f"{node.target} returns a {type(out).__name__}")
+            self.refuse(f"{node.target} returns a {type(out).__name__}")
         node.meta["val"] = out
         for i, part in enumerate(cast("list[Any]", out)):
             if isinstance(part, Tensor):
-                self._note(part, self.graph.create_node("call_function", operator.getitem, (node, i)))
+                self._record(part, self.graph.create_node("call_function", operator.getitem, (node, i)))
 
     def _nodes(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -149,57 +154,57 @@ class _ProxyRecorder(ProxyTorchDispatchMode):
             items = [self._nodes(item) for item in cast("list[Any]", value)]
             return tuple(items) if isinstance(value, tuple) else items
         if isinstance(value, (torch.SymFloat, torch.SymBool)):
-            self.give_up("it computes with numbers that are not known")
+            self.refuse("it computes with unknown numbers")
         return value
 
     def node(self, value: Any) -> Node:
-        """The node that made a tensor."""
-        node, made = self.made.get(id(value), (None, None))
-        # A tensor that was freed leaves its id to another.
-        if node is None or made is None or made() is not value:
-            self.give_up("it uses a tensor that it was not given")
+        """Return the node that produced a tensor."""
+        node, reference = self.producers.get(id(value), (None, None))
+        # The id of a freed tensor may have been reused.
+        if node is None or reference is None or reference() is not value:
+            self.refuse("it uses a tensor that is not an argument")
         return cast("Node", node)
 
-    def give_up(self, why: str) -> None:
-        # The function may swallow the exception; what it did afterwards is worth nothing.
-        self.plain = False
+    def refuse(self, why: str) -> None:
+        # The function may swallow the exception, and what is recorded afterwards is invalid.
+        self.recordable = False
         raise NotRecordable(why)
 
 
 def record(
-    function: Callable[..., Any], values: Sequence[Any], apart: DecompositionTable
+    function: Callable[..., Any], values: Sequence[Any], decompositions: DecompositionTable
 ) -> tuple[Program, bool]:
-    """The graph of a function of tensors without data, and whether it would be the same in any other precision.
+    """Return the graph of a function of tensors without data, and whether it is the same in any precision.
 
-    Each node has its value; sizes that are symbols stand among the arguments as they are. Values are all fake or all on the meta device. The operators in `apart` are taken apart
-    as it says. `NotPlain` is raised if the function does more than call operators.
+    Each node has its value; symbolic sizes are arguments as they are. Values are all fake or all on the meta device.
+    Raise NotRecordable if the function does more than call operators.
     """
     on_meta = all(type(value) is Tensor and value.is_meta for value in values)
     if not on_meta and not all(isinstance(value, FakeTensor) for value in values):
-        raise NotRecordable("an operand is no plain tensor")
-    recorder = _ProxyRecorder(apart, on_meta=on_meta)
+        raise NotRecordable("an operand is neither fake nor on the meta device")
+    recorder = _ProxyRecorder(decompositions, on_meta=on_meta)
     for i, value in enumerate(values):
         recorder.input(f"arg{i}_1", value)
-    # What the function makes is to be of the same kind as what it is given.
-    world = _MetaDevice() if on_meta else values[0].fake_mode
-    with world, enable_python_dispatcher(), recorder:
+    # Tensors that the function creates must be of the same kind as its arguments.
+    mode = _MetaDevice() if on_meta else values[0].fake_mode
+    with mode, enable_python_dispatcher(), recorder:
         results = function(*values)
-    if not recorder.plain:
+    if not recorder.recordable:
         raise NotRecordable("it swallowed an exception")
     recorder.graph.output(tuple(recorder.node(result) for result in results))
     program = rebuild(nn.Module(), recorder.graph)
-    return program, isinstance(world, _MetaDevice) and not world.asked and not recorder.casts
+    return program, isinstance(mode, _MetaDevice) and not mode.queried_dtype and not recorder.casts
 
 
 CAPTURED, AUTOGRAD = "captured", "autograd"
-"""The two dialects: what `capture` makes, and what AOTAutograd hands to a compiler."""
+"""The two dialects: of `capture`, and of the graphs that AOTAutograd passes to a compiler."""
 _COMPOSITE = "CompositeImplicitAutograd"
 
 
 @functools.cache
 def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """What `capture` takes apart: operators made of others whose result may be a view of an argument."""
-    found: dict[OpOverload, Callable[..., Any]] = {}
+    """Return what `capture` decomposes: composite operators whose result may be a view of an argument."""
+    table: dict[OpOverload, Callable[..., Any]] = {}
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(
             name, _COMPOSITE
@@ -208,11 +213,11 @@ def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         base, _, overload = name.removeprefix("aten::").partition(".")
         op: Any = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
         if isinstance(op, OpOverload) and _may_alias(op):
-            found[op] = op.decompose
-    # Its schema does not tell of the statistics it updates, so export takes it apart too.
-    lying = torch.ops.aten.native_batch_norm.default
-    found[lying] = lying.decompose
-    return found
+            table[op] = op.decompose
+    # Its schema omits the statistics it updates, so export decomposes it too.
+    batch_norm = torch.ops.aten.native_batch_norm.default
+    table[batch_norm] = batch_norm.decompose
+    return table
 
 
 def _may_alias(op: OpOverload) -> bool:
@@ -224,9 +229,9 @@ def _may_alias(op: OpOverload) -> bool:
 def trace(
     function: Callable[..., Any], values: Sequence[Any], dialect: str = CAPTURED, *, quick: bool = False
 ) -> Program:
-    """The canonical graph of a function on (fake) values; the values' own symbols get no new guards.
+    """Return the canonical graph of a function on (fake) values; the values' own symbols get no new guards.
 
-    The `quick` way is tried first where it is asked for; it keeps no record of where an operation came from.
+    With `quick`, the recorder is tried first; it does not preserve the origins of operations.
     """
     with suppress_torch_warnings(), suppress_fake_tensor_log(), preserve_rng_state(), torch.no_grad():
         if dialect == AUTOGRAD:
@@ -244,17 +249,17 @@ def trace(
 
 @dataclass(frozen=True)
 class MetaTrace:
-    """A graph traced on tensors of the meta device; a `blind` one would be the same in any other precision."""
+    """A graph traced on tensors of the meta device, and whether it is the same in any precision."""
 
     program: Program
-    blind: bool
+    dtype_independent: bool
 
 
 def trace_on_meta(function: Callable[..., Any], values: Sequence[Tensor]) -> MetaTrace:
-    """The canonical graph of a function on tensors of the meta device; `NotPlain` where it is more than operators."""
+    """Return the canonical graph of a function on tensors of the meta device; NotRecordable as in `record`."""
     with suppress_torch_warnings(), suppress_fake_tensor_log(), preserve_rng_state(), torch.no_grad():
-        recorded, blind = record(function, values, capture_decompositions())
-    return MetaTrace(canonicalize(recorded)[0], blind)
+        recorded, dtype_independent = record(function, values, capture_decompositions())
+    return MetaTrace(canonicalize(recorded)[0], dtype_independent)
 
 
 def _try_record(function: Callable[..., Any], values: Sequence[Any]) -> Program | None:
@@ -262,17 +267,17 @@ def _try_record(function: Callable[..., Any], values: Sequence[Any]) -> Program 
         return record(function, values, capture_decompositions())[0]
     except DovetailError:
         raise
-    except Exception:  # whatever it is, the long way meets it again and says so
+    except Exception:  # `make_fx` raises it again, if it is an error of the function
         return None
 
 
 def has_writes(module: GraphModule) -> bool:
-    """Whether a traced graph has operators that write, as only a functional form can be compared."""
+    """Whether a traced graph has operators that write; only a functional form can be compared."""
     return any(n.op == "call_function" and traits_of(n).writes for n in module.graph.nodes)
 
 
 def _trace_by_capture(function: Callable[..., Any], values: Sequence[Any]) -> Program:
-    """The long way round, for what writes: functional as `capture` makes it, without the writes at the end."""
+    """Trace a function that writes: functionalized by `capture`, without the writes at the end."""
     program = cast("Program", capture(function, tuple(values)))
     graph = copy_graph(program.graph)
     for node in reversed(list(graph.nodes)):
@@ -282,9 +287,9 @@ def _trace_by_capture(function: Callable[..., Any], values: Sequence[Any]) -> Pr
 
 
 class _FakeMode(FakeTensorMode):
-    """Fake tensors on which a convolution decides nothing about sizes.
+    """Fake tensors on which a convolution adds no guards on sizes.
 
-    Which library takes it hangs on the size of the batch, what it computes does not; `capture` has none of them on.
+    The size of the batch decides which library runs it, not what it computes; `capture` has none of these guards.
     """
 
     def __torch_dispatch__(
@@ -297,9 +302,9 @@ class _FakeMode(FakeTensorMode):
 
 
 class FakeEnvironment:
-    """Makes stand-ins for values: same sizes, strides, dtypes and devices, with symbols of their own.
+    """Fake copies of values: same sizes, strides, dtypes and devices, with symbols of their own.
 
-    A pattern that was run on a graph's own values would add guards to the graph's symbols.
+    A pattern that ran on a graph's own values would add guards to the graph's symbols.
     """
 
     def __init__(self) -> None:
@@ -308,13 +313,13 @@ class FakeEnvironment:
         self.symbols: dict[Any, Any] = {}
         self._envs: dict[int, ShapeEnv] = {}
 
-    def settled(self) -> list[str]:
-        """What was decided about sizes here that the graph does not go by itself."""
+    def added_guards(self) -> list[str]:
+        """Return the guards on sizes that were added here and that the graph does not have itself."""
         known = {guard.expr.xreplace(self.symbols) for env in self._envs.values() for guard in env.guards}
         return [str(guard.expr) for guard in self.env.guards if guard.expr not in known]
 
-    def stand_in(self, value: Any) -> Any:
-        """A stand-in for a value."""
+    def fake_copy(self, value: Any) -> Any:
+        """Return a fake copy of a tensor or a symbolic size, any other value as it is."""
         if isinstance(value, torch.Tensor):
             sizes = [self._size(s) for s in value.shape]
             with self.mode:
@@ -345,18 +350,18 @@ class FakeEnvironment:
         )
         hint = int(hints.get(symbol, 8))
         source = ConstantSource(f"pattern_{len(self.symbols)}")
-        made: Any = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-        # Within the bounds of the graph's own symbol, a pattern may ask what it likes.
-        known = size.node.shape_env.var_to_range.get(symbol)
-        if known is not None:
-            self.env.var_to_range[made] = known
-        return made
+        copy: Any = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        # A guard that follows from the bounds of the graph's own symbol is not an added one.
+        bounds = size.node.shape_env.var_to_range.get(symbol)
+        if bounds is not None:
+            self.env.var_to_range[copy] = bounds
+        return copy
 
     def same_number(self, ours: Any, theirs: Any) -> bool:
-        """Whether a number of the stand-ins' world is that of the graph's."""
+        """Whether a size of the fake copies equals one of the graph."""
         left = ours.node.expr if isinstance(ours, torch.SymInt) else ours
         if not isinstance(theirs, torch.SymInt):
             return bool(left == theirs)
         expr = theirs.node.expr
-        # Symbols of the two worlds may have the same names by chance.
+        # Symbols of two environments may happen to have the same names.
         return expr.free_symbols <= self.symbols.keys() and bool(left == expr.xreplace(self.symbols))

@@ -1,4 +1,11 @@
-"""The forms of a pattern: one template per combination of alternatives, dialect and precision, made when needed."""
+"""The variants of a pattern: one template per combination of alternatives, dialect and precision, traced when needed.
+
+Tracing a pattern on each place of a graph would be exact and slow. The loose templates are therefore traced once per rule,
+on example operands, and deduplicated by form (operators and wiring); they propose matches. An exact template is traced on
+the operands of a proposed match and cached by their signatures, so that the layers of a model share one. Where a captured
+literal stands in a template is found by differential testing: a float that occurs nowhere else is searched for, any other
+literal is changed and the two traces are compared.
+"""
 
 from __future__ import annotations
 
@@ -35,35 +42,35 @@ _MAX_EXACT = 512
 
 
 class Variants:
-    """What one pattern looks like. Loose templates show its form; exact ones are traced on given operands."""
+    """The templates of one pattern: loose ones of its forms, and exact ones traced on operands of a graph."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         name: str,
         parameters: Parameters,
-        given: Sequence[Sequence[Any]] | None,
+        user_examples: Sequence[Sequence[Any]] | None,
     ) -> None:
         self.function, self.name, self.parameters = function, name, parameters
-        self._given = given
+        self._user_examples = user_examples
         self._loose: dict[tuple[str, str], list[Template]] = {}
         self._exact: dict[Any, Template | str] = {}
 
     @cached_property
     def examples(self) -> list[PatternExample]:
         """Arguments on which the pattern runs, for each combination of its alternatives."""
-        if self._given:
-            return self._shown(self._given)
+        if self._user_examples:
+            return self._from_user_examples(self._user_examples)
         return ExampleSearch(self.function, self.name, self.parameters).examples()
 
     def loose(self, dialect: str, dtypes: set[torch.dtype]) -> list[Template]:
-        """Templates of the pattern's distinct forms in a dialect, at the precisions that a graph has."""
-        other = any(d.is_floating_point and d is not torch.float32 for d in dtypes)
-        low = torch.bfloat16 if other else None
-        key = (dialect, "low" if low is not None else "full")
+        """Return templates of the pattern's distinct forms in a dialect, at the precisions that a graph has."""
         full = self._full(dialect)
-        if low is not None and key not in self._loose:
-            self._loose[key] = _distinct_forms([*full, *self._low(dialect, low)])
+        if all(d is torch.float32 for d in dtypes if d.is_floating_point):
+            return full
+        key = (dialect, "low")
+        if key not in self._loose:
+            self._loose[key] = _distinct_forms([*full, *self._low(dialect, torch.bfloat16)])
         return self._loose[key]
 
     def exact(
@@ -71,76 +78,81 @@ class Variants:
         example: PatternExample,
         dialect: str,
         operands: Mapping[str, tuple[Any, Any]],
-        found: MatchState,
+        state: MatchState,
     ) -> Template | str:
-        """The template of the alternatives that were found, on these very operands, or why there is none.
+        """Return the template of the alternatives matched, traced on these operands, or why there cannot be one.
 
-        Operands are given as what makes them and their value: two that are one and the same stay so.
+        Each operand has its producer and its value; operands of one producer are one argument of the trace.
         """
-        picks = {**example.picks, **found.sites}
-        here = replace(example, picks=picks, literals={**example.literals, **found.literals})
+        picks = {**example.picks, **state.sites}
+        here = replace(example, picks=picks, literals={**example.literals, **state.literals})
         symbols: dict[str, str] = {}
         first: dict[int, int] = {}
         same = tuple(first.setdefault(id(n), i) for i, (n, _) in enumerate(operands.values()))
         values = tuple(value_signature(v, symbols) for _, v in operands.values())
         written = tuple((k, repr(v)) for k, v in here.literals.items())
         key = (dialect, tuple(sorted(picks.items())), example.absent, values, same, written)
-        # Numbers of another graph's symbols cannot be compared with this one's.
+        # Symbols of different graphs cannot be compared.
         if symbols:
             key = (*key, tuple(symbols), _shape_env(operands))
-        known = self._exact.get(key)
-        if known is None:
+        if key not in self._exact:
             if len(self._exact) >= _MAX_EXACT:
                 self._exact.clear()
-            known = self._exact[key] = self._trace(here, dialect, operands)
-        return known
+            self._exact[key] = self._trace(here, dialect, operands)
+        return self._exact[key]
 
     def _trace(
         self, here: PatternExample, dialect: str, operands: Mapping[str, tuple[Any, Any]]
     ) -> Template | str:
-        stage = FakeEnvironment()
-        made: dict[int, Any] = {}
+        fake_env = FakeEnvironment()
+        copies: dict[int, Any] = {}
         try:
-            for source, value in operands.values():
-                if id(source) not in made:
-                    made[id(source)] = stage.stand_in(value)
-            values = {name: made[id(source)] for name, (source, _) in operands.items()}
+            for producer, value in operands.values():
+                if id(producer) not in copies:
+                    copies[id(producer)] = fake_env.fake_copy(value)
+            values = {name: copies[id(producer)] for name, (producer, _) in operands.items()}
             return make_template(
-                self.function, self.name, self.parameters, here, values=values, dialect=dialect, stage=stage
+                self.function,
+                self.name,
+                self.parameters,
+                here,
+                values=values,
+                dialect=dialect,
+                fake_env=fake_env,
             )
         except DovetailError:
             raise
         except NotProvable as error:
             return str(error)
-        except Exception as error:  # whatever torch says of these operands is the reason to decline
+        except Exception as error:  # any error of torch on these operands is a reason to decline
             first = (str(error).strip().splitlines() or [""])[0]
             return f"the pattern does not run on these operands: {type(error).__name__}: {first}"
 
     def _full(self, dialect: str) -> list[Template]:
-        """The forms at the precision of the examples."""
+        """Return the forms at the precision of the examples."""
         key = (dialect, "full")
         if key not in self._loose:
-            shown = [e for example in self.examples for e in _at_ranks(example, dialect)]
-            choosers = ((e, Chooser(e.picks, joint=True)) for e in _deduplicate(shown))
-            made = [t for e, chooser in choosers if (t := self._form(e, dialect, chooser)) is not None]
-            self._loose[key] = _distinct_forms(made)
-            if all(template.blind for template in made):
+            examples = [e for example in self.examples for e in _at_ranks(example, dialect)]
+            choosers = ((e, Chooser(e.picks, joint=True)) for e in _deduplicate(examples))
+            templates = [t for e, chooser in choosers if (t := self._form(e, dialect, chooser)) is not None]
+            self._loose[key] = _distinct_forms(templates)
+            if all(template.dtype_independent for template in templates):
                 self._loose[dialect, "low"] = self._loose[key]
         return self._loose[key]
 
     def _low(self, dialect: str, low: torch.dtype) -> list[Template]:
-        """The forms where some operands have a lower precision; what is cast there need not be elsewhere."""
-        shown = [replace(e, picks={}) for example in self.examples for e in _at_precision(example, low)]
-        made: list[Template] = []
-        for example in _deduplicate(shown):
+        """Return the forms where some operands have a lower precision; casts in them are optional."""
+        examples = [replace(e, picks={}) for example in self.examples for e in _at_precision(example, low)]
+        templates: list[Template] = []
+        for example in _deduplicate(examples):
             picks: dict[Site, int] | None = {}
             while picks is not None:
                 chooser = Chooser(picks, joint=True, mixed=True)
                 template = self._form(replace(example, picks=picks), dialect, chooser)
                 if template is not None:
-                    made.append(template)
-                picks = chooser.next()
-        return made
+                    templates.append(template)
+                picks = chooser.next_picks()
+        return templates
 
     def _form(self, example: PatternExample, dialect: str, chooser: Chooser) -> Template | None:
         try:
@@ -152,25 +164,25 @@ class Variants:
         except Exception:
             if dialect == CAPTURED and example in self.examples:
                 raise
-            return None  # a rank or precision that was only a guess
+            return None  # a rank or precision that the pattern need not support
         return replace(template, literals=self._literals(template, dialect, mixed=chooser.mixed))
 
     def _literals(
         self, template: Template, dialect: str, *, mixed: bool
     ) -> dict[str, tuple[tuple[Node, Path], ...]]:
-        found: dict[str, tuple[tuple[Node, Path], ...]] = {}
+        literals: dict[str, tuple[tuple[Node, Path], ...]] = {}
         for name, value in template.example.literals.items():
             if isinstance(value, str) or (type(value) is float and not value.is_integer()):
                 places = literal_places(template, value)
             else:
-                places = self._moved(template, name, value, dialect, mixed=mixed)
-            found[name] = tuple(places)
-        return found
+                places = self._places_by_probing(template, name, value, dialect, mixed=mixed)
+            literals[name] = tuple(places)
+        return literals
 
-    def _moved(
+    def _places_by_probing(
         self, template: Template, name: str, value: Any, dialect: str, *, mixed: bool
     ) -> list[tuple[Node, Path]]:
-        """Where a literal stands, told by what changes when it does."""
+        """Return the places of a literal: those that change when it is changed."""
         others = _other_lists(value) if isinstance(value, list) else _PROBE_VALUES.get(type(value), ())
         for other in others:
             example = replace(template.example, literals={**template.example.literals, name: other})
@@ -180,28 +192,26 @@ class Variants:
                     self.function, self.name, self.parameters, example, dialect=dialect, chooser=chooser
                 )
             except Exception:
-                continue  # whatever torch says of it, another value was only a probe
+                continue  # the pattern need not run on a probed value
             places = literal_differences(template, changed, value, other)
             if places:
                 return merge_list_places(places, only_full=not isinstance(value, list))
         return []
 
     def check(self) -> None:
-        """Refuse what cannot be a pattern, while the rule is being made."""
+        """Raise RuleError if the function cannot be a pattern."""
         forms = self._full(CAPTURED)
         used = {n for t in forms for n, node in t.operands.items() if node.users}
         for name in self.parameters.operands:
             if name not in used:
-                raise RuleError(
-                    self.name, f"its pattern ignores the argument '{name}'; use it or take it out"
-                )
+                raise RuleError(self.name, f"its pattern ignores the argument '{name}'; use it or remove it")
         for name in self.parameters.literals:
             places = [p for t in forms for p in t.literals.get(name, ())]
             if not places:
                 raise RuleError(
                     self.name,
                     f"its pattern computes with the literal '{name}' or ignores it; a captured literal "
-                    f"can only be handed to operations",
+                    f"can only be passed to operations",
                 )
         for template in forms:
             if component_count(template) > 1:
@@ -209,9 +219,9 @@ class Variants:
                     self.name, "its pattern falls into parts that share no value; make each a rule of its own"
                 )
 
-    def _shown(self, examples: Sequence[Sequence[Any]]) -> list[PatternExample]:
-        """The forms that a user's own examples show, one per combination of alternatives."""
-        found: list[PatternExample] = []
+    def _from_user_examples(self, examples: Sequence[Sequence[Any]]) -> list[PatternExample]:
+        """Return examples with the shapes of the user's, one per combination of alternatives."""
+        result: list[PatternExample] = []
         for values in examples:
             if len(values) != len(self.parameters.operands):
                 raise RuleError(
@@ -225,13 +235,13 @@ class Variants:
                 if isinstance(v, Tensor)
             }
             absent = frozenset(n for n, v in pairs.items() if v is None)
-            prober = ExampleSearch(self.function, self.name, self.parameters)
-            found += prober.given(shapes, absent)
-        return found
+            search = ExampleSearch(self.function, self.name, self.parameters)
+            result += search.examples_on(shapes, absent)
+        return result
 
 
 def _shape_env(operands: Mapping[str, tuple[Any, Any]]) -> Any:
-    """The world that symbols are of; another one made later is never taken for it."""
+    """Return a reference to the ShapeEnv of the operands' symbols; unlike an id, it is never reused."""
     for _, value in operands.values():
         sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
         for size in sizes:
@@ -245,57 +255,48 @@ def _deduplicate(examples: list[PatternExample]) -> list[PatternExample]:
 
 
 def _at_precision(example: PatternExample, low: torch.dtype) -> list[PatternExample]:
-    """The same operands in a lower precision: all of them, only the first, all but the first."""
+    """Return the example in a lower precision: all of its operands, only the first, all but the first."""
     floats = [n for n, (_, dtype) in example.shapes.items() if dtype.is_floating_point]
-    ways = [set(floats), set(floats[:1]), set(floats[1:])]
-    made: list[PatternExample] = []
-    for lowered in ways:
-        if not lowered:
-            continue
-        shapes = {n: (s, low if n in lowered else d) for n, (s, d) in example.shapes.items()}
-        made.append(replace(example, shapes=shapes))
-    return made
+    return [
+        replace(example, shapes={n: (s, low if n in lowered else d) for n, (s, d) in example.shapes.items()})
+        for lowered in (floats, floats[:1], floats[1:])
+        if lowered
+    ]
 
 
 def _at_ranks(example: PatternExample, dialect: str) -> list[PatternExample]:
-    """In AOTAutograd's dialect the rank of an operand decides which operators there are: try others too."""
+    """Return the example at other ranks too, which decide on the operators in AOTAutograd's dialect."""
     if dialect != AUTOGRAD:
         return [example]
-    made = [example]
+    examples = [example]
     ranks = {len(shape) for shape, _ in example.shapes.values()}
     top = max(ranks, default=0)
     size = next((s[0] for s, _ in example.shapes.values() if s), 8)
     for rank in (2, 3, 4):
         shapes = {n: ((size,) * rank if len(s) == top else s, d) for n, (s, d) in example.shapes.items()}
-        made.append(replace(example, shapes=shapes))
+        examples.append(replace(example, shapes=shapes))
     first = next(iter(example.shapes), None)
     if first is not None:
         for rank in (2, 3, 4):
             shapes = {**example.shapes, first: ((size,) * rank, example.shapes[first][1])}
-            made.append(replace(example, shapes=shapes))
-    return made
+            examples.append(replace(example, shapes=shapes))
+    return examples
 
 
 def _distinct_forms(templates: list[Template]) -> list[Template]:
-    """One of each form: operators and wiring, absent operands, whatever the sizes."""
-    found: dict[Any, Template] = {}
+    """Return one template of each form (operators, wiring and absent operands), whatever the sizes."""
+    by_form: dict[Any, Template] = {}
     for template in templates:
-        form = _form_key(template)
-        first = found.setdefault(form, template)
-        known = (first.example, *first.alike)
-        if template is not first and all(
-            _alternatives_key(template.example) != _alternatives_key(e) for e in known
-        ):
-            found[form] = replace(first, alike=(*first.alike, template.example))
-    return list(found.values())
-
-
-def _alternatives_key(example: PatternExample) -> Any:
-    return (dict(example.picks), example.absent)
+        form, example = _form_key(template), template.example
+        first = by_form.setdefault(form, template)
+        known = (first.example, *first.same_form)
+        if all((dict(e.picks), e.absent) != (dict(example.picks), example.absent) for e in known):
+            by_form[form] = replace(first, same_form=(*first.same_form, example))
+    return list(by_form.values())
 
 
 def _other_lists(values: list[Any]) -> list[list[Any]]:
-    """Lists that differ from the given one: in every place, then in one place only."""
+    """Return lists that differ from `values`: in every item, then in one item only."""
 
     def other(value: Any) -> Any:
         return not value if isinstance(value, bool) else value + 1
