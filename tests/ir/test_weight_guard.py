@@ -25,13 +25,13 @@ PIECE = 2**16
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
-    """The pieces that were compared, in order."""
+    """The chunks that were compared, in order."""
     seen: list[Chunk] = []
     is_current = Chunk.is_current
 
-    def spied(piece: Chunk) -> bool:
-        seen.append(piece)
-        return is_current(piece)
+    def spied(chunk: Chunk) -> bool:
+        seen.append(chunk)
+        return is_current(chunk)
 
     monkeypatch.setattr(Chunk, "is_current", spied)
     return seen
@@ -43,7 +43,7 @@ def never() -> None:
 
 @pytest.mark.parametrize("interval", [1, 3, 8, 64])
 @pytest.mark.parametrize("sizes", [[5], [100_000], [4, 300_000, 7, 70_000, 1], [16] * 500])
-def test_every_piece_has_its_turn(interval: int, sizes: list[int], compared: list[Chunk]) -> None:
+def test_every_chunk_has_its_turn(interval: int, sizes: list[int], compared: list[Chunk]) -> None:
     guard = ContentGuard(interval)
     for i, size in enumerate(sizes):
         guard.watch(i, Checksums([torch.randn(size)]), never)
@@ -51,7 +51,7 @@ def test_every_piece_has_its_turn(interval: int, sizes: list[int], compared: lis
     for _ in range(interval):
         before = len(compared)
         guard.step()
-        each.append(sum(piece.size for piece in compared[before:]))
+        each.append(sum(chunk.size for chunk in compared[before:]))
     assert sum(each) == total
     assert set(Counter(map(id, compared)).values()) == {1}
     assert max(each) <= total / interval + PIECE
@@ -117,7 +117,7 @@ def test_any_tensor_of_the_cpu(tensor: torch.Tensor) -> None:
 
 def test_what_has_no_bytes() -> None:
     for tensor in (torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
-        assert not Checksums([tensor]).pieces
+        assert not Checksums([tensor]).chunks
 
 
 def test_state_of_tensors_of_inference_mode() -> None:

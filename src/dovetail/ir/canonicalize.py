@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.ir.graph_module import Program, copy_node, rebuild
+from dovetail.ir.op_traits import MAY_RETURN_OPERAND, is_removable
 from dovetail.ir.schema import (
     explicit_sizes,
     is_aten,
@@ -29,20 +30,13 @@ from dovetail.ir.schema import (
 )
 
 _RESHAPE = torch.ops.aten.reshape.default
-_VIEW_NAMES = """
-    view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
-    expand_as view_as type_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
-"""
-_VIEWS = frozenset(_VIEW_NAMES.split())
+_VIEWS = MAY_RETURN_OPERAND | {"type_as"}
 
 # Views that keep the elements in their order.
 _IN_ORDER = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "unflatten"})
 _MOST_VIEWS = 8
 _COPIES = frozenset({"cat", "clone", "_to_copy", "lift_fresh_copy"})
 _METADATA_ASSERTS = frozenset({"_assert_tensor_metadata"})
-_KEPT_WHEN_UNUSED = ("assert", "constrain", "print")
-_ARITHMETIC = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_ not_"
-_PYTHON_PURE = frozenset(getattr(operator, name) for name in _ARITHMETIC.split())
 
 
 @dataclass(frozen=True)
@@ -210,9 +204,7 @@ class _Rewriting:
             "call_function", torch.ops.aten._to_copy.default, (source,), kwargs, "_to_copy"
         )
         new.meta = dict(node.meta)
-        new.args, new.kwargs = to_args_kwargs(
-            torch.ops.aten._to_copy.default, normalized_arguments(new, named_arguments(new))
-        )
+        new.args, new.kwargs = to_args_kwargs(torch.ops.aten._to_copy.default, normalized_arguments(new))
         self.counts["conversions respelled"] += 1
         return new
 
@@ -243,7 +235,7 @@ class _Rewriting:
     def _respelled(self, node: Node) -> Node:
         new = copy_node(self.graph, node, self.made.__getitem__)
         if isinstance(new.target, OpOverload):
-            args, kwargs = to_args_kwargs(new.target, normalized_arguments(new, named_arguments(new)))
+            args, kwargs = to_args_kwargs(new.target, normalized_arguments(new))
             if (args, kwargs) != (new.args, new.kwargs):
                 new.args, new.kwargs = args, kwargs
                 self.counts["arguments respelled"] += 1
@@ -294,23 +286,9 @@ def _is_trailing_write(node: Node) -> bool:
 
 def _drop_dead(graph: Graph, counts: Counter[str]) -> None:
     for node in reversed(list(graph.nodes)):
-        if not node.users and _is_pure(node):
+        if not node.users and is_removable(node):
             graph.erase_node(node)
             counts["unused operations removed"] += 1
-
-
-def _is_pure(node: Node) -> bool:
-    if node.op == "get_attr":
-        return True
-    if node.op != "call_function":
-        return False
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return target in _PYTHON_PURE or getattr(target, "__module__", "") == "math"
-    if target.namespace not in ("aten", "prims") or target._schema.is_mutable or not target._schema.returns:
-        return False
-    checks = any(part in op_name(target) for part in _KEPT_WHEN_UNUSED)
-    return torch.Tag.nondeterministic_seeded not in target.tags and not checks
 
 
 def _mutates(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""The GraphModule that every step returns, and the one function that makes it."""
+"""`Program`, the GraphModule that every step returns, `Body`, which regions call, and the functions that build them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import gc
 import threading
 from collections.abc import Generator, Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +17,26 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument
 from dovetail.ir import pickling
+from dovetail.ir.derived_buffers import RuntimeWeights
 from dovetail.ir.meta_keys import DERIVED, LOWERING
 from dovetail.ir.process_state import reset_at_fork
-from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights, WeightFetch, merge_weight_fetches
+from dovetail.ir.weight_guard import ContentGuard, WeightFetch, merge_weight_fetches
 
 HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold the hooks of its calls."""
 
-# What torch keeps on a GraphModule that follows from its graph, or must not be shared between two.
-_HOLDER = "_holder"
+# Attributes that follow from the graph of a GraphModule, or must not be shared between two.
+_WEIGHT_FETCH = "_weight_fetch"
 _WEIGHTS = "_runtime_weights"
 _CODE = ("_code", "_lineno_map", "_prologue_start")
-_DERIVED = frozenset({"_graph", *_CODE, _HOLDER, _WEIGHTS})
+_DERIVED = frozenset({"_graph", *_CODE, _WEIGHT_FETCH, _WEIGHTS})
 
-# Taken only while `forward` is missing: calls that find it take no lock.
+# Held only while `forward` is missing: calls that have it take no lock.
 _GENERATING = reset_at_fork(threading.RLock())
 
 
 class _GeneratedForward:
-    """Stands for `forward` while there is none: looking it up makes it, so no tracer ever sees the making."""
+    """A descriptor in place of a stale `forward`: looking it up generates the code, outside of any tracer."""
 
     def __get__(self, program: Program | None, owner: type) -> Any:
         if program is None:
@@ -44,29 +45,40 @@ class _GeneratedForward:
         return program.forward
 
 
-class Program(GraphModule):
-    """A GraphModule that generates its Python code on first use and survives copy and pickle whole.
+class CodeProvider(Protocol):
+    """What a Program runs in place of its own graph. Lowering puts one into `meta`, where copies and pickles keep it."""
 
-    Node names, `meta`, hooks, buffer persistence and shared bodies come through `copy.deepcopy` and
-    `pickle`; a plain GraphModule is traced anew there and loses them.
+    @property
+    def contents(self) -> ContentGuard: ...
+
+    def execution_graph(self, program: GraphModule) -> Graph:
+        """Return the graph that the code of `program` is generated from."""
+        ...
+
+
+class Program(GraphModule):
+    """A GraphModule that generates its Python code on first use and is copied and pickled as a whole.
+
+    `copy.deepcopy` and `pickle` preserve node names, `meta`, hooks, buffer persistence and shared bodies; an ordinary
+    GraphModule is traced again there and loses them.
     """
 
     forward: Any = _GeneratedForward()
 
     def recompile(self) -> PythonCode:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Mark the generated code as stale; it is made when `forward` or `code` is first asked for."""
+        """Mark the generated code as stale; it is generated when `forward` or `code` is next looked up."""
         if "forward" in vars(type(self)):
             del type(self).forward
         return None  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Bodies hold modules and constants of this graph by reference; any of them may have been replaced since.
+        # Bodies refer to modules and constants of this graph, any of which may have been replaced since.
         if self.__dict__.get("_lends"):
             self.refresh_bodies()
         return super().__call__(*args, **kwargs)
 
     def generate(self) -> None:
-        """Generate the code now, and that of the bodies it calls, where it is stale."""
+        """Generate the code, and that of the bodies it calls, where it is stale."""
         if "forward" not in vars(type(self)):
             with _GENERATING:
                 if "forward" not in vars(type(self)):
@@ -80,39 +92,37 @@ class Program(GraphModule):
 
     def _write_code(self) -> None:
         meta = self.__dict__.get("meta", {})
-        lowering, derivations = meta.get(LOWERING), meta.get(DERIVED, ())
-        if lowering is None and not derivations:
+        provider: CodeProvider | None = meta.get(LOWERING)
+        derivations = meta.get(DERIVED, ())
+        if provider is None and not derivations:
             super().recompile()
             return
-        # What runs is not what is edited: regions stay in the graph, and the code calls what they were compiled to.
-        run = copy_graph(self.graph) if lowering is None else lowering.execution_graph(self)
-        self.__dict__[_HOLDER] = merge_weight_fetches(
-            run, lambda name: isinstance(attribute(self, name), Tensor)
-        )
-        contents = ContentGuard() if lowering is None else lowering.contents
-        self.__dict__[_WEIGHTS] = RuntimeWeights(derivations, contents)
-        # Another instance of the same class: no other thread may see the graph that runs in the place of the edited one.
+        # The graph that runs is not the one that is edited: there, regions stay calls of their bodies.
+        run = copy_graph(self.graph) if provider is None else provider.execution_graph(self)
+        fetch = merge_weight_fetches(run, lambda name: isinstance(attribute(self, name), Tensor))
+        contents = ContentGuard() if provider is None else provider.contents
+        self.__dict__.update({_WEIGHT_FETCH: fetch, _WEIGHTS: RuntimeWeights(derivations, contents)})
+        # Another instance of the same class: no other thread may see the graph that runs in place of the edited one.
         writer = object.__new__(type(self))
         writer.__dict__.update(self.__dict__, _graph=run)
         GraphModule.recompile(writer)
         self.__dict__.update((name, writer.__dict__[name]) for name in _CODE)
 
-    def _held_tensors(self) -> tuple[Any, ...]:
-        """The tensors that the code of a lowered graph needs; fetched one by one they would cost more than small
-        models do."""
+    def _fetch_weights(self) -> tuple[Any, ...]:
+        """Return the tensors that the code of a lowered graph reads: one by one they would cost more than small models."""
         if not torch.compiler.is_compiling():
             self.__dict__[_WEIGHTS](self)
-        holder: WeightFetch = self.__dict__[_HOLDER]
-        return holder(self)
+        fetch: WeightFetch = self.__dict__[_WEIGHT_FETCH]
+        return fetch(self)
 
     @property
     def runtime_weights(self) -> RuntimeWeights | None:
-        """What keeps state up to date that was computed from weights; None where nothing is."""
+        """What keeps buffers current that were computed from weights; None where there are none."""
         self.generate()
         return self.__dict__.get(_WEIGHTS)
 
     def _recompile_submodules(self) -> list[tuple[str, PythonCode]]:
-        # Bodies are shared with other graphs and know themselves whether they are stale.
+        # Bodies are shared with other graphs and generate their own code when it is stale.
         return []
 
     @property
@@ -133,7 +143,7 @@ class Program(GraphModule):
         return self
 
     def refresh_bodies(self) -> None:
-        """Give bodies what this graph owns now. Bodies are shared with other graphs, so they are never edited."""
+        """Replace bodies that borrow what this graph no longer owns; they are shared with other graphs, so not edited."""
         for name, child in list(self._modules.items()):
             if isinstance(child, Body):
                 self._modules[name] = child.refreshed(self)
@@ -153,7 +163,7 @@ class Program(GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED and k != "shape_env"}
-        # torch pickles a plain GraphModule as code to be traced again; sub-graphs must come back as they were.
+        # torch pickles other GraphModules as code to be traced again; sub-graphs must come back as they were.
         state["_modules"] = {
             n: as_program(m) if isinstance(m, GraphModule) else m for n, m in self._modules.items()
         }
@@ -167,7 +177,7 @@ class Program(GraphModule):
 
 
 def _base_class(cls: type) -> type[Program]:
-    """The class a Program was made from: torch gives each GraphModule a class of its own."""
+    """Return Program or Body: torch gives each GraphModule a class of its own."""
     return next(c for c in cls.__mro__ if c.__module__ == __name__ and issubclass(c, Program))
 
 
@@ -176,12 +186,12 @@ def _restore(cls: type[Program], class_name: str, table: bytes) -> Program:
 
 
 def as_program(module: GraphModule) -> Program:
-    """The module itself, or a program that runs its graph and owns the very same objects."""
+    """Return the module itself, or a program that runs its graph and owns the very same objects."""
     return module if isinstance(module, Program) else _with_graph(Program, module, copy_graph(module.graph))
 
 
 def _empty(cls: type[Program], class_name: str, graph: Graph) -> Any:
-    """A program that owns nothing yet. torch's constructor looks up every attribute, so it gets no nodes."""
+    """Return a program that owns nothing yet. torch's constructor looks up every attribute, so it gets no nodes."""
     new = cls.__new__(cls)
     GraphModule.__init__(new, nn.Module(), Graph(), class_name)
     new.graph = graph
@@ -193,16 +203,16 @@ def _with_graph(cls: type[Program], root: nn.Module, graph: Graph) -> Any:
     for key, value in root.__dict__.items():
         if key not in _DERIVED:
             # One level deep: registering on the copy must not register on the original, while parameters,
-            # buffers and children stay the very same objects.
+            # buffers and children stay the same objects.
             new.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set, list)) else value
     return new
 
 
 class Body(Program):
-    """What a region calls. It owns no state: operands, and objects borrowed from the graph around it."""
+    """The graph that a region calls. It owns no state, and borrows objects from the graph around it."""
 
     def borrow(self, name: str, value: object, target: str) -> None:
-        """Hold what the outermost graph has at `target`, unregistered, so that `state_dict` stays as it was."""
+        """Refer to what the outermost graph has at `target`, unregistered, so that `state_dict` stays as it was."""
         if isinstance(value, Body):
             self.add_module(name, value)
         else:
@@ -211,17 +221,17 @@ class Body(Program):
 
     @property
     def borrowed(self) -> Mapping[str, str]:
-        """Where the outermost graph has each object this body holds, by the name it holds it under."""
+        """The target of each borrowed object in the outermost graph, by its name in this body."""
         return self.__dict__.get("_borrowed", {})
 
     @property
     def borrows(self) -> bool:
-        """Whether it, or a body nested in it, holds something of the graph around it."""
+        """Whether it, or a body nested in it, borrows anything."""
         inner = (m for m in self._modules.values() if isinstance(m, Body))
         return bool(self.__dict__.get("_borrowed")) or any(m.borrows for m in inner)
 
     def refreshed(self, owner: nn.Module) -> Body:
-        """This body with what it borrows taken from `owner` as it is now; itself if nothing has changed."""
+        """Return this body with what it borrows taken from `owner` as it is now; itself if nothing has changed."""
         borrowed: dict[str, str] = self.__dict__.get("_borrowed", {})
         now = {n: attribute(owner, target) for n, target in borrowed.items()}
         stale = {n: v for n, v in now.items() if v is not None and v is not self.__dict__[n]}
@@ -234,7 +244,7 @@ class Body(Program):
         return new
 
     def copied(self) -> Body:
-        """Another body with the same graph and the same borrowed objects, to be changed before it is used."""
+        """Return another body with the same graph and the same borrowed objects, to be changed before it is used."""
         return _with_graph(Body, self, copy_graph(self.graph))
 
     @property
@@ -242,12 +252,12 @@ class Body(Program):
         return bool(self.__dict__.get("_is_impure"))
 
     def mark_impure(self, impure: bool) -> None:
-        """Tell FX's dead-code elimination whether a call must stay when nobody reads its results."""
+        """Set whether FX's dead-code elimination must keep a call whose results are unused."""
         self.__dict__["_is_impure"] = impure
 
 
 def make_body(graph: Graph, class_name: str) -> Body:
-    """A body around `graph`, with nothing borrowed yet."""
+    """Return a body around `graph`, with nothing borrowed yet."""
     return _empty(Body, class_name, graph)
 
 
@@ -259,10 +269,10 @@ def rebuild(
     drop: frozenset[str] = frozenset(),
     meta: Mapping[str, Any] | None = None,
 ) -> Program:
-    """A Program that runs `graph` and owns what `root` owns.
+    """Return a Program that runs `graph` and owns what `root` owns.
 
-    Parameters, buffers (with their persistence), unused ones too, child modules, hooks, plain attributes and
-    `meta` are taken over by reference; `add` registers children at the top, `drop` removes some.
+    Parameters, buffers (with their persistence), unused ones too, child modules, hooks, other attributes and `meta`
+    are shared by reference; `add` registers children at the top, `drop` removes some.
     """
     new: Program = _with_graph(Program, root, graph)
     for name in drop:
@@ -276,7 +286,7 @@ def rebuild(
 
 @contextlib.contextmanager
 def pause_gc() -> Generator[None]:
-    """Keep Python's cycle collector from scanning a large graph again and again while it is being built."""
+    """Disable Python's cycle collector, which would scan a large graph again and again while it is being built."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -287,11 +297,11 @@ def pause_gc() -> Generator[None]:
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """A copy with the same names, order, codegen and (shallowly) the same meta."""
+    """Return a copy with the same names, order, codegen and (shallowly) the same meta."""
     new = Graph(tracer_cls=graph._tracer_cls)
-    made: dict[Node, Node] = {}
+    env: dict[Node, Node] = {}
     for node in graph.nodes:
-        made[node] = copy_node(new, node, made.__getitem__)
+        env[node] = copy_node(new, node, env.__getitem__)
     new.set_codegen(graph._codegen)
     return new
 
@@ -306,7 +316,7 @@ def copy_node(graph: Graph, node: Node, to: Any, target: str | None = None) -> N
 
 
 def attribute(root: nn.Module, target: str) -> Any:
-    """The object a `get_attr` or `call_module` target names, None where there is none."""
+    """Return the object that a `get_attr` or `call_module` target names; None if nothing is there."""
     value: Any = root
     for atom in target.split("."):
         value = getattr(value, atom, None)
@@ -321,7 +331,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 class GraphOwner:
-    """A module whose calls run graphs, captured when they are needed."""
+    """A module whose calls run graphs, which are captured when they are needed."""
 
     @property
     def graphs(self) -> tuple[GraphModule, ...]:
@@ -335,7 +345,7 @@ class GraphOwner:
 
 
 def require_graph(gm: object) -> GraphModule:
-    """The graph that was given; InvalidArgument for anything else."""
+    """Return `gm` if it is a graph; raise InvalidArgument for anything else."""
     if isinstance(gm, GraphModule):
         return gm
     if isinstance(gm, GraphOwner):
@@ -348,7 +358,7 @@ def require_graph(gm: object) -> GraphModule:
 
 
 def graphs_of(gm: object) -> tuple[GraphModule, ...]:
-    """The graph that was given, or those of a compiled model, of which there must be at least one."""
+    """Return the graph itself, or the graphs of a compiled model; raise InvalidArgument if it has none."""
     if not isinstance(gm, GraphOwner):
         return (require_graph(gm),)
     if not gm.graphs:
@@ -361,7 +371,7 @@ def graphs_of(gm: object) -> tuple[GraphModule, ...]:
 
 
 def only_graph(gm: object) -> GraphModule:
-    """The graph that was given, or that of a compiled model that has just one."""
+    """Return the graph itself, or that of a compiled model; raise InvalidArgument unless it has exactly one."""
     graphs = graphs_of(gm)
     if len(graphs) != 1:
         raise InvalidArgument(
@@ -371,16 +381,15 @@ def only_graph(gm: object) -> GraphModule:
 
 
 def set_attribute(program: Program, target: str, value: object) -> None:
-    """Put an object where a dotted target names it; modules on the way are copied, for others may share them."""
+    """Assign to a dotted target; modules on the path are copied, since others may share them."""
     at: nn.Module = program
     *path, name = target.split(".")
     for atom in path:
         known = at._modules.get(atom)
         child = nn.Module()
         if known is not None:
-            child.__dict__.update(
-                {k: copy.copy(v) if isinstance(v, dict) else v for k, v in known.__dict__.items()}
-            )
+            entries = known.__dict__.items()
+            child.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in entries})
         at._modules[atom] = child
         at = child
     setattr(at, name, value)

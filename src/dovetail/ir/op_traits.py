@@ -1,7 +1,7 @@
-"""What a call target does, however it is spelled.
+"""Operator traits: what calling a target may do, by its schema, its tags and tables of names.
 
-A target is whatever an FX node may call: an ATen overload, a packet, `torch.relu`, `operator.iadd`, the name of a
-Tensor method, `F.dropout`. All of them resolve to `Traits`, so that analyses need no second list of names.
+A target is anything that an FX node may call: an ATen overload, a packet, `torch.relu`, `operator.iadd`, the name of a
+Tensor method, `F.dropout`. All of them resolve to `OpTraits`, so that analyses need no lists of names of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What calling a target may do. `parameters` are the names of its arguments in order."""
+    """What calling a target may do. `parameters` are the names of its arguments, in order."""
 
     name: str
     parameters: tuple[str, ...] = ()
@@ -38,24 +38,24 @@ class OpTraits:
     writes: tuple[str, ...] = ()
     writes_if: Flag | None = None
     aliases: tuple[str, ...] | None = ()  # arguments the result may share storage with; None: any of them
-    reads_data: bool = True  # reads the data of its arguments; False for a view, which only names it anew
+    reads_data: bool = True  # False for a view, which depends on the shape of its operand only
     reshapes_in_place: bool = False
     random: bool = False
     random_if: Flag | None = None
     host_effect: str = ""
     barrier: bool = False
-    opaque: bool = False  # may do anything: writes its arguments, draws, has_effects on the host_effect
+    opaque: bool = False  # may do anything: write its arguments, draw, act on the host
     higher_order: bool = False
     pointwise: bool = False
     returns_tuple: bool = False  # returns a tuple or list
-    gathers: bool = False  # given lists, returns one that holds the same tensors
+    gathers: bool = False  # of lists, returns a list that holds the same tensors
     composite: bool = (
-        False  # made of other operators: without a schema alias its result may still be an argument
+        False  # decomposes into others: its result may be an argument without an alias in the schema
     )
-    pure: bool = False  # nothing but a value of its own, whatever the arguments
+    pure: bool = False  # computes a new value and does nothing else, whatever the arguments
 
     def argument(self, node: Node, name: str) -> Any:
-        """The argument of this name at a call, its default if not given."""
+        """Return the argument of this name at a call, its default if it is not given."""
         if name in node.kwargs:
             return node.kwargs[name]
         if name in self.parameters:
@@ -65,7 +65,7 @@ class OpTraits:
         return (self.defaults or {}).get(name)
 
     def holds(self, flag: Flag | None, node: Node) -> bool:
-        """Whether a flag holds at a call; an argument that is computed may have any value."""
+        """Whether a condition holds at a call; an argument that is computed may have any value."""
         if flag is None:
             return True
         for name in flag.names:
@@ -80,55 +80,53 @@ class OpTraits:
         return True
 
 
-_COLLECTIVES = frozenset(
-    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem", "_dtensor"}
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_COLLECTIVES = _names(
+    """
+    _c10d_functional _c10d_functional_autograd c10d_functional c10d symm_mem _dtensor
+    """
 )
-_ASSERTS = frozenset(
-    {
-        "_assert_async",
-        "_assert_scalar",
-        "_assert_tensor_metadata",
-        "_functional_assert_async",
-        "_functional_assert_scalar",
-        "sym_constrain_range",
-        "sym_constrain_range_for_size",
-        "_functional_sym_constrain_range",
-        "_functional_sym_constrain_range_for_size",
-        "_async_error",
-    }
+_ASSERTS = _names(
+    """
+    _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async _functional_assert_scalar
+    sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range
+    _functional_sym_constrain_range_for_size _async_error
+    """
 )
 
 # Schemas that do not declare the running statistics they update.
-_UPDATES_STATISTICS = frozenset(
-    {
-        "batch_norm",
-        "native_batch_norm",
-        "instance_norm",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "_batch_norm_impl_index",
-    }
+_UPDATES_STATISTICS = _names(
+    """
+    batch_norm native_batch_norm instance_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index
+    """
 )
-_UNDECLARED_VIEWS = frozenset({"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"})
+_UNDECLARED_VIEWS = _names(
+    """
+    _unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk
+    """
+)
 _UNTAGGED_RANDOM = frozenset({"_no_grad_normal_", "_no_grad_uniform_"})
 
 
 def opaque_traits(name: str) -> OpTraits:
-    """A call of which nothing is known: it may do anything."""
+    """Return the traits of an unknown target, which may do anything."""
     return OpTraits(name=name, host_effect="an unknown Python call", opaque=True, aliases=None)
 
 
 def overload_traits(op: OpOverload) -> OpTraits:
-    """What an operator may do, by its schema, its tags and what it is registered as."""
-    told = _of_schema(op)
-    # Registered at any time, unlike the schema, so asked each time.
-    if not told.host_effect and op.namespace not in ("aten", "prim", "prims") and _is_effectful(op):
-        return replace(told, host_effect="registered as effectful", pure=False)
-    return told
+    """Return the traits of an operator, by its schema, its tags and the effect it is registered with."""
+    traits = _schema_traits(op)
+    # Effects may be registered at any time, unlike the schema: looked up each time.
+    if not traits.host_effect and op.namespace not in ("aten", "prim", "prims") and _is_effectful(op):
+        return replace(traits, host_effect="registered as effectful", pure=False)
+    return traits
 
 
 @functools.cache
-def _of_schema(op: OpOverload) -> OpTraits:
+def _schema_traits(op: OpOverload) -> OpTraits:
     schema = op._schema
     namespace, _, rest = op.name().partition("::")
     name = rest.partition(".")[0]
@@ -136,7 +134,7 @@ def _of_schema(op: OpOverload) -> OpTraits:
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     writes = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
-    # An argument that becomes part of a list of views, as split's does, is annotated with what comes after.
+    # An argument that becomes part of a list of views, as that of split, is annotated in its after set.
     aliases: tuple[str, ...] | None = tuple(
         a.name
         for a in schema.arguments
@@ -150,12 +148,12 @@ def _of_schema(op: OpOverload) -> OpTraits:
     if name == "set_" and "source" in parameters:
         aliases = ("self", "source")
     if namespace in _COLLECTIVES and name == "wait_tensor":
-        # Before it the memory is not there to be read: what reads it stays behind.
+        # Until then the result may not be read: it counts as written by the wait.
         writes = aliases = parameters[:1]
     tags = set(op.tags)
     composite = op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     if torch_compat.ALIASING_TAG.value in tags and not aliases:
-        # Tagged since its result may be its very input; values made by a decomposition may say otherwise.
+        # Its result may be the operand itself; fake values of a decomposition may not show it.
         aliases = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
     random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED_RANDOM
     random_if = Flag(tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters))
@@ -169,7 +167,7 @@ def _of_schema(op: OpOverload) -> OpTraits:
         writes=writes,
         writes_if=writes_if,
         aliases=aliases if makes_tensors else (),
-        # Autograd lets nobody use views that come in a list after a write to their base: they stay where they are.
+        # Autograd refuses views out of a list after a write to their base: they must not be moved behind one.
         reads_data=not aliases or composite or bool(writes) or returns_tuple,
         reshapes_in_place=torch.Tag.inplace_view in tags,
         random=random,
@@ -201,9 +199,9 @@ def _is_effectful(op: OpOverload) -> bool:
 
 @functools.cache
 def packet_traits(packet: OpOverloadPacket) -> OpTraits:
-    """What any overload may do; one that writes `out` only counts where `out` is given."""
+    """Return the union of the traits of all overloads; one that writes `out` counts only where `out` is given."""
     overloads = [getattr(packet, o) for o in packet.overloads()]
-    # TorchScript's own overloads for plain numbers and lists are listed too, but no dispatcher knows them.
+    # Overloads of TorchScript for numbers and lists are included, but not registered with the dispatcher.
     each = [overload_traits(o) for o in overloads if torch._C._dispatch_has_kernel(o.name())]
     if not each:
         return opaque_traits(str(packet))
@@ -213,10 +211,8 @@ def packet_traits(packet: OpOverloadPacket) -> OpTraits:
     aliases = {"out"}
     for t in each:
         aliases.update(t.aliases or ())
-    traits = {
-        f: any(getattr(t, f) for t in each)
-        for f in ("reads_data", "reshapes_in_place", "random", "composite")
-    }
+    unions = ("reads_data", "reshapes_in_place", "random", "composite")
+    traits = {field: any(getattr(t, field) for t in each) for field in unions}
     writes = tuple(dict.fromkeys(w for t in each for w in t.writes))
     return OpTraits(
         name=str(packet),
@@ -234,64 +230,44 @@ def packet_traits(packet: OpOverloadPacket) -> OpTraits:
     )
 
 
-def _python(name: str, **facts: Any) -> OpTraits:
-    return OpTraits(name=name, **facts)
-
-
-def _named(function: Any) -> str:
+def _function_name(function: Any) -> str:
     return f"{getattr(function, '__module__', None) or ''}.{getattr(function, '__name__', repr(function))}"
 
 
-_IN_PLACE_OPERATORS = frozenset(
-    f"i{name}"
-    for name in (
-        "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()  # noqa: SIM905
-    )
+_IN_PLACE_OPERATORS = _names(
+    "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift iconcat"
 )
 _NUMBER_BUILTINS = frozenset({len, int, float, bool, slice, range, isinstance, type, str, complex})
 
-# What these return may be one of the tensors they were given, or hold it.
+# The result of these may be one of the operands, or hold it.
 _GATHERING_BUILTINS = frozenset(
     {tuple, list, dict, zip, sorted, max, min, sum, abs, round, divmod, pow, all, any}
 )
-_MODE_SWITCHES = frozenset(
-    {
-        "_set_grad_enabled",
-        "set_grad_enabled",
-        "_enter_autocast",
-        "_exit_autocast",
-        "_enter_inference_mode",
-        "_exit_inference_mode",
-        "_autograd_set_grad_enabled",
-        "_vmap_increment_nesting",
-        "_vmap_decrement_nesting",
-        "_grad_increment_nesting",
-        "_grad_decrement_nesting",
-        "_record_function_enter_new",
-        "set_stream",
-    }
+_MODE_SWITCHES = _names(
+    """
+    _set_grad_enabled set_grad_enabled _enter_autocast _exit_autocast _enter_inference_mode
+    _exit_inference_mode _autograd_set_grad_enabled _vmap_increment_nesting _vmap_decrement_nesting
+    _grad_increment_nesting _grad_decrement_nesting _record_function_enter_new set_stream
+    """
 )
-_CHECKS = frozenset({"_assert", "_check", "_check_is_size", "_check_value", "_check_with", "_check_index"})
+_CHECKS = _names(
+    """
+    _assert _check _check_is_size _check_value _check_with _check_index
+    """
+)
+
+_DROPOUTS = _names("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu")
+_ALWAYS_RANDOM = _names(
+    """
+    gumbel_softmax fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices
+    """
+)
 
 # Python functions of torch.nn.functional, by the argument that makes them draw or write.
 _FUNCTIONAL: dict[str, dict[str, Any]] = {
-    **{
-        name: {"random": True, "random_if": Flag(("training",))}
-        for name in (
-            "dropout",
-            "dropout1d",
-            "dropout2d",
-            "dropout3d",
-            "alpha_dropout",
-            "feature_alpha_dropout",
-            "rrelu",
-        )
-    },
-    "gumbel_softmax": {"random": True},
-    "fractional_max_pool2d": {"random": True},
-    "fractional_max_pool3d": {"random": True},
-    "fractional_max_pool2d_with_indices": {"random": True},
-    "fractional_max_pool3d_with_indices": {"random": True},
+    **{name: {"random": True, "random_if": Flag(("training",))} for name in _DROPOUTS},
+    **{name: {"random": True} for name in _ALWAYS_RANDOM},
     "multi_head_attention_forward": {"random": True, "random_if": Flag(("training", "dropout_p"))},
     "scaled_dot_product_attention": {"random": True, "random_if": Flag(("dropout_p",))},
     "batch_norm": {"writes": ("running_mean", "running_var"), "writes_if": Flag(("training",))},
@@ -302,49 +278,48 @@ _FUNCTIONAL: dict[str, dict[str, Any]] = {
 
 
 def function_traits(function: Any) -> OpTraits:
-    """What a Python callable does; one we know nothing of may do anything."""
+    """Return the traits of a Python callable; an unknown one may do anything."""
     module = getattr(function, "__module__", None) or ""
-    # A cache of everything ever asked about would keep users' functions alive.
+    # A cache of all functions would keep those of users alive.
     known = module.partition(".")[0] in ("torch", "operator", "_operator", "math", "builtins", "")
-    return _of_known_function(function) if known else opaque_traits(_named(function))
+    return _known_function_traits(function) if known else opaque_traits(_function_name(function))
 
 
 @functools.cache
-def _of_known_function(function: Any) -> OpTraits:
+def _known_function_traits(function: Any) -> OpTraits:
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None) or ""
+    qualified = _function_name(function)
     if function is operator.getitem or function is getattr:
-        return _python(_named(function), aliases=None, reads_data=function is operator.getitem)
+        return OpTraits(qualified, aliases=None, reads_data=function is operator.getitem)
     if function is operator.setitem or function is operator.delitem:
-        return _python(
-            _named(function), parameters=("self", "index", "value"), writes=("self",), aliases=("self",)
+        return OpTraits(
+            qualified,
+            parameters=("self", "index", "value"),
+            writes=("self",),
+            aliases=("self",),
         )
     if module in ("_operator", "operator"):
         if name in _IN_PLACE_OPERATORS:
-            return _python(
-                _named(function),
-                parameters=("self", "other"),
-                writes=("self",),
-                aliases=("self",),
-                pointwise=True,
-            )
+            written = ("self",)
+            return OpTraits(qualified, ("self", "other"), writes=written, aliases=written, pointwise=True)
         if name == "pos":
-            return _python(_named(function), parameters=("self",), aliases=("self",))
+            return OpTraits(qualified, parameters=("self",), aliases=("self",))
         if name in ("add", "mul", "concat"):
-            return _python(_named(function), pointwise=True, gathers=True)
-        return _python(_named(function), pointwise=name != "matmul", pure=True)
+            return OpTraits(qualified, pointwise=True, gathers=True)
+        return OpTraits(qualified, pointwise=name != "matmul", pure=True)
     if module == "math" or function in _NUMBER_BUILTINS:
-        return _python(_named(function), pure=True)
+        return OpTraits(qualified, pure=True)
     if function in _GATHERING_BUILTINS:
-        return _python(_named(function), aliases=None)
+        return OpTraits(qualified, aliases=None)
     if name in _MODE_SWITCHES and module.startswith("torch"):
-        return _python(_named(function), barrier=True, host_effect="a switch of modes")
+        return OpTraits(qualified, barrier=True, host_effect="a switch of modes")
     if function is print:
-        return _python("print", host_effect="a print")
+        return OpTraits("print", host_effect="a print")
     if name in _CHECKS and module.startswith("torch"):
-        return _python(_named(function), host_effect="an assertion")
+        return OpTraits(qualified, host_effect="an assertion")
     if (module.startswith("torch") and name.startswith("sym_")) or name.startswith("_sym_"):
-        return _python(_named(function), pure=True)
+        return OpTraits(qualified, pure=True)
     if getattr(F, name, None) is function and isinstance(function, types.FunctionType):
         return _functional(name, function)
     packet = _packet(name)
@@ -352,105 +327,55 @@ def _of_known_function(function: Any) -> OpTraits:
         return packet_traits(packet)
     if getattr(torch, name, None) is function and packet is not None:
         return packet_traits(packet)
-    return opaque_traits(_named(function))
+    return opaque_traits(qualified)
 
 
 def _functional(name: str, function: Any) -> OpTraits:
     inner = getattr(function, "__wrapped__", function)
     code = inner.__code__
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = inner.__defaults__ or ()
-    defaults = dict(zip(parameters[code.co_argcount - len(given) : code.co_argcount], given, strict=True))
+    values = inner.__defaults__ or ()
+    defaults = dict(zip(parameters[code.co_argcount - len(values) : code.co_argcount], values, strict=True))
     defaults.update(inner.__kwdefaults__ or {})
-    facts = dict(_FUNCTIONAL.get(name, {}))
-    if "inplace" in parameters and "writes" not in facts:
-        facts.update(writes=(parameters[0],), writes_if=Flag(("inplace",)))
+    traits = dict(_FUNCTIONAL.get(name, {}))
+    if "inplace" in parameters and "writes" not in traits:
+        traits.update(writes=(parameters[0],), writes_if=Flag(("inplace",)))
     elif name.endswith("_"):
-        facts.update(writes=(parameters[0],))
-    return OpTraits(
-        name=f"torch.nn.functional.{name}", parameters=parameters, defaults=defaults, aliases=None, **facts
-    )
+        traits.update(writes=(parameters[0],))
+    name = f"torch.nn.functional.{name}"
+    return OpTraits(name, parameters, defaults, aliases=None, **traits)
 
 
 def _packet(name: str) -> OpOverloadPacket | None:
-    found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return found if isinstance(found, OpOverloadPacket) else None
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    return packet if isinstance(packet, OpOverloadPacket) else None
 
 
-_NUMBER_METHODS = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "storage_offset",
-        "element_size",
-        "ndimension",
-        "item",
-        "tolist",
-        "nelement",
-        "is_contiguous",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "data_ptr",
-        "__len__",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "is_cuda",
-        "is_signed",
-    ]
+_NUMBER_METHODS = _names(
+    """
+    size dim numel stride storage_offset element_size ndimension item tolist nelement is_contiguous get_device
+    is_floating_point is_complex data_ptr __len__ __bool__ __int__ __float__ is_cuda is_signed
+    """
 )
 
-# Methods that Tensor has beside its operators and that do nothing but return a value, perhaps the tensor itself.
-_VALUE_METHODS = frozenset(
-    [
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "int",
-        "long",
-        "short",
-        "char",
-        "byte",
-        "bool",
-        "cpu",
-        "cuda",
-        "type",
-        "to",
-        "split",
-        "unique",
-        "unique_consecutive",
-        "unflatten",
-        "norm",
-        "stft",
-        "istft",
-        "lu",
-        "new_tensor",
-        "new",
-        "expand_as",
-        "view_as",
-        "reshape_as",
-        "type_as",
-        "numpy",
-        "refine_names",
-        "align_to",
-        "rename",
-        "contiguous",
-    ]
+# Methods of Tensor that are not operators and only return a value, which may be the tensor itself.
+_VALUE_METHODS = _names(
+    """
+    float double half bfloat16 int long short char byte bool cpu cuda type to split unique unique_consecutive
+    unflatten norm stft istft lu new_tensor new expand_as view_as reshape_as type_as numpy refine_names
+    align_to rename contiguous
+    """
 )
 
 
 @functools.cache
 def method_traits(name: str) -> OpTraits:
-    """What a Tensor method of this name does; one that torch does not have may do anything."""
+    """Return the traits of a Tensor method; one that torch does not have may do anything."""
     if name in _NUMBER_METHODS:
-        return _python(name, pure=True)
+        return OpTraits(name, pure=True)
     if name == "backward":
         # It writes gradients of tensors that no argument names.
-        return _python(name, host_effect="a backward pass", barrier=True, opaque=True, aliases=None)
+        return OpTraits(name, host_effect="a backward pass", barrier=True, opaque=True, aliases=None)
     packet = _packet(name)
     if packet is not None:
         return packet_traits(packet)
@@ -460,16 +385,16 @@ def method_traits(name: str) -> OpTraits:
         return function_traits(operator.getitem)
     operator_name = name.removeprefix("__").removesuffix("__")
     if name.startswith("__i") and operator_name in _IN_PLACE_OPERATORS:
-        return _python(name, parameters=("self",), writes=("self",), aliases=("self",))
+        return OpTraits(name, parameters=("self",), writes=("self",), aliases=("self",))
     if name in _VALUE_METHODS or (
         name.startswith("__") and hasattr(operator, operator_name.removeprefix("r"))
     ):
-        return _python(name, aliases=None)
+        return OpTraits(name, aliases=None)
     return opaque_traits(name)
 
 
 def traits_of(node: Node) -> OpTraits:
-    """What the target of a call does. Module calls and higher-order operators need more than their target."""
+    """Return the traits of a call's target. Module calls and higher-order operators need more than their target."""
     target: Any = node.target
     if node.op == "call_method":
         return method_traits(target)
@@ -490,7 +415,7 @@ def _higher_order(target: HigherOrderOperator) -> OpTraits:
 
 
 def target_name(node: Node) -> str:
-    """The name of what a node calls, the same in every process: `aten.add.Tensor`, `torch.relu`, `.view`."""
+    """Return the name of a node's target, the same in every process: `aten.add.Tensor`, `torch.relu`, `.view`."""
     target: Any = node.target
     if isinstance(target, str):
         return f".{target}" if node.op == "call_method" else target
@@ -498,10 +423,10 @@ def target_name(node: Node) -> str:
 
 
 def qualified_name(target: Any) -> str:
-    """The name of an operator or function, the same in every process."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    """Return the name of an operator or function, the same in every process."""
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return str(target)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order.{target.name()}"
     module = getattr(target, "__module__", None) or getattr(
         getattr(target, "__self__", None), "__module__", "torch"
@@ -511,21 +436,20 @@ def qualified_name(target: Any) -> str:
     return f"{'operator' if module == '_operator' else module}.{name}"
 
 
-_NAMES = """
+_COMMUTATIVE = _names(
+    """
     add mul eq ne maximum minimum max min fmax fmin logical_and logical_or logical_xor bitwise_and bitwise_or
     bitwise_xor and_ or_ xor hypot logaddexp logaddexp2 __and__ __or__ __xor__ __add__ __mul__ __radd__ __rmul__
-"""
-_COMMUTATIVE = frozenset(_NAMES.split())
+    """
+)
 
 
 def base_name(node: Node) -> str:
-    """The name of what a call does without namespace, overload or spelling: `add`, whatever adds."""
+    """Return the name of a call's target without namespace and overload: `add` for an operator, function or method."""
     target: Any = node.target
     if isinstance(target, str):
         return target
-    overloaded = getattr(target, "overloadpacket", None)
-    name = getattr(overloaded or target, "__name__", "")
-    return str(name)
+    return str(getattr(getattr(target, "overloadpacket", None) or target, "__name__", ""))
 
 
 def is_commutative(node: Node) -> bool:
@@ -538,5 +462,31 @@ def is_commutative(node: Node) -> bool:
         return False
     if base_name(node) in ("max", "min") and not all(isinstance(a, Node) for a in node.args):
         return False  # the second is a dim
-    told = traits_of(node)
-    return not told.writes or told.writes == ("out",)
+    return traits_of(node).writes in ((), ("out",))
+
+
+_ARITHMETIC = frozenset(
+    getattr(operator, name)
+    for name in _names("getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_ not_")
+)
+MAY_RETURN_OPERAND = _names(
+    """
+    view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
+    expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
+    """
+)
+"""Operations that change nothing for some arguments. Not `detach`: autograd distinguishes it from its operand."""
+
+
+def is_removable(node: Node) -> bool:
+    """Whether a node may be dropped when nothing reads its result, by its target alone.
+
+    Only arithmetic of Python and operators of torch are: others may have effects that no schema declares.
+    """
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        is_arithmetic = target in _ARITHMETIC or getattr(target, "__module__", "") == "math"
+        return node.op == "get_attr" or (node.op == "call_function" and is_arithmetic)
+    traits = overload_traits(target)
+    writes = bool(traits.writes) and traits.holds(traits.writes_if, node)
+    return target.namespace in ("aten", "prims") and not (writes or traits.random or traits.host_effect)

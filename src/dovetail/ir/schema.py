@@ -1,10 +1,13 @@
-"""One spelling for an operator's arguments: defaults filled in, dims from the front, sizes explicit."""
+"""Operator schemas: arguments by name, their normalized form, and views.
+
+In normalized arguments defaults are filled in, dims count from the front, and sizes are explicit.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import SymInt, Tensor
@@ -16,17 +19,17 @@ from dovetail.ir.nodes import size_hint
 Arguments = dict[str, Any]
 SLICE_END = sys.maxsize
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2", "start_dim", "end_dim", "dimension"})
-_ONE_MORE = frozenset({"unsqueeze", "stack", "diag_embed"})
-_AS_RESULT = frozenset({"cat", "concat", "linalg_cross"})
+_ADDS_DIM = frozenset({"unsqueeze", "stack", "diag_embed"})
+_RANK_OF_RESULT = frozenset({"cat", "concat", "linalg_cross"})
 
 # A negative dim has a meaning of its own there.
-_KEEP_DIMS = frozenset({"_weight_norm", "_weight_norm_interface", "norm_except_dim"})
+_SIGNED_DIMS = frozenset({"_weight_norm", "_weight_norm_interface", "norm_except_dim"})
 _FLOAT_DTYPE_IS_DEFAULT = frozenset({"softmax", "log_softmax", "sum", "mean", "cumsum", "cumprod", "prod"})
 _ENCODED = ("MemoryFormat", "ScalarType", "Layout", "Device")
 
 
 def op_name(target: object) -> str:
-    """The base name of an operator without namespace and overload, or "" for anything else."""
+    """Return the name of an operator without namespace and overload, "" for anything else."""
     return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else ""
 
 
@@ -36,7 +39,7 @@ def is_aten(target: object) -> bool:
 
 
 def named_arguments(node: Node) -> Arguments:
-    """The arguments of an operator call by the names in its schema, as far as they were given."""
+    """Return the arguments of an operator call by their names in the schema, without defaults."""
     target = node.target
     if not isinstance(target, OpOverload):
         return {}
@@ -59,8 +62,16 @@ def written_operands(node: Node) -> list[Node]:
     return operands
 
 
+def argument_of(node: Node, name: str) -> Any:
+    """Return an argument of an operator call by its name in the schema, its default where it is not given."""
+    for i, argument in enumerate(cast("OpOverload", node.target)._schema.arguments):
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
 def viewed_operand(node: Node) -> Node | None:
-    """The operand that a view operator's result is a view of."""
+    """Return the operand that a view operator's result is a view of."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
@@ -73,15 +84,16 @@ def viewed_operand(node: Node) -> Node | None:
     return None
 
 
-def normalized_arguments(node: Node, given: Arguments) -> Arguments:
-    """The same arguments in one spelling. Values never change, only how they are written."""
+def normalized_arguments(node: Node, given: Arguments | None = None) -> Arguments:
+    """Return the arguments of a call, or others for it, in normalized form. The meaning of the call never changes."""
     target = node.target
+    given = named_arguments(node) if given is None else given
     if not isinstance(target, OpOverload):
         return given
     new = _with_defaults(target, given)
     if target.namespace == "aten":
-        _count_dims_from_front(node, target, new)
-        _say_placement_once(node, target, new)
+        _normalize_dims(node, target, new)
+        _normalize_placement(node, target, new)
         special = _SPECIAL.get(op_name(target))
         if special is not None:
             special(node, new)
@@ -91,7 +103,7 @@ def normalized_arguments(node: Node, given: Arguments) -> Arguments:
 def to_args_kwargs(
     target: OpOverload, arguments: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments as the schema has them: keywords only where it demands them."""
+    """Return arguments by name as positional and keyword ones, the latter only where the schema requires it."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     positional = True
@@ -113,25 +125,25 @@ def _with_defaults(target: OpOverload, given: Arguments) -> Arguments:
         elif argument.has_default_value():
             default = argument.default_value
             encoded = isinstance(default, int) and any(name in str(argument.real_type) for name in _ENCODED)
-            if not encoded:  # written as a bare number that only the dispatcher understands
+            if not encoded:  # enums appear in schemas as numbers that only the dispatcher understands
                 new[argument.name] = list(default) if isinstance(default, (list, tuple)) else default
     return new
 
 
-def _count_dims_from_front(node: Node, target: OpOverload, arguments: Arguments) -> None:
+def _normalize_dims(node: Node, target: OpOverload, arguments: Arguments) -> None:
     name = op_name(target)
     named = [a.name for a in target._schema.arguments if a.name in _DIMS and a.name in arguments]
-    if not named or name in _KEEP_DIMS:
+    if not named or name in _SIGNED_DIMS:
         return
     rank = _rank(node, name, arguments, target)
     if rank is None:
         return
     for dim in named:
-        arguments[dim] = _from_front(arguments[dim], max(rank, 1))
+        arguments[dim] = _nonnegative_dim(arguments[dim], max(rank, 1))
 
 
 def _rank(node: Node, name: str, arguments: Arguments, target: OpOverload) -> int | None:
-    if name in _AS_RESULT:
+    if name in _RANK_OF_RESULT:
         value = node.meta.get("val")
     else:
         value = value_of(arguments.get(target._schema.arguments[0].name))
@@ -139,22 +151,22 @@ def _rank(node: Node, name: str, arguments: Arguments, target: OpOverload) -> in
             value = value_of(value[0]) if value else None
     if not isinstance(value, Tensor):
         return None
-    return value.dim() + (1 if name in _ONE_MORE else 0)
+    return value.dim() + (1 if name in _ADDS_DIM else 0)
 
 
-def _from_front(dim: Any, rank: int) -> Any:
+def _nonnegative_dim(dim: Any, rank: int) -> Any:
     if isinstance(dim, (list, tuple)):
-        return [_from_front(d, rank) for d in dim]
+        return [_nonnegative_dim(d, rank) for d in dim]
     return dim + rank if type(dim) is int and -rank <= dim < 0 else dim
 
 
 def value_of(argument: Any) -> Any:
-    """The fake value of an argument: of the node it is, or itself."""
+    """Return the fake value of an argument that is a node; any other argument itself."""
     return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
-def _say_placement_once(node: Node, target: OpOverload, arguments: Arguments) -> None:
-    """Leave out a dtype, layout or device that is the operand's own; spell out those of a factory."""
+def _normalize_placement(node: Node, target: OpOverload, arguments: Arguments) -> None:
+    """Omit a dtype, layout or device that is the operand's own; make those of a factory explicit."""
     if arguments.get("pin_memory") is False:
         arguments["pin_memory"] = None
     if arguments.get("memory_format") is torch.preserve_format:
@@ -176,7 +188,7 @@ def _say_placement_once(node: Node, target: OpOverload, arguments: Arguments) ->
 
 
 def _transpose(node: Node, arguments: Arguments) -> None:
-    """Swapping is symmetric: the lower dim first."""
+    """Put the lower dim first: a transpose is symmetric."""
     first, second = arguments.get("dim0"), arguments.get("dim1")
     if type(first) is int and type(second) is int and 0 <= second < first:
         arguments["dim0"], arguments["dim1"] = second, first
@@ -217,7 +229,7 @@ def _reshape(node: Node, arguments: Arguments) -> None:
 
 
 def explicit_sizes(sizes: Any, result: Any) -> list[Any]:
-    """Sizes with -1 resolved where the result's size is a number; symbolic ones stay as they were."""
+    """Return sizes with -1 resolved where the result's size is static; symbolic ones stay as they are."""
     if not isinstance(result, Tensor) or result.dim() != len(sizes):
         return list(sizes)
     numbers = [static_size(size) for size in result.shape]
@@ -228,17 +240,17 @@ def explicit_sizes(sizes: Any, result: Any) -> list[Any]:
 
 
 def _cat(node: Node, arguments: Arguments) -> None:
-    """Leave out what concatenating has skipped since the days of one kind of empty tensor: shape (0,)."""
+    """Drop operands of shape (0,), which `cat` skips for compatibility."""
     result = node.meta.get("val")
     if isinstance(arguments["tensors"], Node):
         return  # a list that another operator returned
     tensors = list(arguments["tensors"])
-    kept = [t for t in tensors if not _is_nothing(value_of(t), result)]
+    kept = [t for t in tensors if not _is_legacy_empty(value_of(t), result)]
     if kept:
         arguments["tensors"] = kept
 
 
-def _is_nothing(value: Any, result: Any) -> bool:
+def _is_legacy_empty(value: Any, result: Any) -> bool:
     if not isinstance(value, Tensor) or not isinstance(result, Tensor) or value.dtype != result.dtype:
         return False
     return value.dim() == 1 and type(value.shape[0]) is int and value.shape[0] == 0
@@ -257,7 +269,7 @@ _SPECIAL: dict[str, Callable[[Node, Arguments], None]] = {
 
 
 def same_geometry(a: Tensor, b: Tensor) -> bool:
-    """Whether two fake tensors have one dtype, device, shape, strides and offset, without adding guards."""
+    """Whether two fake tensors have the same dtype, device, shape, strides and offset, without adding guards."""
     return (
         a.dtype == b.dtype
         and a.device == b.device
@@ -272,7 +284,7 @@ def same_geometry(a: Tensor, b: Tensor) -> bool:
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are written alike; comparing symbolic ones outright would add a guard."""
+    """Whether two sizes have the same expression; comparing symbolic ones directly would add a guard."""
     symbolic_a, symbolic_b = isinstance(a, SymInt), isinstance(b, SymInt)
     if symbolic_a and symbolic_b:
         return bool(a.node.expr == b.node.expr)
@@ -280,7 +292,7 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 def static_size(size: Any) -> int | None:
-    """A size as an int, if it is one or a symbol that turned out to be one."""
+    """Return a size as an int if it is one or a symbol that was specialized to one; else None."""
     if isinstance(size, SymInt):
         expression = size.node.expr
         return int(expression) if expression.is_number else None
@@ -288,16 +300,13 @@ def static_size(size: Any) -> int | None:
 
 
 def is_viewable(value: Tensor, sizes: Any) -> bool | None:
-    """Whether `value` could be viewed with these sizes without a copy; None if that cannot be told."""
-    old = [(size_hint(n), size_hint(s)) for n, s in zip(value.shape, value.stride(), strict=True)]
-    new = [size_hint(n) for n in sizes]
-    if any(n is None or s is None for n, s in old) or any(n is None for n in new):
+    """Whether `value` can be viewed with these sizes without a copy; None if its hints are not known."""
+    hints = [[size_hint(n) for n in numbers] for numbers in (value.shape, value.stride(), sizes)]
+    if any(None in numbers for numbers in hints):
         return None
+    shape, strides, new = cast("list[list[int]]", hints)
     try:
-        probe = torch.empty_strided(
-            [n for n, _ in old if n is not None], [s for _, s in old if s is not None], device="meta"
-        )
-        probe.view([n for n in new if n is not None])
+        torch.empty_strided(shape, strides, device="meta").view(new)
     except RuntimeError:
         return False
     return True

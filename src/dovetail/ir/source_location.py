@@ -52,6 +52,12 @@ class SourceLine:
         return linecache.getline(self.file, self.number).strip()
 
 
+def located(what: str, line: SourceLine | None, advice: str) -> str:
+    """Return an error message: what is wrong, the user's line if it is known, and what to do."""
+    where = f"\n  at {line}" if line is not None else ""
+    return f"{what}{where}\n  {advice}"
+
+
 def is_user_file(file: str) -> bool:
     """Whether code in `file` is the user's: not torch, not dovetail, not generated."""
     if file.startswith("<"):

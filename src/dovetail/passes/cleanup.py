@@ -12,22 +12,16 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import checked_init
-from dovetail.ir.alias_analysis import storage_key, storages
+from dovetail.ir.alias_analysis import alias_classes
 from dovetail.ir.dependencies import Index
 from dovetail.ir.effects import PURE, is_subgraph
-from dovetail.ir.graph_module import Program, attribute, copy_node, rebuild, require_graph, without_collector
-from dovetail.ir.op_traits import base_name
+from dovetail.ir.graph_module import Program, attribute, copy_node, pause_gc, rebuild, require_graph
+from dovetail.ir.nodes import storage_key, storage_keys
+from dovetail.ir.op_traits import MAY_RETURN_OPERAND, base_name
 from dovetail.ir.schema import same_geometry
-from dovetail.ir.shape_prop import fake_mode, inferring, moved, storage_keys
-from dovetail.outlining.region_call import call_of, state_of, with_state
+from dovetail.ir.shape_prop import fake_inference, fake_mode, rebase_storages
+from dovetail.outlining.region import call_of, state_of, with_state
 from dovetail.passes.pass_manager import Pass
-
-# Operations that may hand on their operand. Not `detach`: autograd can tell it from its operand.
-_VIEW_NAMES = """
-    view reshape _unsafe_view expand permute transpose t slice squeeze unsqueeze alias flatten unflatten
-    expand_as view_as contiguous to lift_fresh numpy_T movedim swapaxes narrow as_strided dropout
-"""
-_VIEWS = frozenset(_VIEW_NAMES.split())
 
 
 @checked_init()
@@ -48,7 +42,7 @@ class Cleanup(Pass):
 def clean_up(gm: GraphModule) -> GraphModule:
     """What `Cleanup` does."""
     require_graph(gm)
-    with without_collector():
+    with pause_gc():
         index = Index(gm)
         index.require_order()
         live = _live(index)
@@ -104,7 +98,7 @@ class _Sweep:
         self.effects = index.dependencies.effects
         self.written = index.dependencies.written
         nodes = index.nodes
-        self.classes = storages(index.gm, nodes, [self.effects.get(i, PURE) for i in range(len(nodes))])
+        self.classes = alias_classes(index.gm, nodes, [self.effects.get(i, PURE) for i in range(len(nodes))])
         self.outgoing = {self.classes.of(node) for node in nodes[-1].all_input_nodes}
         self.handed_out = self._handed_out()
         # A sub-graph whose results share memory with its operands keeps values of its own for both.
@@ -117,7 +111,7 @@ class _Sweep:
         self.merged = 0
 
     def run(self) -> None:
-        with inferring(fake_mode(self.index.nodes)):
+        with fake_inference(fake_mode(self.index.nodes)):
             for i, node in enumerate(self.index.nodes):
                 same = self._unchanged(i, node) or self._equal(i, node)
                 if same is None:
@@ -140,11 +134,11 @@ class _Sweep:
         if self.onto and node.op != "output":
             value = node.meta.get("val")
             if not self.onto.keys().isdisjoint(storage_keys(value)):
-                new.meta["val"] = moved(value, self.onto)
+                new.meta["val"] = rebase_storages(value, self.onto)
 
     def _unchanged(self, i: int, node: Node) -> Node | None:
         """The operand, if the node is a view that changes nothing and nobody could tell the two apart."""
-        if node.op not in ("call_function", "call_method") or base_name(node) not in _VIEWS:
+        if node.op not in ("call_function", "call_method") or base_name(node) not in MAY_RETURN_OPERAND:
             return None
         operand = node.args[0] if node.args else None
         if not isinstance(operand, Node) or node in self.handed_out or i in self.written:

@@ -15,15 +15,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, checked_init
-from dovetail.ir.alias_analysis import storages
+from dovetail.ir.alias_analysis import alias_classes
 from dovetail.ir.dependencies import Index
+from dovetail.ir.derived_buffers import Compute, Derivation
 from dovetail.ir.effects import PURE
-from dovetail.ir.graph_module import Program, attribute, copy_node, rebuild, require_graph, without_collector
+from dovetail.ir.graph_module import Program, attribute, copy_node, pause_gc, rebuild, require_graph
 from dovetail.ir.meta_keys import DERIVED
-from dovetail.ir.pickling import overload_named
+from dovetail.ir.pickling import overload_by_name
 from dovetail.ir.schema import op_name
-from dovetail.ir.shape_prop import run_on
-from dovetail.ir.weight_guard import Compute, Derivation, is_dense, sentinel_of
+from dovetail.ir.shape_prop import call_with_values
+from dovetail.ir.weight_guard import is_dense, version_sentinel
 from dovetail.passes.pass_manager import Finding, Pass, require_fuel
 
 
@@ -68,7 +69,7 @@ class Constants:
     def derive(self, stems: Sequence[str], sources: Sequence[str | None], compute: Compute) -> list[str]:
         """Constants that are a function of weights of the graph, and are computed again where these are written."""
         held = {source: attribute(self._gm, source) for source in sources if source is not None}
-        counters = dict.fromkeys(filter(None, map(sentinel_of, held)))
+        counters = dict.fromkeys(filter(None, map(version_sentinel, held)))
         held |= {c: value for c in counters if isinstance(value := attribute(self._gm, c), Tensor)}
         names = [self._names.new(stem) for stem in stems]
         made = Derivation(names, sources, compute, [c for c in counters if c in held])
@@ -123,7 +124,7 @@ def chain_of(node: Node) -> tuple[str, Steps]:
 
 def _dressed(value: Tensor, steps: Steps) -> Tensor:
     for target, args, kwargs in steps:
-        call = overload_named(target) if isinstance(target, str) else target
+        call = overload_by_name(target) if isinstance(target, str) else target
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         args, keywords = pytree.tree_unflatten([value if leaf is ... else leaf for leaf in leaves], spec)
         value = call(*args, **keywords)
@@ -157,7 +158,7 @@ class FoldConstants(Pass):
 
     def run(self, gm: GraphModule) -> GraphModule:
         """The graph with constants in it; the very graph it was given if nothing is constant."""
-        with without_collector():
+        with pause_gc():
             index = Index(require_graph(gm))
             index.require_order()
             found = [node for node, reason in self._find(index) if not reason][: self.fuel]
@@ -205,7 +206,7 @@ def _computable(index: Index) -> set[Node]:
     if index.dependencies.switches_modes:
         return set()
     nodes = index.nodes
-    classes = storages(index.gm, nodes, [effects.get(i, PURE) for i in range(len(nodes))])
+    classes = alias_classes(index.gm, nodes, [effects.get(i, PURE) for i in range(len(nodes))])
     outgoing = {classes.of(node) for node in nodes[-1].all_input_nodes}
     known: set[Node] = set()
     for i, node in enumerate(nodes):
@@ -241,7 +242,7 @@ def _written(index: Index, found: list[Node]) -> Program:
     def compute() -> list[Tensor]:
         for node in index.nodes:
             if node in needed:
-                made[node] = run_on(node, made.__getitem__)
+                made[node] = call_with_values(node, made.__getitem__)
         return [made[node] for node in found]
 
     constants = Constants(gm, UniqueNames(gm))

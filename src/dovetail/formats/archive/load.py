@@ -1,4 +1,4 @@
-"""Loading what `save` wrote. Nothing in a file is run or unpickled."""
+"""Loads a graph that `save` wrote. Nothing in a file is executed or unpickled."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from dovetail.frontend import cache_pytrees
 from dovetail.frontend.calling_convention import ModelCodeGen
 from dovetail.fusion.ledger import Ledger, write_ledger
 from dovetail.ir.canonicalize import CanonicalReport
+from dovetail.ir.derived_buffers import Compute, Derivation
 from dovetail.ir.graph_module import Body, Program, attribute, make_body, pause_gc, rebuild
 from dovetail.ir.meta_keys import CANONICAL, REGION
 from dovetail.ir.verifier import check
-from dovetail.ir.weight_guard import Compute, Derivation
 from dovetail.outlining.region import (
     Escape,
     Identity,
@@ -56,8 +56,8 @@ from dovetail.passes.fold_conv_batch_norm import Folded
 _LONGEST_NAME = 1_000
 _DEEPEST = 100
 
-# A body that two others hold, and those two others, makes a graph of a few lines that unfolds without end: bounded are
-# the modules on all paths, the operations of the graph with every call inlined, and those that records of regions name.
+# Bodies that call each other twice, level by level, make a small file that unfolds exponentially: bounded are the modules
+# on all paths, the operations with every call inlined, and the operations in records of regions.
 _MOST_UNFOLDED = 2**21
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "call_method", "call_module", "output"})
 _ARGUMENTS: dict[str, tuple[int, int | None]] = {
@@ -70,69 +70,69 @@ _OWNED = frozenset({REGION})
 
 
 class GraphDecoder:
-    """Builds the graph again; `tensors` are what it holds, in the order of their numbers."""
+    """Rebuilds a graph from its description; `tensors` are those it holds, in the order of their numbers."""
 
-    def __init__(self, described: dict[str, Any], tensors: Sequence[Tensor], trust: encode.Trust) -> None:
-        self.described, self.tensors = described, tensors
-        self.decoder = Decoder(described, trust)
-        self.rows = as_list(described["modules"])
-        self._made: dict[int, nn.Module] = {}
-        self._making: set[int] = set()
+    def __init__(self, description: dict[str, Any], tensors: Sequence[Tensor], trust: encode.Trust) -> None:
+        self.description, self.tensors = description, tensors
+        self.decoder = Decoder(description, trust)
+        self.rows = as_list(description["modules"])
+        self._modules: dict[int, nn.Module] = {}
+        self._started: set[int] = set()
         self._calls: dict[int, RegionCall | None] = {}
         self._paths: dict[nn.Module, int] = {}
         self._sizes: dict[int, int] = {}
 
-    def restore(self) -> Program:
-        """The graph. Raises Unreadable where the description makes no sense."""
-        convention = self.described["convention"]
-        root = self._module(self.described["root"])
+    def decode(self) -> Program:
+        """Return the graph; raise Unreadable if the description is inconsistent."""
+        convention = self.description["convention"]
+        root = self._module(self.description["root"])
         if not isinstance(root, Program):
-            raise Unreadable("what it holds is no graph")
+            raise Unreadable("its root is not a graph")
         if convention is not None:
-            read = decode.decode_convention(as_dict(convention), self.decoder)
+            decoded = decode.decode_convention(as_dict(convention), self.decoder)
             inputs = sum(n.op == "placeholder" for n in root.graph.nodes)
-            if inputs != len(read.order) or inputs != len(read.expectations.inputs):
-                raise Unreadable("the graph takes other inputs than its callers are told to give")
+            if inputs != len(decoded.order) or inputs != len(decoded.expectations.inputs):
+                raise Unreadable("the inputs of the graph do not match its calling convention")
             returned: Any = root.graph.output_node().args[0]
-            if read.out_spec.num_leaves != (len(returned) if isinstance(returned, tuple | list) else 1):
-                raise Unreadable("the graph returns other results than its callers are told to get")
-            root.graph.set_codegen(ModelCodeGen(read))
-        ledger = self.described["ledger"]
+            if decoded.out_spec.num_leaves != (len(returned) if isinstance(returned, tuple | list) else 1):
+                raise Unreadable("the results of the graph do not match its calling convention")
+            root.graph.set_codegen(ModelCodeGen(decoded))
+        ledger = self.description["ledger"]
         if ledger is not None:
             write_ledger(root, Ledger.from_json(expect(str, ledger)))
         return root
 
     def _module(self, number: Any) -> nn.Module:
         at = as_index(number, self.rows)
-        if at in self._made:
-            return self._made[at]
-        if at in self._making or len(self._making) - len(self._made) > _DEEPEST:
+        if at in self._modules:
+            return self._modules[at]
+        if at in self._started or len(self._started) - len(self._modules) > _DEEPEST:
             raise Unreadable("a module is inside itself, or modules are nested too deep")
-        self._making.add(at)
+        self._started.add(at)
         row = as_dict(self.rows[at])
-        plain = _owner(row)
-        plain.training = expect(bool, row["training"])
+        module = _owner(row)
+        module.training = expect(bool, row["training"])
         for name, child in as_list(row["modules"]):
-            plain._modules[_attribute(name, plain)] = None if child is None else self._module(child)
+            module._modules[_attribute(name, module)] = None if child is None else self._module(child)
         for name, tensor in as_list(row["parameters"]):
-            held = self._tensor(tensor)
-            if held is not None and not isinstance(held, nn.Parameter):
-                raise Unreadable(f"the parameter '{name}' is a tensor that is none")
-            plain._parameters[_attribute(name, plain)] = held
+            value = self._tensor(tensor)
+            if value is not None and not isinstance(value, nn.Parameter):
+                raise Unreadable(f"the tensor of the parameter '{name}' is not a parameter")
+            module._parameters[_attribute(name, module)] = value
         for name, tensor, persistent in as_list(row["buffers"]):
-            plain._buffers[_attribute(name, plain)] = self._tensor(tensor)
+            module._buffers[_attribute(name, module)] = self._tensor(tensor)
             if not expect(bool, persistent):
-                plain._non_persistent_buffers_set.add(name)
+                module._non_persistent_buffers_set.add(name)
         for name, tensor in as_list(row["constants"]):
             if hasattr(GraphModule, name):
                 raise Unreadable(f"a constant named '{name}'")
-            plain.__dict__[_attribute(name, plain)] = self._tensor(tensor)
-        made = self._graph(as_dict(row["graph"]), plain) if "graph" in row else plain
-        inside = [child for child in made._modules.values() if child is not None]
-        self._paths[made] = 1 + sum(self._paths[child] for child in inside)
-        _require_bounded(self._paths[made])
-        self._made[at] = made
-        return made
+            module.__dict__[_attribute(name, module)] = self._tensor(tensor)
+        result = self._graph(as_dict(row["graph"]), module) if "graph" in row else module
+        inside = [child for child in result._modules.values() if child is not None]
+        self._paths[result] = 1 + sum(self._paths[child] for child in inside)
+        _require_bounded(self._paths[result])
+        self._modules[at] = result
+        return result
 
     def _tensor(self, number: Any) -> Tensor | None:
         return None if number is None else self.tensors[as_index(number, self.tensors)]
@@ -142,14 +142,14 @@ class GraphDecoder:
         if expect(bool, row["body"]):
             returned: Any = graph.output_node().args[0]
             if not isinstance(returned, tuple | list) or not all(isinstance(n, Node) for n in returned):
-                raise Unreadable("the body of a region returns something else than values of its graph")
-            made = make_body(graph, type(owner).__name__)
-            made.training = owner.training
-            made._modules.update(owner._modules)
-            self._borrow(made, row)
+                raise Unreadable("the body of a region does not return a tuple of its values")
+            program = make_body(graph, type(owner).__name__)
+            program.training = owner.training
+            program._modules.update(owner._modules)
+            self._borrow(program, row)
         else:
-            made = rebuild(owner, graph)
-        self._require_held(made)
+            program = rebuild(owner, graph)
+        self._require_stored_targets(program)
         meta, _ = self.decoder.meta(row["meta"], frozenset())
         canonical, outlining = row["canonical"], row["outlining"]
         if canonical is not None:
@@ -159,25 +159,25 @@ class GraphDecoder:
                 else tuple((expect(str, n), expect(int, c)) for n, c in as_list(canonical))
             )
             meta[CANONICAL] = None if canonical is False else CanonicalReport(counts)
-        made.meta = meta
+        program.meta = meta
         if outlining is not None:
             counters, ranks, epoch = as_list(outlining)
             known = None if ranks is None else _numbers(ranks)
-            made.meta = with_state(meta, OutlineState(_numbers(counters), known, expect(int, epoch)))
-        # Files of earlier versions have none.
+            program.meta = with_state(meta, OutlineState(_numbers(counters), known, expect(int, epoch)))
+        # Not in files of earlier versions.
         record_derivations(
-            made, [self._derived(made, derived) for derived in as_list(row.get("derived", []))]
+            program, [self._derived(program, derived) for derived in as_list(row.get("derived", []))]
         )
-        return made
+        return program
 
-    def _require_held(self, program: Program) -> None:
-        """Nodes may name what the file put into a module, and nothing that Python has there beside it."""
+    def _require_stored_targets(self, program: Program) -> None:
+        """Check that nodes name what the file put into a module, and no other Python attribute."""
         size = 0
         for node in program.graph.nodes:
             size += 1
             if node.op not in ("get_attr", "call_module"):
                 continue
-            value = _held(program, str(node.target))
+            value = _stored_attribute(program, str(node.target))
             kinds = GraphModule if node.op == "call_module" else Tensor | GraphModule | None
             if value is not attribute(program, str(node.target)) or not isinstance(value, kinds):
                 raise Unreadable(
@@ -190,16 +190,16 @@ class GraphDecoder:
         self._sizes[id(program)] = size
 
     def _derived(self, owner: Program, row: Any) -> Derivation:
-        """Buffers that are computed from weights, by one of the two ways that passes have, of tensors of the file."""
+        """Decode how buffers are computed from weights, by one of the two computations of the passes."""
         results, sources, sentinels, written = as_list(row)
         names = [expect(str, name) for name in as_list(results)]
         for name in names:
             if name not in owner._buffers:
-                raise Unreadable(f"'{name}' is computed from weights and is no buffer")
+                raise Unreadable(f"'{name}' is computed from weights and is not a buffer")
         paths = [None if path is None else expect(str, path) for path in as_list(sources)]
         counters = [expect(str, path) for path in as_list(sentinels)]
         for path in (*paths, *counters):
-            if path is not None and not isinstance(_held(owner, path), Tensor):
+            if path is not None and not isinstance(_stored_attribute(owner, path), Tensor):
                 raise Unreadable(f"'{path}' is not a tensor")
         how = self._computed(expect(tuple, self.decoder.value(written)), paths)
         return Derivation(names, paths, how, counters)
@@ -220,59 +220,64 @@ class GraphDecoder:
                     isinstance(k, tuple) and len(k) == 2 and isinstance(k[0], str)
                     for k in expect(tuple, kwargs)
                 ):
-                    raise Unreadable("a step of a buffer's computation has no arguments")
+                    raise Unreadable("a step of a buffer's computation has invalid arguments")
         return Concatenated(expect(int, rest[0]), parts)
 
     def _borrow(self, body: Body, row: dict[str, Any]) -> None:
         body.mark_impure(expect(bool, row["impure"]))
         for name, at, kind, number in as_list(row["borrowed"]):
             if not expect(str, name).isidentifier() or hasattr(GraphModule, name) or name in body.__dict__:
-                raise Unreadable(f"a body that holds something as '{name}'")
+                raise Unreadable(f"a body borrows something as '{name}'")
             value = self._tensor(number) if kind == "tensor" else self._module(number)
             body.borrow(name, value, _path(at))
 
     def _nodes(self, written: list[Any]) -> Graph:
         graph = Graph()
-        made: list[Node] = []
+        nodes: list[Node] = []
         for row in written:
-            op, aim, args, kwargs, name, kind, meta = as_list(row)
-            called = self._target(op, aim)
-            arguments, keywords = self.decoder.value(args, made), self.decoder.value(kwargs, made)
+            op, target, args, kwargs, name, kind, meta = as_list(row)
+            called = self._target(op, target)
+            arguments, keywords = self.decoder.value(args, nodes), self.decoder.value(kwargs, nodes)
             _require_call(op, called, arguments, keywords, name)
             node = graph.create_node(op, called, arguments, keywords, name, self.decoder.type(kind))
             if node.name != name:
-                # torch gives another name to what is called like a builtin, where a model may have the first.
+                # torch renames a node that is called like a builtin, although the saved graph may have that name.
                 node.name = name
             node.meta = self._meta(meta, 0)
             if REGION in node.meta and op != "call_module":
-                raise Unreadable(f"'{name}' has the record of a region and calls none")
-            made.append(node)
-        names = {node.name for node in made}
-        inputs = [str(node.target).lstrip("*") for node in made if node.op == "placeholder"]
-        if len(names) != len(made) or len(set(inputs)) != len(inputs) or not made or made[-1].op != "output":
-            raise Unreadable("a graph has a name twice, or no output at its end")
+                raise Unreadable(f"'{name}' has the record of a region and calls no module")
+            nodes.append(node)
+        names = {node.name for node in nodes}
+        inputs = [str(node.target).lstrip("*") for node in nodes if node.op == "placeholder"]
+        if (
+            len(names) != len(nodes)
+            or len(set(inputs)) != len(inputs)
+            or not nodes
+            or nodes[-1].op != "output"
+        ):
+            raise Unreadable("a graph has a duplicate name, or does not end with its output")
         return graph
 
-    def _target(self, op: Any, aim: Any) -> Any:
+    def _target(self, op: Any, target: Any) -> Any:
         if not isinstance(op, str) or op not in _OPS:
-            raise Unreadable("a node whose operation is none of a graph")
+            raise Unreadable("a node has an unknown opcode")
         if op == "call_function":
-            ((tag, name),) = as_dict(aim).items()
+            ((tag, name),) = as_dict(target).items()
             if tag not in ("op", "pk", "ho", "fn"):
                 raise Unreadable(f"a node calls a {tag[:20]!r}")
             return self.decoder.target(tag, name)
         if op == "placeholder":
-            return _identifier(expect(str, aim).removeprefix("*").removeprefix("*")) and aim
+            return _identifier(expect(str, target).removeprefix("*").removeprefix("*")) and target
         if op == "call_method":
-            if not encode.is_method(expect(str, aim)):
-                raise Unreadable(f"a node calls the method {aim[:60]!r}")
-            return aim
-        return _path(aim)
+            if not encode.is_method(expect(str, target)):
+                raise Unreadable(f"a node calls the method {target[:60]!r}")
+            return target
+        return _path(target)
 
     def _meta(self, number: Any, depth: int) -> dict[str, Any]:
         meta, owned = self.decoder.meta(number, _OWNED)
         if REGION in owned:
-            # Nodes whose meta is the same have the same record: what is written once is read once.
+            # Nodes with the same meta have the same record, which is decoded once.
             if number not in self._calls:
                 self._calls[number] = None
                 self._calls[number] = self._call(as_dict(owned[REGION]), depth)
@@ -284,11 +289,11 @@ class GraphDecoder:
 
     def _call(self, row: dict[str, Any], depth: int) -> RegionCall:
         if depth > _DEEPEST:
-            raise Unreadable("regions are nested without end")
+            raise Unreadable("regions are nested too deep")
         kind, version, attrs = as_list(row["identity"])
         identity = Identity(expect(str, kind), expect(int, version), expect(str, attrs))
         if make_identity(kind, version, json.loads(expect(str, attrs))) != identity:
-            raise Unreadable(f"the attributes of a region of kind '{kind}'")
+            raise Unreadable(f"the attributes of a region of kind '{kind}' are invalid")
         rule, number = row["rule"], row["round"]
         members = tuple(self._member(member, depth) for member in as_list(row["members"]))
         _require_bounded(sum(self._unfolded(member) for member in members))
@@ -321,7 +326,7 @@ class GraphDecoder:
         )
 
     def _unfolded(self, member: Member) -> int:
-        """How many operations a member stands for, those of a region inside it included."""
+        """Return the number of operations of a member, with those of a region inside it."""
         inner = call_of(member.meta)
         if inner is None:
             return 1
@@ -336,36 +341,36 @@ def _require_bounded(size: int) -> None:
 
 
 def _require_members(call: RegionCall | None, body: GraphModule) -> None:
-    """What the record of a region tells of its operations must fit the operations of its body, nested ones included."""
-    stack, seen = [(call, body)], set[tuple[int, int]]()
+    """Check that the record of a region matches the operations of its body, nested ones included."""
+    stack, visited = [(call, body)], set[tuple[int, int]]()
     while stack:
         record, graph = stack.pop()
-        if record is None or (id(record), id(graph)) in seen:
+        if record is None or (id(record), id(graph)) in visited:
             continue
-        seen.add((id(record), id(graph)))
+        visited.add((id(record), id(graph)))
         inside = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
         if len(inside) != len(record.members):
-            raise Unreadable("the record of a region has other operations than its body")
+            raise Unreadable("the record of a region has more or fewer operations than its body")
         for member, node in zip(record.members, inside, strict=True):
             inner = call_of(member.meta)
             names = node.op in ("get_attr", "call_module")
             if (member.target is not None and not names) or (inner is not None and node.op != "call_module"):
-                raise Unreadable(f"the record of a region tells of '{node.name}' what it is not")
+                raise Unreadable(f"the record of a region does not match '{node.name}'")
             if inner is not None:
                 stack.append((inner, cast("GraphModule", attribute(graph, str(node.target)))))
 
 
-def _held(program: Program, path: str) -> Any:
-    """What a module or one inside it was given by a name."""
-    *way, name = path.split(".")
+def _stored_attribute(program: Program, path: str) -> Any:
+    """Return the module or tensor at a path of a program."""
+    *parents, name = path.split(".")
     at: Any = program
-    for atom in way:
+    for atom in parents:
         at = at._modules.get(atom) if isinstance(at, nn.Module) else None
     if not isinstance(at, nn.Module):
-        raise Unreadable(f"there is no module on the way to '{path}'")
-    for held in (at._modules, at._parameters, at._buffers):
-        if name in held:
-            return held[name]
+        raise Unreadable(f"there is no parent module of '{path}'")
+    for attributes in (at._modules, at._parameters, at._buffers):
+        if name in attributes:
+            return attributes[name]
     value = at.__dict__.get(name)
     if not isinstance(value, Tensor | GraphModule):
         raise Unreadable(f"nothing is at '{path}'")
@@ -373,35 +378,35 @@ def _held(program: Program, path: str) -> Any:
 
 
 def _owner(row: dict[str, Any]) -> nn.Module:
-    """An empty module; a graph is named like the class of the module it is made of."""
+    """Return an empty module; that of a graph has a class of the saved name."""
     if "graph" not in row:
         return nn.Module()
     name = expect(str, as_dict(row["graph"])["name"])
     if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise Unreadable("a graph whose name cannot be shown")
+        raise Unreadable("the name of a graph is too long or not printable")
     return cast("nn.Module", type(name, (nn.Module,), {})())
 
 
 def _require_call(op: str, called: Any, args: Any, kwargs: Any, name: Any) -> None:
-    """A name, and arguments that generated code may have in it."""
+    """Check that name and arguments of a node can be written into generated code."""
     _identifier(name)
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-        raise Unreadable(f"the arguments of '{name}'")
+        raise Unreadable(f"the arguments of '{name}' are invalid")
     for key in cast("dict[Any, Any]", kwargs):
         _identifier(key)
     arguments = cast("tuple[Any, ...]", args)
     if called is getattr:
-        asked = arguments[1] if len(arguments) == 2 and not kwargs else None
-        if not isinstance(asked, str) or asked not in encode.ATTRIBUTES:
-            raise Unreadable(f"'{name}' asks for an attribute that graphs do not ask for")
+        attribute_name = arguments[1] if len(arguments) == 2 and not kwargs else None
+        if not isinstance(attribute_name, str) or attribute_name not in encode.ATTRIBUTES:
+            raise Unreadable(f"'{name}' reads an attribute that graphs may not read")
     if getattr(called, "__module__", None) == "_operator":
-        # torch writes these as operators of Python, without looking how many arguments there are.
+        # torch writes these as Python operators without checking the number of arguments.
         _signature(called).bind(*arguments, **cast("dict[str, Any]", kwargs))
     fewest, most = _ARGUMENTS.get(op, (0, None))
     if len(arguments) < fewest or (most is not None and (len(arguments) > most or kwargs)):
-        raise Unreadable(f"'{name}' has arguments that a {op} does not have")
+        raise Unreadable(f"'{name}' has arguments that a {op} does not take")
     if op == "call_method" and not isinstance(arguments[0], Node):
-        raise Unreadable(f"'{name}' calls a method of something that is no node")
+        raise Unreadable(f"'{name}' calls a method of a value that is not a node")
     if op == "placeholder" and any(isinstance(a, Node) for a in arguments):
         raise Unreadable(f"the default of '{name}' is another node")
 
@@ -413,20 +418,20 @@ def _signature(called: Any) -> inspect.Signature:
 
 def _identifier(name: Any) -> str:
     if not expect(str, name).isidentifier() or keyword.iskeyword(name) or len(name) > _LONGEST_NAME:
-        raise Unreadable(f"{name[:60]!r} is no name of a node")
+        raise Unreadable(f"{name[:60]!r} is not a name of a node")
     return cast("str", name)
 
 
 def _path(name: Any) -> str:
     if not PATH.fullmatch(expect(str, name)) or len(name) > _LONGEST_NAME:
-        raise Unreadable(f"{name[:60]!r} is no place in a module")
+        raise Unreadable(f"{name[:60]!r} is not a path in a module")
     return cast("str", name)
 
 
 def _attribute(name: Any, owner: nn.Module) -> str:
-    """A name under which a module can hold something."""
+    """Return a name if a module can have an attribute of that name."""
     if "." in _path(name) or hasattr(nn.Module, name) or name in owner.__dict__:
-        raise Unreadable(f"a module holds something as '{name}'")
+        raise Unreadable(f"a module has an attribute named '{name}'")
     return cast("str", name)
 
 
@@ -435,18 +440,18 @@ def _numbers(value: Any) -> dict[str, int]:
 
 
 def decode_tensor(row: Any, storage: torch.UntypedStorage) -> Tensor:
-    """The tensor that a row of the description tells of, in the memory that was read for it."""
+    """Return the tensor of a row of the description, in a storage that was read before."""
     _, dtype, sizes, strides, offset, _, grad, parameter = as_list(row)
     kind = as_dtype(dtype)
     shape, steps = [as_size(n) for n in as_dims(sizes)], [as_size(n) for n in as_dims(strides)]
     start = as_size(offset)
     if len(shape) != len(steps):
-        raise Unreadable("a tensor without strides")
+        raise Unreadable("a tensor has more or fewer strides than sizes")
     needed = 0 if 0 in shape else start + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
     if needed * kind.itemsize > storage.nbytes():
-        raise Unreadable("a tensor is larger than what the file has of it")
+        raise Unreadable("a tensor is larger than its storage")
     if math.prod(n or 1 for n in shape) * kind.itemsize >= 2**63:
-        raise Unreadable("a tensor has more elements than can be counted")
+        raise Unreadable("a tensor has too many elements")
     value = torch.empty(0, dtype=kind, device=storage.device).set_(storage, start, shape, steps)
     if expect(bool, parameter):
         return nn.Parameter(value, requires_grad=expect(bool, grad))
@@ -455,15 +460,15 @@ def decode_tensor(row: Any, storage: torch.UntypedStorage) -> Tensor:
 
 @checked_call()
 def load(path: str | os.PathLike[str] | IO[bytes], *, trust: bool | Collection[str] = False) -> Program:
-    """The graph that `dovetail.save` wrote: the same text, regions, values and state, called and checked as before.
+    """Return the graph that `dovetail.save` wrote: the same text, regions, values, state and calling convention.
 
-    Its regions run as they are until it is lowered. A file that is damaged, from a newer version or not one of ours
-    raises InvalidFile; so does one in which the description of the graph or numbers of its tensors are others than were
-    saved (by checksums: they tell accidents, and are no signature). Records for torch.export alone are not looked at.
+    Its regions run as they are until it is lowered. Raises InvalidFile for a file that is damaged, of a newer version or
+    not written by `dovetail.save`, or whose description or tensors were changed (by checksums, which detect accidents
+    and are not a signature). Records that only torch.export uses are not read.
 
-    Files from anyone can be opened: they hold operators by name and numbers, no code, and what they may cost is bounded
-    by their size. A graph may call torch's own operators that compute with tensors, not those that open files or go
-    around the checks of memory, nor operators of other libraries: `trust` names those that it may call beside (the
+    Untrusted files can be opened: they hold operators by name and numbers, no code, and the cost of loading is bounded
+    by their size. A graph may call torch's own operators that compute with tensors, except those that open files or
+    bypass memory checks, and no operators of other libraries: `trust` names those that it may call in addition (the
     operator "acme::mix", or the namespace "acme"), or is True for any.
     """
     if not isinstance(path, str | os.PathLike) and not callable(getattr(path, "read", None)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -473,50 +478,50 @@ def load(path: str | os.PathLike[str] | IO[bytes], *, trust: bool | Collection[s
     archive = Archive(path)
     try:
         with pause_gc():
-            described = archive.description()
-            program = GraphDecoder(described, _tensors(archive, described), trusted).restore()
+            description = archive.description()
+            program = GraphDecoder(description, _tensors(archive, description), trusted).decode()
             check(program)
             return program
     except InvalidFile:
         raise
     except MissingRequirement as reason:
         raise InvalidFile(archive.path, f"{reason}") from reason
-    # What nobody vouches for can make torch and sympy raise anything, MemoryError included.
+    # Untrusted input can make torch and sympy raise anything, MemoryError included.
     except Exception as error:
         reason = (
             error if isinstance(error, Unreadable | DovetailError) else f"{type(error).__name__}: {error}"
         )
-        raise InvalidFile(archive.path, f"does not hold together: {str(reason)[:2000]}.") from error
+        raise InvalidFile(archive.path, f"is inconsistent: {str(reason)[:2000]}.") from error
     finally:
         archive.close()
 
 
-def _tensors(archive: Archive, described: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a graph, those that shared memory sharing it again."""
+def _tensors(archive: Archive, description: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors of a graph, with shared storages."""
     places = archive.places()
-    memory: dict[int, Any] = {}
-    made: list[Tensor] = []
-    storages = as_list(described["storages"])
-    # Older files have none.
-    checksums = as_list(described.get("checksums", [None] * len(storages)))
-    for row in as_list(described["tensors"]):
+    storage: dict[int, Any] = {}
+    tensors: list[Tensor] = []
+    storages = as_list(description["storages"])
+    # Not in files of earlier versions.
+    checksums = as_list(description.get("checksums", [None] * len(storages)))
+    for row in as_list(description["tensors"]):
         number = as_index(as_list(row)[0], storages)
-        if number not in memory:
+        if number not in storage:
             place, device = storages[number], torch.device(expect(str, row[5]))
             if device.type == "meta":
                 raise Unreadable("a tensor of the graph is on the meta device")
             if place is not None and expect(str, place) not in places:
-                raise Unreadable(f"it has no numbers for '{place}', or only pickled ones, which are not read")
+                raise Unreadable(f"it has no data for '{place}', or only pickled data, which is not read")
             try:
                 data = (
                     b""
                     if place is None
                     else archive.read(places[place], checksums[as_index(number, checksums)])
                 )
-                memory[number] = storage_from(data, device)
+                storage[number] = storage_from(data, device)
             except (RuntimeError, AssertionError) as error:
                 raise MissingRequirement(
-                    f"holds tensors on '{device}', which is not there: {error}"
+                    f"holds tensors on '{device}', which is not available: {error}"
                 ) from error
-        made.append(decode_tensor(row, memory[number]))
-    return made
+        tensors.append(decode_tensor(row, storage[number]))
+    return tensors

@@ -1,4 +1,4 @@
-"""Saving: a graph with its regions in a file that torch.export opens as well."""
+"""Saves a graph with its regions to an archive that torch.export opens as well."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from torch.fx.graph import CodeGen
 from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.formats.archive import container, decode, encode
 from dovetail.formats.archive.encode import PATH, Encoder, Unwritable
-from dovetail.formats.atomic_write import target_of
+from dovetail.formats.atomic_write import resolve_target
 from dovetail.formats.exported_program import exported
 from dovetail.frontend.calling_convention import ModelCodeGen
 from dovetail.fusion.ledger import ledger_of
 from dovetail.ir.canonicalize import CanonicalReport
-from dovetail.ir.graph_module import Body, GraphOwner, attribute, only_graph, without_collector
+from dovetail.ir.derived_buffers import Derivation
+from dovetail.ir.graph_module import HOOK_KINDS, Body, GraphOwner, attribute, only_graph, pause_gc
 from dovetail.ir.meta_keys import CANONICAL, DERIVED, LEDGER, LOWERING, OUTLINING, REGION
-from dovetail.ir.printer import show
-from dovetail.ir.weight_guard import Derivation
+from dovetail.ir.printer import format_argument
 from dovetail.outlining.inline import inline
-from dovetail.outlining.region_call import RegionCall, call_of, state_of
+from dovetail.outlining.region import RegionCall, call_of, state_of
 from dovetail.passes.fold_constants import Concatenated
 from dovetail.passes.fold_conv_batch_norm import Folded
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN = frozenset({CANONICAL, DERIVED, LEDGER, LOWERING, OUTLINING})
 
 
-class Describer:
-    """Writes a graph down. `tensors` are all that it holds, each once, in the order of their numbers."""
+class GraphEncoder:
+    """Encodes a graph as JSON. `tensors` are all that it holds, each once, in the order of their numbers."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
@@ -50,9 +49,9 @@ class Describer:
         self._modules: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def describe(self) -> dict[str, Any]:
-        """The graph as JSON. Raises SaveError naming what has no form in a file."""
-        for hooks in _HOOKS:
+    def encode(self) -> dict[str, Any]:
+        """Return the graph as JSON; raise SaveError with the name of what cannot be saved."""
+        for hooks in HOOK_KINDS:
             if getattr(self.gm, hooks, None):
                 raise SaveError(
                     "the graph has hooks, which are Python code: remove them, and add them after loading."
@@ -62,12 +61,13 @@ class Describer:
         convention = None
         if isinstance(codegen, ModelCodeGen):
             try:
-                convention = decode.write(codegen.convention, self.encoder)
+                convention = encode.encode_convention(codegen.convention, self.encoder)
+                decode.check_convention(convention)
             except Unwritable as reason:
                 raise SaveError(f"it is called with {reason}.") from reason
         elif type(codegen) is not CodeGen:
             raise SaveError(
-                f"it is called in a way of its own ({type(codegen).__name__}): `capture` the program it comes from."
+                f"it has a custom code generator ({type(codegen).__name__}): `capture` the program it comes from."
             )
         return {
             "root": root,
@@ -86,11 +86,11 @@ class Describer:
         row: dict[str, Any] = {}
         self._modules.append(row)
         row["training"] = module.training
-        held = {
+        children = {
             name: None if child is None else self._module(child, _joined(path, name))
             for name, child in module._modules.items()
         }
-        row["modules"] = list(held.items())
+        row["modules"] = list(children.items())
         row["parameters"] = [
             [n, None if v is None else self._tensor(v, _joined(path, n))]
             for n, v in module._parameters.items()
@@ -103,18 +103,19 @@ class Describer:
         row["constants"] = self._constants(module, path)
         if isinstance(module, GraphModule):
             row["graph"] = self._graph(module, path)
-        for name in (*held, *module._parameters, *module._buffers):
+        for name in (*children, *module._parameters, *module._buffers):
             if not PATH.fullmatch(name):
-                raise SaveError(f"'{_joined(path, name)}' has a name that no file can hold.")
+                raise SaveError(f"'{_joined(path, name)}' has a name that cannot be saved.")
         return number
 
     def _constants(self, module: nn.Module, path: str) -> list[Any]:
-        """Plain attributes that graphs name: those of a graph are its own, those deeper down of the outermost one."""
-        found: list[Any] = []
-        for name, value in module.__dict__.items():
-            if isinstance(value, Tensor) and not (isinstance(module, Body) and name in module.borrowed):
-                found.append([name, self._tensor(value, _joined(path, name))])
-        return found
+        """Return tensors that are attributes of a module, without those that a body borrows."""
+        borrowed = module.borrowed if isinstance(module, Body) else ()
+        return [
+            [name, self._tensor(value, _joined(path, name))]
+            for name, value in module.__dict__.items()
+            if isinstance(value, Tensor) and name not in borrowed
+        ]
 
     def _tensor(self, value: Tensor, path: str) -> int:
         known = self._tensors.get(id(value))
@@ -125,20 +126,19 @@ class Describer:
         return known
 
     def _tensor_row(self, value: Tensor, path: str) -> list[Any]:
-        plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
         if (
-            not plain
+            type(value) not in (Tensor, nn.Parameter, nn.Buffer)
             or value.layout is not torch.strided
             or value.is_quantized
             or value.is_conj()
             or value.is_neg()
         ):
             raise SaveError(
-                f"'{path}' is a {type(value).__name__} that is more than its numbers and has no form in a file."
+                f"'{path}' is a {type(value).__name__}; only dense tensors without a subclass can be saved."
             )
         if value.device.type == "meta":
-            raise SaveError(f"'{path}' is on the meta device and has no numbers to be saved.")
-        # Empty tensors have no address to be told by.
+            raise SaveError(f"'{path}' is on the meta device and has no data to save.")
+        # Empty tensors have no address to identify their storage.
         storage = value.untyped_storage()
         place = (str(value.device), storage.data_ptr()) if storage.nbytes() else ("", id(value))
         return [
@@ -158,14 +158,13 @@ class Describer:
         for node in gm.graph.nodes:
             rows.append(self._node(gm, node, nodes))
             nodes[node] = len(nodes)
-        is_body = isinstance(gm, Body)
         borrowed: list[Any] = []
         if isinstance(gm, Body):
             borrowed = [self._borrowed(gm, name, target) for name, target in gm.borrowed.items()]
         state = state_of(gm)
         ranks = state.ranks
         return {
-            "body": is_body,
+            "body": isinstance(gm, Body),
             "name": type(gm).__name__,
             "impure": isinstance(gm, Body) and gm.is_marked_impure,
             "borrowed": borrowed,
@@ -179,18 +178,18 @@ class Describer:
         }
 
     def _derived(self, derivation: Derivation) -> list[Any]:
-        """Buffers, what they are computed from, and how."""
+        """Return buffers, the weights they are computed from, and the computation."""
         how = derivation.compute
-        told = ("folded", how.eps, how.groups) if isinstance(how, Folded) else None
+        row = ("folded", how.eps, how.groups) if isinstance(how, Folded) else None
         if isinstance(how, Concatenated):
-            told = ("joined", how.dim, how.parts)
+            row = ("joined", how.dim, how.parts)
         try:
-            if told is None:
+            if row is None:
                 raise Unwritable(f"a {type(how).__name__}")
-            written = self.encoder.value(told)
+            written = self.encoder.value(row)
         except Unwritable as reason:
             raise SaveError(
-                f"'{derivation.results[0]}' is computed from weights by {reason}, which has no form in a file."
+                f"'{derivation.results[0]}' is computed from weights by {reason}, which cannot be saved."
             ) from reason
         return [[*derivation.results], [*derivation.sources], [*derivation.sentinels], written]
 
@@ -205,22 +204,22 @@ class Describer:
     def _node(self, gm: GraphModule, node: Node, nodes: Mapping[Node, int]) -> list[Any]:
         target: Any = node.target
         if node.op == "call_function":
-            name = encode.name_of(target)
+            name = encode.function_name(target)
             target = {"fn": name} if name is not None else None
             if target is None:
                 try:
                     target = self.encoder.value(node.target)
                 except Unwritable:
-                    raise SaveError(f"it calls {show(node.target)}, {_CODE}", node.name) from None
-            asked = node.args[1] if node.target is getattr and len(node.args) > 1 else None
-            if asked is not None and asked not in encode.ATTRIBUTES:
-                raise SaveError(f"it asks for the attribute {asked!r}, {_CODE}", node.name)
+                    raise SaveError(f"it calls {format_argument(node.target)}, {_CODE}", node.name) from None
+            attribute_name = node.args[1] if node.target is getattr and len(node.args) > 1 else None
+            if attribute_name is not None and attribute_name not in encode.ATTRIBUTES:
+                raise SaveError(f"it reads the attribute {attribute_name!r}, {_CODE}", node.name)
         elif node.op in ("call_module", "get_attr"):
             self._require_known(gm, node)
         elif node.op == "call_method" and not encode.is_method(str(target)):
             raise SaveError(f"it calls the method {target!r}, {_CODE}", node.name)
         if not node.name.isidentifier() or keyword.iskeyword(node.name):
-            raise SaveError("its name is none that a file can hold.", node.name)
+            raise SaveError("its name is not an identifier and cannot be saved.", node.name)
         try:
             args, kwargs = self.encoder.value(node.args, nodes), self.encoder.value(dict(node.kwargs), nodes)
         except Unwritable as reason:
@@ -236,7 +235,7 @@ class Describer:
         ]
 
     def _require_known(self, gm: GraphModule, node: Node) -> None:
-        """A call must be of a graph, and what is read a tensor or a graph: all else is Python code."""
+        """Raise SaveError unless the node calls a graph, or reads a tensor or a graph: all else is Python code."""
         value = attribute(gm, cast("str", node.target))
         if node.op == "call_module" and not isinstance(value, GraphModule):
             raise SaveError(
@@ -252,7 +251,7 @@ class Describer:
         return self.encoder.meta(meta, None if call is None else {REGION: self._call(call)})
 
     def _call(self, call: RegionCall) -> dict[str, Any]:
-        """The record of a region; who ran it is not written down."""
+        """Return the record of a region, without its backend."""
         identity = call.identity
         return {
             "identity": [identity.kind, identity.version, identity.attrs],
@@ -271,7 +270,7 @@ class Describer:
         }
 
 
-_CODE = "which is Python code, and a file of ours holds none."
+_CODE = "which is Python code, and a saved graph holds none."
 
 
 def _joined(path: str, name: str) -> str:
@@ -279,7 +278,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _canonical(meta: Mapping[str, Any]) -> Any:
-    """The counts of a report; False where a graph is said to be canonical and has none, None where it is not."""
+    """Return the counts of a report, False for a canonical graph without a report, None for others."""
     if CANONICAL not in meta:
         return None
     report = meta[CANONICAL]
@@ -294,39 +293,39 @@ MARK = "dovetail"
 def save(gm: GraphModule | GraphOwner, path: str | os.PathLike[str] | IO[bytes]) -> None:
     """Write a graph to a file from which `dovetail.load` makes it again: regions, shared bodies, weights, ledger.
 
-    The file is an archive of torch.export too: `torch.export.load(path)` opens it with the regions inlined and told in
-    `node.meta["custom"]["dovetail"]`. Backends are not saved: a loaded graph runs as it is until it is lowered again.
-    A graph that holds Python code (modules that are called, hooks, functions of one's own) is refused with a
-    SaveError. A file that was there is replaced in one step and keeps its rights; a link keeps leading to it.
+    The file is an archive of torch.export too: `torch.export.load(path)` opens it with the regions inlined and recorded
+    in `node.meta["custom"]["dovetail"]`. Backends are not saved: a loaded graph runs as it is until it is lowered again.
+    A graph that holds Python code (calls of modules, hooks, user functions) is refused with a SaveError. An existing
+    file is replaced atomically and keeps its permissions; a link stays a link.
     """
     gm = only_graph(gm)
     if not isinstance(path, str | os.PathLike) and not callable(getattr(path, "write", None)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a path nor a file to write to.")
-    target = target_of(path) if isinstance(path, str | os.PathLike) else path
-    with without_collector():
-        describer = Describer(gm)
-        described = describer.describe()
-        program = exported(inline(gm), marks(gm))
-        described["storages"] = _places(program, describer)
-        described["checksums"] = _checksums(describer)
-        if describer.encoder.dropped:
-            listed = "; ".join(f"{key} ({why})" for key, why in describer.encoder.dropped.items())
-            warnings.warn(f"node meta that has no form in a file was left out: {listed}", stacklevel=2)
+    target = resolve_target(path) if isinstance(path, str | os.PathLike) else path
+    with pause_gc():
+        graph_encoder = GraphEncoder(gm)
+        description = graph_encoder.encode()
+        program = exported(inline(gm), region_marks(gm))
+        description["storages"] = _places(program, graph_encoder)
+        description["checksums"] = _checksums(graph_encoder)
+        if graph_encoder.encoder.dropped:
+            dropped = "; ".join(f"{key} ({why})" for key, why in graph_encoder.encoder.dropped.items())
+            warnings.warn(f"node meta that cannot be saved was left out: {dropped}", stacklevel=2)
         versions = {"dovetail": version("dovetail"), "torch": torch.__version__}
-        container.write(program, described, versions, target)
+        container.write_archive(program, description, versions, target)
 
 
-def marks(gm: GraphModule) -> dict[str, dict[str, Any]]:
-    """For each operation, by the name that it has once all regions are inlined, the regions it is in."""
-    found: dict[str, dict[str, Any]] = {}
+def region_marks(gm: GraphModule) -> dict[str, dict[str, Any]]:
+    """Return the regions of each operation, by the name that it has once all regions are inlined."""
+    by_name: dict[str, dict[str, Any]] = {}
     for node in gm.graph.nodes:
         call = call_of(node.meta)
         if call is not None:
             for name, mark in _marks(call, node.name, []):
-                # What is taken out of a nested region has the name of the operation inside it.
-                if len(found.get(name, {MARK: ()})[MARK]) < len(mark[MARK]):
-                    found[name] = mark
-    return found
+                # A projection out of a nested region has the name of the operation inside it.
+                if len(by_name.get(name, {MARK: ()})[MARK]) < len(mark[MARK]):
+                    by_name[name] = mark
+    return by_name
 
 
 def _marks(call: RegionCall, name: str, above: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -346,44 +345,44 @@ def _marks(call: RegionCall, name: str, above: list[dict[str, Any]]) -> Iterator
             yield member.name, {MARK: inside}
 
 
-def _places(program: ExportedProgram, describer: Describer) -> list[str | None]:
-    """For each piece of memory that the graph's tensors lie in, what the archive has it as; None for empty ones."""
+def _places(program: ExportedProgram, graph_encoder: GraphEncoder) -> list[str | None]:
+    """Return for each storage of the graph's tensors its name in the archive, None for empty ones."""
     known: dict[Any, str] = {}
     for kind, held in (("weights", program.state_dict), ("constants", program.constants)):
         for name, value in held.items():
             if isinstance(value, Tensor) and value.untyped_storage().nbytes():
                 known.setdefault(_place(value), f"{kind}:{name}")
-    found: dict[int, str | None] = {}
-    for row, value in zip(describer.rows, describer.tensors, strict=True):
-        if row[0] in found:
+    names: dict[int, str | None] = {}
+    for row, value in zip(graph_encoder.rows, graph_encoder.tensors, strict=True):
+        if row[0] in names:
             continue
         if not value.untyped_storage().nbytes():
-            found[row[0]] = None
+            names[row[0]] = None
             continue
-        if value.device.type != "cpu" and not _fills_its_memory(value):
+        if value.device.type != "cpu" and not _fills_storage(value):
             raise SaveError(
-                f"a tensor of shape {tuple(value.shape)} on {value.device} is a part of a larger one. Replace it by a clone."
+                f"a tensor of shape {tuple(value.shape)} on {value.device} is a view of a part of its storage. Replace it by a clone."
             )
         if _place(value) not in known:
             name = f"{MARK}_{row[0]}"
             program.constants[name] = value.detach()
             known[_place(value)] = f"constants:{name}"
-        found[row[0]] = known[_place(value)]
-    return [found[number] for number in range(len(found))]
+        names[row[0]] = known[_place(value)]
+    return [names[number] for number in range(len(names))]
 
 
-def _checksums(describer: Describer) -> list[int]:
-    """For each piece of memory, the checksum of what is in it."""
-    found: dict[int, int] = {}
-    for row, value in zip(describer.rows, describer.tensors, strict=True):
-        if row[0] not in found:
-            found[row[0]] = container.checksum_of(value.untyped_storage())
-    return [found[number] for number in range(len(found))]
+def _checksums(graph_encoder: GraphEncoder) -> list[int]:
+    """Return the checksum of each storage."""
+    checksums: dict[int, int] = {}
+    for row, value in zip(graph_encoder.rows, graph_encoder.tensors, strict=True):
+        if row[0] not in checksums:
+            checksums[row[0]] = container.checksum_of(value.untyped_storage())
+    return [checksums[number] for number in range(len(checksums))]
 
 
 def _place(value: Tensor) -> tuple[str, int]:
     return str(value.device), value.untyped_storage().data_ptr()
 
 
-def _fills_its_memory(value: Tensor) -> bool:
+def _fills_storage(value: Tensor) -> bool:
     return value.untyped_storage().nbytes() == value.numel() * value.element_size()
