@@ -146,7 +146,7 @@ def test_what_never_may_be_is_taken_by_no_region(never: Any) -> None:
 
     gm = fused(trace(chain), [Heedless("wide", "relu exp tanh"), Fixed("other", "relu exp")], X, never=never)
     assert held(gm) == {"other_0": {"relu", "exp"}}
-    assert reasons(gm, "wide")[0].startswith("never was asked for, by never=")
+    assert reasons(gm, "wide")[0].startswith("excluded by never=")
     parts = fused(trace(chain), Heedless("all", "relu exp tanh sigmoid", divisible=True), X, never=never)
     assert sets(parts) == [("exp", "relu")]
 
@@ -155,7 +155,7 @@ def test_never_by_kind_and_by_module_path(blocks: GraphModule) -> None:
     rules = [Fixed("block", "exp tanh", "exp_1 tanh_1"), Fixed("one", "exp", "exp_1")]
     gm = fused(blocks, rules, X, never="block")
     assert sets(gm) == [("exp",), ("exp_1",)]
-    assert reasons(gm, "block") == ["never was asked for, by never='block'"] * 2
+    assert reasons(gm, "block") == ["excluded by never='block'"] * 2
     path = fused(blocks, rules, X, never="layers.1")
     assert sets(path) == [("exp", "tanh")]
     assert sets(fused(blocks, rules, X, never="layers.*")) == []

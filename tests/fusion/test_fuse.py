@@ -81,8 +81,8 @@ def test_strict_raises_it_with_its_cause() -> None:
         (Candidate("says", "no kind", (1,)), "kind 'no kind' is not a dotted name"),
         (Candidate("says", "k", (1,), {"a": float("nan")}), "nan has no JSON form"),
         (Candidate("says", "k", (1,), version="1"), "version '1' of 'k' is not an int"),  # type: ignore[arg-type]
-        (Candidate("says", "k", (1,), escapes="sometimes"), "escapes 'sometimes' is none of auto"),
-        (Candidate("says", "k", (1,), escapes={1: "no"}), "escapes 'no' is none of auto"),
+        (Candidate("says", "k", (1,), escapes="sometimes"), "escapes 'sometimes' is not one of auto"),
+        (Candidate("says", "k", (1,), escapes={1: "no"}), "escapes 'no' is not one of auto"),
         (Refusal("says", (99,), "why"), "99 is not a position"),
         ("relu", "proposes a str, which is neither a Candidate nor a Refusal"),
     ],

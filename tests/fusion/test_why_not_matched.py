@@ -180,7 +180,7 @@ def test_what_must_be_together_is_in_one_region_or_refused(gm: Any) -> None:
     together = dovetail.Fuse(rules, must=[["gelu", "mul"]])
     assert hash(together) == hash(dovetail.Fuse(rules, must=(("gelu", "mul"),)))
     assert len(regions(together(gm))) == 2
-    with pytest.raises(InvalidArgument, match="'scaled' names none"):
+    with pytest.raises(InvalidArgument, match="'scaled' names no operation"):
         fuse(gm, rules, must=[["gelu", "scaled"]])
     assert not regions(gm)
 

@@ -1,16 +1,21 @@
-"""Candidates made definite: what is inside, what leaves, what it saves, and whether the limits hold."""
+"""Candidates: collecting them from the rules, and planning a region for each.
+
+A plan is a draft with resolved escapes, checked against the limits, with the gain that the cost model estimates. A
+divisible candidate that cannot be one region is planned in convex parts.
+"""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import DovetailError, InvalidArgument, RegionError, RuleError
+from dovetail.fusion.constraints import Requirements
 from dovetail.fusion.cost import NOTHING, CostModel, Figures, Gain
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.nodes import is_projection
@@ -21,7 +26,7 @@ from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
 
 
 def over_limits(context: RuleContext, figures: Figures, draft: RegionDraft) -> str:
-    """Which limit a settled draft breaks, in words; empty if it keeps to all."""
+    """Return which limit a draft with resolved escapes exceeds, in words; empty if none."""
     limits, index = context.limits, context.index
     if limits.unlimited:
         return ""
@@ -52,7 +57,7 @@ def too_many(count: int, most: int) -> str:
 
 
 def _originals(context: RuleContext, draft: RegionDraft) -> int:
-    """How many operations it computes, counted as `Region.nodes` lists them."""
+    """Return the number of operations a draft computes, counted as `Region.nodes` has them."""
     calls, nodes = context.calls, context.nodes
     inner = [i for i in draft.inside if i in calls] if calls else []
     if not inner:
@@ -64,7 +69,7 @@ def _originals(context: RuleContext, draft: RegionDraft) -> int:
 
 
 def nesting_obstacle(context: RuleContext, draft: RegionDraft, operations: int) -> str:
-    """Why regions cannot be taken in as a draft does, empty if they can. `operations` is how many it has in all."""
+    """Return why a draft cannot contain the regions it does, "" if it can. `operations` is its number of operations."""
     calls, kind = context.calls, draft.identity.kind
     inner = [i for i in draft.inside if i in calls]
     if any(calls[i].depth >= MAX_DEPTH for i in inner):
@@ -79,7 +84,7 @@ def nesting_obstacle(context: RuleContext, draft: RegionDraft, operations: int) 
 
 
 def _wrapped_kinds(root: nn.Module, node: Node) -> set[str]:
-    """The kinds of a call and of what it does nothing but wrap."""
+    """Return the kind of a call and, while its body is a single call, the kinds of what it wraps."""
     kinds: set[str] = set()
     call = call_of(node.meta)
     while call is not None:
@@ -98,14 +103,14 @@ def _wrapped_kinds(root: nn.Module, node: Node) -> set[str]:
 
 
 def stages(context: RuleContext, members: Collection[int], missing: Collection[int]) -> list[list[int]]:
-    """What is left of a convex set without some operations, in sets that are convex again.
+    """Return what remains of a convex set without some operations, as sets that are convex again.
 
-    An operation that depends on another through a missing one comes in a later set.
+    An operation that depends on another through a missing one is in a later set.
     """
     whole, gone = set(members), set(missing)
     before = context.index.before
     reached: dict[int, int] = {}
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i in sorted(whole):
         stage = -1 if i in gone else 0
         for j in before[i]:
@@ -114,14 +119,14 @@ def stages(context: RuleContext, members: Collection[int], missing: Collection[i
                 stage = max(stage, passed)
         reached[i] = stage
         if i not in gone:
-            while len(found) <= stage:
-                found.append([])
-            found[stage].append(i)
-    return [group for group in found if group]
+            while len(groups) <= stage:
+                groups.append([])
+            groups[stage].append(i)
+    return [group for group in groups if group]
 
 
 def connected(context: RuleContext, members: Iterable[int]) -> list[list[int]]:
-    """The pieces of a set that values hold together; a constant is in each piece that reads it."""
+    """Return the components of a set that data edges connect; a constant is in each component that reads it."""
     index = context.index
     inside = set(members)
     constants = {i for i in inside if index.nodes[i].op == "get_attr"}
@@ -149,7 +154,7 @@ def connected(context: RuleContext, members: Iterable[int]) -> list[list[int]]:
 
 
 def halves(context: RuleContext, members: Collection[int]) -> list[list[int]]:
-    """A convex set as two: what depends on less, and the rest."""
+    """Split a convex set in two in structural order; both halves are convex."""
     nodes = context.nodes
     constants = [i for i in members if nodes[i].op == "get_attr"]
     rest = sorted((i for i in members if nodes[i].op != "get_attr"), key=context.order.__getitem__)
@@ -158,7 +163,7 @@ def halves(context: RuleContext, members: Collection[int]) -> list[list[int]]:
 
 
 def split_at(context: RuleContext, members: Collection[int], reached: Collection[int]) -> list[list[int]]:
-    """A set as two: what does not depend on `reached` inside the set, and what does."""
+    """Split a set into what does not depend on `reached` inside the set, and what does."""
     inside, later = set(members), set(reached)
     before = context.index.before
     for i in sorted(inside):
@@ -167,25 +172,9 @@ def split_at(context: RuleContext, members: Collection[int], reached: Collection
     return [part for part in (sorted(inside - later), sorted(inside & later)) if part]
 
 
-class ConstraintsProtocol(Protocol):
-    """What the user asked for by `must`, each wish a number."""
-
-    def met(self, kind: str, positions: Collection[int]) -> frozenset[int]:
-        """The wishes that a region of this kind with these operations brings about."""
-        ...
-
-
-class _NoConstraints:
-    def met(self, kind: str, positions: Collection[int]) -> frozenset[int]:
-        return frozenset()
-
-
-NO_WISHES = _NoConstraints()
-
-
 @dataclass(frozen=True)
 class Proposed:
-    """A candidate with the rule it comes from and the priority it has after the user's word."""
+    """A candidate with its rule and its priority, which the user may have changed."""
 
     candidate: Candidate
     rule: Rule
@@ -194,10 +183,10 @@ class Proposed:
 
 @dataclass(eq=False)
 class PlannedRegion:
-    """A region that could be made: a settled draft and what it saves.
+    """A region that could be made: a draft with resolved escapes and its gain.
 
-    `wished` is what the user asked for by `must` that it would bring about. `bonus` is what it saves besides,
-    given the regions that were chosen before.
+    `required` are the requirements of `must` that it meets. `bonus` is what it saves in addition, given the regions
+    that were chosen before.
     """
 
     proposed: Proposed
@@ -206,7 +195,7 @@ class PlannedRegion:
     operations: int
     places: tuple[int, ...]
     cloned: tuple[int, ...] = ()
-    wished: frozenset[int] = frozenset()
+    required: frozenset[int] = frozenset()
     bonus: Gain = NOTHING
 
     @property
@@ -219,20 +208,20 @@ class PlannedRegion:
 
     @property
     def weight(self) -> tuple[int, int, int]:
-        """What a choice adds up: wishes met, then the score, then the operations taken in."""
-        return (len(self.wished), self.score, self.operations)
+        """What a selection maximizes: requirements met, then the score, then the number of operations."""
+        return (len(self.required), self.score, self.operations)
 
     @property
     def strength(self) -> tuple[Any, ...]:
-        """Sorts the strongest first. Neither names of nodes nor any listing has a part in it."""
-        wished, score, operations = self.weight
+        """Sort key, the strongest first. It depends neither on names nor on the order of nodes."""
+        required, score, operations = self.weight
         draft = self.draft
         tie = (draft.identity.kind, self.proposed.candidate.rule, draft.identity.attrs, draft.default_policy)
-        rank = (-wished, -self.proposed.priority, -score, -operations)
+        rank = (-required, -self.proposed.priority, -score, -operations)
         return (*rank, self.places, self.cloned, tie)
 
     def conflicts(self, other: PlannedRegion) -> bool:
-        """Whether both cannot be: one claims what the other claims or has a clone of."""
+        """Whether both cannot be chosen: one has a member that the other has or clones."""
         mine, theirs = self.draft, other.draft
         return not (
             mine.members.isdisjoint(theirs.members)
@@ -243,7 +232,7 @@ class PlannedRegion:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A candidate, or a part of one, that will not be made; `others` are the regions that stand in its way."""
+    """A candidate, or a part of one, that is not made a region; `others` are the regions that conflict with it."""
 
     proposed: Proposed
     members: tuple[int, ...]
@@ -255,41 +244,41 @@ class Refused:
 
 
 class Planner:
-    """Makes plans of candidates for one context."""
+    """Plans regions for the candidates of one context."""
 
     def __init__(
-        self, context: RuleContext, cost: CostModel, wishes: ConstraintsProtocol = NO_WISHES
+        self, context: RuleContext, cost: CostModel, requirements: Requirements | None = None
     ) -> None:
-        self.context, self.cost, self.wishes = context, cost, wishes
+        self.context, self.cost = context, cost
+        self.requirements = requirements or Requirements()
         self.figures = Figures(context.index)
         self._identities: dict[tuple[str, int], Identity] = {}
 
     def plans(self, proposed: Proposed) -> Iterator[PlannedRegion | Refused]:
-        """The plan of a candidate, or why there is none; for a divisible one those of its parts, if need be."""
+        """Yield the plan of a candidate or its refusal; for a divisible one those of its parts, if necessary."""
         members, order = proposed.candidate.members, self.context.order
         if not proposed.candidate.divisible:
             yield self.plan(proposed, members)
             return
-        barred = [i for i in members if self._obstacle(proposed, i)]
-        if len(barred) == len(members):
-            at = min(barred, key=order.__getitem__)
+        excluded = [i for i in members if self._obstacle(proposed, i)]
+        if len(excluded) == len(members):
+            at = min(excluded, key=order.__getitem__)
             yield Refused(proposed, members, self._obstacle(proposed, at), at)
-        elif barred:
-            yield from self.parts(proposed, stages(self.context, members, barred))
+        elif excluded:
+            yield from self.parts(proposed, stages(self.context, members, excluded))
         else:
-            found = self._too_many(proposed, members) or self.plan(proposed, members)
-            if isinstance(found, Refused) and found.limited:
-                yield from self.parts(proposed, halves(self.context, members), found)
+            plan = self._too_many(proposed, members) or self.plan(proposed, members)
+            if isinstance(plan, Refused) and plan.limited:
+                yield from self.parts(proposed, halves(self.context, members), plan)
             else:
-                yield found
+                yield plan
 
     def parts(
         self, proposed: Proposed, groups: Iterable[Iterable[int]], over: Refused | None = None
     ) -> Iterator[PlannedRegion | Refused]:
-        """Plans for parts of a divisible candidate, cut further where limits want it.
+        """Yield plans for parts of a divisible candidate, split further where they exceed limits.
 
-        Parts are in one piece if the candidate was. `over` is the limit that the whole broke: the reason if no part
-        can be had.
+        Parts are connected if the candidate was. `over` is the refusal of the whole, yielded if no part is possible.
         """
         least = getattr(proposed.rule, "min_size", 2)
         least = least if isinstance(least, int) else 2
@@ -299,23 +288,23 @@ class Planner:
             return [list(group)] if loose else connected(self.context, group)
 
         waiting = [piece for group in groups for piece in pieces(group)]
-        made = False
+        any_part = False
         while waiting:
             part = waiting.pop()
             if self.count(part) < least:
                 continue
-            found = self._too_many(proposed, part) or self.plan(proposed, part)
-            if isinstance(found, Refused) and found.limited:
-                over = over or found
+            plan = self._too_many(proposed, part) or self.plan(proposed, part)
+            if isinstance(plan, Refused) and plan.limited:
+                over = over or plan
                 waiting.extend(piece for half in halves(self.context, part) for piece in pieces(half))
             else:
-                made = True
-                yield found
-        if over is not None and not made:
+                any_part = True
+                yield plan
+        if over is not None and not any_part:
             yield over
 
     def _too_many(self, proposed: Proposed, members: Collection[int]) -> Refused | None:
-        """The refusal of a set that is plainly over the limit on nodes, before anything is settled about it."""
+        """Return the refusal of a set that exceeds the limit on nodes whatever becomes of its escapes."""
         most, escapes = self.context.limits.nodes, proposed.candidate.escapes
         policies = escapes.values() if isinstance(escapes, Mapping) else (escapes,)
         if most is None or len(members) <= most or "leave" in policies or self.context.calls:
@@ -323,12 +312,12 @@ class Planner:
         return Refused(proposed, tuple(members), too_many(len(members), most), limited=True)
 
     def count(self, members: Iterable[int]) -> int:
-        """How many operations there are among positions, the parts of a tuple counted with it."""
+        """Return the number of operations among positions, the elements of a tuple counted with it."""
         nodes = self.context.nodes
         return sum(nodes[i].op != "get_attr" and not is_projection(nodes[i]) for i in members)
 
     def plan(self, proposed: Proposed, members: Collection[int]) -> PlannedRegion | Refused:
-        """The plan for a set of operations, or the reason why no region can be made of them alone."""
+        """Return the plan for a set of operations, or the reason why they cannot be a region."""
         context, candidate = self.context, proposed.candidate
 
         def refused(reason: str, at: int | None = None, *, limited: bool = False) -> Refused:
@@ -340,7 +329,7 @@ class Planner:
                 for i in sorted(inside, key=context.order.__getitem__):
                     if reason := self._obstacle(proposed, i):
                         return refused(reason, i)
-            draft, gain = self._settled(proposed, inside)
+            draft, gain = self._draft_and_gain(proposed, inside)
         except RegionError as error:
             return refused(str(error))
         if context.calls and (reason := nesting_obstacle(context, draft, self.count(draft.inside))):
@@ -350,16 +339,16 @@ class Planner:
         order = context.order
         places = tuple(sorted([order[i] for i in draft.members]))
         cloned = tuple(sorted([order[i] for i in draft.clones]))
-        wished = self.wishes.met(candidate.kind, draft.members | draft.clones)
+        required = self.requirements.met_by(candidate.kind, draft.members | draft.clones)
         operations = self.count(draft.members) + self.count(draft.clones)
-        return PlannedRegion(proposed, draft, gain, operations, places, cloned, wished)
+        return PlannedRegion(proposed, draft, gain, operations, places, cloned, required)
 
-    def _settled(self, proposed: Proposed, inside: set[int]) -> tuple[RegionDraft, Gain]:
+    def _draft_and_gain(self, proposed: Proposed, inside: set[int]) -> tuple[RegionDraft, Gain]:
         draft = self._draft(proposed, inside)
         resolve_escapes(self.context.index, draft)
         gain = self.cost.gain(self.figures, draft)
         if gain.score < 0 and draft.clones and draft.default_policy == "auto":
-            # Redoing them was thought cheap, but does not pay here: return them instead.
+            # Recomputing was estimated to be cheap, but costs more here: return the values instead.
             other = self._draft(proposed, inside)
             other.policies.update(dict.fromkeys(draft.clones - draft.policies.keys(), "output"))
             resolve_escapes(self.context.index, other)
@@ -370,12 +359,12 @@ class Planner:
 
     def _draft(self, proposed: Proposed, inside: set[int]) -> RegionDraft:
         candidate = proposed.candidate
-        plain = candidate.attrs is None
-        identity = self._identities.get((candidate.kind, candidate.version)) if plain else None
+        key = (candidate.kind, candidate.version)
+        identity = self._identities.get(key) if candidate.attrs is None else None
         if identity is None:
-            identity = make_identity(candidate.kind, candidate.version, candidate.attrs)
-            if plain:
-                self._identities[candidate.kind, candidate.version] = identity
+            identity = make_identity(*key, candidate.attrs)
+            if candidate.attrs is None:
+                self._identities[key] = identity
         nodes, escapes = self.context.nodes, candidate.escapes
         return RegionDraft(
             identity,
@@ -390,17 +379,16 @@ class Planner:
         )
 
     def _used(self, members: Collection[int]) -> set[int]:
-        """The members without constants that none of them reads: a region would only hand them through."""
+        """Return the members without constants that none of them reads: the region would only return them."""
         index = self.context.index
-        listed = set(members)
-        constants = [i for i in listed if index.nodes[i].op == "get_attr"]
-        for i in constants:
-            if not readers_among(index, i, listed):
-                listed.discard(i)
-        return listed or set(members)
+        used = set(members)
+        for i in [i for i in used if index.nodes[i].op == "get_attr"]:
+            if not readers_among(index, i, used):
+                used.discard(i)
+        return used or set(members)
 
     def _obstacle(self, proposed: Proposed, position: int) -> str:
-        """Why an operation cannot be part of this candidate, whatever else is."""
+        """Return why an operation cannot be part of this candidate in any case, "" if it can."""
         reason = self.context.barred.get(position)
         if reason:
             return reason
@@ -413,7 +401,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class RuleFailure:
-    """A rule that raised, or proposed what no rule may. Nothing it proposed in that round counts."""
+    """A rule that raised or proposed something invalid. Nothing it proposed in that round is used."""
 
     rule: str
     error: str
@@ -423,7 +411,7 @@ class RuleFailure:
 
 @dataclass
 class Proposals:
-    """What all rules said of one context."""
+    """The proposals of all rules for one context."""
 
     candidates: list[Proposed] = field(default_factory=list[Proposed])
     refusals: list[Refusal] = field(default_factory=list[Refusal])
@@ -438,37 +426,37 @@ def collect(
     priorities: Mapping[str, int] | None = None,
     strict: bool = False,
 ) -> Proposals:
-    """Ask every rule, those of `skip` excepted. A rule that fails does not take the others down.
+    """Return the proposals of every rule but those in `skip`. A rule that fails does not affect the others.
 
     With `strict`, the first failure is raised as a RuleError.
     """
-    found = Proposals()
+    proposals = Proposals()
     for rule in rules:
         if rule.name in skip:
             continue
         try:
-            candidates, refusals = _ask(context, rule)
+            candidates, refusals = _proposals_of(context, rule)
         except Exception as error:
             if strict:
-                raise _blame(rule, error) from error
+                raise _rule_error(rule, error) from error
             text = "".join(traceback.format_exception(error))
             words = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
-            found.failures.append(RuleFailure(rule.name, words, text, context.round))
+            proposals.failures.append(RuleFailure(rule.name, words, text, context.round))
             continue
         for candidate in candidates:
-            found.candidates.append(Proposed(candidate, rule, _priority(rule, candidate, priorities)))
-        found.refusals.extend(refusals)
-    return found
+            proposals.candidates.append(Proposed(candidate, rule, _priority(rule, candidate, priorities)))
+        proposals.refusals.extend(refusals)
+    return proposals
 
 
-def _blame(rule: Rule, error: Exception) -> RuleError:
+def _rule_error(rule: Rule, error: Exception) -> RuleError:
     if isinstance(error, RuleError):
         return error
     return RuleError(rule.name, f"raised {type(error).__name__} while proposing: {error}")
 
 
 def _priority(rule: Rule, candidate: Candidate, priorities: Mapping[str, int] | None) -> int:
-    """A candidate's priority: its own or else its rule's, shifted to what the user gave for the rule or the kind."""
+    """Return a candidate's priority: its own or its rule's, shifted by what the user set for the rule or the kind."""
     own = rule.priority if candidate.priority is None else candidate.priority
     for key in (rule.name, candidate.kind):
         if priorities is not None and key in priorities:
@@ -476,7 +464,7 @@ def _priority(rule: Rule, candidate: Candidate, priorities: Mapping[str, int] | 
     return own
 
 
-def _ask(context: RuleContext, rule: Rule) -> tuple[list[Candidate], list[Refusal]]:
+def _proposals_of(context: RuleContext, rule: Rule) -> tuple[list[Candidate], list[Refusal]]:
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
     identities: set[tuple[str, int]] = set()
@@ -531,14 +519,14 @@ def _require_candidate(
         raise RuleError(rule.name, str(error).removesuffix(".")) from error
     escapes: Any = candidate.escapes
     if isinstance(escapes, Mapping):
-        given = cast("Mapping[Any, Any]", escapes)
-        _require_positions(context, rule, tuple(given))
-        policies = list(given.values())
+        by_position = cast("Mapping[Any, Any]", escapes)
+        _require_positions(context, rule, tuple(by_position))
+        policies = list(by_position.values())
     else:
         policies = [escapes]
     for policy in policies:
         if policy not in POLICIES:
-            raise RuleError(rule.name, f"escapes {policy!r} is none of {', '.join(POLICIES)}")
+            raise RuleError(rule.name, f"escapes {policy!r} is not one of {', '.join(POLICIES)}")
     priority: Any = candidate.priority
     if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool)):
         raise RuleError(rule.name, f"priority {priority!r} is neither None nor an int")

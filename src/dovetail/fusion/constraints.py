@@ -1,4 +1,4 @@
-"""The user's last word: what must be fused and what never may, found in the graph before anything is decided."""
+"""The user's constraints: what must be fused and what never may be, resolved against the graph before fusing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dovetail.ir.nodes import is_projection
 from dovetail.outlining.region import call_of, walk
 from dovetail.rules.by_module import make_frame, matches_path
 
-Wish = Node | str | Callable[[Node], bool]
+NodeSelector = Node | str | Callable[[Node], bool]
 _GLOB = frozenset("*?[")
 _NO_OPERATION = ("placeholder", "get_attr", "output")
 
 
 @dataclass(frozen=True)
-class RequestedRegion:
-    """One wish, found in the graph: the kinds it names, and groups of operations by name.
+class Constraint:
+    """One selector resolved in the graph: the kinds it names, and groups of operations by name.
 
-    Of each group at least one operation is meant, of `never` all.
+    `must` concerns at least one operation of each group, `never` all of them.
     """
 
     text: str
@@ -34,90 +34,89 @@ class RequestedRegion:
 
 @dataclass(frozen=True)
 class Constraints:
-    """Everything the user asked for."""
+    """All constraints of a call; `together` are the groups of `must` that belong into one region each."""
 
-    must: tuple[RequestedRegion, ...] = ()
-    never: tuple[RequestedRegion, ...] = ()
-    together: tuple[tuple[RequestedRegion, ...], ...] = ()
+    must: tuple[Constraint, ...] = ()
+    never: tuple[Constraint, ...] = ()
+    together: tuple[tuple[Constraint, ...], ...] = ()
 
     @cached_property
-    def barred(self) -> Mapping[str, str]:
-        """The operations that no region may take, each with the reason."""
+    def excluded(self) -> Mapping[str, str]:
+        """The operations that no region may contain, each with the reason."""
         return {
-            name: f"never was asked for, by {asked.text}"
-            for asked in reversed(self.never)
-            for group in asked.groups
+            name: f"excluded by {constraint.text}"
+            for constraint in reversed(self.never)
+            for group in constraint.groups
             for name in group
         }
 
     @cached_property
-    def barred_kinds(self) -> Mapping[str, str]:
+    def excluded_kinds(self) -> Mapping[str, str]:
         """The kinds of which no region may be made, each with the reason."""
-        return {kind: f"never was asked for, by {a.text}" for a in self.never for kind in a.kinds}
+        return {kind: f"excluded by {c.text}" for c in self.never for kind in c.kinds}
 
 
 def resolve_constraints(gm: GraphModule, must: Any, never: Any, kinds: Iterable[str]) -> Constraints:
-    """The wishes as facts about a graph. `kinds` are those that the rules make.
+    """Return the constraints as names and kinds of a graph. `kinds` are those that the rules make.
 
-    Raises UnknownNode for what names nothing in the graph, and InvalidArgument where `must` and `never` contradict
-    each other or are neither nodes, names, kinds, module paths nor predicates.
+    Raise UnknownNode for a selector that matches nothing in the graph, and InvalidArgument if `must` and `never`
+    contradict each other or a selector is neither a node, a name, a kind, a module path nor a predicate.
     """
-    required, excluded = _grouped(must), _listed(never)
+    required = _grouped(must)
+    excluded = [] if never is None else _flatten(never)
     if not required and not excluded:
         return Constraints()
-    place = _GraphNames(gm, frozenset(kinds))
-    resolved = [tuple(place.find("must", item) for item in items) for items in required]
+    names = _GraphNames(gm, frozenset(kinds))
+    resolved = [tuple(names.find("must", item) for item in items) for items in required]
     together = tuple(group for group in resolved if len(group) > 1)
-    for asked in (one for group in together for one in group if not one.groups):
+    for constraint in (one for group in together for one in group if not one.groups):
         raise InvalidArgument(
-            f"must: a list in the list names operations that belong into one region, and {asked.text} names none. "
-            f"Give it by itself."
+            f"must: a list in the list names operations that belong into one region, and {constraint.text} names no "
+            f"operation. Give it by itself."
         )
-    word = Constraints(
-        tuple(asked for group in resolved for asked in group),
-        tuple(place.find("never", item) for item in excluded),
+    constraints = Constraints(
+        tuple(constraint for group in resolved for constraint in group),
+        tuple(names.find("never", item) for item in excluded),
         together,
     )
-    _require_agreement(word)
-    return word
+    _require_agreement(constraints)
+    return constraints
 
 
 def _grouped(items: Any) -> list[list[Any]]:
-    """What must be, each by itself or, in a list of its own, several in one region."""
-    if items is None or _is_one(items):
-        return [_listed(items)] if items is not None else []
-    return [listed for item in items if (listed := _flat(item))]
+    """Return the selectors of `must`, each alone or, from a nested list, those that belong into one region."""
+    if items is None:
+        return []
+    if _is_selector(items):
+        return [[items]]
+    return [group for item in items if (group := _flatten(item))]
 
 
-def _listed(items: Any) -> list[Any]:
-    return [] if items is None else _flat(items)
+def _flatten(items: Any) -> list[Any]:
+    return [items] if _is_selector(items) else [one for item in items for one in _flatten(item)]
 
 
-def _flat(items: Any) -> list[Any]:
-    return [items] if _is_one(items) else [one for item in items for one in _flat(item)]
-
-
-def _is_one(item: Any) -> bool:
-    """Whether something is not a list; what names nothing at all is refused where it is looked up."""
+def _is_selector(item: Any) -> bool:
+    """Whether something is not a list; an invalid selector is refused when it is resolved."""
     single = isinstance(item, (Node, str, bytes, Mapping, Tensor)) or callable(item)
     return single or not isinstance(item, Iterable)
 
 
-def _require_agreement(word: Constraints) -> None:
-    for asked in word.must:
-        for kind in asked.kinds:
-            if kind in word.barred_kinds:
-                other = next(a for a in word.never if kind in a.kinds)
+def _require_agreement(constraints: Constraints) -> None:
+    for required in constraints.must:
+        for kind in required.kinds:
+            if kind in constraints.excluded_kinds:
+                other = next(c for c in constraints.never if kind in c.kinds)
                 raise InvalidArgument(
-                    f"must and never contradict each other: {asked.text} and {other.text} are both about "
+                    f"must and never contradict each other: {required.text} and {other.text} are both about "
                     f"kind '{kind}'. Take one of them away."
                 )
-        for group in asked.groups:
-            if all(name in word.barred for name in group):
+        for group in required.groups:
+            if all(name in constraints.excluded for name in group):
                 name = min(group)
-                other = next(a for a in word.never if any(name in g for g in a.groups))
+                other = next(c for c in constraints.never if any(name in g for g in c.groups))
                 raise InvalidArgument(
-                    f"must and never contradict each other: {asked.text} and {other.text} are both about "
+                    f"must and never contradict each other: {required.text} and {other.text} are both about "
                     f"'{name}'. Take one of them away."
                 )
 
@@ -130,172 +129,170 @@ class _GraphNames:
         self.by_name = {node.name: node for node in self.nodes}
         self.calls = [call for node in self.nodes if (call := call_of(node.meta)) is not None]
         self.inner = {member.name for call in self.calls for member in walk(call)}
-        made = {call.identity.kind for call in self.calls}
+        existing = {call.identity.kind for call in self.calls}
         for call in self.calls:
-            made.update(c.identity.kind for m in walk(call) if (c := call_of(m.meta)) is not None)
-        self.kinds = kinds | made
+            existing.update(c.identity.kind for m in walk(call) if (c := call_of(m.meta)) is not None)
+        self.kinds = kinds | existing
 
     @cached_property
     def paths(self) -> dict[str, list[str]]:
         """The operations of each module, by its path."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for node in self.nodes:
             if node.op not in _NO_OPERATION:
                 leaf = node.op == "call_module" and call_of(node.meta) is None
                 for path in _module_paths(node.meta, cast("str", node.target) if leaf else ""):
-                    found.setdefault(path, []).append(node.name)
+                    names.setdefault(path, []).append(node.name)
         for call in self.calls:
             for member in walk(call):
                 for path in _module_paths(member.meta):
-                    found.setdefault(path, []).append(member.name)
-        return found
+                    names.setdefault(path, []).append(member.name)
+        return names
 
-    def find(self, which: str, item: Any) -> RequestedRegion:
+    def find(self, which: str, item: Any) -> Constraint:
         if isinstance(item, Node):
             if self.by_name.get(item.name) is not item:
                 raise UnknownNode(f"{which}: not a node of this graph", [item.name], "Give the name instead.")
             return self._named(which, item.name)
         if isinstance(item, str):
-            return self._word(which, item)
+            return self._by_text(which, item)
         if callable(item):
             return self._predicate(which, cast("Callable[[Node], Any]", item))
         raise InvalidArgument(
             f"{which}: {item!r} is neither a node, a name, a kind, a module path nor a predicate."
         )
 
-    def _named(self, which: str, name: str) -> RequestedRegion:
+    def _named(self, which: str, name: str) -> Constraint:
         node = self.by_name.get(name)
         if node is not None and node.op in _NO_OPERATION:
             raise UnknownNode(f"{which}: a graph's {node.op} is not an operation", [name])
-        return RequestedRegion(f"{which}='{name}'", groups=(frozenset([name]),))
+        return Constraint(f"{which}='{name}'", groups=(frozenset([name]),))
 
-    def _word(self, which: str, text: str) -> RequestedRegion:
-        """A name of an operation, a kind, or both; otherwise a path of modules."""
+    def _by_text(self, which: str, text: str) -> Constraint:
+        """Resolve the name of an operation, a kind, or both; otherwise a module path."""
         named = text in self.by_name or text in self.inner
         kinds = frozenset([text]) & self.kinds
         if named:
-            asked = self._named(which, text)
-            return RequestedRegion(asked.text, kinds, asked.groups)
+            constraint = self._named(which, text)
+            return Constraint(constraint.text, kinds, constraint.groups)
         if kinds:
-            return RequestedRegion(f"{which}='{text}'", kinds)
+            return Constraint(f"{which}='{text}'", kinds)
         modules = {path: names for path, names in self.paths.items() if matches_path(text, path)}
         if modules:
             outermost = [p for p in modules if not any(p.startswith(f"{o}.") for o in modules)]
             groups = [frozenset(modules[path]) for path in sorted(outermost)]
-            return RequestedRegion(f"{which}='{text}'", groups=tuple(groups))
+            return Constraint(f"{which}='{text}'", groups=tuple(groups))
         known = [*self.by_name, *self.inner, *self.kinds, *self.paths]
         advice = did_you_mean(text, known, otherwise="`dovetail.text` lists the names.")
         what = "no module path" if _GLOB & set(text) else "no node, kind or module path"
         raise UnknownNode(f"{which}: the graph has {what} of this name", [text], advice)
 
-    def _predicate(self, which: str, predicate: Callable[[Node], Any]) -> RequestedRegion:
+    def _predicate(self, which: str, predicate: Callable[[Node], Any]) -> Constraint:
         label = getattr(predicate, "__name__", type(predicate).__name__)
         chosen: list[frozenset[str]] = []
         for node in self.nodes:
             if node.op in _NO_OPERATION:
                 continue
             try:
-                wanted = bool(predicate(node))
+                selected = bool(predicate(node))
             except Exception as error:
                 raise InvalidArgument(
                     f"{which}: the predicate {label} raised {type(error).__name__} on '{node.name}': {error}."
                 ) from error
-            if wanted:
+            if selected:
                 chosen.append(frozenset([node.name]))
         if which == "must" and not chosen and not self.calls:
             raise InvalidArgument(f"must: the predicate {label} holds for no operation of this graph.")
-        return RequestedRegion(f"{which}={label}", groups=tuple(chosen))
+        return Constraint(f"{which}={label}", groups=tuple(chosen))
 
 
 def _module_paths(meta: Mapping[str, Any], leaf: str = "") -> list[str]:
-    """The paths of the modules that an operation came from, and of the one it calls."""
+    """Return the paths of the modules that an operation came from, and of the one it calls."""
     stack = cast("Mapping[str, Any]", meta.get("nn_module_stack") or {})
-    found = [*(make_frame(key, entry).path for key, entry in stack.items()), leaf]
-    return [path for path in dict.fromkeys(found) if path]
+    paths = [*(make_frame(key, entry).path for key, entry in stack.items()), leaf]
+    return [path for path in dict.fromkeys(paths) if path]
 
 
 def locate(nodes: list[Node], names: Collection[str]) -> dict[str, int]:
-    """Where named operations are now: their own position, or that of the region that holds them."""
-    found: dict[str, int] = {}
-    wanted = set(names)
-    if not wanted:
-        return found
-    held: dict[str, int] = {}
+    """Return the positions of named operations: their own, or that of the region that contains them."""
+    outside: dict[str, int] = {}
+    inside: dict[str, int] = {}
+    if not names:
+        return outside
+    requested = set(names)
     for i, node in enumerate(nodes):
         call = call_of(node.meta)
         if call is not None:
             for member in walk(call):
-                if member.name in wanted:
-                    held.setdefault(member.name, i)
-        if node.name in wanted and not _is_result(node):
-            found[node.name] = i
-    for name, i in held.items():
-        found.setdefault(name, i)
-    return found
+                if member.name in requested:
+                    inside.setdefault(member.name, i)
+        if node.name in requested and not is_region_result(node):
+            outside[node.name] = i
+    return outside | {name: i for name, i in inside.items() if name not in outside}
 
 
-def _is_result(node: Node) -> bool:
-    """Whether a node only hands on what a region computes, under the operation's old name."""
+def is_region_result(node: Node) -> bool:
+    """Whether a node is a result of a region, which has the name of the operation inside that computes it."""
     return is_projection(node) and call_of(cast("Node", node.args[0]).meta) is not None
 
 
 @dataclass
-class Pending:
-    """What `must` asks for, on one graph: which operations and kinds bring about which wish."""
+class Requirements:
+    """The open requirements of `must` on one graph, each a number, by kind and by position."""
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
-    at: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    positions: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
 
-    def met(self, kind: str, positions: Collection[int]) -> frozenset[int]:
-        """The wishes that a region of this kind with these operations brings about."""
-        found: set[int] = set()
+    def met_by(self, kind: str, members: Collection[int]) -> frozenset[int]:
+        """Return the requirements that a region of this kind with these operations meets."""
+        met: set[int] = set()
         if kind in self.kinds:
-            found.add(self.kinds[kind])
-        if self.at:
-            small, large = (
-                (positions, self.at) if len(positions) < len(self.at) else (self.at, set(positions))
-            )
+            met.add(self.kinds[kind])
+        if self.positions:
+            small, large = members, self.positions
+            if len(members) >= len(self.positions):
+                small, large = self.positions, set(members)
             for i in small:
                 if i in large:
-                    found |= self.at[i]
-        return frozenset(found)
+                    met |= self.positions[i]
+        return frozenset(met)
 
 
-def pending(word: Constraints, nodes: list[Node]) -> Pending:
-    """The wishes of a word by position in a graph; what a region holds already is met."""
-    made = Pending()
-    where = locate(nodes, {name for asked in word.must for group in asked.groups for name in group})
+def open_requirements(constraints: Constraints, nodes: list[Node]) -> Requirements:
+    """Return the requirements of `must` that no region of a graph meets yet."""
+    requirements = Requirements()
+    where = locate(nodes, {name for c in constraints.must for group in c.groups for name in group})
     number = 0
-    for asked in word.must:
-        for kind in asked.kinds:
-            made.kinds.setdefault(kind, number)
+    for constraint in constraints.must:
+        for kind in constraint.kinds:
+            requirements.kinds.setdefault(kind, number)
             number += 1
-        for group in asked.groups:
+        for group in constraint.groups:
             positions = {where[name] for name in group if name in where}
             if not any(call_of(nodes[i].meta) is not None for i in positions):
                 for i in positions:
-                    made.at.setdefault(i, set()).add(number)
+                    requirements.positions.setdefault(i, set()).add(number)
             number += 1
-    return made
+    return requirements
 
 
-def apart(word: Constraints, nodes: list[Node]) -> list[tuple[str, str, str]]:
-    """Of each group that is in no common region, what was asked for and two operations that are apart."""
+def separated(constraints: Constraints, nodes: list[Node]) -> list[tuple[str, str, str]]:
+    """Return for each group that is not in one region its text and two operations that are apart."""
     held = [{m.name for m in walk(call)} for node in nodes if (call := call_of(node.meta)) is not None]
-    separated: list[tuple[str, str, str]] = []
-    for asked in word.together:
-        groups = [group for one in asked for group in one.groups]
+    apart: list[tuple[str, str, str]] = []
+    for group in constraints.together:
+        groups = [names for constraint in group for names in constraint.groups]
         if any(all(not names.isdisjoint(group) for group in groups) for names in held):
             continue
         home = next((names for names in held if not names.isdisjoint(groups[0])), set[str]())
         other = next((g for g in groups[1:] if home.isdisjoint(g)), groups[-1])
-        names = ", ".join(one.text.partition("=")[2] for one in asked)
-        separated.append((f"must=[{names}]", min(groups[0]), min(other)))
-    return separated
+        names = ", ".join(constraint.text.partition("=")[2] for constraint in group)
+        apart.append((f"must=[{names}]", min(groups[0]), min(other)))
+    return apart
 
 
-def unmet(word: Constraints, nodes: list[Node]) -> list[tuple[RequestedRegion, frozenset[str]]]:
-    """The wishes that a graph does not show, each with the operations that are in no region."""
+def unmet(constraints: Constraints, nodes: list[Node]) -> list[tuple[Constraint, frozenset[str]]]:
+    """Return the constraints of `must` that a graph does not meet, each with the operations that are in no region."""
     inside: set[str] = set()
     kinds: set[str] = set()
     for node in nodes:
@@ -307,10 +304,10 @@ def unmet(word: Constraints, nodes: list[Node]) -> list[tuple[RequestedRegion, f
                 inner = call_of(member.meta)
                 if inner is not None:
                     kinds.add(inner.identity.kind)
-    found: list[tuple[RequestedRegion, frozenset[str]]] = []
-    for asked in word.must:
-        missing = [group for group in asked.groups if inside.isdisjoint(group)]
-        # A word that is a name and a kind is met by either.
-        if missing or (not asked.groups and asked.kinds and kinds.isdisjoint(asked.kinds)):
-            found.append((asked, frozenset(name for group in missing for name in group)))
-    return found
+    violated: list[tuple[Constraint, frozenset[str]]] = []
+    for constraint in constraints.must:
+        missing = [group for group in constraint.groups if inside.isdisjoint(group)]
+        # A text that is both a name and a kind is met by either.
+        if missing or (not constraint.groups and constraint.kinds and kinds.isdisjoint(constraint.kinds)):
+            violated.append((constraint, frozenset(name for group in missing for name in group)))
+    return violated

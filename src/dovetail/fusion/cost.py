@@ -1,4 +1,4 @@
-"""What fusing saves: a small cost model, to be replaced by whoever knows better."""
+"""The cost model: an estimate of what a region saves, in memory traffic and launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.ir.nodes import is_projection, nbytes, size_hints
 from dovetail.ir.op_traits import base_name, traits_of
 from dovetail.outlining.escapes import RegionDraft
 
-_UNASKED = -1
+_NOT_COMPUTED = -1
 
 # By the argument whose last dimension is summed over; the result's elements are multiplied by it.
 _CONTRACTIONS = {
@@ -34,23 +34,23 @@ _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "_convol
 
 
 class Figures:
-    """Sizes and work of each position of one graph, looked up when first asked for.
+    """Sizes and flops of each position of one graph, computed on first use.
 
-    A size that is not known counts as nothing, in what is saved as in what is spent; `known` tells.
+    A size that is not known (see `known`) counts as zero, both as saved and as spent.
     """
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._bytes = [_UNASKED] * len(index)
-        self._free = [_UNASKED] * len(index)
+        self._bytes = [_NOT_COMPUTED] * len(index)
+        self._free = [_NOT_COMPUTED] * len(index)
         self._unknown: set[int] = set()
 
     def bytes(self, position: int) -> int:
-        """Bytes of a position's value, of all its parts if it has several."""
-        found = self._bytes[position]
-        if found == _UNASKED:
-            found = self._bytes[position] = self._measure(position)
-        return found
+        """Return the bytes of a position's value, of all elements if it is a tuple."""
+        size = self._bytes[position]
+        if size == _NOT_COMPUTED:
+            size = self._bytes[position] = self._measure(position)
+        return size
 
     def known(self, position: int) -> bool:
         """Whether the size of a position's value is known."""
@@ -66,18 +66,18 @@ class Figures:
         if total is not None:
             return total
         parts = cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,)
-        # What no one reads, such as the None of an assertion, takes nothing.
+        # A None without readers, such as the result of an assertion, takes no memory.
         each = [nbytes(part) for part in parts if part is not None or (value is None and node.users)]
         if None in each:
             self._unknown.add(position)
         return sum(size for size in each if size is not None)
 
     def free(self, position: int) -> bool:
-        """Whether nothing is launched for it: an input, a constant, a view, a part of a tuple, a size."""
-        found = self._free[position]
-        if found == _UNASKED:
-            found = self._free[position] = int(self._is_free(position))
-        return found == 1
+        """Whether nothing is launched for it: an input, a constant, a view, an element of a tuple, a size."""
+        free = self._free[position]
+        if free == _NOT_COMPUTED:
+            free = self._free[position] = int(self._is_free(position))
+        return free == 1
 
     def _is_free(self, position: int) -> bool:
         node = self.index.nodes[position]
@@ -89,29 +89,29 @@ class Figures:
         return self.view_of(position) is not None or is_projection(node)
 
     def view_of(self, position: int) -> int | None:
-        """The position whose memory a view names anew, None for anything that makes a value of its own."""
-        told = self.index.dependencies.effects.get(position)
-        if told is None or not told.aliases:
+        """Return the position whose memory a view aliases, None for an operation that allocates its result."""
+        effects = self.index.dependencies.effects.get(position)
+        if effects is None or not effects.aliases:
             return None
-        base = self.index.position[told.aliases[0]]
+        base = self.index.position[effects.aliases[0]]
         if is_projection(self.index.nodes[position]):
             return base if self._splits(base) else None
-        return base if not told.reads_data or self._splits(position) else None
+        return base if not effects.reads_data or self._splits(position) else None
 
     def _splits(self, position: int) -> bool:
-        """Whether it returns several views, as `split` does."""
-        node, told = self.index.nodes[position], self.index.dependencies.effects.get(position)
-        if told is None or not told.aliases or told.writes or told.assumed_aliases:
+        """Whether it returns a tuple of views, as `split` does."""
+        node, effects = self.index.nodes[position], self.index.dependencies.effects.get(position)
+        if effects is None or not effects.aliases or effects.writes or effects.assumed_aliases:
             return False
         return node.op in ("call_function", "call_method") and traits_of(node).returns_tuple
 
     def writes(self, position: int) -> bool:
-        """Whether it writes memory that was there before."""
-        told = self.index.dependencies.effects.get(position)
-        return told is not None and bool(told.writes or told.state_written)
+        """Whether it writes memory in place."""
+        effects = self.index.dependencies.effects.get(position)
+        return effects is not None and bool(effects.writes or effects.state_written)
 
     def flops(self, position: int) -> int:
-        """Multiplications and additions of an operation; one for each element where no formula is known."""
+        """Return the flops of an operation; one for each element if no formula is known."""
         node = self.index.nodes[position]
         if self.free(position):
             return 0
@@ -132,7 +132,7 @@ class Figures:
         return self._by_formula(node, count)
 
     def work(self, position: int) -> int:
-        """Flops beyond one for each element: those that take time of their own beside the memory's."""
+        """Return the flops beyond one for each element: those that memory traffic does not hide."""
         shape = _shape(self.index.nodes[position])
         return max(0, self.flops(position) - _product(shape)) if shape is not None else 0
 
@@ -151,21 +151,21 @@ class Figures:
         kwargs: Any = map_arg(node.kwargs, value)
         try:
             return int(formula(*args, **kwargs, out_val=value(node)))
-        except Exception:  # a formula that does not take this call tells nothing
+        except Exception:  # a formula that does not support this call
             return count
 
 
 def _argument(node: Node, names: Sequence[str], place: int = 0) -> Any:
-    told = traits_of(node)
+    op_traits = traits_of(node)
     for name in names:
-        found = told.argument(node, name)
-        if isinstance(found, Node):
-            return found
+        value = op_traits.argument(node, name)
+        if isinstance(value, Node):
+            return value
     return node.args[place] if place < len(node.args) else None
 
 
 def _shape(node: Any) -> list[int] | None:
-    """The sizes of a node's value, symbolic ones by hint; None if they are not known."""
+    """Return the sizes of a node's value, symbolic ones by hint; None if they are not known."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, (tuple, list)):
         value = next((v for v in cast("Sequence[Any]", value) if isinstance(v, torch.Tensor)), None)
@@ -181,7 +181,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What running operations takes: bytes read and written, flops, launches, and the most bytes held at once."""
+    """The cost of running operations: bytes read and written, flops, launches, and the peak of bytes held."""
 
     bytes: int = 0
     flops: int = 0
@@ -191,9 +191,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a region saves over its operations run one by one, and what it does a second time.
+    """What a region saves over running its operations one by one, and what it recomputes.
 
-    `score` is what regions are compared by, in bytes. Sizes that are not known count as nothing.
+    `score`, in bytes, is what regions are compared by. Sizes that are not known count as zero.
     """
 
     bytes_saved: int = 0
@@ -206,14 +206,14 @@ NOTHING = Gain()
 
 
 class CostModel(Protocol):
-    """Says what a region would save. `figures` has the sizes; the draft says what is inside and what leaves."""
+    """Estimates what a region would save. `figures` has the sizes; the draft has the members, clones and outputs."""
 
     def gain(self, figures: Figures, draft: RegionDraft) -> Gain:
-        """What making a region of the draft saves while everything else stays as it is."""
+        """Return what making a region of the draft saves, all else unchanged."""
         ...
 
     def freed(self, figures: Figures, position: int) -> Gain:
-        """What is saved besides when an operation goes because every reader has a clone of it."""
+        """Return what is saved in addition when every reader of an operation has a clone and it is removed."""
         ...
 
 
@@ -236,7 +236,7 @@ class Traffic:
                 raise InvalidArgument(f"{name}={value!r} is not an int of {least} or more.")
 
     def gain(self, figures: Figures, draft: RegionDraft) -> Gain:
-        """What making a region of the draft saves while everything else stays as it is."""
+        """Return what making a region of the draft saves, all else unchanged."""
         apart, launches = _apart(figures, draft)
         own, again = _loads(figures, draft)
         saved = apart - own - _stores(figures, draft)
@@ -247,7 +247,7 @@ class Traffic:
         return Gain(saved, fewer, again, score)
 
     def freed(self, figures: Figures, position: int) -> Gain:
-        """What is saved besides when an operation goes because every reader has a clone of it."""
+        """Return what is saved in addition when every reader of an operation has a clone and it is removed."""
         if figures.free(position):
             return NOTHING
         reads = sum(figures.bytes(j) for j in figures.index.data[position])
@@ -256,13 +256,13 @@ class Traffic:
         return Gain(saved, 1, 0, saved + work + self.launch_bytes)
 
     def apart(self, figures: Figures, draft: RegionDraft) -> Cost:
-        """What the operations of a draft take one by one."""
+        """Return the cost of the operations of a draft run one by one."""
         moved, launches = _apart(figures, draft)
         flops = sum(figures.flops(i) for i in draft.members)
         return Cost(moved, flops, launches, _held(figures, draft))
 
     def together(self, figures: Figures, draft: RegionDraft) -> Cost:
-        """What they take as one, with what is cloned into the region."""
+        """Return the cost of the region, with what is cloned into it."""
         own, again = _loads(figures, draft)
         flops = sum(figures.flops(i) for i in draft.inside)
         launched = not all(figures.free(i) for i in draft.inside)
@@ -272,7 +272,7 @@ class Traffic:
 
 
 def _apart(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
-    """Bytes that the members read and write one by one, and how many of them are launched."""
+    """Return the bytes that the members read and write one by one, and how many of them are launched."""
     data, moved, launches = figures.index.data, 0, 0
     for i in draft.members:
         if figures.free(i):
@@ -285,7 +285,7 @@ def _apart(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
 
 
 def _base(figures: Figures, position: int, draft: RegionDraft) -> int:
-    """Where a value really is: what it is a view of, as far as the views are inside."""
+    """Return the value that a view inside the draft aliases, through any number of views."""
     members, clones = draft.members, draft.clones
     while position in members or position in clones:
         base = figures.view_of(position)
@@ -296,7 +296,7 @@ def _base(figures: Figures, position: int, draft: RegionDraft) -> int:
 
 
 def _loads(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
-    """Bytes the region loads, each value once: what its own operations need, and what only clones do."""
+    """Return the bytes the region loads, each value once: those its members need, and those only clones need."""
     index, members, clones = figures.index, draft.members, draft.clones
     through: dict[int, set[int]] = {}
     needed: set[int] = set()
@@ -315,7 +315,7 @@ def _loads(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
     for base, ways in through.items():
         size = figures.bytes(base)
         if base not in ways:
-            # A region that looks at a value through narrow views does not load the whole.
+            # A region that reads a value through narrow views does not load all of it.
             narrow = sum(figures.bytes(j) for j in ways)
             size = min(size, narrow) if figures.known(base) else narrow
         if base in needed:
@@ -326,13 +326,13 @@ def _loads(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
 
 
 def _stores(figures: Figures, draft: RegionDraft) -> int:
-    """Bytes the region stores: its results, each memory once, and what it writes in place."""
+    """Return the bytes the region stores: its results, each memory once, and what it writes in place."""
     members, nodes = draft.members, figures.index.nodes
     stored: dict[Any, int] = {i: i for i in members if figures.writes(i)}
     for i in draft.outputs:
         base = _base(figures, i, draft)
         if base in members:
-            # The same part of a tuple may have been taken twice.
+            # Two getitems may read the same element of a tuple.
             part = nodes[base].args if is_projection(nodes[base]) else base
             stored[part] = base
     return sum(figures.bytes(i) for i in stored.values())
@@ -344,12 +344,12 @@ def _operands(figures: Figures, draft: RegionDraft) -> set[int]:
 
 
 def _held(figures: Figures, draft: RegionDraft) -> int:
-    """The most bytes that are held at once while the members run one by one."""
+    """Return the peak of bytes held while the members run one by one."""
     index, members, kept = figures.index, draft.members, set(draft.outputs)
     last: dict[int, int] = {}
     for i in draft.inside:
         if is_projection(index.nodes[i]):
-            continue  # a tuple is held for as long as its parts are
+            continue  # a tuple is held as long as its elements are
         for j in index.data[i]:
             if j in members:
                 last[_base(figures, j, draft)] = i

@@ -1,4 +1,4 @@
-"""Fusion as a step of its own: rules propose, the choice is made, regions are outlined, round by round."""
+"""The `fuse` step: rules propose, candidates are selected, regions are outlined, round by round to a fixed point."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ from dovetail.fusion.candidates import (
     RuleFailure,
     collect,
 )
-from dovetail.fusion.constraints import Constraints, Wish, apart, locate, pending, resolve_constraints, unmet
+from dovetail.fusion.constraints import (
+    Constraints,
+    NodeSelector,
+    locate,
+    open_requirements,
+    resolve_constraints,
+    separated,
+    unmet,
+)
 from dovetail.fusion.cost import CostModel, Traffic
 from dovetail.fusion.ledger import (
     Declined,
@@ -41,7 +49,7 @@ from dovetail.fusion.ledger import (
     ledger_of,
     near_miss,
     quoted,
-    said,
+    refusal_text,
     write_ledger,
 )
 from dovetail.fusion.select import choose
@@ -55,7 +63,7 @@ from dovetail.rules.rule import UNLIMITED, Limits, Rule, RuleContext, RuleSet, a
 
 def require_rules(rules: Any) -> RuleSet:
     if rules is None:
-        # The library traces its patterns when it is first asked for.
+        # The library traces its patterns when it is first used.
         from dovetail.rules import DEFAULT
 
         rules = DEFAULT
@@ -107,8 +115,8 @@ def require_priorities(priorities: Any, rules: RuleSet) -> Mapping[str, int]:
             f"priorities is a {type(priorities).__name__}; give a mapping from rule or kind."
         )
     known = dict.fromkeys([*(r.name for r in rules), *(r.kind for r in rules)])
-    given = cast("Mapping[Any, Any]", priorities)
-    for key, value in given.items():
+    by_name = cast("Mapping[Any, Any]", priorities)
+    for key, value in by_name.items():
         if key not in known:
             there = f"There are {', '.join(list(known)[:8])}."
             raise InvalidArgument(
@@ -116,7 +124,7 @@ def require_priorities(priorities: Any, rules: RuleSet) -> Mapping[str, int]:
             )
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidArgument(f"priorities: {value!r} for '{key}' is not an int.")
-    return dict(given)
+    return dict(by_name)
 
 
 _LOG = logging.getLogger(__name__)
@@ -134,21 +142,22 @@ def fuse(
     rules: Rule | RuleSet | Iterable[Any] | None = None,
     *,
     rounds: int | None = None,
-    must: Wish | Iterable[Wish | Iterable[Wish]] = (),
-    never: Wish | Iterable[Wish] = (),
+    must: NodeSelector | Iterable[NodeSelector | Iterable[NodeSelector]] = (),
+    never: NodeSelector | Iterable[NodeSelector] = (),
     limits: Limits | None = None,
     priorities: Mapping[str, int] | None = None,
     fuel: int | None = None,
     cost: CostModel | None = None,
     on_error: Literal["fallback", "raise"] = "fallback",
 ) -> GraphModule:
-    """A graph in which what the rules ask for is regions, round after round until nothing changes.
+    """Return a graph in which the selected candidates of the rules are regions, round by round until nothing changes.
 
-    `rounds` stops earlier. `must` and `never` take a node, its name, a kind, a module path such as
-    "layers.*.mlp" or a predicate on nodes, or a list of these: what must be is fused before anything else, a list
-    in the list of `must` into one region, or a RegionError says why it cannot be. `limits` hold for every region. `priorities` go before those of the rules, by
-    name or kind. `fuel` stops after so many regions. A rule that raises is left out, which a warning and the ledger
-    report; with `on_error="raise"` it is an error. The input graph is untouched; `explain` tells what was decided and why.
+    `rounds` limits the number of rounds. `must` and `never` take a node, its name, a kind, a module path such as
+    "layers.*.mlp" or a predicate on nodes, or a list of these: what must be is fused before anything else, a list in
+    the list of `must` into one region, or a RegionError gives the reason why it cannot be. `limits` hold for every
+    region. `priorities` override those of the rules, by name or kind. `fuel` is the largest number of regions to
+    make. A rule that raises is left out, which a warning and the ledger report; with `on_error="raise"` it is an
+    error. The input graph is not changed; `explain` reports what was decided and why.
     """
     require_graph(gm)
     chosen = require_rules(rules)
@@ -160,9 +169,9 @@ def fuse(
         cost=require_cost(cost),
         strict=require_on_error(on_error) == "raise",
     )
-    word = resolve_constraints(gm, must, never, [rule.kind for rule in chosen])
+    constraints = resolve_constraints(gm, must, never, [rule.kind for rule in chosen])
     with pause_gc():
-        return _Fusing(gm, chosen, word, options).run()
+        return _Fusion(gm, chosen, constraints, options).run()
 
 
 @dataclass(frozen=True)
@@ -176,25 +185,25 @@ class _Options:
 
 
 @dataclass
-class _Fusing:
-    """One call of `fuse`: the graph as it is now, and what there is to tell of it."""
+class _Fusion:
+    """The state of one call of `fuse`: the current graph, and what the ledger and the errors will report."""
 
     gm: GraphModule
     rules: RuleSet
-    word: Constraints
+    constraints: Constraints
     options: _Options
-    made: int = 0
+    region_count: int = 0
     failed: set[str] = field(default_factory=set[str])
     matched: set[str] = field(default_factory=set[str])
-    concerns: list[Declined] = field(default_factory=list[Declined])
-    unkept: dict[str, list[Declined]] = field(default_factory=dict[str, list[Declined]])
+    refusals: list[Declined] = field(default_factory=list[Declined])
+    violations: dict[str, list[Declined]] = field(default_factory=dict[str, list[Declined]])
 
     def run(self) -> GraphModule:
         start, options = self.gm, self.options
         self.writer = LedgerWriter(ledger_of(start))
         idle, done, size = 0, 0, _size(start)
         while options.rounds is None or done < options.rounds:
-            if options.fuel is not None and self.made >= options.fuel:
+            if self._is_out_of_fuel():
                 break
             accepted = self._round()
             done += 1
@@ -210,11 +219,11 @@ class _Fusing:
         if self.gm is start:
             self.gm = copy.copy(start) if isinstance(start, Program) else as_program(start)
         before = ledger_of(start)
-        # A rule that is asked again finds what it matched in regions.
+        # What a rule matched before is inside regions now, so it may not match again.
         matched = self.matched | {entry.rule for entry in (*before.saved, *before.refused)}
         names = dict.fromkeys((*before.unmatched, *(rule.name for rule in self.rules)))
         unmatched = tuple(name for name in names if name not in matched)
-        ledger = self.writer.ledger(self.rules, self.options.limits, self.word.barred)
+        ledger = self.writer.ledger(self.rules, self.options.limits, self.constraints.excluded)
         write_ledger(self.gm, replace(ledger, unmatched=unmatched))
         self._require_must()
         return self.gm
@@ -223,26 +232,27 @@ class _Fusing:
         number = self.writer.rounds + 1
         index = Index(self.gm)
         index.require_order()
-        barred = {i: self.word.barred[n] for n, i in locate(index.nodes, self.word.barred).items()}
+        excluded = self.constraints.excluded
+        barred = {i: excluded[name] for name, i in locate(index.nodes, excluded).items()}
         context = RuleContext(self.gm, index=index, limits=self.options.limits, barred=barred, round=number)
-        found = collect(
+        proposals = collect(
             context,
             self.rules,
             skip=self.failed,
             priorities=self.options.priorities,
             strict=self.options.strict,
         )
-        self.failed.update(failure.rule for failure in found.failures)
-        self.matched.update(self.failed, (p.rule.name for p in found.candidates))
-        self.matched.update(refusal.rule for refusal in found.refusals)
-        for failure in found.failures:
+        self.failed.update(failure.rule for failure in proposals.failures)
+        self.matched.update(self.failed, (p.rule.name for p in proposals.candidates))
+        self.matched.update(refusal.rule for refusal in proposals.refusals)
+        for failure in proposals.failures:
             _warn(self.rules[failure.rule], failure)
-        wanted, unwanted = self._sift(found.candidates)
-        planner = Planner(context, self.options.cost, pending(self.word, index.nodes))
-        choice = choose(planner, wanted)
-        accepted, refused = choice.accepted, [*unwanted, *choice.refused]
+        allowed, excluded_by_kind = self._filter_kinds(proposals.candidates)
+        planner = Planner(context, self.options.cost, open_requirements(self.constraints, index.nodes))
+        choice = choose(planner, allowed)
+        accepted, refused = choice.accepted, [*excluded_by_kind, *choice.refused]
         if self.options.fuel is not None:
-            left = self.options.fuel - self.made
+            left = self.options.fuel - self.region_count
             refused += [
                 Refused(plan.proposed, tuple(plan.draft.inside), _OUT_OF_FUEL) for plan in accepted[left:]
             ]
@@ -250,26 +260,26 @@ class _Fusing:
         names: list[str] = []
         if accepted:
             self.gm, names = outline_drafts(index, [plan.draft for plan in accepted])
-        self._write(context, found, accepted, names, refused)
-        self.made += len(accepted)
+        self._write(context, proposals, accepted, names, refused)
+        self.region_count += len(accepted)
         _LOG.info(
             "round %d: %d nodes, %d candidates, %d regions made, %d refused, %d rules failed",
             number,
             len(index),
-            len(found.candidates),
+            len(proposals.candidates),
             len(accepted),
-            len(refused) + len(found.refusals),
-            len(found.failures),
+            len(refused) + len(proposals.refusals),
+            len(proposals.failures),
         )
         return accepted
 
-    def _sift(self, candidates: list[Proposed]) -> tuple[list[Proposed], list[Refused]]:
-        """The candidates that `never` does not exclude by their kind."""
-        kinds = self.word.barred_kinds
+    def _filter_kinds(self, candidates: list[Proposed]) -> tuple[list[Proposed], list[Refused]]:
+        """Return the candidates that `never` does not exclude by their kind, and the refusals of the others."""
+        kinds = self.constraints.excluded_kinds
         if not kinds:
             return candidates, []
-        wanted = [p for p in candidates if p.candidate.kind not in kinds]
-        return wanted, [
+        allowed = [p for p in candidates if p.candidate.kind not in kinds]
+        return allowed, [
             Refused(p, p.candidate.members, kinds[p.candidate.kind])
             for p in candidates
             if p.candidate.kind in kinds
@@ -278,7 +288,7 @@ class _Fusing:
     def _write(
         self,
         context: RuleContext,
-        found: Proposals,
+        proposals: Proposals,
         accepted: tuple[PlannedRegion, ...],
         names: list[str],
         refused: list[Refused],
@@ -286,41 +296,43 @@ class _Fusing:
         writer = self.writer
         regions = dict(zip(accepted, names, strict=True))
         writer.accept(accepted_entry(context, plan, name) for plan, name in regions.items())
-        for failure in found.failures:
+        for failure in proposals.failures:
             writer.fail(failure)
         kinds = {rule.name: rule.kind for rule in self.rules}
-        entries = folded([near_miss(context, refusal) for refusal in found.refusals], kinds, writer.accepted)
-        self.unkept.clear()
+        entries = folded(
+            [near_miss(context, refusal) for refusal in proposals.refusals], kinds, writer.accepted
+        )
+        self.violations.clear()
         for one in refused:
             entry = declined_entry(context, one, regions)
             entries.append(entry)
-            if self._is_unkept(context, one):
-                self.unkept.setdefault(one.proposed.candidate.kind, []).append(entry)
+            if self._is_violation(context, one):
+                self.violations.setdefault(one.proposed.candidate.kind, []).append(entry)
         for entry in sorted(entries, key=lambda e: e.folded):
             writer.decline(entry)
-        if self.word.must:
-            self.concerns.extend(entries)
+        if self.constraints.must:
+            self.refusals.extend(entries)
 
-    def _is_unkept(self, context: RuleContext, refused: Refused) -> bool:
-        """Whether a refusal breaks a `must` by kind: nothing else that must be stands in its way."""
+    def _is_violation(self, context: RuleContext, refused: Refused) -> bool:
+        """Whether a refusal violates a `must` by kind: no conflict with another required region explains it."""
         candidate = refused.proposed.candidate
-        if not any(candidate.kind in asked.kinds for asked in self.word.must) or candidate.divisible:
+        if not any(candidate.kind in c.kinds for c in self.constraints.must) or candidate.divisible:
             return False
-        if refused.reason == _OUT_OF_FUEL or any(other.wished for other in refused.others):
+        if refused.reason == _OUT_OF_FUEL or any(other.required for other in refused.others):
             return False
         return not any(context.kind_of(i) == candidate.kind for i in candidate.members)
 
     def _require_must(self) -> None:
-        if not self.word.must or (self.options.fuel is not None and self.made >= self.options.fuel):
+        if not self.constraints.must or self._is_out_of_fuel():
             return
         problems: list[str] = []
-        for asked, missing in unmet(self.word, list(self.gm.graph.nodes)):
+        for constraint, missing in unmet(self.constraints, list(self.gm.graph.nodes)):
             what = f"{quoted(sorted(missing))} in no region" if missing else "no region of this kind was made"
-            problems.append(f"{asked.text}: {what}. {self._why(missing, asked.kinds)}")
-        for asked in self.word.must:
-            for entry in [e for kind in asked.kinds for e in self.unkept.get(kind, ())]:
-                problems.append(f"{asked.text}: {said(entry)}")
-        for text, first, second in apart(self.word, list(self.gm.graph.nodes)):
+            problems.append(f"{constraint.text}: {what}. {self._why(missing, constraint.kinds)}")
+        for constraint in self.constraints.must:
+            for entry in [e for kind in constraint.kinds for e in self.violations.get(kind, ())]:
+                problems.append(f"{constraint.text}: {refusal_text(entry)}")
+        for text, first, second in separated(self.constraints, list(self.gm.graph.nodes)):
             why = " ".join(explain(self.gm).why_not(first, second)) or "No rule proposed it."
             problems.append(f"{text}: '{first}' and '{second}' are in no common region. {why}")
         if problems:
@@ -332,22 +344,25 @@ class _Fusing:
                 + more
             )
 
+    def _is_out_of_fuel(self) -> bool:
+        return self.options.fuel is not None and self.region_count >= self.options.fuel
+
     def _why(self, missing: frozenset[str], kinds: frozenset[str]) -> str:
-        about = {rule.name for rule in self.rules if rule.kind in kinds}
-        told = [
-            said(entry)
-            for entry in self.concerns
-            if entry.rule in about or not missing.isdisjoint((*entry.nodes, entry.place))
+        rules = {rule.name for rule in self.rules if rule.kind in kinds}
+        refusals = [
+            refusal_text(entry)
+            for entry in self.refusals
+            if entry.rule in rules or not missing.isdisjoint((*entry.nodes, entry.place))
         ]
         failed = [f"rule '{f.rule}' failed: {f.error}" for f in self.writer.errors if f.rule in self.failed]
-        listed = list(dict.fromkeys([*told, *failed]))
-        if not listed:
+        reasons = list(dict.fromkeys([*refusals, *failed]))
+        if not reasons:
             return "No rule proposed it."
-        more = f"; and {len(listed) - _MOST_WHYS} more" if len(listed) > _MOST_WHYS else ""
-        return f"Why: {'; '.join(listed[:_MOST_WHYS])}{more}."
+        more = f"; and {len(reasons) - _MOST_WHYS} more" if len(reasons) > _MOST_WHYS else ""
+        return f"Why: {'; '.join(reasons[:_MOST_WHYS])}{more}."
 
     def _stop_growth(self, accepted: tuple[PlannedRegion, ...]) -> None:
-        """Rules that wrap what they have wrapped before would never come to an end."""
+        """Report rules that wrap their own regions again: fusing would never terminate."""
         for name in sorted({plan.proposed.rule.name for plan in accepted}):
             what = "makes new regions round after round without taking anything more in; fusing was stopped"
             if self.options.strict:
@@ -357,12 +372,12 @@ class _Fusing:
             _warn(self.rules[name], failure)
 
 
-# The errors that a warning was given of, by rule.
+# The errors already warned of, by rule.
 _WARNED: weakref.WeakKeyDictionary[Rule, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _warn(rule: Rule, failure: RuleFailure) -> None:
-    """Warn of a rule that failed, once for the same rule and error."""
+    """Warn of a rule that failed, once per rule and error."""
     try:
         known = _WARNED.setdefault(rule, set())
     except TypeError:  # a rule that cannot be hashed
@@ -381,7 +396,7 @@ def _warn(rule: Rule, failure: RuleFailure) -> None:
 
 
 def _size(gm: GraphModule) -> tuple[int, int]:
-    """How many operations a graph has, and how many of them are not regions."""
+    """Return the number of operations of a graph, and how many of them are not regions."""
     operations = [
         node
         for node in gm.graph.nodes

@@ -18,24 +18,24 @@ from dovetail.ir.meta_keys import LEDGER
 from dovetail.outlining.region import lowering_view
 from dovetail.rules.rule import UNLIMITED, Limits, Refusal, RuleContext, RuleSet
 
-# How much is kept word for word; beyond that only sums grow.
+# How many entries are stored in full; beyond that only sums grow.
 MOST = 1000
 _MOST_ALIKE = 100
 _MOST_SUMS = 200
 _MOST_NODES = 64
 _MOST_LETTERS = 1000
 
-# Refusals that were counted once are not counted again by a later call; this many are remembered in this process.
-_MOST_TOLD = 100_000
+# A refusal is counted once over all calls on a graph; so many are remembered in this process.
+_MOST_COUNTED = 100_000
 _OTHER = "other reasons"
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A region that was made, by which rule in which round, and what it saves.
+    """A region that was made, its rule and round, and what it saves.
 
-    `nodes` are its operations by name, the first of them if there are many; `size` says how many there are.
+    `nodes` are the names of its operations, the first of them if there are many; `size` is their number.
     """
 
     region: str
@@ -51,10 +51,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Declined:
-    """Operations that were not made a region and why; a near-miss of a pattern says how far it got.
+    """Operations that were not made a region and why; a near-miss of a pattern has the number of matched operations.
 
-    One that is `folded` says nothing new: it is part of a region that was made, or a lesser near-miss of a kind that
-    came nearer at the same place.
+    One that is `folded` adds no information: it is part of a region that was made, or a near-miss of a kind of which
+    another near-miss at the same place matched more.
     """
 
     rule: str
@@ -70,7 +70,7 @@ class Declined:
 
 @dataclass(frozen=True)
 class Saved:
-    """What all regions of one kind and rule save together."""
+    """The sum of what all regions of one kind and rule save."""
 
     rule: str
     kind: str
@@ -80,7 +80,7 @@ class Saved:
     bytes_recomputed: int = 0
 
     def plus(self, other: Saved | None) -> Saved:
-        """The sums of both."""
+        """Return the sum of both."""
         if other is None:
             return self
         return replace(
@@ -103,10 +103,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What a backend did with the body of a region: `outcome` is "compiled", "disk", or where it failed, and why.
+    """What a backend did with the body of a region: `outcome` is "compiled", "disk", or the step that failed.
 
-    "untried" says why code that is used was not run on made-up operands before. `calls` says how many regions of the
-    graph have this body.
+    "untried" marks code that is used without a check on sample operands, with the reason. `calls` is the number of
+    regions of the graph with this body.
     """
 
     region: str
@@ -119,15 +119,15 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What fusing has done to a graph: a history that passes, copies and pickles keep.
+    """The history of fusing a graph, which passes, copies and pickles preserve.
 
-    `accepted`, `declined` and `errors` have the entries in order, up to a bound; `saved` and `refused` are sums
-    over all of them, also of those that are not kept; refusals that say nothing new are only counted, in `folded`.
-    `rounds` counts the rounds that changed something. A region that was inlined again stays in the history. `never`
-    has the operations that the user kept out, and why; `limits` are those of the last fusing. `lowered` is what
-    backends did since the graph was last lowered, calls that needed other code included. `unmatched` are the rules
-    that neither proposed nor declined anything in any fusing; `diagnostics` are the recompilations, fallbacks and
-    limits of a compiled model.
+    `accepted`, `declined` and `errors` have the entries in order, up to a bound; `saved` and `refused` are sums over
+    all of them, including those beyond the bound; refusals that add no information are only counted, in `folded`.
+    `rounds` counts the rounds that changed something. A region that was inlined stays in the history. `never` has the
+    operations that the user excluded, and why; `limits` are those of the last call of `fuse`. `lowered` is what
+    backends did since the graph was last lowered, later specializations included. `unmatched` are the rules that
+    never proposed or declined anything; `diagnostics` are the recompilations, fallbacks and limits of a compiled
+    model.
     """
 
     accepted: tuple[Accepted, ...] = ()
@@ -144,39 +144,37 @@ class Ledger:
     diagnostics: tuple[str, ...] = ()
     _rules: RuleSet | None = field(default=None, repr=False, compare=False)
     _graph: GraphModule | None = field(default=None, repr=False, compare=False)
-    _told: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
+    _counted: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that need not be moved any more, what is recomputed taken off."""
+        """Bytes of memory traffic saved, less the bytes read for recomputation."""
         return sum(s.bytes_saved - s.bytes_recomputed for s in self.saved)
 
     @property
     def launches_saved(self) -> int:
-        """Operations that need not be launched any more by themselves."""
+        """Launches saved."""
         return sum(s.launches_saved for s in self.saved)
 
     def why_not(self, first: str | Node, second: str | Node) -> Reasons:
-        """Every reason why two operations are not in one region, as far as it is known.
+        """Return every known reason why two operations are not in one region.
 
-        They are given by node or name, also when they are inside regions now. A ledger that was read from JSON
-        knows no graph and cannot tell.
+        They are given by node or name, also if they are inside regions now. A ledger read from JSON has no graph and
+        raises InvalidArgument.
         """
         if self._graph is None:
-            raise InvalidArgument(
-                "this ledger is not that of a graph at hand; ask `explain(gm)` for one that is."
-            )
-        told = FusionRecord(self.declined, self.never, self.limits, self._rules or RuleSet(), self.errors)
+            raise InvalidArgument("this ledger has no graph; use the one that `explain(gm)` returns.")
+        record = FusionRecord(self.declined, self.never, self.limits, self._rules or RuleSet(), self.errors)
         with pause_gc():
-            return why_not(self._graph, first, second, told)
+            return why_not(self._graph, first, second, record)
 
     def to_json(self) -> str:
-        """The ledger as JSON text; `from_json` reads it back."""
-        return json.dumps({"version": _VERSION, **{name: _plain(getattr(self, name)) for name in _FIELDS}})
+        """Return the ledger as JSON text; `from_json` reads it back."""
+        return json.dumps({"version": _VERSION, **{name: _to_json(getattr(self, name)) for name in _FIELDS}})
 
     @classmethod
     def from_json(cls, text: str) -> Ledger:
-        """The ledger that `to_json` wrote."""
+        """Return the ledger that `to_json` wrote."""
         try:
             data = json.loads(text)
             if data["version"] != _VERSION:
@@ -203,7 +201,7 @@ class Ledger:
     def __str__(self) -> str:
         return table(self)
 
-    # Nothing in it is ever changed, so a copy is the same; rules and graphs stay in this process.
+    # It is immutable, so a copy is the same object; rules and graphs are not pickled.
 
     def __copy__(self) -> Ledger:
         return self
@@ -231,7 +229,7 @@ _FIELDS = (
 )
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [row if isinstance(row, str) else asdict(row) for row in value]
     if isinstance(value, Limits):
@@ -239,7 +237,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-_FORMS: Mapping[str, Any] = {
+_FIELD_TYPES: Mapping[str, Any] = {
     "str": str,
     "int": int,
     "bool": bool,
@@ -250,12 +248,14 @@ _FORMS: Mapping[str, Any] = {
 
 
 def _read(cls: type[Any], row: Mapping[str, Any]) -> Any:
-    """An entry, whose fields must be of the types that it is declared with."""
+    """Return an entry, its fields checked against their declared types."""
     entry = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
     for declared in fields(cls):
         value = getattr(entry, declared.name)
         names: Any = value if isinstance(value, tuple) else ()
-        if not isinstance(value, _FORMS[str(declared.type)]) or not all(isinstance(n, str) for n in names):
+        if not isinstance(value, _FIELD_TYPES[str(declared.type)]) or not all(
+            isinstance(n, str) for n in names
+        ):
             raise TypeError(f"{declared.name} of {cls.__name__} is a {type(value).__name__}")
     return entry
 
@@ -269,18 +269,18 @@ def _read_texts(rows: Any) -> tuple[str, ...]:
 def _read_never(rows: Any) -> dict[str, str]:
     never = dict(rows)
     if not all(isinstance(text, str) for row in never.items() for text in row):
-        raise TypeError("an operation that was kept out has no reason")
+        raise TypeError("an excluded operation has no reason")
     return never
 
 
 @checked_call()
 def explain(gm: GraphModule | GraphOwner) -> Ledger:
-    """What was fused in a graph, what was not, and why, and what backends made of it; empty if nothing was done.
+    """Return what was fused in a graph, what was not and why, and what backends did with it.
 
-    Of a compiled model, the entries of all its graphs; `why_not` is then about the last of them.
+    For a compiled model, the entries of all its graphs; `why_not` is then about the last of them.
     """
     diagnostics = tuple(map(str, gm.diagnostics)) if isinstance(gm, GraphOwner) else ()
-    # A model that could not be captured has no graph, and the reason why.
+    # A model that could not be captured has no graph, only the diagnostic of why.
     graphs = () if isinstance(gm, GraphOwner) and diagnostics and not gm.graphs else graphs_of(gm)
     ledgers = [replace(ledger_of(graph), lowered=_lowered(graph), _graph=graph) for graph in graphs]
     ledger = ledgers[0] if len(ledgers) == 1 else _joined(ledgers)
@@ -324,22 +324,17 @@ def _lowered(gm: GraphModule) -> tuple[Lowered, ...]:
 
 
 def ledger_of(gm: GraphModule) -> Ledger:
-    """The ledger that a graph carries."""
-    found = gm.meta.get(LEDGER)
-    return found if isinstance(found, Ledger) else Ledger()
+    """Return the ledger that a graph carries, an empty one if it has none."""
+    ledger = gm.meta.get(LEDGER)
+    return ledger if isinstance(ledger, Ledger) else Ledger()
 
 
 def write_ledger(gm: GraphModule, ledger: Ledger) -> None:
     gm.meta[LEDGER] = replace(ledger, _graph=None)
 
 
-def short(names: Sequence[str]) -> tuple[str, ...]:
-    """The first of many names."""
-    return tuple(names[:_MOST_NODES])
-
-
 class LedgerWriter:
-    """Adds to a ledger, within its bounds."""
+    """Adds entries to a ledger, within its bounds."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._before = ledger
@@ -351,13 +346,13 @@ class LedgerWriter:
         self._saved = {(s.rule, s.kind): s for s in ledger.saved}
         self._refused = {(s.rule, s.reason): s.count for s in ledger.refused}
         self._alike: dict[tuple[str, str], int] = {}
-        self._known = set(ledger._told)
+        self._known = set(ledger._counted)
         for entry in ledger.declined:
             self._count(entry)
         self._failed = {(f.rule, f.error) for f in ledger.errors}
 
     def accept(self, entries: Iterable[Accepted]) -> None:
-        """Note regions that were made."""
+        """Record regions that were made."""
         for entry in entries:
             if len(self.accepted) < MOST:
                 self.accepted.append(entry)
@@ -366,7 +361,7 @@ class LedgerWriter:
             self._saved[key] = one.plus(self._saved.get(key))
 
     def decline(self, entry: Declined) -> None:
-        """Note a refusal, once for the same operations and reason."""
+        """Record a refusal, once per operations and reason."""
         if hash((entry.rule, entry.nodes, entry.reason)) in self._known:
             return
         key = self._count(entry)
@@ -380,23 +375,23 @@ class LedgerWriter:
             self.declined.append(replace(entry, reason=entry.reason[:_MOST_LETTERS]))
 
     def _count(self, entry: Declined) -> tuple[str, str]:
-        if len(self._known) < _MOST_TOLD:
+        if len(self._known) < _MOST_COUNTED:
             self._known.add(hash((entry.rule, entry.nodes, entry.reason)))
         key = (entry.rule, generic(entry.reason))
         self._alike[key] = self._alike.get(key, 0) + 1
         return key
 
     def fail(self, failure: RuleFailure) -> None:
-        """Note a rule that failed, once for the same error."""
+        """Record a rule that failed, once per error."""
         if (failure.rule, failure.error) not in self._failed and len(self.errors) < _MOST_ALIKE:
             self._failed.add((failure.rule, failure.error))
-            kept = failure.traceback[-8 * _MOST_LETTERS :]
-            self.errors.append(replace(failure, error=failure.error[:_MOST_LETTERS], traceback=kept))
+            trace = failure.traceback[-8 * _MOST_LETTERS :]
+            self.errors.append(replace(failure, error=failure.error[:_MOST_LETTERS], traceback=trace))
 
     def ledger(self, rules: RuleSet, limits: Limits, never: Mapping[str, str]) -> Ledger:
-        """The ledger with everything that was added."""
+        """Return the ledger with everything that was added."""
         before = self._before
-        kept = dict(list({**before.never, **never}.items())[:MOST])
+        excluded = dict(list({**before.never, **never}.items())[:MOST])
         known = {rule.name: rule for rule in (*(before._rules or ()), *rules)}
         return Ledger(
             tuple(self.accepted),
@@ -407,18 +402,18 @@ class LedgerWriter:
             self.folded,
             self.rounds,
             limits,
-            kept,
+            excluded,
             _rules=RuleSet(*known.values()),
-            _told=frozenset(self._known),
+            _counted=frozenset(self._known),
         )
 
 
-# How many near-misses at one operation a further one is compared with.
+# How many near-misses at one operation another is compared with.
 _MOST_NEAR = 16
 
 
 def accepted_entry(context: RuleContext, plan: PlannedRegion, region: str) -> Accepted:
-    """The entry for a plan that became a region of this name."""
+    """Return the entry for a plan that became a region of this name."""
     candidate, gain, bonus = plan.proposed.candidate, plan.gain, plan.bonus
     names = _names(context, plan.draft.inside)
     return Accepted(
@@ -426,7 +421,7 @@ def accepted_entry(context: RuleContext, plan: PlannedRegion, region: str) -> Ac
         candidate.kind,
         candidate.rule,
         context.round,
-        short(names),
+        names[:_MOST_NODES],
         len(names),
         gain.bytes_saved + bonus.bytes_saved,
         gain.launches_saved + bonus.launches_saved,
@@ -435,10 +430,10 @@ def accepted_entry(context: RuleContext, plan: PlannedRegion, region: str) -> Ac
 
 
 def near_miss(context: RuleContext, refusal: Refusal) -> Declined:
-    """The entry for what a rule itself refused."""
+    """Return the entry for what a rule itself refused."""
     return Declined(
         refusal.rule,
-        short(_names(context, refusal.members)),
+        _names(context, refusal.members)[:_MOST_NODES],
         refusal.reason.rstrip("."),
         _name(context, refusal.at),
         refusal.matched,
@@ -449,10 +444,10 @@ def near_miss(context: RuleContext, refusal: Refusal) -> Declined:
 
 
 def declined_entry(context: RuleContext, refused: Refused, regions: Mapping[PlannedRegion, str]) -> Declined:
-    """The entry for a candidate that was not taken. `regions` are the names of those that were."""
+    """Return the entry for a candidate that was not chosen. `regions` are the names of those that were."""
     return Declined(
         refused.proposed.candidate.rule,
-        short(_names(context, refused.members)),
+        _names(context, refused.members)[:_MOST_NODES],
         _reason(refused, regions),
         _name(context, refused.at),
         round=context.round,
@@ -462,7 +457,7 @@ def declined_entry(context: RuleContext, refused: Refused, regions: Mapping[Plan
 
 
 def _holds(plan: PlannedRegion, refused: Refused) -> bool:
-    """Whether a region has all of a candidate, and more or as the same kind."""
+    """Whether a region contains all of a candidate, and more or as the same kind."""
     inside = plan.draft.members | plan.draft.clones
     if not inside.issuperset(refused.members):
         return False
@@ -472,9 +467,9 @@ def _holds(plan: PlannedRegion, refused: Refused) -> bool:
 def folded(
     entries: Iterable[Declined], kinds: Mapping[str, str], accepted: Iterable[Accepted]
 ) -> list[Declined]:
-    """Near-misses, those folded that say nothing new. `kinds` has the kind of each rule by name.
+    """Return near-misses, folded where they add no information. `kinds` has the kind of each rule by name.
 
-    Where one of a kind got further, those on the same operations or on some of them are folded; where a region of
+    Where one of a kind matched more, those on the same operations or on some of them are folded; where a region of
     the kind was made, all on its operations are.
     """
     known: dict[tuple[str, str], list[set[str]]] = {}
@@ -489,18 +484,18 @@ def folded(
 
     for region in accepted:
         note(region.kind, region.nodes)
-    listed = list(entries)
-    nearest = sorted(range(len(listed)), key=lambda k: (-listed[k].matched, listed[k].wanted, k))
+    misses = list(entries)
+    nearest = sorted(range(len(misses)), key=lambda k: (-misses[k].matched, misses[k].wanted, k))
     for k in nearest:
-        entry = listed[k]
+        entry = misses[k]
         if not entry.wanted:
             continue
         kind = kinds.get(entry.rule, entry.rule)
         if is_known(kind, entry.nodes):
-            listed[k] = replace(entry, folded=True)
+            misses[k] = replace(entry, folded=True)
         else:
             note(kind, entry.nodes)
-    return listed
+    return misses
 
 
 def _reason(refused: Refused, regions: Mapping[PlannedRegion, str]) -> str:
@@ -516,16 +511,16 @@ def _reason(refused: Refused, regions: Mapping[PlannedRegion, str]) -> str:
     return f"{refused.reason} {', '.join(others[:3])}{more}"
 
 
-def said(entry: Declined) -> str:
-    """A refusal in one line."""
+def refusal_text(entry: Declined) -> str:
+    """Return a refusal as one line."""
     near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
     return f"rule '{entry.rule}' on {quoted(entry.nodes)}: {entry.reason}{near}"
 
 
 def quoted(names: Iterable[str]) -> str:
-    """The first few of some names."""
-    listed = [f"'{name}'" for name in names]
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+    """Return the first few of some names, quoted."""
+    texts = [f"'{name}'" for name in names]
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def _names(context: RuleContext, positions: Iterable[int]) -> tuple[str, ...]:

@@ -14,12 +14,12 @@ _MOST_PLACES = 2
 _MOST_UNMATCHED = 8
 _WIDTH = 100
 
-# What is told of code that runs nevertheless.
-_USED_ALL_THE_SAME = ("untried", "calibration", "settle")
+# Outcomes of code that is used nevertheless.
+_STILL_USED = ("untried", "calibration", "settle")
 
 
 class LedgerView(Protocol):
-    """What a table is made from."""
+    """The parts of a ledger that the table shows."""
 
     @property
     def accepted(self) -> Sequence[Any]: ...
@@ -46,30 +46,30 @@ class LedgerView(Protocol):
 _QUOTED = re.compile(r"'[^']*'")
 _CHAIN = re.compile(r"\S+( -> \S+)+")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?![\w])")
-_SEVERAL = re.compile(r"'…'((,| and) ('…'|N more))+")
+_ENUMERATION = re.compile(r"'…'((,| and) ('…'|N more))+")
 
 
 def generic(reason: str) -> str:
-    """A reason without names and numbers, so that reasons of one sort are one."""
+    """Return a reason without names and numbers, so that reasons of one sort are equal."""
     text = _NUMBER.sub("N", _CHAIN.sub("…", _QUOTED.sub("'…'", reason)))
-    return _SEVERAL.sub("'…'", text)
+    return _ENUMERATION.sub("'…'", text)
 
 
-def table(told: LedgerView) -> str:
-    """What was accepted by kind, then what was declined by rule and reason with places, then what failed."""
-    unmatched = _unmatched(told)
-    if not (told.saved or told.refused or told.folded or told.errors or told.lowered):
-        return "\n".join(["nothing was fused, and nothing was declined", *unmatched, *told.diagnostics])
-    lines = _accepted(told)
-    lines += _declined(told)
-    for failure in told.errors:
+def table(ledger: LedgerView) -> str:
+    """Return a table of what was accepted by kind, what was declined by rule and reason with places, and what failed."""
+    unmatched = _unmatched(ledger)
+    if not (ledger.saved or ledger.refused or ledger.folded or ledger.errors or ledger.lowered):
+        return "\n".join(["nothing was fused, and nothing was declined", *unmatched, *ledger.diagnostics])
+    lines = _accepted(ledger)
+    lines += _declined(ledger)
+    for failure in ledger.errors:
         lines.append(f"rule '{failure.rule}' failed in round {failure.round}: {_cut(failure.error, _WIDTH)}")
-    return "\n".join([*lines, *unmatched, *_lowered(told), *told.diagnostics])
+    return "\n".join([*lines, *unmatched, *_lowered(ledger), *ledger.diagnostics])
 
 
-def _unmatched(told: LedgerView) -> list[str]:
-    """The rules that matched nothing; of many, those of the user: most of a library match nothing in any one graph."""
-    names = list(told.unmatched)
+def _unmatched(ledger: LedgerView) -> list[str]:
+    """Return the rules that matched nothing; of many, only the user's: most library rules match nothing in one graph."""
+    names = list(ledger.unmatched)
     if len(names) > _MOST_UNMATCHED:
         library = {rule.name for rule in rules.DEFAULT}
         names = [name for name in names if name not in library]
@@ -79,39 +79,41 @@ def _unmatched(told: LedgerView) -> list[str]:
     return [f"matched nothing: {', '.join(names[:_MOST_UNMATCHED])}{more}"]
 
 
-def _lowered(told: LedgerView) -> list[str]:
-    """Backends with the bodies they made code for and the calls of those, then what was not to be used."""
-    made: dict[str, list[Any]] = {}
-    wrong: dict[tuple[str, str, str], list[Any]] = {}
-    for entry in told.lowered:
+def _lowered(ledger: LedgerView) -> list[str]:
+    """Return a line for each backend with the bodies it compiled and their calls, then what could not be used."""
+    compiled: dict[str, list[Any]] = {}
+    failed: dict[tuple[str, str, str], list[Any]] = {}
+    for entry in ledger.lowered:
         if entry.outcome in ("compiled", "disk"):
-            made.setdefault(entry.backend, []).append(entry)
+            compiled.setdefault(entry.backend, []).append(entry)
         else:
-            wrong.setdefault((entry.backend, entry.outcome, generic(entry.reason)), []).append(entry)
+            failed.setdefault((entry.backend, entry.outcome, generic(entry.reason)), []).append(entry)
     lines: list[str] = []
-    for backend, entries in made.items():
+    for backend, entries in compiled.items():
         calls = sum({e.region: e.calls for e in entries}.values())
         read = sum(e.outcome == "disk" for e in entries)
-        kept = f", {read} from disk" if read else ""
+        from_disk = f", {read} from disk" if read else ""
         seconds = sum(e.seconds for e in entries)
         bodies = _counted(len(entries), "piece")
-        lines.append(f"{backend}: {bodies} of code for {_counted(calls, 'region')} in {seconds:.1f} s{kept}")
-    for (backend, outcome, _), alike in list(wrong.items())[:_MOST_REASONS]:
+        lines.append(
+            f"{backend}: {bodies} of code for {_counted(calls, 'region')} in {seconds:.1f} s{from_disk}"
+        )
+    for (backend, outcome, _), alike in list(failed.items())[:_MOST_REASONS]:
         first = alike[0]
         more = f" and {_counted(len(alike) - 1, 'other')}" if len(alike) > 1 else ""
         where = f"'{first.region}'{more}, " if first.region else ""
-        used = "" if outcome in _USED_ALL_THE_SAME else "not "
+        used = "" if outcome in _STILL_USED else "not "
         lines.append(f"  {used}{backend}: {where}{outcome}: {_cut(first.reason, _WIDTH)}")
     return lines
 
 
-def _accepted(told: LedgerView) -> list[str]:
-    regions = sum(s.regions for s in told.saved)
+def _accepted(ledger: LedgerView) -> list[str]:
+    regions = sum(s.regions for s in ledger.saved)
     if not regions:
         return ["no regions were made"]
-    head = f"{_counted(regions, 'region')} in {_counted(told.rounds, 'round')}"
+    head = f"{_counted(regions, 'region')} in {_counted(ledger.rounds, 'round')}"
     rows = [("kind", "rule", "regions", "launches saved", "bytes saved", "recomputed")]
-    ranked = sorted(told.saved, key=lambda s: (-s.launches_saved, -s.bytes_saved, s.kind, s.rule))
+    ranked = sorted(ledger.saved, key=lambda s: (-s.launches_saved, -s.bytes_saved, s.kind, s.rule))
     for s in ranked[:_MOST_KINDS]:
         again = amount(s.bytes_recomputed) if s.bytes_recomputed else ""
         rows.append((s.kind, s.rule, str(s.regions), str(s.launches_saved), amount(s.bytes_saved), again))
@@ -120,25 +122,25 @@ def _accepted(told: LedgerView) -> list[str]:
         if rest:
             count = str(sum(s.regions for s in rest))
             rows.append((f"({_counted(len(rest), 'other kind')})", "", count, "", "", ""))
-        launches = str(sum(s.launches_saved for s in told.saved))
-        again = sum(s.bytes_recomputed for s in told.saved)
-        total = amount(sum(s.bytes_saved for s in told.saved))
+        launches = str(sum(s.launches_saved for s in ledger.saved))
+        again = sum(s.bytes_recomputed for s in ledger.saved)
+        total = amount(sum(s.bytes_saved for s in ledger.saved))
         rows.append(("all", "", str(regions), launches, total, amount(again) if again else ""))
     if not any(row[5] for row in rows[1:]):
         rows = [row[:5] for row in rows]
     return [head, *_aligned(rows)]
 
 
-def _declined(told: LedgerView) -> list[str]:
-    total = sum(r.count for r in told.refused) + told.folded
+def _declined(ledger: LedgerView) -> list[str]:
+    total = sum(r.count for r in ledger.refused) + ledger.folded
     if not total:
         return []
-    places = _places(told.declined)
+    places = _places(ledger.declined)
     lines = [f"{_counted(total, 'time')} declined"]
-    # What a pattern almost matched comes first: that is what one wants to mend.
+    # Near-misses of patterns come first: they are the ones to act on.
     near = {key: max(d.matched for d in alike) for key, alike in places.items()}
     ranked = sorted(
-        told.refused, key=lambda r: (-near.get((r.rule, r.reason), 0), -r.count, r.rule, r.reason)
+        ledger.refused, key=lambda r: (-near.get((r.rule, r.reason), 0), -r.count, r.rule, r.reason)
     )
     for row in ranked[:_MOST_REASONS]:
         lines.append(f"  {row.count:>5}  {row.rule}: {_cut(row.reason, _WIDTH)}")
@@ -147,19 +149,19 @@ def _declined(told: LedgerView) -> list[str]:
     if len(ranked) > _MOST_REASONS:
         rest = sum(r.count for r in ranked[_MOST_REASONS:])
         lines.append(f"  {rest:>5}  for {_counted(len(ranked) - _MOST_REASONS, 'other reason')}")
-    if told.folded:
+    if ledger.folded:
         what = "part of regions that were made, or less near than another near-miss at the same place"
-        lines.append(f"  {told.folded:>5}  {what}")
+        lines.append(f"  {ledger.folded:>5}  {what}")
     return lines
 
 
 def _places(declined: Sequence[Any]) -> dict[tuple[str, str], list[Any]]:
-    """Entries by rule and reason, the nearest misses first."""
-    found: dict[tuple[str, str], list[Any]] = {}
+    """Return the entries by rule and reason, the nearest misses first."""
+    places: dict[tuple[str, str], list[Any]] = {}
     for entry in sorted(declined, key=lambda d: (-d.matched, d.round)):
         if not entry.folded:
-            found.setdefault((entry.rule, generic(entry.reason)), []).append(entry)
-    return found
+            places.setdefault((entry.rule, generic(entry.reason)), []).append(entry)
+    return places
 
 
 def _place(entry: Any, reason: str) -> str:
@@ -171,7 +173,7 @@ def _place(entry: Any, reason: str) -> str:
 
 
 def amount(count: int) -> str:
-    """Bytes in a unit that keeps the number short."""
+    """Return a number of bytes in a readable unit."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -1,4 +1,15 @@
-"""The choice: of all that the rules proposed, what becomes a region."""
+"""Selection: which candidates become regions.
+
+The problem is weighted set packing: plans that share an operation exclude each other, and a selection of greatest weight
+is sought, compared lexicographically (requirements met, then by priority the score and the operations). It is NP-hard,
+but plans that exclude each other, directly or through others, form small clusters. A cluster of up to 24 plans is solved
+exactly by branch and bound over bit masks, as a maximum weight independent set; the bound is a greedy clique cover, of
+each clique only the heaviest plan counts. The number of steps is limited, and the best selection by then is used. Larger
+clusters are selected greedily by a heap, O(n log n). What loses is cut where its rule allows, and selected again. At
+last the regions are checked for cycles (`acyclicity`), and the weakest on a cycle are withdrawn.
+
+Reference: Babel, "A fast algorithm for the maximum weight clique problem", Computing 52, 1994.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +30,11 @@ Weight = tuple[int, ...]
 
 
 def best_choice(weights: Sequence[Weight], clashes: Sequence[int], most_steps: int = 5_000) -> list[int]:
-    """Which to take so that no two clash and their weights add up to the most, compared from the first entry on.
+    """Return a set of greatest total weight in which no two clash, weights compared lexicographically.
 
-    All weights have as many entries. `clashes[i]` has a bit for each that excludes `i`. Of equal choices the one found first wins, and entries are
-    tried in turn. After `most_steps` steps the best choice so far is taken, which is never worse than taking
-    whatever does not clash in turn.
+    All weights have the same length. `clashes[i]` has a bit for each that excludes `i`. Of equal sets the first found
+    is returned, and elements are tried in order. After `most_steps` steps the best set so far is returned, which is
+    never worse than the greedy one in order.
     """
     count = len(weights)
     cliques = _cliques(weights, clashes)
@@ -48,7 +59,7 @@ def best_choice(weights: Sequence[Weight], clashes: Sequence[int], most_steps: i
 
 
 def _cliques(weights: Sequence[Weight], clashes: Sequence[int]) -> list[list[int]]:
-    """Groups of entries of which at most one can be taken, the heaviest first in each."""
+    """Return a greedy clique cover of the clashes: of each clique at most one can be chosen; the heaviest is first."""
     groups: list[list[int]] = []
     for i in sorted(range(len(weights)), key=lambda i: weights[i], reverse=True):
         for group in groups:
@@ -61,7 +72,7 @@ def _cliques(weights: Sequence[Weight], clashes: Sequence[int]) -> list[list[int
 
 
 def _bound(total: Weight, weights: Sequence[Weight], cliques: list[list[int]], out: int) -> Weight:
-    """No choice can come to more than this: the heaviest of each group that is still to be had."""
+    """Return an upper bound of the total: the heaviest that is available of each clique."""
     nothing = (0,) * len(total)
     for group in cliques:
         for i in group:
@@ -77,7 +88,7 @@ def _plus(a: Weight, b: Weight) -> Weight:
 
 
 class Selection:
-    """The plans that were accepted, by the operations they have and those they have clones of."""
+    """The plans accepted so far, by their members and by what they clone."""
 
     def __init__(self, cost: CostModel, figures: Figures) -> None:
         self._cost, self._figures, self._index = cost, figures, figures.index
@@ -94,7 +105,7 @@ class Selection:
         for c in plan.draft.clones:
             self._cloned.setdefault(c, {})[plan] = None
 
-    def take_back(self, plan: PlannedRegion) -> None:
+    def withdraw(self, plan: PlannedRegion) -> None:
         del self.plans[plan]
         for i in plan.members:
             del self._owner[i]
@@ -104,20 +115,20 @@ class Selection:
                 del self._cloned[c]
 
     def winners(self, plan: PlannedRegion) -> list[PlannedRegion]:
-        """What was taken before and excludes a plan."""
-        found: dict[PlannedRegion, None] = {}
+        """Return the accepted plans that exclude a plan."""
+        winners: dict[PlannedRegion, None] = {}
         for i in plan.members:
             if i in self._owner:
-                found[self._owner[i]] = None
+                winners[self._owner[i]] = None
             if i in self._cloned:
-                found.update(self._cloned[i])
+                winners.update(self._cloned[i])
         for i in plan.draft.clones:
             if i in self._owner:
-                found[self._owner[i]] = None
-        return list(found)
+                winners[self._owner[i]] = None
+        return list(winners)
 
     def recost(self, plan: PlannedRegion) -> bool:
-        """Count in what a plan saves now that others have clones of what it clones; whether that changed it."""
+        """Update a plan's bonus for the clones that accepted plans have; return whether it changed."""
         bonus = NOTHING
         for c in plan.draft.clones:
             if c in dead_originals(self._index, [p.draft for p in (*self._cloned.get(c, ()), plan)]):
@@ -127,9 +138,9 @@ class Selection:
             plan.bonus = bonus
         return changed
 
-    def listed(self) -> list[PlannedRegion]:
-        """The plans in an order that no listing can change, what must be first, each with all that it saves."""
-        plans = sorted(self.plans, key=lambda p: (not p.wished, p.places))
+    def in_order(self) -> list[PlannedRegion]:
+        """Return the plans in structural order, required ones first, each with its final bonus."""
+        plans = sorted(self.plans, key=lambda p: (not p.required, p.places))
         credited: dict[int, PlannedRegion] = {}
         for plan in plans:
             plan.bonus = NOTHING
@@ -141,21 +152,20 @@ class Selection:
 
 
 def clusters(plans: Sequence[PlannedRegion]) -> list[list[PlannedRegion]]:
-    """Plans that exclude one another, directly or by way of others, together."""
+    """Return the plans in groups that exclude one another, directly or through others."""
     sets = UnionFind(len(plans))
     claimed: dict[int, int] = {}
     for n, plan in enumerate(plans):
         for i in plan.members:
-            other = claimed.setdefault(i, n)
-            sets.union(n, other)
+            sets.union(n, claimed.setdefault(i, n))
     for n, plan in enumerate(plans):
         for c in plan.draft.clones:
             if c in claimed:
                 sets.union(n, claimed[c])
-    found: dict[int, list[PlannedRegion]] = {}
+    groups: dict[int, list[PlannedRegion]] = {}
     for n, plan in enumerate(plans):
-        found.setdefault(sets.find(n), []).append(plan)
-    return list(found.values())
+        groups.setdefault(sets.find(n), []).append(plan)
+    return list(groups.values())
 
 
 def _sum(a: Gain, b: Gain) -> Gain:
@@ -167,83 +177,82 @@ def _sum(a: Gain, b: Gain) -> Gain:
     )
 
 
-# How many candidates of one cluster are weighed against each other exactly.
-_FEW = 24
+# The largest cluster that is solved exactly.
+_MOST_EXACT = 24
 
-# How far to look for a way back before candidates that overlap are weighed; what is farther is found afterwards.
-_NEAR = 256
+# The steps of a search for a cycle before candidates that overlap are compared; longer cycles are found afterwards.
+_CYCLE_STEPS = 256
 
-# With so few readers left that have no clone of an operation, what goes with it is counted in.
-_LAST = 4
+# With so few readers left that have no clone of an operation, bonuses are updated.
+_LAST_READERS = 4
 
-# How many steps, for each operation concerned, go into untangling regions that wait for each other.
-_PATIENCE = 32
+# Search steps per operation on a possible cycle.
+_STEPS_PER_OPERATION = 32
 
-# How often candidates that lost to one that then proved impossible get another chance in one round.
-_CHANCES = 8
+# How often candidates that lost to one that then proved impossible are tried again in one round.
+_MOST_RETRIES = 8
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes a region, and what does not and why."""
+    """The plans that become regions, and the refusals of the others."""
 
     accepted: tuple[PlannedRegion, ...]
     refused: tuple[Refused, ...]
 
 
 def choose(planner: Planner, proposals: Iterable[Proposed]) -> Choice:
-    """Decide among all candidates of a round.
+    """Select among all candidates of a round.
 
-    What the user must have comes first, then higher priority, then what saves more. The regions chosen share no
-    operation and can all be called, each at one place.
+    What `must` requires comes first, then higher priority, then greater gain. The chosen regions share no operation,
+    and each can be called at one place.
     """
     chooser = _Chooser(planner)
-    wished = planner.wishes
-    tiers: dict[tuple[bool, int], list[Proposed]] = {}
+    required: list[Proposed] = []
+    tiers: dict[int, list[Proposed]] = {}
     for proposed in proposals:
         candidate = proposed.candidate
-        plain = not wished.met(candidate.kind, candidate.members)
-        tiers.setdefault((plain, -proposed.priority if plain else 0), []).append(proposed)
+        if planner.requirements.met_by(candidate.kind, candidate.members):
+            required.append(proposed)
+        else:
+            tiers.setdefault(-proposed.priority, []).append(proposed)
     later: dict[int, list[PlannedRegion]] = {}
-    for plain, rank in sorted(tiers):
-        if plain:
-            continue
-        for plan in chooser.weighed(tiers[plain, rank]):
-            later.setdefault(-plan.proposed.priority, []).append(plan)
-        chooser.settle([p for plans in later.values() for p in plans if p.wished])
-        later = {k: [p for p in plans if not p.wished] for k, plans in later.items()}
-    for rank in sorted({rank for plain, rank in tiers if plain} | later.keys()):
-        chooser.settle([*later.get(rank, ()), *chooser.weighed(tiers.get((True, rank), ()))])
+    for plan in chooser.plans(required):
+        later.setdefault(-plan.proposed.priority, []).append(plan)
+    chooser.decide([p for plans in later.values() for p in plans if p.required])
+    later = {rank: [p for p in plans if not p.required] for rank, plans in later.items()}
+    for rank in sorted(tiers.keys() | later.keys()):
+        chooser.decide([*later.get(rank, ()), *chooser.plans(tiers.get(rank, ()))])
     return chooser.choice()
 
 
 class _Chooser:
-    """What was taken so far. Whatever is accepted stays, unless it is found to be impossible right away."""
+    """The selection so far. What is accepted stays, unless it proves to be on a cycle in the same step."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner, self.context, self.index = planner, planner.context, planner.context.index
-        self.taken = Selection(planner.cost, planner.figures)
+        self.selection = Selection(planner.cost, planner.figures)
         self.refused: list[Refused] = []
 
-    def weighed(self, proposals: Sequence[Proposed]) -> list[PlannedRegion]:
-        """The plans of candidates; what cannot be a region by itself is refused."""
-        return self._sorted_in(found for proposed in proposals for found in self.planner.plans(proposed))
+    def plans(self, proposals: Sequence[Proposed]) -> list[PlannedRegion]:
+        """Return the plans of candidates; what cannot be a region by itself is refused."""
+        return self._possible_plans(plan for proposed in proposals for plan in self.planner.plans(proposed))
 
-    def _sorted_in(self, found: Iterable[PlannedRegion | Refused]) -> list[PlannedRegion]:
+    def _possible_plans(self, results: Iterable[PlannedRegion | Refused]) -> list[PlannedRegion]:
         plans: list[PlannedRegion] = []
-        for one in found:
-            if isinstance(one, PlannedRegion):
-                plans.append(one)
+        for result in results:
+            if isinstance(result, PlannedRegion):
+                plans.append(result)
             else:
-                self.refused.append(one)
+                self.refused.append(result)
         return plans
 
-    def settle(self, plans: Sequence[PlannedRegion]) -> None:
-        """Take the best of some plans that can be together, beside what was taken before."""
+    def decide(self, plans: Sequence[PlannedRegion]) -> None:
+        """Accept the best of some plans that are possible together, beside those accepted before."""
         pending = list(plans)
-        for _ in range(_CHANCES):
+        for _ in range(_MOST_RETRIES):
             chosen, lost = self._select(pending)
-            dropped = self._sort_out(chosen)
+            dropped = self._withdraw_cyclic(chosen)
             pending = []
             for loser in lost:
                 if loser.plan is not None and not dropped.isdisjoint(loser.others):
@@ -257,8 +266,6 @@ class _Chooser:
             for p in pending
         )
 
-    # Choosing by overlap
-
     def _select(self, pending: list[PlannedRegion]) -> tuple[list[PlannedRegion], list[Refused]]:
         chosen: list[PlannedRegion] = []
         lost: list[Refused] = []
@@ -267,41 +274,41 @@ class _Chooser:
             free: list[PlannedRegion] = []
             again: list[PlannedRegion] = []
             for plan in work:
-                winners = self.taken.winners(plan)
+                winners = self.selection.winners(plan)
                 if winners:
                     again.extend(self._lose(plan, winners, lost))
                 elif self._pays(plan):
                     free.append(plan)
             for cluster in clusters(free):
                 if len(cluster) == 1:
-                    self.taken.accept(cluster[0])
+                    self.selection.accept(cluster[0])
                     chosen.extend(cluster)
-                elif len(cluster) <= _FEW:
-                    again.extend(self._exactly(cluster, chosen, lost))
+                elif len(cluster) <= _MOST_EXACT:
+                    again.extend(self._select_exactly(cluster, chosen, lost))
                 else:
-                    self._greedily(cluster, chosen, lost)
+                    self._select_greedily(cluster, chosen, lost)
             work = again
         return chosen, lost
 
     def _pays(self, plan: PlannedRegion) -> bool:
-        # A part that saves nothing is no loss: where the rule wants it all the same, it proposes it as a whole.
+        # A part of a candidate must save something; a rule that wants it anyway proposes it as a whole.
         is_part = len(plan.draft.inside) < len(plan.proposed.candidate.members)
-        if plan.score > 0 or plan.wished or (plan.score == 0 and not is_part):
+        if plan.score > 0 or plan.required or (plan.score == 0 and not is_part):
             return True
         reason = "costs more than it saves" if plan.score else "what is left of it saves nothing"
         self.refused.append(Refused(plan.proposed, tuple(sorted(plan.members)), reason, plan=plan))
         return False
 
     def _possible(self, plan: PlannedRegion) -> bool:
-        """Whether no way back to it is near; one that can be cut is left for later."""
+        """Whether a short search finds no cycle through it; a divisible one is cut later instead."""
         if plan.proposed.candidate.divisible:
             return True
-        loop = find_cycle(self.context, plan, _NEAR)
+        loop = find_cycle(self.context, plan, _CYCLE_STEPS)
         if loop is not None:
-            self._refuse_loop(plan, loop)
+            self._refuse_cyclic(plan, loop)
         return loop is None
 
-    def _exactly(
+    def _select_exactly(
         self, cluster: list[PlannedRegion], chosen: list[PlannedRegion], lost: list[Refused]
     ) -> list[PlannedRegion]:
         cluster = sorted((p for p in cluster if self._possible(p)), key=lambda p: p.strength)
@@ -313,17 +320,17 @@ class _Chooser:
                     clashes[j] |= 1 << i
         taken = best_choice(_weights(cluster), clashes)
         for i in taken:
-            self.taken.accept(cluster[i])
+            self.selection.accept(cluster[i])
             chosen.append(cluster[i])
         again: list[PlannedRegion] = []
         for i, plan in enumerate(cluster):
-            if plan in self.taken:
+            if plan in self.selection:
                 continue
             winners = [cluster[j] for j in taken if clashes[i] >> j & 1]
             again.extend(self._lose(plan, winners, lost))
         return again
 
-    def _greedily(
+    def _select_greedily(
         self, cluster: list[PlannedRegion], chosen: list[PlannedRegion], lost: list[Refused]
     ) -> None:
         queue: list[tuple[tuple[Any, ...], int, PlannedRegion, Gain]] = []
@@ -341,9 +348,9 @@ class _Chooser:
                     sharing.setdefault(c, []).append(plan)
         while queue:
             _, _, plan, bonus = heapq.heappop(queue)
-            if plan in self.taken or bonus is not plan.bonus:
-                continue  # it was weighed again since
-            winners = self.taken.winners(plan)
+            if plan in self.selection or bonus is not plan.bonus:
+                continue  # its bonus has changed since
+            winners = self.selection.winners(plan)
             if winners:
                 for part in self._lose(plan, winners, lost):
                     if self._pays(part):
@@ -351,26 +358,28 @@ class _Chooser:
                 continue
             if not self._possible(plan):
                 continue
-            self.taken.accept(plan)
+            self.selection.accept(plan)
             chosen.append(plan)
             for c in plan.draft.clones & sharing.keys():
-                # Only the last readers of an original are worth more than the others.
+                # Only the last readers of an original have a greater bonus.
                 served[c] = served.get(c, 0) + len(readers_among(self.index, c, plan.members))
-                if len(self.index.nodes[c].users) - served[c] > _LAST:
+                if len(self.index.nodes[c].users) - served[c] > _LAST_READERS:
                     continue
                 for other in sharing[c]:
-                    if other not in self.taken and self.taken.recost(other):
+                    if other not in self.selection and self.selection.recost(other):
                         push(other)
 
     def _lose(
         self, plan: PlannedRegion, winners: list[PlannedRegion], lost: list[Refused]
     ) -> list[PlannedRegion]:
-        """What is left of a plan beside the regions that won some of its operations."""
+        """Return the parts that remain of a plan beside the regions that won some of its operations."""
         inside = plan.draft.inside
         gone = {i for i in inside if any(i in w.members or i in w.draft.clones for w in winners)}
         gone -= {i for i in plan.draft.clones if not any(i in w.members for w in winners)}
         if plan.proposed.candidate.divisible:
-            parts = self._sorted_in(self.planner.parts(plan.proposed, stages(self.context, inside, gone)))
+            parts = self._possible_plans(
+                self.planner.parts(plan.proposed, stages(self.context, inside, gone))
+            )
             if parts:
                 return parts
         order = self.context.order
@@ -381,15 +390,15 @@ class _Chooser:
         lost.append(Refused(plan.proposed, tuple(inside), reason, at, tuple(winners), plan))
         return []
 
-    # Whether they can all be called
-
-    def _sort_out(self, chosen: list[PlannedRegion]) -> set[PlannedRegion]:
-        """Take back what cannot be called at one place beside the rest, the weakest first."""
+    def _withdraw_cyclic(self, chosen: list[PlannedRegion]) -> set[PlannedRegion]:
+        """Withdraw the plans that would close a cycle with the rest, the weakest first."""
         new = set(chosen)
-        suspects, positions = cyclic_core(self.index, list(self.taken.plans), new)
+        suspects, positions = cyclic_core(self.index, list(self.selection.plans), new)
         if not suspects:
             return set()
-        graph = RegionContraction(self.context, positions, budget=_PATIENCE * len(positions) + 10_000)
+        graph = RegionContraction(
+            self.context, positions, budget=_STEPS_PER_OPERATION * len(positions) + 10_000
+        )
         for plan in suspects:
             if plan not in new:
                 graph.contract(plan)
@@ -397,47 +406,49 @@ class _Chooser:
         waiting = deque(sorted((p for p in suspects if p in new), key=lambda p: p.strength))
         while waiting:
             plan = waiting.popleft()
-            winners = [] if plan in self.taken else self.taken.winners(plan)
+            winners = [] if plan in self.selection else self.selection.winners(plan)
             if winners:
                 self._lose(plan, winners, self.refused)
                 continue
             loop = graph.contract(plan)
             if loop is None:
-                if plan not in self.taken:
-                    self.taken.accept(plan)
+                if plan not in self.selection:
+                    self.selection.accept(plan)
                 continue
-            if plan in self.taken:
-                self.taken.take_back(plan)
+            if plan in self.selection:
+                self.selection.withdraw(plan)
                 dropped.add(plan)
             parts: list[PlannedRegion] = []
             if plan.proposed.candidate.divisible and loop.chain:
                 reached = graph.contract(plan, whole=True)
                 groups = split_at(self.context, plan.members, reached.reached if reached else ())
-                parts = self._sorted_in(self.planner.parts(plan.proposed, groups)) if len(groups) > 1 else []
+                parts = (
+                    self._possible_plans(self.planner.parts(plan.proposed, groups)) if len(groups) > 1 else []
+                )
             if parts:
                 waiting.extendleft(reversed([p for p in parts if self._pays(p)]))
             else:
-                self._refuse_loop(plan, loop)
+                self._refuse_cyclic(plan, loop)
         return dropped
 
-    def _refuse_loop(self, plan: PlannedRegion, loop: Loop) -> None:
+    def _refuse_cyclic(self, plan: PlannedRegion, loop: Loop) -> None:
         reason = describe_loop(self.index, loop)
         at = loop.chain[1] if loop.chain else None
         members = tuple(sorted(plan.members))
         self.refused.append(Refused(plan.proposed, members, reason, at, loop.through, plan))
 
     def choice(self) -> Choice:
-        return Choice(tuple(self.taken.listed()), tuple(self.refused))
+        return Choice(tuple(self.selection.in_order()), tuple(self.refused))
 
 
 def _weights(cluster: Sequence[PlannedRegion]) -> list[tuple[int, ...]]:
-    """What a choice among some plans is to have most of: wishes, then by priority the score and the operations."""
+    """Return the weight of each plan: requirements met, then by priority the score and the operations."""
     ranks = sorted({plan.proposed.priority for plan in cluster}, reverse=True)
-    found: list[tuple[int, ...]] = []
+    weights: list[tuple[int, ...]] = []
     for plan in cluster:
-        wished, score, operations = plan.weight
-        weight = [wished]
+        required, score, operations = plan.weight
+        weight = [required]
         for rank in ranks:
             weight += (score, operations) if rank == plan.proposed.priority else (0, 0)
-        found.append(tuple(weight))
-    return found
+        weights.append(tuple(weight))
+    return weights

@@ -1,4 +1,4 @@
-"""Why two operations are not in one region: everything that speaks against it."""
+"""`why_not`: every reason why two operations are not in one region."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
+from dovetail.fusion.acyclicity import path_text
 from dovetail.fusion.candidates import Planner, Proposed, Refused
-from dovetail.fusion.constraints import locate
+from dovetail.fusion.constraints import is_region_result, locate
 from dovetail.fusion.cost import Traffic
+from dovetail.ir.dependencies import shortest_path
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.inline import inline
 from dovetail.outlining.region import RegionCall, call_of
@@ -23,7 +25,7 @@ _MOST_EFFECTS = 3
 
 
 class Reasons(tuple[str, ...]):
-    """Reasons in words, the weightiest first; printed one per line."""
+    """Reasons in words, the most important first; printed one per line."""
 
     __slots__ = ()
 
@@ -33,7 +35,7 @@ class Reasons(tuple[str, ...]):
 
 @dataclass(frozen=True)
 class FusionRecord:
-    """What fusing has left to tell by: its refusals, what the user kept out, the limits and the rules."""
+    """What a ledger recorded: the refusals, what the user excluded, the limits, the rules and their errors."""
 
     declined: Sequence[Any]
     never: Mapping[str, str]
@@ -44,7 +46,7 @@ class FusionRecord:
 
 @dataclass(frozen=True)
 class _NodeLocation:
-    """Where an operation is: the position of its own node or of the outermost region, and the regions around it.
+    """The position of an operation's own node or of its outermost region, and the regions around it.
 
     A region is an operation too; `call` is its record then.
     """
@@ -67,9 +69,9 @@ def _region(name: str, call: RegionCall) -> str:
     return f"region '{name}' (kind '{call.identity.kind}'{by})"
 
 
-def why_not(gm: GraphModule, first: str | Node, second: str | Node, told: FusionRecord) -> Reasons:
-    """All reasons that are known."""
-    context = _scene(gm, told)
+def why_not(gm: GraphModule, first: str | Node, second: str | Node, record: FusionRecord) -> Reasons:
+    """Return all reasons that are known."""
+    context = _scene(gm, record)
     places = _places(context)
     a, b = (_locate(context, places, item) for item in (first, second))
     if a == b:
@@ -77,37 +79,36 @@ def why_not(gm: GraphModule, first: str | Node, second: str | Node, told: Fusion
     shared = _shared(a, b)
     if shared:
         return Reasons([f"they are together already, in {shared}.", *_apart_inside(a, b)])
-    never = told.never
-    found = [*_homes(a, b)]
-    found += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
-    found += _devices(a, b)
-    found += _dependence(context, a, b)
-    found += _as_one(context, a, b)
-    found += _recorded(told.declined, a, b)
-    found += [reason for reason in _by_rules(context, told, a, b) if not _is_said(reason, found)]
-    if not found:
-        found = [f"rule '{e.rule}' failed and was left out: {e.error}" for e in told.errors]
-    if not found:
-        found = ["nothing speaks against it; no rule has proposed them together."]
-    return Reasons(dict.fromkeys(found))
+    never = record.never
+    reasons = [*_homes(a, b)]
+    reasons += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
+    reasons += _devices(a, b)
+    reasons += _dependence(context, a, b)
+    reasons += _as_one(context, a, b)
+    reasons += _recorded(record.declined, a, b)
+    # A rule may repeat a reason that is there already.
+    by_rules = _by_rules(context, record, a, b)
+    reasons += [reason for reason in by_rules if reason.partition(": ")[2] not in reasons]
+    if not reasons:
+        reasons = [f"rule '{e.rule}' failed and was left out: {e.error}" for e in record.errors]
+    if not reasons:
+        reasons = ["nothing prevents it; no rule has proposed them together."]
+    return Reasons(dict.fromkeys(reasons))
 
 
-def _scene(gm: GraphModule, told: FusionRecord) -> RuleContext:
-    barred = locate(list(gm.graph.nodes), told.never)
-    return RuleContext(gm, limits=told.limits, barred={i: told.never[name] for name, i in barred.items()})
-
-
-def _is_said(reason: str, found: Sequence[str]) -> bool:
-    """Whether a rule only repeats what was said already."""
-    return reason.partition(": ")[2] in found
+def _scene(gm: GraphModule, record: FusionRecord) -> RuleContext:
+    excluded = locate(list(gm.graph.nodes), record.never)
+    return RuleContext(
+        gm, limits=record.limits, barred={i: record.never[name] for name, i in excluded.items()}
+    )
 
 
 def _places(context: RuleContext) -> dict[str, _NodeLocation]:
-    """Every operation by name. The name of a result stands for the operation inside that computes it."""
-    found: dict[str, _NodeLocation] = {}
+    """Return every operation by name. The name of a region's result denotes the operation inside that computes it."""
+    places: dict[str, _NodeLocation] = {}
     for i, node in enumerate(context.nodes):
-        if not (is_projection(node) and call_of(cast("Node", node.args[0]).meta) is not None):
-            found[node.name] = _NodeLocation(node.name, i, node.meta)
+        if not is_region_result(node):
+            places[node.name] = _NodeLocation(node.name, i, node.meta)
     for i, call in context.calls.items():
         stack: list[tuple[tuple[tuple[str, RegionCall], ...], RegionCall]] = [
             (((context.nodes[i].name, call),), call)
@@ -119,13 +120,13 @@ def _places(context: RuleContext) -> dict[str, _NodeLocation]:
                 inner = call_of(member.meta)
                 if inner is not None:
                     name = f"{around[-1][0]}/{member.name}"
-                    found[name] = place
+                    places[name] = place
                     stack.append(((*around, (name, inner)), inner))
-                known = found.get(member.name)
-                # An original that stands outside goes before its clones, and what is deeper before results.
+                known = places.get(member.name)
+                # An original outside takes precedence over its clones, a deeper member over results.
                 if known is None or len(known.regions) in range(1, len(around)):
-                    found[member.name] = place
-    return found
+                    places[member.name] = place
+    return places
 
 
 def _locate(context: RuleContext, places: Mapping[str, _NodeLocation], item: str | Node) -> _NodeLocation:
@@ -143,13 +144,13 @@ def _locate(context: RuleContext, places: Mapping[str, _NodeLocation], item: str
 
 
 def _shared(a: _NodeLocation, b: _NodeLocation) -> str:
-    """The innermost region that has both; a region has itself."""
+    """Return the innermost region that contains both; a region contains itself."""
     common = [x for x, y in zip(_around(a), _around(b), strict=False) if x == y]
     return _region(*common[-1]) if common else ""
 
 
 def _around(place: _NodeLocation) -> list[tuple[str, RegionCall]]:
-    """The regions around an operation, and itself if it is one."""
+    """Return the regions around an operation, and itself if it is one."""
     around = list(place.regions)
     if place.call is not None:
         around.append((f"{around[-1][0]}/{place.name}" if around else place.name, place.call))
@@ -193,79 +194,73 @@ def _dependence(context: RuleContext, a: _NodeLocation, b: _NodeLocation) -> lis
     if not between:
         return [] if index.reaches(early, late) else _unconnected(context, ends[0], ends[1])
     chain = _through(context, ends[0], ends[1], between)
-    names = [context.nodes[i].name for i in chain]
-    shown = " -> ".join(names if len(names) <= 12 else [*names[:8], f"({len(names) - 10} more)", *names[-2:]])
-    several = len(between) > 1
-    more = f" with the {len(between)} operations between them" if several else f" with '{names[1]}'"
-    found = [f"a region of the two alone would depend on itself: {shown}. It would have to be made{more}."]
-    found += [
+    shown = path_text(index, chain)
+    more = (
+        f" with the {len(between)} operations between them"
+        if len(between) > 1
+        else f" with '{context.nodes[chain[1]].name}'"
+    )
+    reasons = [f"a region of the two alone would depend on itself: {shown}. It would have to be made{more}."]
+    reasons += [
         f"the order of effects keeps them apart: '{context.nodes[x].name}' must stay before "
         f"'{context.nodes[y].name}' ({index.dependencies.why(x, y)})."
         for x, y in _held_apart(context, ends[0] | between | ends[1])
     ]
-    return found
+    return reasons
 
 
 def _held_apart(context: RuleContext, positions: set[int]) -> list[tuple[int, int]]:
-    """The first few pairs among some positions that only effects keep in order."""
+    """Return the first few pairs among some positions that only effects order."""
     data, effects = context.index.data, context.index.dependencies.before
     pairs = [(x, y) for y in sorted(positions & effects.keys()) for x in effects[y] if x in positions]
     return [(x, y) for x, y in pairs if x not in data[y]][:_MOST_EFFECTS]
 
 
 def _as_one(context: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
-    """What speaks against one region of the two and of what lies between them."""
+    """Return the reasons against one region of the two and of what is between them."""
     members = _with_parts(context, a.position) | _with_parts(context, b.position)
     between = context.index.between(members)
     members |= between
-    barred = [i for i in sorted(between) if i in context.barred]
-    if barred:
-        at = barred[0]
+    excluded = [i for i in sorted(between) if i in context.barred]
+    if excluded:
+        at = excluded[0]
         return [f"'{context.nodes[at].name}' between them may not be taken: {context.barred[at]}."]
     if members & context.barred.keys():
         return []
     rule = _Together()
-    made = Planner(context, Traffic()).plan(
+    plan = Planner(context, Traffic()).plan(
         Proposed(Candidate(rule.name, rule.kind, tuple(members)), rule, 0), members
     )
-    if not isinstance(made, Refused):
+    if not isinstance(plan, Refused):
         return []
-    return [f"they cannot be one region{' with what lies between' if between else ''}: {made.reason}."]
+    return [f"they cannot be one region{' with what lies between' if between else ''}: {plan.reason}."]
 
 
 class _Together(Rule):
-    """Stands for whatever rule would put two operations together."""
+    """A hypothetical rule that proposes two operations together."""
 
     name = kind = "together"
     nests = True
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
-        """Nothing: it is only asked about."""
+        """Propose nothing."""
         return ()
 
 
 def _with_parts(context: RuleContext, position: int) -> set[int]:
-    """An operation with the parts of the tuple it makes: they go wherever it goes."""
+    """Return an operation with the elements of the tuple it makes, which are always in the same region."""
     parts = {context.index.position[u] for u in context.nodes[position].users if is_projection(u)}
     return {position, *parts}
 
 
 def _through(context: RuleContext, early: set[int], late: set[int], between: set[int]) -> list[int]:
-    """A chain from one to the other by way of something else, even where they are direct neighbours."""
-    index = context.index
-    came = {j: i for i in sorted(early) for j in index.after[i] if j in between}
-    queue = list(came)
-    for i in queue:
-        for j in index.after[i]:
-            if j in late:
-                chain = [j, i]
-                while chain[-1] not in early:
-                    chain.append(came[chain[-1]])
-                return chain[::-1]
-            if j in between and j not in came:
-                came[j] = i
-                queue.append(j)
-    return [min(early), min(late)]
+    """Return a path from one to the other through something else, even where they are direct neighbours."""
+    after = context.index.after
+
+    def edges(i: int) -> Iterable[int]:
+        return (j for j in after[i] if j in between or (j in late and i not in early))
+
+    return shortest_path(sorted(early), edges, lambda i, j: j in late) or [min(early), min(late)]
 
 
 def _unconnected(context: RuleContext, early: set[int], late: set[int]) -> list[str]:
@@ -292,24 +287,24 @@ def _recorded(declined: Sequence[Any], a: _NodeLocation, b: _NodeLocation) -> li
         else:
             name = a.name if hits[0] else b.name
             one.append(f"rule '{entry.rule}' declined '{name}' in round {entry.round}{near}: {entry.reason}.")
-    found = [*both, *one]
-    left = len(found) - _MOST_RECORDED
-    return [*found[:_MOST_RECORDED], *([f"... and {left} more refusals."] if left > 0 else [])]
+    refusals = [*both, *one]
+    left = len(refusals) - _MOST_RECORDED
+    return [*refusals[:_MOST_RECORDED], *([f"... and {left} more refusals."] if left > 0 else [])]
 
 
-def _by_rules(context: RuleContext, told: FusionRecord, a: _NodeLocation, b: _NodeLocation) -> list[str]:
-    """What the rules say, of operations inside regions as if all regions were open."""
+def _by_rules(context: RuleContext, record: FusionRecord, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+    """Return the reasons of the rules; for operations inside regions, on the graph with all regions inlined."""
     at = (a.position, b.position)
-    if told.rules and (a.regions or b.regions) and a.call is None and b.call is None:
-        opened = _scene(inline(context.gm), told)
+    if record.rules and (a.regions or b.regions) and a.call is None and b.call is None:
+        opened = _scene(inline(context.gm), record)
         names = opened.index.names
         if a.name in names and b.name in names:
             context, at = opened, (names[a.name], names[b.name])
-    found: list[str] = []
-    for rule in told.rules:
+    reasons: list[str] = []
+    for rule in record.rules:
         try:
-            said = list(rule.why_not(context, *at))
+            answers = list(rule.why_not(context, *at))
         except Exception as error:
-            said = [f"it could not say: {type(error).__name__}: {error}"]
-        found += [f"rule '{rule.name}': {reason.rstrip('.')}." for reason in said]
-    return found
+            answers = [f"why_not raised {type(error).__name__}: {error}"]
+        reasons += [f"rule '{rule.name}': {reason.rstrip('.')}." for reason in answers]
+    return reasons

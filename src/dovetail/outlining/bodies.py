@@ -1,4 +1,4 @@
-"""Bodies of regions: building them, and having one object for equal ones."""
+"""Bodies of regions: building them, and sharing one object among equal ones (hash consing by signature)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def signature(
     outputs: Sequence[Node],
     values: Sequence[Any] | None = None,
 ) -> Signature:
-    """A value that is equal for bodies that are exactly equal, argument order included, within this process.
+    """Return a value that is equal for exactly equal bodies, argument order included, within this process.
 
-    `values` are what the operands are when the body is called, if that is not what they were made as.
+    `values` are the operands' values when the body is called, if they differ from those in their meta.
     """
     refs = Refs()
     rows: list[Any] = []
@@ -69,20 +69,20 @@ _SIGNATURES: WeakKeyDictionary[Body, Signature] = WeakKeyDictionary()
 
 
 def signature_of(body: Body) -> Signature:
-    found = _SIGNATURES.get(body)
-    if found is None:
+    known = _SIGNATURES.get(body)
+    if known is None:
         nodes = list(body.graph.nodes)
         operands = [n for n in nodes if n.op == "placeholder"]
-        found = _SIGNATURES[body] = signature(body, operands, nodes[len(operands) : -1], results(body))
-    return found
+        known = _SIGNATURES[body] = signature(body, operands, nodes[len(operands) : -1], results(body))
+    return known
 
 
 class Bodies:
-    """The distinct bodies of one graph and the attributes they are called by."""
+    """The distinct bodies of one graph and the names of the attributes that hold them."""
 
-    def __init__(self, root: GraphModule, taken: set[str]) -> None:
+    def __init__(self, root: GraphModule, used_names: set[str]) -> None:
         self._root = root
-        self._taken = taken
+        self._used_names = used_names
         self.added: dict[str, Body] = {}
         self.converted: dict[str, Program] = {}
         self._numbers: dict[str, int] = {}
@@ -100,23 +100,23 @@ class Bodies:
         owner: GraphModule | None = None,
         values: Sequence[Any] | None = None,
     ) -> tuple[Body, str]:
-        """The body that computes `outputs`, a new one only if no equal one is there, and its attribute's name.
+        """Return the body that computes `outputs`, a new one only if no equal one exists, and its attribute's name.
 
-        `owner` has what the nodes name, if that is not the graph itself; `values` are as `signature` takes them.
+        `owner` has the attributes that the nodes name, if not the graph itself; `values` are as for `signature`.
         """
         owner = owner or self._root
         key = signature(owner, operands, inside, outputs, values)
-        found = self._known.get(key)
-        if found is None:
+        shared = self._known.get(key)
+        if shared is None:
             body = _build(self._lent(owner, inside), kind, operands, inside, outputs, values)
             _SIGNATURES[body] = key
             name = self._free_name(kind.replace(".", "_"))
             self.added[name] = body
-            found = self._known[key] = (body, name)
-        return found
+            shared = self._known[key] = (body, name)
+        return shared
 
     def _lent(self, owner: GraphModule, inside: Sequence[Node]) -> GraphModule:
-        """The owner, with sub-graphs that a body borrows as programs, so that both hold one object in every copy."""
+        """Return the owner with sub-graphs that a body borrows as programs, so that both hold one object in every copy."""
         for node in inside:
             if node.op in ("get_attr", "call_module"):
                 value = attribute(owner, cast("str", node.target))
@@ -124,7 +124,7 @@ class Bodies:
                     self.converted[cast("str", node.target)] = as_program(value)
         if not self.converted:
             return owner
-        lender = rebuild(owner, Graph())  # what it owns is what counts, not what it runs
+        lender = rebuild(owner, Graph())  # only what it owns is used, not what it runs
         for target, program in self.converted.items():
             set_attribute(lender, target, program)
         return lender
@@ -134,11 +134,11 @@ class Bodies:
             stem = f"{stem}_"
         number = self._numbers.get(stem, 1)
         name = stem if number == 1 else f"{stem}__{number}"
-        while name in self._taken or hasattr(self._root, name):
+        while name in self._used_names or hasattr(self._root, name):
             number += 1
             name = f"{stem}__{number}"
         self._numbers[stem] = number + 1
-        self._taken.add(name)
+        self._used_names.add(name)
         return name
 
 
@@ -173,8 +173,7 @@ def _build(
         body.meta[CANONICAL] = None
     for name, (value, target) in borrowed.items():
         body.borrow(name, value, target)
-    told = summarize_body(body, declared_targets(root))
-    body.mark_impure(told.has_effects)
+    body.mark_impure(summarize_body(body, declared_targets(root)).has_effects)
     return body
 
 
@@ -189,7 +188,7 @@ def _lend(borrowed: dict[str, tuple[Any, str]], target: str, value: Any) -> str:
 
 
 def common_module_stack(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The modules that all operations come from, outermost first."""
+    """Return the modules that all operations come from, outermost first."""
     common: list[tuple[str, Any]] | None = None
     for meta in metas:
         items = list(meta.get("nn_module_stack", {}).items())

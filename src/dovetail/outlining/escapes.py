@@ -1,4 +1,13 @@
-"""What happens to values made inside a region that are also used outside."""
+"""Escapes: values computed inside a region that are also used outside.
+
+For each one, the region returns it, has a clone of the operation that computes it (rematerialization), or leaves the
+operation outside. The default compares memory traffic: an operation is cloned where reading its operands again costs
+no more bytes than storing its result and reading that back. The walk is backwards over the members, so that the users
+of a value are decided before it: linear in the members and the edges at them.
+
+The trade is the one of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
+MLSys 2020, taken locally for one value at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +27,87 @@ from dovetail.ir.nodes import compatible_values, is_projection, nbytes, returns_
 from dovetail.ir.op_traits import traits_of
 from dovetail.outlining.region import Identity
 
+POLICIES = ("auto", "output", "duplicate", "leave", "refuse")
+
+
+@dataclass
+class RegionDraft:
+    """A region before it is built: positions in the graph, refined step by step.
+
+    `arguments` and `results` are the nodes that a pattern bound to its arguments and results.
+    """
+
+    identity: Identity
+    label: str
+    members: set[int]
+    policies: dict[int, str]
+    default_policy: str
+    rule: str | None = None
+    round: int | None = None
+    arguments: Mapping[str, Node] = field(default_factory=dict[str, Node])
+    results: tuple[Node | None, ...] = ()
+    clones: set[int] = field(default_factory=set[int])
+    outputs: list[int] = field(default_factory=list[int])
+    escapes: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+
+    def policy(self, position: int) -> str:
+        return self.policies.get(position, self.default_policy)
+
+    @property
+    def inside(self) -> list[int]:
+        """Everything the body computes, clones included, in graph order."""
+        return sorted(self.members | self.clones)
+
+
+def readers_among(index: Index, position: int, members: set[int]) -> list[int]:
+    """Return the members that read a value, in time linear in the fewer of its readers and the members."""
+    users, at = index.nodes[position].users, index.position
+    if len(users) <= len(members):
+        return [at[user] for user in users if at[user] in members]
+    return [i for i in members if position in index.data[i]]
+
+
+def dead_originals(index: Index, drafts: Iterable[RegionDraft]) -> set[int]:
+    """Return the operations without readers once these regions exist: every reader has a clone."""
+    served: dict[int, int] = {}
+    read_by_clones: set[int] = set()
+    for draft in drafts:
+        for i in draft.clones:
+            served[i] = served.get(i, 0) + len(readers_among(index, i, draft.members))
+            read_by_clones.update(j for j in index.data[i] if j not in draft.clones)
+    dead: set[int] = set()
+    for i in sorted(served.keys() - read_by_clones, reverse=True):
+        users = index.nodes[i].users
+        if served[i] + sum(index.position[u] in dead for u in users) == len(users):
+            dead.add(i)
+    return dead
+
+
+_VIEWED: WeakKeyDictionary[Index, dict[int, bool]] = WeakKeyDictionary()
+
+
+def is_viewed(index: Index, position: int) -> bool:
+    """Whether some operation takes a view of a value: a clone of the value would not share memory with it."""
+    # One value may be in thousands of regions, and have as many readers.
+    known = _VIEWED.setdefault(index, {})
+    if position not in known:
+        known[position] = _is_viewed(index, position)
+    return known[position]
+
+
+def _is_viewed(index: Index, position: int) -> bool:
+    by_position = index.dependencies.effects
+    for user in index.nodes[position].users:
+        effects = by_position.get(index.position[user])
+        if effects is not None and effects.aliases and not values_exclude_alias(user, effects):
+            return True
+    return False
+
 
 def resolve_escapes(index: Index, draft: RegionDraft) -> None:
-    """Decide for each escaping value whether it is returned, cloned or left out, and note why.
+    """Decide for each escaping value whether it is returned, cloned or left outside, and record why.
 
-    Walks from the last operation to the first, so that the users of a value are settled before it: an operation
-    that was cloned or left out still stands outside and reads its operands there.
+    An operation that was cloned or left out is still in the outer graph and reads its operands there.
     """
     nodes, at = index.nodes, index.position
     outside = _leave_out(index, draft)
@@ -41,11 +125,11 @@ def resolve_escapes(index: Index, draft: RegionDraft) -> None:
             continue
         used_inside = bool(inside) or bool(readers_among(index, i, draft.clones))
         if not used_inside and is_subgraph(index.gm, node):
-            draft.members.discard(i)  # it came with an operation that was left outside
+            draft.members.discard(i)  # the operation it belongs to was left outside
             outside.add(i)
             continue
         if not used_inside and draft.policies.get(i) not in ("leave", "refuse"):
-            draft.outputs.append(i)  # a result: nothing inside needs it, so there is nothing to decide
+            draft.outputs.append(i)  # a result: nothing inside reads it
             continue
         policy, reason = _decide(index, draft, i)
         if policy == "leave":
@@ -62,9 +146,8 @@ def resolve_escapes(index: Index, draft: RegionDraft) -> None:
         else:
             draft.outputs.append(i)
         if is_projection(node) and policy == "leave":
-            i = at[
-                cast("Node", node.args[0])
-            ]  # its parts are left with it, whichever of them was asked about
+            # All elements of a tuple are left with the operation that makes it.
+            i = at[cast("Node", node.args[0])]
         if not is_subgraph(index.gm, node):
             draft.escapes[i] = (policy, reason)
     draft.outputs.reverse()
@@ -73,7 +156,7 @@ def resolve_escapes(index: Index, draft: RegionDraft) -> None:
 
 
 def _leave_out(index: Index, draft: RegionDraft) -> set[int]:
-    """Drop what is to be left outside before anything is weighed, so that no decision depends on the listing."""
+    """Drop what is to be left outside before anything else, so that no decision depends on the order of nodes."""
     nodes, at = index.nodes, index.position
     outside: set[int] = set()
     for i in sorted(draft.members, reverse=True):
@@ -91,7 +174,7 @@ def _leave_out(index: Index, draft: RegionDraft) -> set[int]:
 
 
 def _with_projections(index: Index, position: int) -> set[int]:
-    """A value that is left out takes along the operation that makes its tuple, and that one's other parts."""
+    """Return a position with the operation that makes its tuple, if any, and the other elements of that tuple."""
     node = index.nodes[position]
     if is_projection(node):
         node = cast("Node", node.args[0])
@@ -122,7 +205,7 @@ def _decide(index: Index, draft: RegionDraft, position: int) -> tuple[str, str]:
 
 
 def why_not_clone(index: Index, position: int) -> str:
-    """Why "auto" would not clone an operation into a region that has none of its operands, "" if it would."""
+    """Return why "auto" would not clone an operation into a region without its operands, "" if it would."""
     obstacle = _clone_obstacle(index, position)
     if obstacle:
         return obstacle
@@ -131,14 +214,14 @@ def why_not_clone(index: Index, position: int) -> str:
 
 
 def _clone_obstacle(index: Index, position: int) -> str:
-    """Why running an operation twice could be seen, empty if it could not."""
+    """Return why running an operation twice would be observable, "" if it is not."""
     node = index.nodes[position]
     dependencies = index.dependencies
-    told = dependencies.effects.get(position)
-    if told is not None and told.random:
+    effects = dependencies.effects.get(position)
+    if effects is not None and effects.random:
         return "it draws at random"
-    if told is not None and not told.pure:
-        return f"it has an effect ({told.host_effect or 'it writes memory'})"
+    if effects is not None and not effects.pure:
+        return f"it has an effect ({effects.host_effect or 'it writes memory'})"
     if is_projection(node) or returns_tuple(node):
         return "it is one of several results"
     if position in dependencies.written:
@@ -151,7 +234,7 @@ def _clone_obstacle(index: Index, position: int) -> str:
 
 
 def _default_policy(index: Index, members: set[int], position: int) -> tuple[str, str]:
-    """The default: constants and what is cheaper to redo than to store are cloned, the rest is returned."""
+    """Return the default: clone constants and what is cheaper to recompute than to store, return the rest."""
     node = index.nodes[position]
     inputs = node.all_input_nodes
     if is_viewed(index, position) and not _is_view(index, position):
@@ -184,22 +267,22 @@ def _default_policy(index: Index, members: set[int], position: int) -> tuple[str
 
 
 def _is_view(index: Index, position: int) -> bool:
-    told = index.dependencies.effects.get(position)
-    return told is not None and bool(told.aliases) and not told.reads_data
+    effects = index.dependencies.effects.get(position)
+    return effects is not None and bool(effects.aliases) and not effects.reads_data
 
 
 def _may_be_returned(index: Index, position: int) -> bool:
-    """Whether a reader may return the value itself, as `to` and dropout do: a clone would be another object."""
-    found, value = index.dependencies.effects, index.nodes[position].meta.get("val")
+    """Whether a reader may return the value itself, as `to` and dropout do: a clone would be another tensor."""
+    by_position, value = index.dependencies.effects, index.nodes[position].meta.get("val")
     for user in index.nodes[position].users:
-        told = found.get(index.position[user])
-        made = user.meta.get("val")
-        # A region that is called gives a tuple, and the tensor may be among what it gives.
-        each = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
+        effects = by_position.get(index.position[user])
+        result = user.meta.get("val")
+        # A call of a region returns a tuple, which may contain the tensor.
+        each = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else (result,)
         if (
-            told is not None
-            and told.aliases
-            and told.reads_data
+            effects is not None
+            and effects.aliases
+            and effects.reads_data
             and any(compatible_values(value, v) for v in each)
         ):
             return True
@@ -215,80 +298,3 @@ def _bytes(nodes: list[Node]) -> int | None:
             return None
         total += size
     return total
-
-
-POLICIES = ("auto", "output", "duplicate", "leave", "refuse")
-
-
-@dataclass
-class RegionDraft:
-    """A region before it is built: positions in the graph, refined step by step.
-
-    `arguments` and `results` are the nodes that a pattern bound to its arguments and results.
-    """
-
-    identity: Identity
-    label: str
-    members: set[int]
-    policies: dict[int, str]
-    default_policy: str
-    rule: str | None = None
-    round: int | None = None
-    arguments: Mapping[str, Node] = field(default_factory=dict[str, Node])
-    results: tuple[Node | None, ...] = ()
-    clones: set[int] = field(default_factory=set[int])
-    outputs: list[int] = field(default_factory=list[int])
-    escapes: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
-
-    def policy(self, position: int) -> str:
-        return self.policies.get(position, self.default_policy)
-
-    @property
-    def inside(self) -> list[int]:
-        """Everything the body computes, clones too, in the graph's order."""
-        return sorted(self.members | self.clones)
-
-
-def readers_among(index: Index, position: int, members: set[int]) -> list[int]:
-    """The members that read a value, by way of whichever is fewer: what reads it, or the members."""
-    users, at = index.nodes[position].users, index.position
-    if len(users) <= len(members):
-        return [at[user] for user in users if at[user] in members]
-    return [i for i in members if position in index.data[i]]
-
-
-def dead_originals(index: Index, made: Iterable[RegionDraft]) -> set[int]:
-    """What nobody reads any more once these regions are made: every reader has a clone of it."""
-    served: dict[int, int] = {}
-    wanted: set[int] = set()
-    for draft in made:
-        for i in draft.clones:
-            served[i] = served.get(i, 0) + len(readers_among(index, i, draft.members))
-            wanted.update(j for j in index.data[i] if j not in draft.clones)
-    gone: set[int] = set()
-    for i in sorted(served.keys() - wanted, reverse=True):
-        users = index.nodes[i].users
-        if served[i] + sum(index.position[u] in gone for u in users) == len(users):
-            gone.add(i)
-    return gone
-
-
-_VIEWED: WeakKeyDictionary[Index, dict[int, bool]] = WeakKeyDictionary()
-
-
-def is_viewed(index: Index, position: int) -> bool:
-    """Whether a view of a value is taken: a clone of the value would not share memory with it."""
-    # One value may be in thousands of regions, and have as many readers.
-    known = _VIEWED.setdefault(index, {})
-    if position not in known:
-        known[position] = _is_viewed(index, position)
-    return known[position]
-
-
-def _is_viewed(index: Index, position: int) -> bool:
-    found = index.dependencies.effects
-    for user in index.nodes[position].users:
-        told = found.get(index.position[user])
-        if told is not None and told.aliases and not values_exclude_alias(user, told):
-            return True
-    return False

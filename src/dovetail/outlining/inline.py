@@ -1,4 +1,11 @@
-"""The inverse of outlining: a region's operations back where they stood, names and meta included."""
+"""Inlining, the inverse of outlining: the operations of regions restored in their places, with names and meta.
+
+Procedure inlining with one addition: what outlining changed is undone. The record of each call has the name, meta and
+rank of every member. A clone is merged with its original where both are inlined and read the same values, and the
+nodes are sorted topologically by rank, so that inlining everything restores the graph from before outlining. Linear in
+the operations, apart from the sort. `Flattener` writes the operations of bodies without that bookkeeping, for
+compilation.
+"""
 
 from __future__ import annotations
 
@@ -44,56 +51,56 @@ from dovetail.outlining.region import (
 def inline(
     gm: GraphModule, name: str | None = None, *, kind: str | None = None, depth: int | None = None
 ) -> GraphModule:
-    """A graph in which regions are their operations again: all, the one called `name`, or all of a `kind`.
+    """Return a graph in which regions are replaced by their operations: all, the one named `name`, or all of a `kind`.
 
-    Nested regions are reached too, by `outer_0/inner_1` or by kind. What is inside an opened region is opened as
-    well; `depth=1` opens one level. The input graph is untouched.
+    Nested regions are included, by `outer_0/inner_1` or by kind. Regions inside an inlined region are inlined as
+    well; `depth=1` inlines one level. The input graph is not changed.
     """
     require_graph(gm)
-    for given, what in ((name, "name"), (kind, "kind")):
-        if given is not None and not isinstance(given, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(f"inline takes a region's {what} as a str, not a {type(given).__name__}.")
+    for value, what in ((name, "name"), (kind, "kind")):
+        if value is not None and not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"inline takes a region's {what} as a str, not a {type(value).__name__}.")
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"depth {depth!r}: give None for every level, or 1 and more.")
     return _inlined(gm, _RegionFilter(None if name is None else (name,), kind, depth))
 
 
 def inline_named(gm: GraphModule, names: Iterable[str], *, depth: int | None = None) -> GraphModule:
-    """A graph in which several regions, by name, are their operations again; each as `inline` would do it."""
+    """Return a graph in which several regions, by name, are inlined; each as `inline` would do it."""
     return _inlined(require_graph(gm), _RegionFilter(tuple(dict.fromkeys(names)), None, depth))
 
 
-def _inlined(gm: GraphModule, choice: _RegionFilter) -> GraphModule:
+def _inlined(gm: GraphModule, selected: _RegionFilter) -> GraphModule:
     with pause_gc():
         index = Index(gm)
         index.require_order()
-        choice.require(index)
+        selected.require(index)
         state = state_of(gm)
         epoch, ranks = read_ranks(index, state)
-        return _Inliner(index, choice, ranks, epoch).open(state)
+        return _Inliner(index, selected, ranks, epoch).run(state)
 
 
 @dataclass(frozen=True)
 class _RegionFilter:
-    """Which calls to open, by the names on the way to them."""
+    """Which calls to inline, by their paths of region names."""
 
     names: tuple[str, ...] | None
     kind: str | None
     depth: int | None
-    wanted: frozenset[str] = field(init=False)
+    _name_set: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "wanted", frozenset(self.names or ()))
+        object.__setattr__(self, "_name_set", frozenset(self.names or ()))
 
     def opens(self, call: RegionCall, path: str, opened: int) -> bool:
         if self.depth is not None and opened >= self.depth:
             return False
         if self.kind is not None and call.identity.kind != self.kind:
             return False
-        return self.names is None or not self.wanted.isdisjoint(_path_prefixes(path))
+        return self.names is None or not self._name_set.isdisjoint(_path_prefixes(path))
 
     def reaches_into(self, call: RegionCall, path: str, opened: int) -> bool:
-        """Whether something nested in a call that stays closed is to be opened."""
+        """Whether a region nested in a call that is kept is to be inlined."""
         if self.names is None and self.kind is None:
             return False
         return any(self.opens(inner, f"{path}/{way}", opened) for way, inner in _nested(call))
@@ -113,10 +120,10 @@ class _RegionFilter:
 
     def _require_names(self, calls: list[tuple[str, RegionCall]]) -> None:
         known = {n for n, c in calls if self.kind in (None, c.identity.kind)}
-        if not self.wanted <= known:
+        if not self._name_set <= known:
             inner = ((f"{n}/{way}", i) for n, c in calls for way, i in _nested(c))
-            found = [(n, c) for n, c in (*calls, *inner) if self.kind in (None, c.identity.kind)]
-            known.update(way for n, _ in found for way in _path_prefixes(n))
+            matching = [n for n, c in (*calls, *inner) if self.kind in (None, c.identity.kind)]
+            known.update(prefix for path in matching for prefix in _path_prefixes(path))
         for name in self.names or ():
             if name not in known:
                 is_kind = any(c.identity.kind == name for _, c in calls)
@@ -127,7 +134,7 @@ class _RegionFilter:
 
 
 def _path_prefixes(path: str) -> Iterator[str]:
-    """A path and everything it lies in."""
+    """Yield a path and the paths of the regions around it."""
     yield path
     while "/" in path:
         path = path.rpartition("/")[0]
@@ -135,21 +142,21 @@ def _path_prefixes(path: str) -> Iterator[str]:
 
 
 def _nested(call: RegionCall) -> list[tuple[str, RegionCall]]:
-    found: list[tuple[str, RegionCall]] = []
+    nested: list[tuple[str, RegionCall]] = []
     stack: list[tuple[str, RegionCall]] = [("", call)]
     while stack:
         path, at = stack.pop()
         for member in at.members:
             inner = call_of(member.meta)
             if inner is not None:
-                found.append((path + member.name, inner))
+                nested.append((path + member.name, inner))
                 stack.append((f"{path}{member.name}/", inner))
-    return found
+    return nested
 
 
 @dataclass
 class _NewGraph:
-    """A graph being written, with the facts of each of its nodes, and its nodes by original name and operands."""
+    """A graph being built, with the member record of each node, and its nodes by original name and operands."""
 
     graph: Graph
     facts: dict[Node, Member] = field(default_factory=dict[Node, Member])
@@ -158,7 +165,7 @@ class _NewGraph:
 
 @dataclass
 class _Frame:
-    """A graph or body being read: its nodes with their facts, and what they have become on the new_graph."""
+    """A graph or body being read: its nodes with their member records, and their images in the new graph."""
 
     owner: GraphModule
     nodes: Sequence[Node]
@@ -170,13 +177,13 @@ class _Frame:
 
 
 class _Inliner:
-    def __init__(self, index: Index, choice: _RegionFilter, ranks: list[int], epoch: int) -> None:
-        self.index, self.choice, self.ranks, self.epoch = index, choice, ranks, epoch
+    def __init__(self, index: Index, selected: _RegionFilter, ranks: list[int], epoch: int) -> None:
+        self.index, self.selected, self.ranks, self.epoch = index, selected, ranks, epoch
         self.gm = index.gm
         self.bodies = Bodies(index.gm, {node.name for node in index.nodes})
         self.held: dict[str, Any] = {}
 
-    def open(self, state: OutlineState) -> GraphModule:
+    def run(self, state: OutlineState) -> GraphModule:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
         new_graph = _NewGraph(graph)
         facts = [
@@ -196,7 +203,7 @@ class _Inliner:
         for name in unused & self.bodies.added.keys():
             new._modules.pop(name)
         for target, value in self.held.items():
-            # Another tool may have dropped what only bodies still use.
+            # Another tool may have removed attributes that only bodies still use.
             if value is not None and attribute(new, target) is None:
                 set_attribute(new, target, value)
         _restore_order(new, new_graph)
@@ -216,10 +223,10 @@ class _Inliner:
         call = call_of(member.meta)
         if call is not None:
             path = f"{frame.path}{member.name}"
-            if self.choice.opens(call, path, frame.opened):
+            if self.selected.opens(call, path, frame.opened):
                 env[node] = self._open(frame, node, member, call, path, new_graph)
                 return
-            if self.choice.reaches_into(call, path, frame.opened):
+            if self.selected.reaches_into(call, path, frame.opened):
                 target, inner = self._rewrite(frame, node, call, path)
                 meta = dict(member.meta)
                 self._write(frame, node, member._replace(meta=meta, target=target), new_graph)
@@ -235,7 +242,7 @@ class _Inliner:
     def _open(
         self, frame: _Frame, node: Node, member: Member, call: RegionCall, path: str, new_graph: _NewGraph
     ) -> tuple[Any, ...]:
-        """Write the operations of a call onto the new_graph and return what its results are there."""
+        """Write the operations of a call into the new graph and return its results there."""
         arguments = [frame.env[a] if isinstance(a, Node) else a for a in node.args]
         inner = self._inside(frame, node, call, arguments, f"{path}/", frame.opened + 1)
         if call.epoch != frame.epoch:
@@ -258,7 +265,7 @@ class _Inliner:
         return _Frame(body, inside, call.members, env, path, opened, call.epoch)
 
     def _rewrite(self, frame: _Frame, node: Node, call: RegionCall, path: str) -> tuple[str, RegionCall]:
-        """A call that stays closed, with regions nested in it opened: another body, and the record to go with it."""
+        """Inline regions nested in a call that is kept; return the target of its new body, and its new record."""
         new_graph = _NewGraph(Graph())
         body = cast("GraphModule", attribute(frame.owner, cast("str", node.target)))
         inputs: list[Node] = []
@@ -270,11 +277,11 @@ class _Inliner:
         self._read(inner, new_graph)
         outputs = [inner.env[n] for n in results(body)]
         new_graph.graph.output(tuple(outputs))
-        # What the nodes name is found from the outermost graph, as when the region was first made.
+        # Targets of nodes are relative to the outermost graph, as when the region was outlined.
         draft = rebuild(self.gm, new_graph.graph, add=self.bodies.added)
-        listed = _restore_order(draft, new_graph)[len(inputs) : -1]
-        _, target = self.bodies.share(call.identity.kind, inputs, listed, outputs, draft)
-        return target, replace(call, members=tuple(new_graph.facts[n] for n in listed))
+        inside = _restore_order(draft, new_graph)[len(inputs) : -1]
+        _, target = self.bodies.share(call.identity.kind, inputs, inside, outputs, draft)
+        return target, replace(call, members=tuple(new_graph.facts[n] for n in inside))
 
     def _write(self, frame: _Frame, node: Node, member: Member, new_graph: _NewGraph) -> None:
         args = map_arg(node.args, frame.env.__getitem__)
@@ -301,15 +308,15 @@ class _Inliner:
 
 
 def _settle_names(new_graph: _NewGraph, hidden: Sequence[Member]) -> None:
-    """Give each node of a graph its own name, and each clone whose original stays elsewhere one that is free.
+    """Give each node its original name, and each clone whose original is elsewhere an unused one.
 
-    A name means one operation, in the graph and in every region it calls: whatever is inlined next finds its own
-    name free.
+    A name denotes one operation, in the graph and in every region it calls, so that a later inlining finds the
+    original names unused.
     """
     facts = new_graph.facts
     taken = {member.name for member in (*facts.values(), *hidden)}
     owned = {member.name for member in (*facts.values(), *hidden) if not member.clone}
-    given: set[str] = set()
+    assigned: set[str] = set()
     numbers: dict[str, int] = {}
 
     def free(stem: str) -> str:
@@ -326,14 +333,14 @@ def _settle_names(new_graph: _NewGraph, hidden: Sequence[Member]) -> None:
             beside = fact.rank - fact.rank % SPACING if clone_of(node) else fact.rank
             fact = fact._replace(rank=beside + numbers[original])
             mark_clone(node, original if hidden else None)
-        elif original not in taken:  # another tool may have dropped the region that had it
+        elif original not in taken:  # another tool may have removed the region that had it
             mark_clone(node, None)
             name = original
         elif not hidden:
             mark_clone(node, None)
-        if name in given:  # another tool may have given a new node the name of one inside a region
+        if name in assigned:  # another tool may have used the name of a member of a region for a new node
             name = free(name)
-        given.add(name)
+        assigned.add(name)
         owned.add(name)
         taken.add(name)
         facts[node] = fact._replace(name=name, clone=False)
@@ -343,13 +350,13 @@ def _settle_names(new_graph: _NewGraph, hidden: Sequence[Member]) -> None:
 
 
 def _in_a_row(members: Sequence[Member], rank: int) -> list[Member]:
-    """Facts with ranks counted on from the call's own: the graph was ranked anew since the region was made."""
+    """Return members ranked from the call's rank on: the graph was ranked anew since the region was outlined."""
     counted = ranks_from(rank, (member.meta for member in members))
     return [member._replace(rank=rank) for member, rank in zip(members, counted, strict=True)]
 
 
 def _restore_order(new: Program, new_graph: _NewGraph) -> list[Node]:
-    """List the nodes of a new_graph by rank, as far as dependencies allow; returns the listing."""
+    """Order the nodes of a new graph by rank, as far as dependencies allow, and return them in that order."""
     nodes: list[Node] = list(new.graph.nodes)
     ranks = [_rank(node, new_graph) for node in nodes]
     if is_ascending(
@@ -364,17 +371,17 @@ def _restore_order(new: Program, new_graph: _NewGraph) -> list[Node]:
             before[second].append(first)
     order = topological_order(before, ranks)
     if len(order) < len(nodes):
-        return nodes  # as it is it holds together, if not in the first order
-    listed = [nodes[i] for i in order]
-    for before_it, node in pairwise(listed):
-        before_it.append(node)
-    return listed
+        return nodes  # the current order is valid, if not the original one
+    ordered = [nodes[i] for i in order]
+    for previous, node in pairwise(ordered):
+        previous.append(node)
+    return ordered
 
 
 def _rank_ordered(nodes: list[Node], new_graph: _NewGraph, first: int, second: int) -> tuple[int, int]:
-    """The two ends of an effect edge in the order of their ranks, unless one is a call, which has several.
+    """Return the ends of an effect edge in the order of their ranks, unless one is a call, which has many ranks.
 
-    Regions may have moved two operations past each other that only a coarse view of memory holds to be related.
+    Regions may have moved two operations past each other that only the conservative alias analysis relates.
     """
     ends = [new_graph.facts.get(nodes[i]) for i in (first, second)]
     if any(fact is None or call_of(fact.meta) is not None for fact in ends) or _is_getitem(nodes[first]):
@@ -398,38 +405,38 @@ def _same(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> bool:
 
 
 Keep = Callable[[str], Any]
-"""What is called for the region of a name in place of its operations; None to write those out."""
+"""Returns the callable to use for a region by name, or None to write its operations."""
 Held = Callable[[Node, str], Node]
-"""The node for an object that a body holds and that the outermost graph has at a target."""
+"""Returns the node for an object that a body holds and that the outermost graph has at a target."""
 
 
 class Flattener:
     """Writes operations into a graph, the bodies of regions in place of their calls.
 
-    Objects that bodies hold are asked for as the outermost graph names them, so what that owns when it runs is what
-    counts, and not what a body was made with.
+    Objects that bodies hold are looked up by their targets in the outermost graph, so that its current attributes are
+    used, not those that a body was built with.
     """
 
     def __init__(self, graph: Graph, keep: Keep, held: Held) -> None:
         self.graph, self.keep, self.held = graph, keep, held
 
     def write(self, owner: nn.Module, nodes: Iterable[Node], env: dict[Node, Any]) -> None:
-        """Append operations of the outermost graph. `env` has what stands for each node."""
+        """Append operations of the outermost graph. `env` maps each node to its value in the new graph."""
         for node in nodes:
             self._node(owner, node, env, "", call_of(node.meta), node.name, None)
 
     def write_body(
-        self, body: Body, given: Sequence[Any], prefix: str = "", call: RegionCall | None = None
+        self, body: Body, operands: Sequence[Any], prefix: str = "", call: RegionCall | None = None
     ) -> tuple[Any, ...]:
-        """Append the operations of a body, called with what stands for its operands; its results.
+        """Append the operations of a body called with `operands`, and return its results.
 
-        With the record of the call, nested regions are named and known as that call has them.
+        With the record of the call, nested regions have the names and records in it.
         """
-        listed = list(body.graph.nodes)
-        env: dict[Node, Any] = dict(zip((n for n in listed if n.op == "placeholder"), given, strict=True))
-        rest = [n for n in listed if n.op not in ("placeholder", "output")]
+        nodes = list(body.graph.nodes)
+        env: dict[Node, Any] = dict(zip((n for n in nodes if n.op == "placeholder"), operands, strict=True))
+        rest = [n for n in nodes if n.op not in ("placeholder", "output")]
         for i, node in enumerate(rest):
-            # One body serves many calls: what a nested call is named and was made of is told by the outer call.
+            # One body serves many calls: names and records of nested calls are in the record of the outer call.
             meta, name = (
                 (node.meta, node.name) if call is None else (call.members[i].meta, call.members[i].name)
             )
@@ -458,24 +465,24 @@ class Flattener:
                 target = borrowed[target]
             args, kwargs = (cast("Any", map_arg(v, env.__getitem__)) for v in (node.args, node.kwargs))
             label = f"{prefix}{name}".replace("/", "__")
-            made = env[node] = self.graph.create_node(node.op, target, args, kwargs, label, node.type)
-            made.meta = dict(node.meta)
+            new = env[node] = self.graph.create_node(node.op, target, args, kwargs, label, node.type)
+            new.meta = dict(node.meta)
 
     def _call(self, owner: nn.Module, node: Node, env: dict[Node, Any], name: str, call: RegionCall) -> Any:
         body = cast("Body", attribute(owner, cast("str", node.target)))
-        given = [env[a] for a in cast("tuple[Node, ...]", node.args)]
-        kept = self.keep(name)
-        if kept is None:
-            return self.write_body(body, given, f"{name}/", call)
-        lifted = [self.held(node, target) for target in kept.lifted]
+        operands = [env[a] for a in cast("tuple[Node, ...]", node.args)]
+        kernel = self.keep(name)
+        if kernel is None:
+            return self.write_body(body, operands, f"{name}/", call)
+        lifted = [self.held(node, target) for target in kernel.lifted]
         label = name.replace("/", "__")
-        made = self.graph.create_node("call_function", kept, (*given, *lifted), name=label)
-        made.meta = dict(node.meta)
-        return made
+        new = self.graph.create_node("call_function", kernel, (*operands, *lifted), name=label)
+        new.meta = dict(node.meta)
+        return new
 
 
 def flat(body: Body) -> GraphModule:
-    """A plain graph module with a body's operations, those of regions inside written out; it returns a tuple."""
+    """Return a GraphModule of a body's operations, nested regions inlined; it returns a tuple."""
     graph = Graph()
     operands: list[Node] = []
     objects: dict[str, Any] = {}
@@ -496,7 +503,7 @@ def flat(body: Body) -> GraphModule:
 
 
 def held_value(body: Body, target: str) -> Any:
-    """What a body, or one nested in it, holds of what the outermost graph has at `target`."""
+    """Return the object that a body, or one nested in it, holds for `target` of the outermost graph."""
     stack = [body]
     while stack:
         at = stack.pop()
