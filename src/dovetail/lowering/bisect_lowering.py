@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, checked_call
 from dovetail.ir.graph_module import require_graph
 from dovetail.lowering.lower import with_lowering
-from dovetail.lowering.lowered_state import LoweredState, lowering_of
-from dovetail.outlining.region import Region, regions
+from dovetail.lowering.lowered_state import LoweredState, lowered_state_of
+from dovetail.outlining.region import Region, local_name, regions
+from dovetail.passes.bisect_passes import GraphCheck, first_bad
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,10 @@ def bisect_lowering(
     `still_good` that raises has found the graph bad, or with `errors="raise"` raises.
     """
     require_graph(gm)
-    lowering = lowering_of(gm)
+    lowering = lowered_state_of(gm)
     if lowering is None:
         raise InvalidArgument("bisect_lowering takes a lowered graph, and this one is not: `lower` it first.")
-    if not callable(still_good):
-        raise InvalidArgument(f"still_good is a {type(still_good).__name__}; give a function of the graph.")
-    if errors not in ("bad", "raise"):
-        raise InvalidArgument(f"errors {errors!r} is neither 'bad' nor 'raise'.")
-    search = _RegionBisection(gm, lowering, still_good, errors)
+    search = _RegionBisection(gm, lowering, GraphCheck(still_good, errors))
     if not search.is_bad(search.names):
         raise InvalidArgument("the lowered graph is good, so no lowering breaks it.")
     if search.is_bad(()):
@@ -98,36 +95,25 @@ def bisect_lowering(
 
 
 class _RegionBisection:
-    def __init__(
-        self, gm: GraphModule, lowering: LoweredState, still_good: Callable[[GraphModule], bool], errors: str
-    ) -> None:
-        self.gm, self.lowering, self.still_good, self.errors = gm, lowering, still_good, errors
+    def __init__(self, gm: GraphModule, lowering: LoweredState, is_good: GraphCheck) -> None:
+        self.gm, self.lowering, self.is_good = gm, lowering, is_good
         found = regions(gm, nested=True)
-        self.regions = {r.name: r for r in found if _own(r.name) in lowering.assigned}
+        self.regions = {r.name: r for r in found if local_name(r.name) in lowering.assigned}
         self.names = tuple(self.regions)
-        self.count = 0
         self.raised: Exception | None = None
 
     def graph(self, names: Sequence[str]) -> GraphModule:
         """The graph with only these regions lowered."""
         if not names:
             return with_lowering(self.gm, None, {})
-        told = {_own(n): self.regions[n].backend for n in names}
-        return with_lowering(self.gm, self.lowering.restricted(_own(n) for n in names), told)
+        told = {local_name(n): self.regions[n].backend for n in names}
+        return with_lowering(self.gm, self.lowering.restricted(local_name(n) for n in names), told)
 
     def is_bad(self, names: Sequence[str]) -> bool:
-        self.count += 1
-        self.raised = None
-        try:
-            answer: Any = self.still_good(self.graph(names))
-        except Exception as error:
-            if self.errors == "raise":
-                raise
-            self.raised = error
-            return True
-        if answer is None:
-            raise InvalidArgument("still_good returned None: let it return True or False.")
-        return not answer
+        graph = self.graph(names)
+        is_bad = not self.is_good(graph)
+        self.raised = self.is_good.raised.pop(graph, None)
+        return is_bad
 
     def verdict(self) -> LoweringVerdict:
         breakages: list[Breakage] = []
@@ -144,7 +130,7 @@ class _RegionBisection:
         leading = breakages[0]
         spared = tuple(n for n in self.names if n not in (*leading.regions, *leading.same_code))
         return LoweringVerdict(
-            tuple(breakages), self.count, self.graph(spared), self.graph(leading.regions), first
+            tuple(breakages), self.is_good.count, self.graph(spared), self.graph(leading.regions), first
         )
 
     def _smallest(self, names: tuple[str, ...]) -> tuple[tuple[str, ...], Exception | None]:
@@ -152,29 +138,22 @@ class _RegionBisection:
         needed: tuple[str, ...] = ()
         while True:
             # The least beginning that is bad together with what is needed: its last region is needed too.
-            low, high = 0, len(names)
-            while high - low > 1:
-                middle = (low + high) // 2
-                if self.is_bad((*names[:middle], *needed)):
-                    high = middle
-                else:
-                    low = middle
-            needed, names = (names[high - 1], *needed), names[: high - 1]
+            last = first_bad(0, len(names), partial(self._is_bad_with, names, needed)) - 1
+            needed, names = (names[last], *needed), names[:last]
             if self.is_bad(needed) or not names:
                 return needed, self.raised
+
+    def _is_bad_with(self, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> bool:
+        return self.is_bad((*names[:count], *needed))
 
     def _same_code(self, guilty: Sequence[str], rest: Sequence[str]) -> tuple[str, ...]:
         mine = {self._code(self.regions[n]) for n in guilty}
         return tuple(n for n in rest if n not in guilty and self._code(self.regions[n]) in mine)
 
     def _code(self, region: Region) -> int:
-        return id(self.lowering.dispatcher(region, self.lowering.assigned[_own(region.name)]))
+        return id(self.lowering.dispatcher(region, self.lowering.assigned[local_name(region.name)]))
 
     def _breakage(self, guilty: tuple[str, ...], alike: tuple[str, ...]) -> Breakage:
-        chains = [self.lowering.assigned[_own(n)] for n in guilty]
+        chains = [self.lowering.assigned[local_name(n)] for n in guilty]
         named = [self.regions[n].backend or chain[0].name for n, chain in zip(guilty, chains, strict=True)]
         return Breakage(guilty, tuple(named), alike)
-
-
-def _own(name: str) -> str:
-    return name.rpartition("/")[2]
