@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail.scheduling.fuse_modules import fusing_of
+from dovetail.scheduling.fuse_modules import fused_forward_of
 
 CONV_BN_RELU = [["conv", "bn", "relu"]]
 
@@ -104,9 +104,9 @@ def fused_graphs(model: nn.Module) -> dict[str, list[GraphModule]]:
     Those with folded batch norms come first. Without example inputs there are none before the first call.
     """
     return {
-        path: [form.program for forms in (fusing.folded, fusing.kept) for form in forms.made]
+        path: [form.program for forms in (fusing.folded, fusing.unfolded) for form in forms.captures]
         for path, module in model.named_modules()
-        if (fusing := fusing_of(module)) is not None
+        if (fusing := fused_forward_of(module)) is not None
     }
 
 

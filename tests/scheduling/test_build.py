@@ -68,7 +68,7 @@ def test_other_batch_sizes_and_the_other_mode_get_the_same_regions():
             made = built(x[:rows])
             torch.manual_seed(0)
             assert torch.equal(made, other(x[:rows]))
-    programs = [form.program for form in runner.forms.made]
+    programs = [form.program for form in runner.cache.captures]
     assert len(programs) == 4  # the second size is captured with the number of rows open
     assert [[r.kind for r in dovetail.regions(gm)] for gm in programs] == [["mlp"]] * 4
 
@@ -128,7 +128,7 @@ def test_a_built_model_pickles_with_its_steps():
     built = fused(model, x).build()
     loaded = pickle.loads(pickle.dumps(built))
     assert torch.equal(loaded(x), built(x))
-    (form,) = loaded.blocks[0].forward.__self__.forms.made
+    (form,) = loaded.blocks[0].forward.__self__.cache.captures
     assert [r.kind for r in dovetail.regions(form.program)] == ["mlp"]
 
 

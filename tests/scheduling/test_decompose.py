@@ -14,7 +14,7 @@ import dovetail
 from dovetail import zoo
 from dovetail.errors import ScheduleError
 from dovetail.outlining.inline import inline_named
-from dovetail.scheduling.decompose import can_be_taken_apart, decomposed
+from dovetail.scheduling.decompose import decompose_nodes, has_formula
 from dovetail.scheduling.schedule import schedule
 from tests.scheduling.models import mlp, net, trained
 
@@ -43,10 +43,10 @@ def apart(function: Callable[..., Any], *inputs: Tensor) -> torch.fx.GraphModule
     """A function's graph with all that can be taken apart taken apart: values, strides and gradients compared."""
     gm = dovetail.capture(function, inputs)
     before = dovetail.text(gm)
-    made = decomposed(gm, [n.name for n in gm.graph.nodes if can_be_taken_apart(n)])
+    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
     assert dovetail.text(gm) == before
     dovetail.check(made)
-    assert not any(can_be_taken_apart(n) and n.target is not _aten.softmax.int for n in made.graph.nodes)
+    assert not any(has_formula(n) and n.target is not _aten.softmax.int for n in made.graph.nodes)
     ours, theirs = ran(made, inputs), ran(gm, inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     return made
@@ -97,7 +97,7 @@ def test_dropout_within_one_kernel_of_a_device_is_refused() -> None:
 
     gm = dovetail.capture(attend, (torch.empty(1, 1, 3, 8, device="meta"),))
     with pytest.raises(ScheduleError, match="in one kernel, whose random numbers on meta are none"):
-        decomposed(gm, ["scaled_dot_product_attention"])
+        decompose_nodes(gm, ["scaled_dot_product_attention"])
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_losses_are_written_by_hand() -> None:
     apart(lambda x, y: F.mse_loss(x, y, reduction="sum"), heads(4, 3), heads(4, 4)[:, :3])
     gm = dovetail.capture(lambda x: F.cross_entropy(x, classes, label_smoothing=0.1), (heads(4, 3),))
     with pytest.raises(ScheduleError, match="smoothed"):
-        decomposed(gm, ["cross_entropy_loss"])
+        decompose_nodes(gm, ["cross_entropy_loss"])
 
 
 def test_half_precisions_are_worked_out_wide() -> None:
     x = heads(3, 64).bfloat16()
     module = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Softmax(1)).bfloat16()
     gm = dovetail.capture(module, (x,))
-    made = decomposed(gm, [n.name for n in gm.graph.nodes if can_be_taken_apart(n)])
+    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
     assert "_to_copy" in operators(made)
     torch.testing.assert_close(made(x), module(x), rtol=0.02, atol=1e-3)
 
@@ -147,9 +147,9 @@ def test_half_precisions_are_worked_out_wide() -> None:
 def test_meta_and_place_are_kept_and_names_are_fresh() -> None:
     model, x = net()
     gm = dovetail.capture(model, (x,))
-    names = [n.name for n in gm.graph.nodes if can_be_taken_apart(n)]
+    names = [n.name for n in gm.graph.nodes if has_formula(n)]
     stacks = {n.name: n.meta["nn_module_stack"] for n in gm.graph.nodes if n.name in names}
-    made = decomposed(gm, names)
+    made = decompose_nodes(gm, names)
     dovetail.check(made)
     old = {n.name for n in gm.graph.nodes}
     fresh = [n for n in made.graph.nodes if n.name not in old]
@@ -161,7 +161,7 @@ def test_meta_and_place_are_kept_and_names_are_fresh() -> None:
     loss, state = trained(again, y)
     scheduled = schedule(model, (x,))
     scheduled.decompose("blocks.*")
-    assert not any(can_be_taken_apart(n) for part in scheduled["blocks.*"].graphs for n in part.graph.nodes)
+    assert not any(has_formula(n) for part in scheduled["blocks.*"].graphs for n in part.graph.nodes)
     ours, built = trained(scheduled.build(), x)
     torch.testing.assert_close(ours, loss, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(built, state, rtol=1e-4, atol=1e-5)
@@ -171,7 +171,7 @@ def test_sizes_that_are_symbols_stay_symbols() -> None:
     layer = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(1))
     batch = torch.export.Dim("batch", min=2, max=64)
     gm = dovetail.capture(layer, (heads(3, 8),), dynamic_shapes=({0: batch},))
-    made = decomposed(gm, [n.name for n in gm.graph.nodes if can_be_taken_apart(n)])
+    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
     dovetail.check(made)
     x = heads(7, 8)
     torch.testing.assert_close(made(x), layer(x))
@@ -179,8 +179,8 @@ def test_sizes_that_are_symbols_stay_symbols() -> None:
 
 def test_what_torch_can_take_apart_is_done_when_asked_for() -> None:
     gm = dovetail.capture(lambda x: F.hardswish(x), (heads(3, 4),))
-    assert not any(can_be_taken_apart(n) for n in gm.graph.nodes)
-    made = decomposed(gm, ["hardswish"])
+    assert not any(has_formula(n) for n in gm.graph.nodes)
+    made = decompose_nodes(gm, ["hardswish"])
     assert "hardswish" not in operators(made)
     assert len(operators(made)) > 2
     torch.testing.assert_close(made(heads(3, 4)), F.hardswish(heads(3, 4)))
@@ -201,7 +201,7 @@ def test_what_cannot_be_taken_apart_is_refused(
     gm = dovetail.capture(function, (heads(3, 4),))
     before = dovetail.text(gm)
     with pytest.raises(ScheduleError, match=f"'{name}' cannot be taken apart: .*{reason}"):
-        decomposed(gm, [name])
+        decompose_nodes(gm, [name])
     assert dovetail.text(gm) == before
 
 
@@ -213,7 +213,7 @@ def test_equal_operations_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "trace", lambda *a, **k: (traced.append(a), trace(*a, **k))[1])  # pyright: ignore
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)), nn.Linear(4, 2))
     gm = dovetail.capture(model, (heads(3, 4),))
-    made = decomposed(gm, [n.name for n in gm.graph.nodes if can_be_taken_apart(n)])
+    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
     assert operators(made).count("matmul") == 21
     assert len(traced) == 2
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.rules.library.linear import linear_gelu
 from dovetail.scheduling.history import History
 from dovetail.scheduling.schedule import Schedule, schedule
 from tests.scheduling.models import Net, activation, is_gelu, mlp, net
@@ -36,7 +37,7 @@ def test_undo_takes_the_last_step_back():
     (entry,) = s.undo()
     assert entry["do"] == "fuse"
     assert s.text() == texts[0]
-    with pytest.raises(dovetail.DovetailError, match="0 steps, and 1 are to be undone"):
+    with pytest.raises(dovetail.DovetailError, match="cannot undo 1 steps: there are 0"):
         s.undo()
     with pytest.raises(dovetail.InvalidArgument, match="number of steps"):
         s.undo(0)
@@ -61,6 +62,29 @@ def test_a_history_is_saved_as_json_and_loaded(tmp_path: Path):
     assert schedule(other).replay(path).text() == s.text()
     assert schedule(Net().eval()).replay(str(path)).text() == s.text()
     assert schedule(Net().eval()).replay(History.load(path)).text() == s.text()
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["dovetail.rules.library.linear:linear_gelu", "dovetail.rules.library.a_file_of_another_version:linear_gelu"],
+)
+def test_a_rule_of_the_library_is_found_wherever_a_history_says_it_was(location: str):
+    model, x = net(training=False)
+    s = schedule(model, (x,))
+    s.fuse(s["blocks.*"].find(linear_gelu))
+    text = s.history.json()
+    assert '"dovetail.rules.library.linear:linear_gelu"' in text
+    saved = text.replace("dovetail.rules.library.linear:linear_gelu", location)
+    assert schedule(Net().eval()).replay(History.load(saved)).text() == s.text()
+
+
+def test_a_rule_that_the_library_does_not_have_is_refused():
+    model, x = net(training=False)
+    s = schedule(model, (x,))
+    s.fuse(s["blocks.*"].find(linear_gelu))
+    saved = s.history.json().replace("linear:linear_gelu", "another_file:another_rule")
+    with pytest.raises(dovetail.DovetailError, match="another_file:another_rule' cannot be imported"):
+        schedule(Net().eval()).replay(History.load(saved))
 
 
 def test_history_has_no_names_of_nodes():

@@ -56,7 +56,7 @@ def test_attention_by_hand_becomes_the_operator_in_every_layer() -> None:
     s = schedule(model, inputs.args, inputs.kwargs)
     found = s["layers.*"].find(attention)
     assert len(found) == 2
-    refused(s, "in several graphs .*replace_all", lambda: s.replace(sdpa, found))
+    refused(s, "in more than one graph .*replace_all", lambda: s.replace(sdpa, found))
     assert s.replace_all(found, lambda _: sdpa, check=True) == ["layers.0.attention", "layers.1.attention"]
     assert not s["layers.*"].find(attention)
     built = s.build()
@@ -141,7 +141,7 @@ def test_results_in_another_order_are_told_by_their_numbers() -> None:
     s.fuse(s.find(torch.ops.aten.exp))
     s.replace(lambda x: (x * 2, None, x + 1), "two")
     assert torch.equal(s.build()(x), wanted)
-    refused(s, "returns 1 values, and what it stands for returns 2", lambda: s.replace(torch.exp, "two"))
+    refused(s, "returns 1 values, and what it replaces returns 2", lambda: s.replace(torch.exp, "two"))
 
 
 def test_a_module_at_a_path() -> None:

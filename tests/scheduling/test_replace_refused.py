@@ -18,14 +18,14 @@ from tests.scheduling.refusing import refused
 @pytest.mark.parametrize(
     ("new", "reason"),
     [
-        (lambda x: (x, x), "returns 2 values, and what it stands for returns 1"),
-        (lambda x: x[:1], r"result 0 of .* is float32\[1, 8\], and what it stands for is float32\[4, 8\]"),
-        (lambda x: x.double(), r"is float64\[4, 8\], and what it stands for is float32\[4, 8\]"),
+        (lambda x: (x, x), "returns 2 values, and what it replaces returns 1"),
+        (lambda x: x[:1], r"result 0 of .* is float32\[1, 8\], not float32\[4, 8\]"),
+        (lambda x: x.double(), r"is float64\[4, 8\], not float32\[4, 8\]"),
         (lambda x: 3, "result 0 of .* is a int, not a tensor"),
         (lambda x, y: x, r"takes \(x, y\), and is given 1 values: missing a required argument: 'y'"),
         (lambda: 3, "too many positional arguments"),
-        (lambda x: x @ x, r"does not take what it is given \(float32\[4, 8\]\): RuntimeError: (mm: )?mat1"),
-        (nn.Linear(4, 4), "does not take what it is given"),
+        (lambda x: x @ x, r"does not accept its operands \(float32\[4, 8\]\): RuntimeError: (mm: )?mat1"),
+        (nn.Linear(4, 4), "does not accept its operands"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["match", "path"])
@@ -33,10 +33,9 @@ def test_what_does_not_fit_is_refused(new: Any, reason: str, where: str) -> None
     model, x = net()
     s = schedule(model, (x,))
     if where == "path":
-        reason = reason.replace(", and what it stands for returns 1", ", not 1").split("given")[0]
-        reason = reason.replace(
-            "does not take what it is ", "does not take what 'blocks.0.norm' is called with"
-        )
+        reason = reason.replace(", and what it replaces returns 1", ", not 1").split("given")[0]
+        if "does not accept" in reason:
+            reason = "does not accept the arguments of 'blocks.0.norm'"
         refused(s, reason, lambda: s.replace(new, "blocks.0.norm"))
     else:
         refused(s, reason, lambda: s.replace(new, s["blocks.0"].find(nn.LayerNorm)))
@@ -67,7 +66,7 @@ def test_values_used_outside_are_refused_by_name() -> None:
 def test_a_module_for_several_places_would_share_its_weights() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
-    refused(s, r"one LayerNorm would stand in several places \('blocks.0.norm'", lambda: s.replace(nn.LayerNorm(8), "blocks.*.norm"))  # fmt: skip
+    refused(s, r"one LayerNorm would be in more than one place \('blocks.0.norm'", lambda: s.replace(nn.LayerNorm(8), "blocks.*.norm"))  # fmt: skip
     new = nn.LayerNorm(8)
     s.replace(new, "blocks.0.norm")
     refused(s, "would share its weights", lambda: s.replace(new, s["blocks.1"].find(nn.LayerNorm)))
@@ -75,7 +74,7 @@ def test_a_module_for_several_places_would_share_its_weights() -> None:
     # What has none of its own may stand anywhere.
     s.replace(nn.Identity(), "blocks.*.drop", check=True)
     refused(s, "has no parameter 'scale'; there are weight, bias", lambda: s.replace(nn.LayerNorm(8), s["blocks.1"].find(nn.LayerNorm), params={"scale": "norm_weight"}))  # fmt: skip
-    refused(s, "'w' is no operand of what is replaced; there are", lambda: s.replace(nn.LayerNorm(8), s["blocks.1"].find(nn.LayerNorm), params={"weight": "w"}))  # fmt: skip
+    refused(s, "'w' is not an operand of what is replaced; the operands are", lambda: s.replace(nn.LayerNorm(8), s["blocks.1"].find(nn.LayerNorm), params={"weight": "w"}))  # fmt: skip
     refused(s, "a function is called with the values", lambda: s.replace(torch.neg, s["blocks.1"].find(nn.LayerNorm), params={"w": "norm_weight"}), InvalidArgument)  # fmt: skip
 
 
@@ -93,7 +92,7 @@ def test_what_writes_to_its_operands_is_refused() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     found = s["blocks.0"].find(torch.ops.aten.gelu)[0]
-    refused(s, "'<lambda>' writes to what it is given", lambda: s.replace(lambda x: x.relu_(), found))
+    refused(s, "'<lambda>' writes to its operands", lambda: s.replace(lambda x: x.relu_(), found))
     s.replace(lambda x: x.clone().relu_(), found)
 
 

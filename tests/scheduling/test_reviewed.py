@@ -134,7 +134,7 @@ def test_a_model_made_in_inference_mode_is_told():
         model = Net().eval()
     s = schedule(model, (torch.randn(4, 8),))
     with pytest.raises(
-        dovetail.CaptureError, match=r"'up.weight' of the model was made in torch.inference_mode"
+        dovetail.CaptureError, match=r"'up.weight' of the model was created in torch.inference_mode"
     ):
         s["blocks.0"].find(mlp)
 
@@ -226,7 +226,7 @@ def test_a_match_of_another_schedule_is_refused():
 
 @pytest.mark.parametrize(
     ("what", "reason"),
-    [(F.gelu, "cannot tell what gelu takes"), (nn.GELU(), r"not a GELU itself: find\(GELU\)")],
+    [(F.gelu, "cannot read the signature of gelu"), (nn.GELU(), r"not a GELU itself: find\(GELU\)")],
 )
 def test_what_cannot_be_a_pattern_is_told(what: Any, reason: str):
     model, x = net()

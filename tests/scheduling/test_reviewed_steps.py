@@ -86,7 +86,7 @@ def test_one_module_with_arguments_fixed_does_not_stand_in_two_places():
     s = schedule(model, (x,))
     new = Factored(8, 8)
     s.replace(new, "blocks.0.up", concrete_args={"factor": 1.0})
-    refused(s, "several places", lambda: s.replace(new, "blocks.1.up", concrete_args={"factor": 1.0}))
+    refused(s, "more than one place", lambda: s.replace(new, "blocks.1.up", concrete_args={"factor": 1.0}))
 
 
 def test_another_layout_does_not_fit():
@@ -137,12 +137,12 @@ def test_looking_at_a_built_model_keeps_what_it_was_traced_for():
     s.fuse(s["blocks.0"].find(mlp))
     s.build()(x[:2])
     run = model.blocks[0].forward.__self__
-    assert len(run.forms.made) == 2
+    assert len(run.cache.captures) == 2
     s["blocks.1"].find(mlp)
     s.fuse(s["blocks.2"].find(mlp))
     s.verify()
     assert model.blocks[0].forward.__self__ is run
-    assert len(run.forms.made) == 2
+    assert len(run.cache.captures) == 2
 
 
 @dataclass
@@ -241,7 +241,7 @@ def test_whole_numbers_are_judged_where_a_bound_applies():
     s.verify()
     s.undo()
     s.fuse(s["head"].find(linear), backends=Coarse(turned=True))
-    with pytest.raises(dovetail.VerificationError, match="has other whole numbers"):
+    with pytest.raises(dovetail.VerificationError, match="has other integers"):
         s.verify()
 
 
@@ -264,7 +264,7 @@ def test_escapes_by_node_are_not_saved():
     s = schedule(model, (x,))
     found = s["blocks.0"].find(mlp)
     s.fuse(found, escapes={found[0].nodes[0]: "output"})
-    with pytest.raises(dovetail.ScheduleError, match="told by node"):
+    with pytest.raises(dovetail.ScheduleError, match="given by node"):
         s.history.json()
 
 
@@ -272,11 +272,11 @@ def test_escapes_by_node_are_not_saved():
     ("change", "reason"),
     [
         ({"path": "nowhere"}, "no module matches 'nowhere'"),
-        ({"find": {}}, "finds in one way"),
+        ({"find": {}}, "has one finder"),
         ({"find": {"operator": "aten.nothing"}}, "operator 'aten.nothing'"),
         ({"find": {"path": "("}}, "not a regular expression"),
         ({"find": {"rule": {"import": "no.such:rule"}}}, "cannot be imported"),
-        ({"occurrence": "first"}, "number first was meant"),
+        ({"occurrence": "first"}, "needs number first"),
         ({"key": 3}, "computes something else"),
     ],
 )
@@ -293,9 +293,9 @@ def test_a_broken_history_is_told(change: dict[str, Any], reason: str):
 @pytest.mark.parametrize(
     ("at", "reason"),
     [
-        (3, "does not tell what it is about"),
-        ([{}], "does not tell its 'path'"),
-        ([{"path": ""}], "its 'find'"),
+        (3, "targets cannot be read"),
+        ([{}], "has no 'path'"),
+        ([{"path": ""}], "has no 'find'"),
     ],
 )
 def test_a_step_that_lacks_something_is_told(at: Any, reason: str):

@@ -15,9 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import checked_init
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import Program, attribute, copy_node, rebuild, require_graph, without_collector
-from dovetail.ir.schema import by_name, normalised, op_name, same_geometry, written
-from dovetail.ir.shape_prop import fake_mode, inferring
+from dovetail.ir.graph_module import Program, attribute, copy_node, pause_gc, rebuild, require_graph
+from dovetail.ir.nodes import is_projection
+from dovetail.ir.schema import named_arguments, normalized_arguments, op_name, same_geometry, to_args_kwargs
+from dovetail.ir.shape_prop import fake_inference, fake_mode
 from dovetail.passes.fold_constants import Constants, UniqueNames
 from dovetail.passes.pass_manager import Finding, Pass, require_fuel
 
@@ -72,11 +73,11 @@ class FoldConvBatchNorm(Pass):
 
     def run(self, gm: GraphModule) -> GraphModule:
         """The graph with norms folded; the very graph it was given if there is none to fold."""
-        with without_collector():
+        with pause_gc():
             index = Index(require_graph(gm))
             index.require_order()
-            pairs = [found for found in _find(index) if isinstance(found, _Pair)][: self.fuel]
-            return _Folding(index, pairs).write() if pairs else gm
+            pairs = [found for found in _find(index) if isinstance(found, FoldPair)][: self.fuel]
+            return fold_pairs(index, pairs) if pairs else gm
 
     def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
         """Which norms would be folded, and why others that follow a convolution would not."""
@@ -95,19 +96,19 @@ class FoldConvBatchNorm(Pass):
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """A convolution, the norm after it, and the node that is the norm's result."""
+class FoldPair:
+    """A convolution or linear layer, the batch norm after it, and the node that is the norm's result."""
 
     convolution: Node
     norm: Node
     result: Node
 
 
-def _find(index: Index) -> Iterator[_Pair | Finding]:
+def _find(index: Index) -> Iterator[FoldPair | Finding]:
     for node in index.nodes:
         if node.op != "call_function" or node.target not in _NORMS:
             continue
-        convolution = by_name(node).get("input")
+        convolution = named_arguments(node).get("input")
         if not isinstance(convolution, Node) or convolution.target not in _CONVOLUTIONS | _TRANSPOSED:
             continue
         reason = _why_not(index, convolution, node)
@@ -115,11 +116,11 @@ def _find(index: Index) -> Iterator[_Pair | Finding]:
             yield Finding((convolution.name, node.name), "", reason)
             continue
         result = node if node.target in _WHOLE_NORMS else next(iter(node.users))
-        yield _Pair(convolution, node, result)
+        yield FoldPair(convolution, node, result)
 
 
 def _why_not(index: Index, convolution: Node, norm: Node) -> str:
-    given = normalised(norm, by_name(norm))
+    given = normalized_arguments(norm)
     if given.get("running_mean") is None or given.get("running_var") is None:
         return "the norm keeps no running statistics: it normalises by those of the batch"
     if norm.target in _TRAIN_NORMS or given.get("training"):
@@ -127,21 +128,21 @@ def _why_not(index: Index, convolution: Node, norm: Node) -> str:
     if len(convolution.users) > 1:
         others = sorted(user.name for user in convolution.users if user is not norm)
         return f"the convolution's result is also used by '{others[0]}'"
-    if convolution.target in _TRANSPOSED or by_name(convolution).get("transposed"):
+    if convolution.target in _TRANSPOSED or named_arguments(convolution).get("transposed"):
         return "it is a transposed convolution"
     parts = list(norm.users)
     if norm.target not in _WHOLE_NORMS and not (
         len(parts) == 1 and parts[0].target is operator.getitem and parts[0].args[1] == 0
     ):
         return "more than the normalised value is used of the norm"
-    reason = _why_not_state(index, convolution, norm)
+    reason = why_not_constant(index, convolution, norm)
     if reason:
         return reason
     before = convolution.meta.get("val")
     after = (norm if norm.target in _WHOLE_NORMS else parts[0]).meta.get("val")
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return "the shapes are not known: give the graph values with `capture`"
-    arguments = normalised(convolution, by_name(convolution))
+    arguments = normalized_arguments(convolution)
     if before.dim() != cast("Tensor", _held(index.gm, arguments["weight"])).dim():
         return "the convolution has no batch dimension"
     if not same_geometry(before, after):
@@ -149,10 +150,10 @@ def _why_not(index: Index, convolution: Node, norm: Node) -> str:
     return ""
 
 
-def _why_not_state(index: Index, convolution: Node, norm: Node) -> str:
-    """Why the numbers to fold cannot be taken from the graph, empty if they can."""
-    weights = {k: by_name(convolution).get(k) for k in ("weight", "bias")}
-    statistics = {k: by_name(norm).get(k) for k in _OF_NORM}
+def why_not_constant(index: Index, convolution: Node, norm: Node) -> str:
+    """Return why weights and statistics are not constants of the graph that can be folded; empty if they are."""
+    weights = {k: named_arguments(convolution).get(k) for k in ("weight", "bias")}
+    statistics = {k: named_arguments(norm).get(k) for k in _OF_NORM}
     for node in (*weights.values(), *statistics.values()):
         if node is None:
             continue
@@ -174,10 +175,13 @@ def _held(gm: GraphModule, node: Any) -> Any:
     return attribute(gm, cast("str", node.target))
 
 
-class _Folding:
-    """Writes the graph with folded convolutions."""
+def fold_pairs(index: Index, pairs: list[FoldPair]) -> Program:
+    """Return the graph with these norms folded; the operators before them keep their names."""
+    return _Folding(index, pairs).write()
 
-    def __init__(self, index: Index, pairs: list[_Pair]) -> None:
+
+class _Folding:
+    def __init__(self, index: Index, pairs: list[FoldPair]) -> None:
         self.index, self.pairs = index, pairs
         self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
         self.env: dict[Node, Node] = {}
@@ -187,9 +191,9 @@ class _Folding:
     def write(self) -> Program:
         gm = self.index.gm
         folded = {pair.convolution: pair for pair in self.pairs}
-        gone = {node for pair in self.pairs for node in (pair.norm, pair.result)}
+        gone = {node for pair in self.pairs for node in (pair.norm, pair.result, *_dead_projections(pair))}
         gone |= self._unread(gone | folded.keys())
-        with inferring(fake_mode(self.index.nodes)):
+        with fake_inference(fake_mode(self.index.nodes)):
             for node in self.index.nodes:
                 if node in folded:
                     self.env[folded[node].result] = self._fold(folded[node])
@@ -205,36 +209,42 @@ class _Folding:
 
     def _values(self) -> set[Node]:
         """What the convolutions are applied to, which stays whatever it is."""
-        return {cast("Node", by_name(pair.convolution)["input"]) for pair in self.pairs}
+        return {cast("Node", named_arguments(pair.convolution)["input"]) for pair in self.pairs}
 
-    def _fold(self, pair: _Pair) -> Node:
+    def _fold(self, pair: FoldPair) -> Node:
         old, target = pair.convolution, cast("OpOverload", pair.convolution.target)
         weight, bias = self._weights(pair, target)
-        arguments = normalised(old, by_name(old))
+        arguments = normalized_arguments(old)
         arguments |= {"input": self.env[cast("Node", arguments["input"])], "weight": weight, "bias": bias}
-        args, kwargs = written(target, arguments)
+        args, kwargs = to_args_kwargs(target, arguments)
         new = self.graph.create_node("call_function", target, args, kwargs, old.name, old.type)
         # The value is the norm's, and so is its place in memory; where it comes from is the convolution.
         new.meta = {**old.meta, "val": pair.result.meta["val"]}
         return new
 
-    def _weights(self, pair: _Pair, target: OpOverload) -> tuple[Node, Node]:
+    def _weights(self, pair: FoldPair, target: OpOverload) -> tuple[Node, Node]:
         old = pair.convolution
-        given = by_name(old) | {"bias": by_name(old).get("bias")}
-        norm = normalised(pair.norm, by_name(pair.norm))
+        given = normalized_arguments(old, named_arguments(old) | {"bias": named_arguments(old).get("bias")})
+        norm = normalized_arguments(pair.norm)
 
         nodes = (given["weight"], given["bias"], *(norm[k] for k in _OF_NORM))
         names = self.constants.derive(
             [f"folded_{op_name(target)}_weight", f"folded_{op_name(target)}_bias"],
             [None if node is None else cast("str", cast("Node", node).target) for node in nodes],
-            Folded(norm["eps"]),
+            Folded(norm["eps"], given["groups"] if target in _TRANSPOSED else None),
         )
         weight, bias = (self.graph.create_node("get_attr", name, name=name) for name in names)
         like = cast("Node", given["weight"]).meta.get("val")
         if isinstance(like, FakeTensor):
             weight.meta["val"] = torch.empty_like(like, requires_grad=False)
-            bias.meta["val"] = like.new_empty([like.shape[0]], requires_grad=False)
+            mean = cast("Tensor", cast("Node", norm["running_mean"]).meta["val"])
+            bias.meta["val"] = like.new_empty(mean.shape, requires_grad=False)
         return weight, bias
+
+
+def _dead_projections(pair: FoldPair) -> list[Node]:
+    users = (user for user in pair.norm.users if is_projection(user) and user is not pair.result)
+    return [user for user in users if not user.users]
 
 
 @dataclass(frozen=True)

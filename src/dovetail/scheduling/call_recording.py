@@ -1,4 +1,4 @@
-"""How parts of a model are called: their inputs in one run of it, which leaves no trace."""
+"""Recording of the calls of modules within a model, in one run that leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from dovetail.errors import ScheduleError
 from dovetail.frontend.check_capture import state_kept
+from dovetail.ir.nodes import storage_key
 from dovetail.lowering.guards import trial_run
 
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """What a model is called with; tensors are the caller's own."""
+    """Arguments of a call; tensors are not copied."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -28,29 +29,29 @@ class ModelInputs:
         return model(*self.args, **self.kwargs)
 
     def copied(self) -> ModelInputs:
-        """The same inputs, of which nothing that runs later can change any."""
-        return ModelInputs(*copied((self.args, dict(self.kwargs))))
+        """Return the inputs with their tensors copied."""
+        return ModelInputs(*copy_tensors((self.args, dict(self.kwargs))))
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One call of a part: copies of what it was given, and what it returned."""
+    """One call of a part: copies of its inputs and of its result."""
 
     example: ModelInputs
     result: Any = field(repr=False)
 
     @property
     def signature(self) -> Any:
-        """What tells calls apart that need a trace each."""
-        return signature_of(self.example)
+        """The key of calls that one trace covers."""
+        return call_signature(self.example)
 
 
-def signature_of(example: ModelInputs) -> Any:
+def call_signature(example: ModelInputs) -> Any:
     leaves, spec = pytree.tree_flatten((example.args, dict(example.kwargs)))
-    return str(spec), tuple(_told(leaf) for leaf in leaves)
+    return str(spec), tuple(_leaf_signature(leaf) for leaf in leaves)
 
 
-def _told(leaf: Any) -> Any:
+def _leaf_signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (
             tuple(leaf.shape),
@@ -61,21 +62,21 @@ def _told(leaf: Any) -> Any:
     return (type(leaf).__name__, repr(leaf))
 
 
-def copied(value: Any) -> Any:
-    """The same structure with copies of its tensors, which nothing that runs later can change.
+def copy_tensors(value: Any) -> Any:
+    """Return the same structure with its tensors copied.
 
-    Those that share memory share it in the copies too: a write to one is seen in the other.
+    Tensors that share memory share it in the copies too: a write to one is visible in the other.
     """
-    plain = {id(leaf): leaf for leaf in pytree.tree_leaves(value) if _has_storage(leaf)}
-    holders = Counter(leaf.untyped_storage()._cdata for leaf in plain.values())
+    strided = {id(leaf): leaf for leaf in pytree.tree_leaves(value) if _has_storage(leaf)}
+    holders = Counter(storage_key(leaf) for leaf in strided.values())
     storages: dict[int, Any] = {}
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in made:
-            place = leaf.untyped_storage()._cdata if id(leaf) in plain else None
+        if id(leaf) not in copies:
+            place = storage_key(leaf) if id(leaf) in strided else None
             if place is None or holders[place] == 1:
                 new = leaf.detach().clone()
             else:
@@ -83,8 +84,8 @@ def copied(value: Any) -> Any:
                 new = (
                     leaf.detach().new_empty(0).set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
                 )  # pyright: ignore[reportArgumentType, reportCallIssue]
-            made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
-        return made[id(leaf)]
+            copies[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
 
     return pytree.tree_map(copy, value)
 
@@ -93,19 +94,19 @@ def _has_storage(leaf: Any) -> bool:
     return type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
 
 
-def opened(value: Any) -> Any:
-    """The same with dataclasses, and other objects that hold tensors, as dicts of what is in them."""
-    return _within(value, ())
+def expand_objects(value: Any) -> Any:
+    """Return a result with dataclasses, and other objects that hold tensors, as dicts of their fields."""
+    return _expand(value, ())
 
 
-def _within(value: Any, around: tuple[Any, ...]) -> Any:
+def _expand(value: Any, around: tuple[Any, ...]) -> Any:
     def opened(leaf: Any) -> Any:
-        return _opened(leaf, around)
+        return _expand_leaf(leaf, around)
 
     return pytree.tree_map(opened, value)
 
 
-def _opened(value: Any, around: tuple[Any, ...]) -> Any:
+def _expand_leaf(value: Any, around: tuple[Any, ...]) -> Any:
     if isinstance(value, (Tensor, nn.Module, type)) or any(value is outer for outer in around):
         return value
     if is_dataclass(value):
@@ -115,29 +116,31 @@ def _opened(value: Any, around: tuple[Any, ...]) -> Any:
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inner)):
             return value
     inside = (*around, value)
-    return {f"{type(value).__name__}.{name}": _within(held, inside) for name, held in inner.items()}
+    return {f"{type(value).__name__}.{name}": _expand(held, inside) for name, held in inner.items()}
 
 
-def record(model: nn.Module, paths: Iterable[str], example: ModelInputs) -> dict[str, list[RecordedCall]]:
-    """The calls of some parts in one run of the model, one for each signature, in the order they came.
+def record_calls(
+    model: nn.Module, paths: Iterable[str], example: ModelInputs
+) -> dict[str, list[RecordedCall]]:
+    """Return the calls of some parts in one run of the model, one for each signature, in order.
 
-    State, gradients and random streams are as they were afterwards.
+    State, gradients and random generators are restored afterwards.
     """
-    wanted = {path: model.get_submodule(path) for path in paths}
-    calls: dict[str, list[RecordedCall]] = {path: [] for path in wanted}
+    modules = {path: model.get_submodule(path) for path in paths}
+    calls: dict[str, list[RecordedCall]] = {path: [] for path in modules}
     with ExitStack() as stack:
-        for path, module in wanted.items():
-            stack.callback(_watch(module, calls[path]).remove)
-        with undisturbed(model), torch.no_grad():
-            mine = example.copied()
+        for path, module in modules.items():
+            stack.callback(_record_forward(module, calls[path]))
+        with preserve_state(model), torch.no_grad():
+            inputs = example.copied()
             try:
-                mine.call(model)
+                inputs.call(model)
             except Exception as error:
                 raise ScheduleError(
                     f"the model does not run on the example inputs: {type(error).__name__}: {error}"
                 ) from error
-    for path, found in calls.items():
-        if not found:
+    for path, recorded in calls.items():
+        if not recorded:
             raise ScheduleError(
                 f"part '{path}' was not called when the model ran on the example inputs. "
                 f"Give inputs that reach it, or take another part."
@@ -145,62 +148,69 @@ def record(model: nn.Module, paths: Iterable[str], example: ModelInputs) -> dict
     return calls
 
 
-def returned_by(model: nn.Module, path: str, example: ModelInputs) -> list[Any]:
-    """What each call of a module within a model returned, in one run of the model's forward."""
+def record_results(model: nn.Module, path: str, example: ModelInputs) -> list[Any]:
+    """Return what each call of a module within a model returned, in one run of the model's forward."""
     returned: list[Any] = []
 
     def note(*call: Any) -> None:
-        returned.append(copied(call[-1]))
+        returned.append(copy_tensors(call[-1]))
 
-    with undisturbed(model), torch.no_grad():
-        given = example.copied()
+    with preserve_state(model), torch.no_grad():
+        inputs = example.copied()
         handle = model.get_submodule(path).register_forward_hook(note)
         try:
-            result = given.call(model.forward)
+            result = inputs.call(model.forward)
         finally:
             handle.remove()
-    return returned if path else [copied(result)]
+    return returned if path else [copy_tensors(result)]
 
 
-def _watch(module: nn.Module, calls: list[RecordedCall]) -> Any:
-    """Note the calls of a module.
+def _record_forward(module: nn.Module, calls: list[RecordedCall]) -> Callable[[], None]:
+    """Append the calls of a module to a list, until the function that is returned is called.
 
     Its forward is wrapped rather than hooked: pre-hooks of its own run around what is traced, not in it.
     """
-    seen: set[Any] = set()
+    signatures: set[Any] = set()
     own = module.__dict__.get("forward")
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         example = ModelInputs(args, kwargs)
-        signature = signature_of(example)
-        is_new = signature not in seen
+        signature = call_signature(example)
+        is_new = signature not in signatures
         if is_new:
-            seen.add(signature)
+            signatures.add(signature)
             example = example.copied()
         result = inner(*args, **kwargs)
         if is_new:
-            calls.append(RecordedCall(example, copied(result)))
+            calls.append(RecordedCall(example, copy_tensors(result)))
         return result
 
-    module.__dict__["forward"] = forward
-    return _Restoring(module, own)
-
-
-@dataclass(frozen=True, eq=False)
-class _Restoring:
-    module: nn.Module
-    own: Any
-
-    def remove(self) -> None:
-        if self.own is None:
-            self.module.__dict__.pop("forward", None)
+    def restore() -> None:
+        if own is None:
+            module.__dict__.pop("forward", None)
         else:
-            self.module.__dict__["forward"] = self.own
+            module.__dict__["forward"] = own
+
+    module.__dict__["forward"] = forward
+    return restore
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Generator[None]:
-    """Run a model and put back what that changes: parameters, buffers, gradients, attributes, random state."""
+def preserve_state(model: nn.Module) -> Generator[None]:
+    """Restore what runs of a model change: parameters, buffers, gradients, attributes, random state."""
     with state_kept(model), trial_run():
         yield
+
+
+@contextmanager
+def training_mode(module: nn.Module, train: bool | None) -> Generator[None]:
+    """Run a module in train or eval mode, or with None in its own, and restore the modes of its submodules."""
+    modes = [(each, each.training) for each in module.modules()]
+    if train is not None:
+        module.train(train)
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode

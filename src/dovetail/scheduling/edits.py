@@ -1,4 +1,7 @@
-"""Edits of one part's graph, addressed by what they are about, so that they can be done again on another capture."""
+"""Edits of the graph of a part: each resolves the addresses of its targets and applies a pass, or the function under it.
+
+Targets are addressed by finder and occurrence, so that an edit can be applied again to another capture of the part.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,17 @@ from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
 from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options
 from dovetail.outlining.inline import inline_named
-from dovetail.outlining.outline import outline
-from dovetail.outlining.region import Region, regions
-from dovetail.outlining.region_call import call_of, make_identity, walk, write_call
-from dovetail.outlining.request import Request
+from dovetail.outlining.outline import Request, outline
+from dovetail.outlining.region import Region, call_of, make_identity, regions, walk, write_call
 from dovetail.rules.rule import Decline, RuleContext
-from dovetail.scheduling.call_recording import RecordedCall, undisturbed
-from dovetail.scheduling.decompose import can_be_taken_apart, decomposed
-from dovetail.scheduling.finders import ByRegion, Finder, PartMatch, below
+from dovetail.scheduling.call_recording import RecordedCall, preserve_state
+from dovetail.scheduling.decompose import decompose_nodes, has_formula
+from dovetail.scheduling.finders import ByRegion, Finder, PartMatch, relative_path
 from dovetail.scheduling.replacement_checks import Replacement, with_replacement
 
 
 class Checkpoint(Backend):
-    """Runs a body and keeps none of its inner values for backward: they are computed again, by torch's own means."""
+    """Recomputes the inner values of a body in backward instead of saving them, with `torch.utils.checkpoint`."""
 
     name = "checkpoint"
     version = "1"
@@ -56,28 +57,28 @@ class Checkpoint(Backend):
         return run
 
 
-def not_repeatable(gm: GraphModule, names: Iterable[str]) -> dict[str, str]:
-    """Which regions of a graph would be computed again from other numbers, and why: what they read is written later."""
+def recompute_conflicts(gm: GraphModule, names: Iterable[str]) -> dict[str, str]:
+    """Return the regions that would be recomputed from other numbers, as an operand is written later, with the reason."""
     nodes = {node.name: node for node in gm.graph.nodes}
     written = {w for node in gm.graph.nodes for w in effects_of(node, gm).writes}
-    found: dict[str, str] = {}
+    conflicts: dict[str, str] = {}
     for name in names:
         read = [source.name for source in nodes[name].all_input_nodes if source in written]
         if read:
-            found[name] = (
-                f"it reads '{read[0]}', which is written later, so that it would be computed again from other numbers. "
+            conflicts[name] = (
+                f"it reads '{read[0]}', which is written later, so that it would be recomputed from other numbers. "
                 f"Leave that out of the region"
             )
-    return found
+    return conflicts
 
 
-def require_repeatable(path: str, module: nn.Module, calls: Iterable[RecordedCall]) -> None:
-    """Raise if a module does more than compute: what it writes when it is trained would be written twice."""
+def require_recomputable(path: str, module: nn.Module, calls: Iterable[RecordedCall]) -> None:
+    """Raise if a module writes anything when it is trained: recomputing it would write that twice."""
     if type(module).forward is nn.Module.forward:
         raise ScheduleError(
             f"'{path}' is a {type(module).__name__} and is never called itself; checkpoint the modules in it: '{path}.*'"
         )
-    written = [name for call in calls for name in _written(module, call)] or _statistics(module)
+    written = [name for call in calls for name in _written_by(module, call)] or _running_statistics(module)
     if written:
         raise ScheduleError(
             f"'{path or 'the model'}' cannot be checkpointed: it writes {', '.join(dict.fromkeys(written))}, which would "
@@ -85,8 +86,8 @@ def require_repeatable(path: str, module: nn.Module, calls: Iterable[RecordedCal
         )
 
 
-def _statistics(module: nn.Module) -> list[str]:
-    """Running statistics of norms, which are written in training whatever mode the module is in now."""
+def _running_statistics(module: nn.Module) -> list[str]:
+    """Return the running statistics of norms, which are written in training whatever the present mode."""
     norms = (
         (name, part)
         for name, part in module.named_modules()
@@ -95,102 +96,104 @@ def _statistics(module: nn.Module) -> list[str]:
     return [f"'{name}.running_mean'".replace("'.", "'") for name, part in norms if part.track_running_stats]
 
 
-def _written(module: nn.Module, call: RecordedCall) -> list[str]:
-    """What one run of a module changed: buffers, parameters, or what it was given."""
+def _written_by(module: nn.Module, call: RecordedCall) -> list[str]:
+    """Return what one run of a module writes: buffers, parameters or arguments."""
     example = call.example.copied()
     state = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     watched: list[tuple[str, Tensor, int]] = [(f"'{n}'", value, value._version) for n, value in state.items()]
-    given = [leaf for leaf in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(leaf, Tensor)]
-    watched += [(f"argument {i}", value, value._version) for i, value in enumerate(given)]
-    with undisturbed(module), torch.no_grad():
+    tensors = [
+        leaf for leaf in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(leaf, Tensor)
+    ]
+    watched += [(f"argument {i}", value, value._version) for i, value in enumerate(tensors)]
+    with preserve_state(module), torch.no_grad():
         example.call(module.forward)
         replaced = [f"'{name}'" for name, value in module.named_buffers() if state.get(name) is not value]
         return [name for name, value, version in watched if value._version != version] + replaced
 
 
-Look = Callable[[GraphModule], RuleContext]
+ContextProvider = Callable[[GraphModule], RuleContext]
 
 
 @dataclass(frozen=True, eq=False)
 class PartGraph:
-    """The graph of a part as it is now, and the backends that were asked for by region."""
+    """The graph of a part, and the backends requested for its regions by name."""
 
     gm: GraphModule
     backends: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def lowered(self, wanted: Mapping[str, Any], *, strict: bool) -> PartGraph:
-        """The same with these regions lowered too."""
-        here = {region.name for region in regions(self.gm)}
-        backends = {name: b for name, b in {**self.backends, **wanted}.items() if name in here}
+    def with_lowered(self, requested: Mapping[str, Any], *, strict: bool) -> PartGraph:
+        """Return the part with these regions lowered too."""
+        names = {region.name for region in regions(self.gm)}
+        backends = {name: b for name, b in {**self.backends, **requested}.items() if name in names}
         options = Options(smallest=1, on_error="raise" if strict else "fallback")
         gm = lower_with(self.gm, backends or [], options, progress=False, whole=False)
         return PartGraph(gm, backends)
 
-    def changed(self, gm: GraphModule) -> PartGraph:
-        """Another graph, its regions lowered as they were."""
-        return PartGraph(gm, self.backends).lowered({}, strict=False) if self.backends else PartGraph(gm)
+    def with_graph(self, gm: GraphModule) -> PartGraph:
+        """Return the part with another graph, its regions lowered as before."""
+        return PartGraph(gm, self.backends).with_lowered({}, strict=False) if self.backends else PartGraph(gm)
 
 
 @dataclass(frozen=True)
 class Address:
-    """Which of the matches of a finder in the part at `path`."""
+    """One of the matches of a finder in the part at `path`."""
 
     path: str
     finder: Finder
     occurrence: int
 
     def all(self, context: RuleContext, root: str) -> list[PartMatch]:
-        """Every match of the finder in the part, in the graph of the traced part at `root`."""
-        return self.finder.find(context, below(self.path, root))[0]
+        """Return every match of the finder in the part, in the graph of the traced part at `root`."""
+        return self.finder.find(context, relative_path(self.path, root))[0]
 
     def resolve(
-        self, context: RuleContext, root: str, known: dict[Any, tuple[list[PartMatch], str]] | None = None
+        self, context: RuleContext, root: str, cache: dict[Any, tuple[list[PartMatch], str]] | None = None
     ) -> PartMatch:
-        """The match that is meant; `known` remembers what finders found for other addresses in the same graph."""
+        """Return the match; `cache` holds the matches of finders for other addresses in the same graph."""
         key = (self.path, self.finder.identity)
-        remembered = {} if known is None else known
+        remembered = {} if cache is None else cache
         if key not in remembered:
-            remembered[key] = self.finder.find(context, below(self.path, root))
-        found, why = remembered[key]
-        if self.occurrence >= len(found):
+            remembered[key] = self.finder.find(context, relative_path(self.path, root))
+        matches, why = remembered[key]
+        if self.occurrence >= len(matches):
             raise ScheduleError(
-                f"there is no match number {self.occurrence} of {self.finder.name}: {why or f'{len(found)} were found'}"
+                f"match number {self.occurrence} of {self.finder.name} does not exist: {why or f'there are {len(matches)}'}"
             )
-        return found[self.occurrence]
+        return matches[self.occurrence]
 
 
 @dataclass(frozen=True, eq=False)
 class Edit(ABC):
-    """One change of the graph of the traced part at `root`; `form` is the call signature it was made for."""
+    """One change of the graph of the traced part at `root`; `form` is the number of the call signature."""
 
     root: str
     form: int
     targets: tuple[Address, ...]
 
     @abstractmethod
-    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
-        """The graph after it, and the names of the regions it made or changed.
+    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
+        """Return the graph after the edit, and the names of the regions it created or changed.
 
-        `root` is the path of what the graph is of, which may by now be a module around the one it was made for.
+        `root` is the path of the traced part, which may by now be a module around the one of the edit.
         """
 
-    def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:
-        """The graph after it, on a capture for another call: what a backend does not take there runs as it is."""
-        return self.apply(part, root, look)[0]
+    def reapply(self, part: PartGraph, root: str, contexts: ContextProvider) -> PartGraph:
+        """Return the graph after the edit on a capture for another call, where a backend may decline regions."""
+        return self.apply(part, root, contexts)[0]
 
-    def copied(self, memo: dict[int, Any]) -> Edit:
-        """The edit for a copy of the model."""
+    def copied_with(self, memo: dict[int, Any]) -> Edit:
+        """Return the edit for a copy of the model."""
         return self
 
-    def _matches(self, part: PartGraph, root: str, look: Look) -> list[PartMatch]:
-        context = look(part.gm)
-        known: dict[Any, tuple[list[PartMatch], str]] = {}
-        return [target.resolve(context, root, known) for target in self.targets]
+    def _matches(self, part: PartGraph, root: str, contexts: ContextProvider) -> list[PartMatch]:
+        context = contexts(part.gm)
+        cache: dict[Any, tuple[list[PartMatch], str]] = {}
+        return [target.resolve(context, root, cache) for target in self.targets]
 
 
 @dataclass(frozen=True, eq=False)
 class FuseEdit(Edit):
-    """Matches made regions, each by itself or all in one."""
+    """Outline matches as regions, one each or all in one."""
 
     kind: str | None = None
     version: int | None = None
@@ -199,26 +202,28 @@ class FuseEdit(Edit):
     together: bool = False
     backend: Any = None
 
-    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
-        return self._fused(part, root, look, strict=True)
+    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
+        return self._fused(part, root, contexts, strict=True)
 
-    def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:
-        return self._fused(part, root, look, strict=False)[0]
+    def reapply(self, part: PartGraph, root: str, contexts: ContextProvider) -> PartGraph:
+        return self._fused(part, root, contexts, strict=False)[0]
 
-    def _fused(self, part: PartGraph, root: str, look: Look, *, strict: bool) -> tuple[PartGraph, list[str]]:
-        found = self._matches(part, root, look)
-        requests = [self._request(m) for m in found]
+    def _fused(
+        self, part: PartGraph, root: str, contexts: ContextProvider, *, strict: bool
+    ) -> tuple[PartGraph, list[str]]:
+        matches = self._matches(part, root, contexts)
+        requests = [self._request(m) for m in matches]
         if self.together:
-            nodes = tuple(dict.fromkeys(n for m in found for n in m.nodes))
+            nodes = tuple(dict.fromkeys(n for m in matches for n in m.nodes))
             requests = [replace(requests[0], nodes=nodes, arguments=None, results=(), rule=None)]
-        gm, names = outlined(part.gm, requests)
-        made = PartGraph(gm, part.backends)
+        gm, names = outline_named(part.gm, requests)
+        fused = PartGraph(gm, part.backends)
         if self.backend is not None or part.backends:
-            wanted = {} if self.backend is None else dict.fromkeys(names, self.backend)
-            made = made.lowered(wanted, strict=strict and bool(wanted))
+            requested = {} if self.backend is None else dict.fromkeys(names, self.backend)
+            fused = fused.with_lowered(requested, strict=strict and bool(requested))
             if strict:
-                require_lowered(made, wanted)
-        return made, names
+                require_lowered(fused, requested)
+        return fused, names
 
     def _request(self, match: PartMatch) -> Request:
         base = match.request
@@ -232,132 +237,136 @@ class FuseEdit(Edit):
         )
 
 
-def outlined(gm: GraphModule, requests: list[Request]) -> tuple[GraphModule, list[str]]:
-    """The graph with regions for some requests, and the name of each one's."""
-    made = outline(gm, requests)
+def outline_named(gm: GraphModule, requests: list[Request]) -> tuple[GraphModule, list[str]]:
+    """Outline requests and return the graph and the name of the region of each."""
+    outlined = outline(gm, requests)
     owner: dict[str, str] = {}
     before = {node.name for node in gm.graph.nodes}
-    for node in made.graph.nodes:
+    for node in outlined.graph.nodes:
         call = call_of(node.meta)
         if call is not None and node.name not in before:
             owner.update({member.name: node.name for member in walk(call) if not member.clone})
     names = [next(owner[n.name] for n in r.nodes if n.name in owner) for r in requests]  # pyright: ignore
-    return made, names
+    return outlined, names
 
 
 @dataclass(frozen=True, eq=False)
 class ReplaceEdit(Edit):
-    """Matches, one after the other or all as one, called as something else."""
+    """Call a replacement in place of matches."""
 
     new: Replacement | None = None
 
-    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
         assert self.new is not None
-        found = self._matches(part, root, look)
-        gm, region = isolated(part.gm, found)
-        return part.changed(with_replacement(gm, found, region, self.new)), [region.name]
+        matches = self._matches(part, root, contexts)
+        gm, region = isolate(part.gm, matches)
+        return part.with_graph(with_replacement(gm, matches, region, self.new)), [region.name]
 
-    def copied(self, memo: dict[int, Any]) -> Edit:
+    def copied_with(self, memo: dict[int, Any]) -> Edit:
         if self.new is None or not isinstance(self.new.new, nn.Module):
             return self
         return replace(self, new=replace(self.new, new=copy.deepcopy(self.new.new, memo)))
 
 
-def isolated(gm: GraphModule, found: list[PartMatch]) -> tuple[GraphModule, Region]:
-    """The graph with the operations of matches as one region, which a single match of a region is already."""
-    first = found[0]
+def isolate(gm: GraphModule, matches: list[PartMatch]) -> tuple[GraphModule, Region]:
+    """Outline the operations of matches as one region, unless they are a region already."""
+    first = matches[0]
     request = first.request
     assert request is not None
-    if isinstance(first.finder, ByRegion) and len(found) == 1:
+    if isinstance(first.finder, ByRegion) and len(matches) == 1:
         name = first.nodes[0].name
     else:
-        nodes = tuple(dict.fromkeys(n for m in found for n in m.nodes))
-        if len(found) > 1:
-            results = tuple(o for m in found for o in m.outputs)
+        nodes = tuple(dict.fromkeys(n for m in matches for n in m.nodes))
+        if len(matches) > 1:
+            results = tuple(o for m in matches for o in m.outputs)
             request = replace(request, arguments=None, results=results, rule=None)
         elif not request.results:
             request = replace(request, results=first.outputs)
-        gm, names = outlined(gm, [replace(request, nodes=nodes, kind="replaced", attrs=None)])
+        gm, names = outline_named(gm, [replace(request, nodes=nodes, kind="replaced", attrs=None)])
         name = names[0]
     return gm, next(r for r in regions(gm) if r.name == name)
 
 
 @dataclass(frozen=True, eq=False)
 class DecomposeEdit(Edit):
-    """Regions back into their operations, and operations into simpler ones."""
+    """Inline regions, and decompose operations into simpler ones."""
 
-    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
+    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
         gm = part.gm
-        found = self._matches(part, root, look)
-        closed = [m.nodes[0].name for m in found if isinstance(m.finder, ByRegion)]
+        matches = self._matches(part, root, contexts)
+        closed = [m.nodes[0].name for m in matches if isinstance(m.finder, ByRegion)]
         if closed:
             gm = inline_named(gm, closed, depth=1)
-        plain = [name for m in found if not isinstance(m.finder, ByRegion) for name in self._parts_of(m)]
-        if plain:
-            gm = decomposed(gm, plain)
-        return part.changed(gm), []
+        operations = [
+            name for m in matches if not isinstance(m.finder, ByRegion) for name in self._decomposable(m)
+        ]
+        if operations:
+            gm = decompose_nodes(gm, operations)
+        return part.with_graph(gm), []
 
     @staticmethod
-    def _parts_of(match: PartMatch) -> list[str]:
-        """The operation of a match, or of several those that have simpler forms."""
+    def _decomposable(match: PartMatch) -> list[str]:
+        """Return the operation of a match, or of several operations those with a formula."""
         nodes = [n for n in match.nodes if not is_projection(n)]
         if len(nodes) == 1:
             return [nodes[0].name]
-        names = [n.name for n in nodes if can_be_taken_apart(n)]
+        names = [n.name for n in nodes if has_formula(n)]
         if not names:
-            raise ScheduleError(f"no operation of {match!r} can be taken apart into simpler ones")
+            raise ScheduleError(f"no operation of {match!r} can be decomposed into simpler ones")
         return names
 
 
 @dataclass(frozen=True, eq=False)
 class AnnotateEdit(Edit):
-    """Attributes added to regions."""
+    """Add attributes to regions."""
 
     attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
-        names = [m.nodes[0].name for m in self._matches(part, root, look)]
-        known = {region.name: region for region in regions(part.gm)}
+    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
+        names = [m.nodes[0].name for m in self._matches(part, root, contexts)]
+        by_name = {region.name: region for region in regions(part.gm)}
         graph = copy_graph(part.gm.graph)
         for node in graph.nodes:
             call = call_of(node.meta)
             if call is not None and node.name in names:
-                region = known[node.name]
+                region = by_name[node.name]
                 identity = make_identity(region.kind, region.version, {**region.attrs, **self.attrs})
                 write_call(node, replace(call, identity=identity))
-        return part.changed(rebuild(part.gm, graph)), names
+        return part.with_graph(rebuild(part.gm, graph)), names
 
 
 @dataclass(frozen=True, eq=False)
 class LowerEdit(Edit):
-    """Regions given to a backend."""
+    """Lower regions to a backend."""
 
     backend: Any = None
 
-    def apply(self, part: PartGraph, root: str, look: Look) -> tuple[PartGraph, list[str]]:
-        names = [m.nodes[0].name for m in self._matches(part, root, look)]
-        made = part.lowered(dict.fromkeys(names, self.backend), strict=True)
-        require_lowered(made, names)
-        for name, why in self._not_repeatable(part, names).items():
+    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
+        names = [m.nodes[0].name for m in self._matches(part, root, contexts)]
+        lowered = part.with_lowered(dict.fromkeys(names, self.backend), strict=True)
+        require_lowered(lowered, names)
+        for name, why in self._recompute_conflicts(part, names).items():
             raise ScheduleError(f"region '{name}' cannot be checkpointed: {why}")
-        return made, names
+        return lowered, names
 
-    def again(self, part: PartGraph, root: str, look: Look) -> PartGraph:
-        names = [m.nodes[0].name for m in self._matches(part, root, look)]
-        left_out = self._not_repeatable(part, names)
-        return part.lowered({n: self.backend for n in names if n not in left_out}, strict=False)
+    def reapply(self, part: PartGraph, root: str, contexts: ContextProvider) -> PartGraph:
+        names = [m.nodes[0].name for m in self._matches(part, root, contexts)]
+        left_out = self._recompute_conflicts(part, names)
+        return part.with_lowered({n: self.backend for n in names if n not in left_out}, strict=False)
 
-    def _not_repeatable(self, part: PartGraph, names: list[str]) -> dict[str, str]:
-        return not_repeatable(part.gm, names) if isinstance(self.backend, Checkpoint) else {}
+    def _recompute_conflicts(self, part: PartGraph, names: list[str]) -> dict[str, str]:
+        return recompute_conflicts(part.gm, names) if isinstance(self.backend, Checkpoint) else {}
 
 
 def require_lowered(part: PartGraph, names: Iterable[str]) -> None:
-    """Raise unless the backends that regions were given to took them."""
-    wanted = set(names)
+    """Raise unless the backends that were requested for regions accepted them."""
+    requested = set(names)
     for region in regions(part.gm):
-        if region.name in wanted and region.backend is None:
-            told = [e for e in part.gm.meta[LOWERING].events if e.region == region.name and e.reason]
+        if region.name in requested and region.backend is None:
+            refusals = [e for e in part.gm.meta[LOWERING].events if e.region == region.name and e.reason]
             why = (
-                f"'{told[-1].backend}' does not take it: {told[-1].reason}" if told else "no backend took it"
+                f"'{refusals[-1].backend}' does not take it: {refusals[-1].reason}"
+                if refusals
+                else "no backend took it"
             )
             raise ScheduleError(f"region '{region.name}' is not lowered: {why}")

@@ -1,4 +1,4 @@
-"""Ways of finding: each looks at one graph, and can be written down for a history."""
+"""Finders: searches of one graph by rule, node, module or region, which a history can store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
 class PartMatch(Match):
     """A match in a part of a schedule; `path` is the part, `module_path` the module within the model.
 
-    It stays good while its operations are where they were: later steps elsewhere do not matter.
+    It stays valid until a step changes its operations.
     """
 
     path: str = ""
@@ -52,7 +52,7 @@ class PartMatch(Match):
 
 
 class Matches(list[PartMatch]):
-    """Matches in execution order, none overlapping another; `why` tells what came near if there are none."""
+    """Disjoint matches in execution order; `why` gives the nearest misses of an empty list."""
 
     def __init__(self, matches: list[PartMatch], why: str = "") -> None:
         super().__init__(matches)
@@ -73,7 +73,7 @@ class PartRegion(Region):
 
 
 def select_disjoint(matches: list[PartMatch], position: dict[Node, int]) -> list[PartMatch]:
-    """Those that can be had together, by where they end; of two that overlap the larger, else the first."""
+    """Return disjoint matches by where they end; of two that overlap the larger, else the first."""
     covered: set[Node] = set()
     selected: list[PartMatch] = []
     for match in sorted(matches, key=lambda m: (-len(m.nodes), _span(m, position))):
@@ -89,7 +89,7 @@ def _span(match: PartMatch, position: dict[Node, int]) -> tuple[int, int]:
 
 
 def nearest_refusals(refusals: list[Any]) -> str:
-    """What came nearest, of the refusals of a rule."""
+    """Return the reasons of the refusals of a rule that matched most."""
     if not refusals:
         return "nothing came near"
     best = sorted(refusals, key=lambda r: -(r.matched / r.wanted if r.wanted else 0.5))[:3]
@@ -104,7 +104,7 @@ _MAX_SUGGESTIONS = 5
 
 
 def match_paths(model: nn.Module, pattern: str) -> tuple[str, ...]:
-    """The paths that a glob names, as `named_modules` lists them; UnknownPart if there are none.
+    """Return the paths that a glob matches, in the order of `named_modules`; raise UnknownPart without any.
 
     `*` stands for one part of a path or a piece of it, `**` for any number of parts, `""` for the model itself.
     """
@@ -118,7 +118,7 @@ def match_paths(model: nn.Module, pattern: str) -> tuple[str, ...]:
 
 
 def require_path(model: nn.Module, path: str) -> None:
-    """UnknownPart if a model has no module at a path."""
+    """Raise UnknownPart if a model has no module at a path."""
     try:
         model.get_submodule(path)
     except AttributeError:
@@ -127,7 +127,7 @@ def require_path(model: nn.Module, path: str) -> None:
 
 
 def _suggestions(pattern: str, paths: list[str]) -> list[str]:
-    """Paths that may have been meant, layers folded into one."""
+    """Return similar paths, those of numbered layers as one."""
     folded = sorted({_NUMBER.sub("*", path) for path in paths if path})
     generic = _NUMBER.sub("*", pattern)
     last = pattern.rpartition(".")[2]
@@ -137,12 +137,12 @@ def _suggestions(pattern: str, paths: list[str]) -> list[str]:
 
 
 def join_path(*parts: str) -> str:
-    """Paths one below the other as one."""
+    """Join paths with dots; empty ones are left out."""
     return ".".join(part for part in parts if part)
 
 
 def enclosing_paths(path: str) -> list[str]:
-    """The paths that a path lies in, itself first and the model last."""
+    """Return a path and the paths of all modules around it, the model last."""
     paths = [path] if path else []
     while "." in path:
         path = path.rpartition(".")[0]
@@ -151,7 +151,7 @@ def enclosing_paths(path: str) -> list[str]:
 
 
 def outermost_paths(paths: Iterable[str]) -> list[str]:
-    """Some paths without those that lie in others of them, each once."""
+    """Return paths without those within others of them, each once."""
     unique = dict.fromkeys(paths)
     return [
         path
@@ -161,12 +161,12 @@ def outermost_paths(paths: Iterable[str]) -> list[str]:
 
 
 def is_within(path: str, outer: str) -> bool:
-    """Whether a path is `outer` or lies below it."""
+    """Return whether a path is `outer` or below it."""
     return outer == "" or path == outer or path.startswith(f"{outer}.")
 
 
 def relative_path(path: str, outer: str) -> str:
-    """A path as seen from one it lies in."""
+    """Return a path relative to one it is within."""
     return path if outer == "" else path[len(outer) + 1 :]
 
 
@@ -174,30 +174,30 @@ _NON_WORD = re.compile(r"\W+")
 
 
 class Finder(ABC):
-    """One way of finding. `kind` is what a region made of a match is called unless the caller says."""
+    """A search of a graph; `kind` is the default kind of a region that is made of a match."""
 
     name: str
     kind: str
 
     @abstractmethod
     def search(self, context: RuleContext) -> tuple[list[PartMatch], list[Refusal]]:
-        """Every match in a graph, and what came near."""
+        """Return every match in a graph, and the near misses."""
 
     @abstractmethod
     def serialized(self) -> dict[str, Any]:
-        """The finder as history stores it: callables among the values."""
+        """Return the finder as an entry of a history, with callables among the values."""
 
     @property
     def identity(self) -> Any:
-        """What tells finders apart that may find other things."""
+        """A key that is equal only for finders with the same matches."""
         return (type(self), *self.serialized().values())
 
     def scoped_to(self, scope: str) -> Finder:
-        """The finder for a part at `scope` of a graph; others than it if what it looks for is told from there."""
+        """Return the finder for the part at `scope` of a graph, to which its paths are relative."""
         return self
 
     def find(self, context: RuleContext, scope: str) -> tuple[list[PartMatch], str]:
-        """Matches with all operations in the module at `scope`, none overlapping, in execution order; why if none."""
+        """Return disjoint matches within the module at `scope` in execution order, or else the nearest misses."""
         cache = context.analysis(_search_cache)
         finder = self.scoped_to(scope)
         if finder.identity not in cache:
@@ -217,23 +217,24 @@ def _search_cache(context: RuleContext) -> dict[Any, tuple[list[PartMatch], list
 
 
 def frames_of(node: Node) -> list[ModuleFrame]:
-    """The module calls that an operation came from, outermost first."""
+    """Return the module calls that an operation came from, outermost first."""
     return [make_frame(key, entry) for key, entry in module_stack(node).items()]
 
 
 def path_of(node: Node) -> str:
-    """The innermost module that an operation came from."""
+    """Return the path of the innermost module that an operation came from."""
     frames = frames_of(node)
     return frames[-1].path if frames else ""
 
 
 def is_from(node: Node, scope: str) -> bool:
+    """Return whether an operation came from the module at `scope`."""
     return scope == "" or any(is_within(f.path, scope) for f in frames_of(node))
 
 
 @dataclass(frozen=True, eq=False)
 class ByRule(Finder):
-    """Wherever a rule, or one of several, proposes a region: a pattern, or any other rule."""
+    """The proposals of rules."""
 
     rules: tuple[Rule, ...]
 
@@ -290,7 +291,7 @@ class ByRule(Finder):
 
 
 def _rule_identity(rule: Rule) -> Any:
-    """What tells rules apart; a pattern that is made of the same function again is the same."""
+    """Return the identity of a rule, which patterns of the same function share."""
     if isinstance(rule, PatternRule):
         return (PatternRule, rule.function, rule.guards, rule.through, rule.kind)
     return (id(rule), rule)
@@ -326,7 +327,7 @@ def _outputs(members: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _common_path(members: tuple[Node, ...]) -> str:
-    """The innermost module that all of the operations came from."""
+    """Return the path of the innermost module that all operations came from."""
     stacks = [[f.path for f in frames_of(n)] for n in members if not is_projection(n)]
     common = ""
     for paths in zip(*stacks, strict=False):
@@ -338,7 +339,7 @@ def _common_path(members: tuple[Node, ...]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ByNode(Finder):
-    """Each operation that a predicate accepts, or that calls an operator, by itself."""
+    """Single operations that a predicate accepts, or that call an operator."""
 
     what: Callable[[Node], Any] | OpOverload | OpOverloadPacket
 
@@ -391,7 +392,7 @@ class ByNode(Finder):
 
 @dataclass(frozen=True, eq=False)
 class ByModule(Finder):
-    """The operations of each call of a module of a class, or at a path that a regular expression finds.
+    """The operations of each call of a module of a class, or at a path that a regular expression matches.
 
     Paths are those from the module at `scope`, whatever larger part the graph is of.
     """
@@ -498,11 +499,8 @@ def _named_operands(node: Node) -> Iterator[tuple[str, Node]]:
         yield name, cast("Node", node.args[number])
 
 
-_NO_NAME = re.compile(r"\W+")
-
-
 def finder_of(what: Any) -> Finder:
-    """What `find` was given as a finder."""
+    """Return the finder for an argument of `find`."""
     if isinstance(what, Finder):
         return what
     if isinstance(what, Rule):
@@ -521,7 +519,7 @@ def finder_of(what: Any) -> Finder:
         )
     if callable(what) and not _has_signature(what):
         raise InvalidArgument(
-            f"find cannot tell what {getattr(what, '__name__', repr(what))} takes; write a function that calls it, or give "
+            f"find cannot read the signature of {getattr(what, '__name__', repr(what))}; write a function that calls it, or give "
             f"the operator of torch.ops."
         )
     if callable(what):
@@ -550,7 +548,7 @@ def _has_signature(function: Callable[..., Any]) -> bool:
 
 
 def _is_predicate(function: Callable[..., Any]) -> bool:
-    """Whether a function looks at one node: its argument is called `node`, or annotated as one."""
+    """Return whether a function takes one node: its argument is called `node`, or annotated as one."""
     parameters = list(inspect.signature(function).parameters.values())
     if len(parameters) != 1:
         return False
@@ -559,5 +557,5 @@ def _is_predicate(function: Callable[..., Any]) -> bool:
 
 
 def _function_kind(function: Callable[..., Any]) -> str:
-    kind = _NO_NAME.sub("_", getattr(function, "__name__", "pattern")).strip("_")
+    kind = _NON_WORD.sub("_", getattr(function, "__name__", "pattern")).strip("_")
     return kind if kind and not kind[0].isdigit() else "pattern"

@@ -1,4 +1,4 @@
-"""Calls of modules that follow one another in the dataflow: a product, a batch norm, an activation."""
+"""Chains of module calls in the dataflow: a convolution or linear layer, a batch norm, an activation."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, cast
 
-import torch
-from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dovetail.errors import ScheduleError
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import Program, attribute, copy_graph, rebuild
+from dovetail.ir.graph_module import attribute
 from dovetail.ir.nodes import is_projection
-from dovetail.ir.schema import by_name, normalised, op_name, written
-from dovetail.outlining.request import Request
-from dovetail.passes.fold_constants import Constants, UniqueNames
-from dovetail.passes.fold_conv_batch_norm import Folded
+from dovetail.ir.schema import named_arguments, normalized_arguments, op_name
+from dovetail.outlining.outline import Request
+from dovetail.passes.fold_conv_batch_norm import FoldPair, fold_pairs, why_not_constant
 from dovetail.rules.library import KINDS
 from dovetail.scheduling.finders import frames_of, path_of
 
@@ -47,7 +43,7 @@ _SEQUENCES = (
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules to be fused: their names in the model, and every path that each has within the traced part."""
+    """Modules to be fused: their names in the model, and all paths of each within the traced part."""
 
     names: tuple[str, ...]
     paths: tuple[frozenset[str], ...]
@@ -59,7 +55,7 @@ class ModuleGroup:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One call of a module: the operation it is about, and the value it gives on."""
+    """One call of a module: its operation and its value."""
 
     name: str
     role: Role
@@ -68,8 +64,8 @@ class Link:
 
     @property
     def input(self) -> Any:
-        given = by_name(self.node)
-        return given.get("input", given.get("self"))
+        arguments = named_arguments(self.node)
+        return arguments.get("input", arguments.get("self"))
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -78,7 +74,7 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Calls of the modules of a group, each reading what the one before it gives, in the order of the dataflow."""
+    """Calls of the modules of a group in the order of the dataflow, each reading the value of the one before."""
 
     group: ModuleGroup
     links: tuple[Link, ...]
@@ -91,15 +87,15 @@ class Chain:
         return tuple(node for link in self.links for node in link.nodes)
 
     def request(self) -> Request:
-        """The region of this chain, of the kind and with the attributes that rules give to such a region.
+        """Return the request for the region of this chain, with the kind and attributes that rules give to it.
 
-        What else reads a value in between gets it as a further result.
+        A value in between that is used elsewhere becomes a further result.
         """
         product, norm, activation = (self.get(role) for role in _ORDER)
-        attrs: dict[str, Any] = {"activation": None, **_activated(activation)}
+        attrs: dict[str, Any] = {"activation": None, **_activation_attrs(activation)}
         arguments: dict[str, Any] = {"x": self.links[0].input}
         if product is not None:
-            given = normalised(product.node, by_name(product.node))
+            given = normalized_arguments(product.node)
             arguments |= {"weight": given["weight"], "bias": given.get("bias")}
             if op_name(product.node.target) != "linear":
                 attrs |= {name: given[name] for name in ("stride", "padding", "dilation", "groups")}
@@ -107,17 +103,20 @@ class Chain:
                 attrs |= {"output_padding": given["output_padding"]}
         kind = _kind(self)
         if kind != "linear_activation":
-            attrs |= {"batch_norm": norm is not None, "training": norm is not None and not is_fixed(norm)}
+            attrs |= {
+                "batch_norm": norm is not None,
+                "training": norm is not None and not uses_running_stats(norm),
+            }
         if norm is not None:
-            given = normalised(norm.node, by_name(norm.node))
+            given = normalized_arguments(norm.node)
             arguments |= {"scale": given["weight"], "shift": given["bias"]}
             arguments |= {"mean": given.get("running_mean"), "variance": given.get("running_var")}
             attrs |= {"eps": given["eps"]}
         contract = KINDS.get(kind)
         if contract is not None:
-            # Settings of an activation that the kind has no attribute for stay beside those it has.
-            known = {name: value for name, value in attrs.items() if name in contract.attrs}
-            attrs |= contract.complete(known)
+            # Settings of an activation without an attribute of the kind are kept beside the others.
+            attributes = {name: value for name, value in attrs.items() if name in contract.attrs}
+            attrs |= contract.complete(attributes)
         return Request(
             self.nodes,
             kind,
@@ -140,64 +139,64 @@ def _kind(chain: Chain) -> str:
     return "conv_transpose_bn_act" if op_name(product.node.target) in _TRANSPOSED else "conv_bn_act"
 
 
-def _activated(link: Link | None) -> dict[str, Any]:
-    """An activation as rules describe it, by its name and what it is set to."""
+def _activation_attrs(link: Link | None) -> dict[str, Any]:
+    """Return the name of an activation and its settings as attributes of a region."""
     if link is None:
         return {}
-    given = normalised(link.node, by_name(link.node))
+    arguments = normalized_arguments(link.node)
     name = op_name(link.node.target)
     if name == "gelu":
-        return {"activation": "gelu" if given["approximate"] == "none" else "gelu_tanh"}
+        return {"activation": "gelu" if arguments["approximate"] == "none" else "gelu_tanh"}
     if name == "leaky_relu":
-        return {"activation": name, "slope": given["negative_slope"]}
-    if name == "hardtanh" and (given["min_val"], given["max_val"]) == (0, 6):
+        return {"activation": name, "slope": arguments["negative_slope"]}
+    if name == "hardtanh" and (arguments["min_val"], arguments["max_val"]) == (0, 6):
         return {"activation": "relu6"}
-    settings = {k: v for k, v in given.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    settings = {k: v for k, v in arguments.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     return {"activation": name, **({} if settings == _default_settings(link.node) else settings)}
 
 
 def _default_settings(node: Node) -> dict[str, Any]:
-    """The numbers that an operator takes when it is not given any."""
+    """Return the default numbers of an operator."""
     schema: Any = getattr(node.target, "_schema", None)
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
     return {k: v for k, v in defaults.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
-def is_fixed(norm: Link) -> bool:
-    """Whether a norm goes by the statistics it keeps, and not by those of the batch."""
-    given = normalised(norm.node, by_name(norm.node))
-    if given.get("running_mean") is None or given.get("running_var") is None:
+def uses_running_stats(norm: Link) -> bool:
+    """Return whether a norm uses its running statistics, and not those of the batch."""
+    arguments = normalized_arguments(norm.node)
+    if arguments.get("running_mean") is None or arguments.get("running_var") is None:
         return False
-    return op_name(norm.node.target) == _FIXED_NORM or given.get("training") is False
+    return op_name(norm.node.target) == _FIXED_NORM or arguments.get("training") is False
 
 
-def chains(gm: GraphModule, groups: Iterable[ModuleGroup], part: str) -> list[Chain]:
-    """Every place where the modules of a group follow one another; ScheduleError where a group has none."""
-    listed = list(groups)
-    calls = _calls(gm, listed)
-    found: list[Chain] = []
-    taken: dict[Node, Chain] = {}
-    for group in listed:
-        here = _chains_of(group, calls, part)
-        for chain in here:
+def find_chains(gm: GraphModule, groups: Iterable[ModuleGroup], part: str) -> list[Chain]:
+    """Return every chain of the modules of a group; raise ScheduleError for a group without one."""
+    requested = list(groups)
+    calls = _calls_by_module(gm, requested)
+    result: list[Chain] = []
+    owners: dict[Node, Chain] = {}
+    for group in requested:
+        group_chains = _chains_of(group, calls, part)
+        for chain in group_chains:
             for link in chain.links:
-                other = taken.setdefault(link.node, chain)
+                other = owners.setdefault(link.node, chain)
                 if other is not chain:
                     raise ScheduleError(
                         f"{group} and {other.group} both take the same call of '{link.name}'; leave it to one of them"
                     )
-        found += here
-    return found
+        result += group_chains
+    return result
 
 
-def _calls(gm: GraphModule, groups: list[ModuleGroup]) -> dict[str, dict[str, list[Node]]]:
-    """The operations of each call of each module that is named, by path and by call."""
-    wanted = {path for group in groups for paths in group.paths for path in paths}
+def _calls_by_module(gm: GraphModule, groups: list[ModuleGroup]) -> dict[str, dict[str, list[Node]]]:
+    """Return the operations of the modules of groups by path and by call."""
+    module_paths = {path for group in groups for paths in group.paths for path in paths}
     calls: dict[str, dict[str, list[Node]]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and not is_projection(node):
             for frame in frames_of(node):
-                if frame.path in wanted:
+                if frame.path in module_paths:
                     calls.setdefault(frame.path, {}).setdefault(frame.key, []).append(node)
     return calls
 
@@ -205,16 +204,16 @@ def _calls(gm: GraphModule, groups: list[ModuleGroup]) -> dict[str, dict[str, li
 def _chains_of(group: ModuleGroup, calls: Mapping[str, Mapping[str, list[Node]]], part: str) -> list[Chain]:
     links: list[list[Link]] = []
     for name, paths in zip(group.names, group.paths, strict=True):
-        here = [nodes for path in sorted(paths) for nodes in calls.get(path, {}).values()]
-        if not here:
+        module_calls = [nodes for path in sorted(paths) for nodes in calls.get(path, {}).values()]
+        if not module_calls:
             raise ScheduleError(
                 f"{group} cannot be fused: '{name}' computes nothing when {part} is called; {_SEQUENCES}"
             )
-        links.append([_link(group, name, nodes) for nodes in here])
+        links.append([_link_of(group, name, nodes) for nodes in module_calls])
     links.sort(key=lambda of: _ORDER.index(of[0].role))
     _require_sequence(group, links)
     makers = [{link.value: link for link in of} for of in links]
-    found: list[Chain] = []
+    found_chains: list[Chain] = []
     for last in links[-1]:
         walked = [last]
         for before in reversed(makers[:-1]):
@@ -222,27 +221,27 @@ def _chains_of(group: ModuleGroup, calls: Mapping[str, Mapping[str, list[Node]]]
                 break
             walked.insert(0, before[walked[0].input])
         else:
-            found.append(Chain(group, tuple(walked)))
-    if not found:
-        raise ScheduleError(f"{group} cannot be fused: {_why_none(links)}")
-    return found
+            found_chains.append(Chain(group, tuple(walked)))
+    if not found_chains:
+        raise ScheduleError(f"{group} cannot be fused: {_first_gap(links)}")
+    return found_chains
 
 
-def _link(group: ModuleGroup, name: str, nodes: list[Node]) -> Link:
-    for role, known in zip(_ORDER, (_PRODUCTS, _NORMS, _ACTIVATIONS), strict=True):
-        here = [node for node in nodes if op_name(node.target) in known]
-        if len(here) == 1:
-            return Link(name, role, here[0], _value(here[0]))
-        if here:
+def _link_of(group: ModuleGroup, name: str, nodes: list[Node]) -> Link:
+    for role, operators in zip(_ORDER, (_PRODUCTS, _NORMS, _ACTIVATIONS), strict=True):
+        candidates = [node for node in nodes if op_name(node.target) in operators]
+        if len(candidates) == 1:
+            return Link(name, role, candidates[0], _primary_value(candidates[0]))
+        if candidates:
             break
-    listed = ", ".join(dict.fromkeys(op_name(node.target) or str(node.target) for node in nodes))
-    raise ScheduleError(f"{group} cannot be fused: '{name}' computes {listed}; {_SEQUENCES}")
+    operations = ", ".join(dict.fromkeys(op_name(node.target) or str(node.target) for node in nodes))
+    raise ScheduleError(f"{group} cannot be fused: '{name}' computes {operations}; {_SEQUENCES}")
 
 
-def _value(node: Node) -> Node:
-    """The value that a call gives on: of an operation that returns several, the first."""
-    taken = [user for user in node.users if is_projection(user) and user.args[1] == 0]
-    return taken[0] if taken else node
+def _primary_value(node: Node) -> Node:
+    """Return the value of an operation: of one that returns a tuple, its first element."""
+    firsts = [user for user in node.users if is_projection(user) and user.args[1] == 0]
+    return firsts[0] if firsts else node
 
 
 def _require_sequence(group: ModuleGroup, links: list[list[Link]]) -> None:
@@ -254,23 +253,23 @@ def _require_sequence(group: ModuleGroup, links: list[list[Link]]) -> None:
         )
 
 
-def _why_none(links: list[list[Link]]) -> str:
-    """The first place where what should follow does not."""
+def _first_gap(links: list[list[Link]]) -> str:
+    """Return where the chain of links breaks first."""
     for before, after in pairwise(links):
-        made = {link.value for link in before}
-        if any(link.input in made for link in after):
+        values = {link.value for link in before}
+        if any(link.input in values for link in after):
             continue
         first, then = before[0], after[0]
         if any(link.input in {a.value for a in after} for link in before):
             return (
                 f"'{first.name}' reads what '{then.name}' computes, and not the other way round; {_SEQUENCES}"
             )
-        return f"'{then.name}' reads {_told(then.input)}, not what '{first.name}' computes"
+        return f"'{then.name}' reads {_describe_source(then.input)}, not what '{first.name}' computes"
     names = " and ".join(f"'{of[0].name}'" for of in links)
     return f"no call of {names} follows one of the others from end to end"
 
 
-def _told(value: Any) -> str:
+def _describe_source(value: Any) -> str:
     if not isinstance(value, Node):
         return repr(value)
     if value.op == "placeholder":
@@ -282,127 +281,54 @@ def _told(value: Any) -> str:
     return f"the result of {what} in '{at}'" if at else f"the result of {what}"
 
 
-_OF_PRODUCT = ("weight", "bias")
-_OF_NORM = ("weight", "bias", "running_mean", "running_var")
+def fold_norms(gm: GraphModule, chains: Iterable[Chain]) -> tuple[GraphModule, list[Chain]]:
+    """Fold the norms of chains into the products before them where possible; return the graph and the chains in it.
 
-
-def why_not_folded(index: Index, chain: Chain) -> str:
-    """Why the norm of a chain must stay; empty if its numbers can go into those of the product."""
-    product, norm = chain.get("product"), chain.get("norm")
-    if product is None or norm is None:
-        return "there is no norm after a product"
-    if not is_fixed(norm):
-        return "the norm goes by the statistics of the batch"
-    others = [user.name for user in product.value.users if user is not norm.node]
-    if others:
-        return f"the result of '{product.name}' is also used by '{others[0]}'"
-    for node in _state(chain):
-        if node.op != "get_attr":
-            return f"'{node.name}' is computed, not a parameter or buffer"
-        held = attribute(index.gm, cast("str", node.target))
-        if type(held) not in (Tensor, nn.Parameter, nn.Buffer):
-            return f"'{node.name}' is a {type(held).__name__}, not a plain tensor"
-        if index.position[node] in index.dependencies.written:
-            return f"'{node.name}' is written by the model"
-    before, after = product.value.meta.get("val"), norm.value.meta.get("val")
-    weight = attribute(index.gm, cast("str", cast("Node", by_name(product.node)["weight"]).target))
-    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
-        return "the shapes are not known"
-    # The norm is over the second dimension: that of the channels only where there is a batch and, after a linear
-    # layer, nothing else.
-    if before.dim() != cast("Tensor", weight).dim():
-        return "the norm is not over the channels of the product"
-    if not _same_place(before, after):
-        return "the norm returns another dtype or other strides than the product"
-    return ""
-
-
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two values have one dtype, device, shape and strides, for all sizes they may have."""
-    if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
-        return False
-    # Strides of open sizes are written in several ways; none of this adds a guard.
-    pairs = (*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True))
-    return all(statically_known_true(m == n) for m, n in pairs)
-
-
-def _state(chain: Chain) -> list[Node]:
-    """Weights of the product and numbers of the norm."""
-    product, norm = chain.get("product"), chain.get("norm")
-    assert product is not None
-    assert norm is not None
-    given = [by_name(product.node).get(name) for name in _OF_PRODUCT]
-    given += [by_name(norm.node).get(name) for name in _OF_NORM]
-    return [node for node in given if isinstance(node, Node)]
-
-
-def folded(gm: GraphModule, chains: Iterable[Chain]) -> tuple[GraphModule, list[Chain]]:
-    """The graph with norms folded where they can be, and the chains in it; where none can be, the very graph."""
-    listed = list(chains)
-    index = Index(gm)
-    fitting = {chain for chain in listed if not why_not_folded(index, chain)}
-    if not fitting:
-        return gm, listed
-    writer = _FoldRewriter(gm)
-    made = [writer.fold(chain) if chain in fitting else writer.moved(chain) for chain in listed]
-    return writer.written(), made
-
-
-class _FoldRewriter:
-    """Writes a copy of a graph with some norms folded."""
-
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm, self.graph = gm, copy_graph(gm.graph)
-        self.nodes = {node.name: node for node in self.graph.nodes}
-        self.constants = Constants(gm, UniqueNames(gm))
-
-    def written(self) -> Program:
-        return self.constants.installed(rebuild(self.gm, self.graph))
-
-    def moved(self, chain: Chain) -> Chain:
-        """The same chain in the new graph."""
-        return replace(
+    The graph itself is returned where no norm can be folded.
+    """
+    requested, index = list(chains), Index(gm)
+    pairs = {chain: pair for chain in requested if (pair := _foldable_pair(index, chain)) is not None}
+    if not pairs:
+        return gm, requested
+    folded = fold_pairs(index, list(pairs.values()))
+    nodes = {node.name: node for node in folded.graph.nodes}
+    return folded, [
+        replace(
             chain,
             links=tuple(
-                replace(link, node=self.nodes[link.node.name], value=self.nodes[link.value.name])
+                replace(link, node=nodes[link.node.name], value=nodes[link.value.name])
                 for link in chain.links
+                if chain not in pairs or link.role != "norm"
             ),
         )
+        for chain in requested
+    ]
 
-    def fold(self, chain: Chain) -> Chain:
-        """The chain in the new graph without its norm."""
-        here = self.moved(chain)
-        product, norm = here.get("product"), here.get("norm")
-        assert product is not None
-        assert norm is not None
-        state, target = dict.fromkeys(_state(here)), cast("OpOverload", product.node.target)
-        weight, bias = self._weights(product.node, norm.node)
-        given = normalised(product.node, by_name(product.node)) | {"weight": weight, "bias": bias}
-        product.node.args, product.node.kwargs = written(target, given)
-        # The value is the norm's, and so is its place in memory.
-        product.node.meta["val"] = norm.value.meta["val"]
-        norm.value.replace_all_uses_with(product.node)
-        for node in (*reversed(norm.nodes), *state):
-            if not node.users:
-                self.graph.erase_node(node)
-        return replace(here, links=tuple(link for link in here.links if link is not norm))
 
-    def _weights(self, product: Node, norm: Node) -> tuple[Node, Node]:
-        """Attributes for the weights of the one product."""
-        of_product, of_norm = (
-            normalised(node, by_name(node) | {"bias": by_name(node).get("bias")}) for node in (product, norm)
-        )
-        sources = [*(of_product[name] for name in _OF_PRODUCT), *(of_norm[name] for name in _OF_NORM)]
-        is_transposed = "transpose" in op_name(product.target)
-        names = self.constants.derive(
-            [f"folded_{op_name(product.target)}_{name}" for name in _OF_PRODUCT],
-            [cast("str", node.target) if isinstance(node, Node) else None for node in sources],
-            Folded(of_norm["eps"], of_product["groups"] if is_transposed else None),
-        )
-        with self.graph.inserting_before(product):
-            weight, bias = (self.graph.create_node("get_attr", name, name=name) for name in names)
-        like, mean = of_product["weight"].meta.get("val"), of_norm["running_mean"].meta.get("val")
-        if isinstance(like, FakeTensor):
-            weight.meta["val"] = torch.empty_like(like, requires_grad=False)
-            bias.meta["val"] = like.new_empty(mean.shape, requires_grad=False)
-        return weight, bias
+def _foldable_pair(index: Index, chain: Chain) -> FoldPair | None:
+    """Return the product and norm of a chain; None where the norm must stay."""
+    product, norm = chain.get("product"), chain.get("norm")
+    if product is None or norm is None or not uses_running_stats(norm):
+        return None
+    if set(product.value.users) != {norm.node} or any(n.users for n in norm.nodes[1:] if n is not norm.value):
+        return None
+    if why_not_constant(index, product.node, norm.node):
+        return None
+    before, after = product.value.meta.get("val"), norm.value.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return None
+    # The norm is over the second dimension: that of the channels only where there is a batch and, after a linear
+    # layer, nothing else.
+    weight = attribute(index.gm, cast("str", cast("Node", named_arguments(product.node)["weight"]).target))
+    if before.dim() != cast("Tensor", weight).dim() or not _same_layout(before, after):
+        return None
+    return FoldPair(product.node, norm.node, norm.value)
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    """Return whether two values have one dtype, device, shape and strides, for all sizes they may have."""
+    if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
+        return False
+    # Symbolic strides have several equal forms; none of this adds a guard.
+    pairs = (*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True))
+    return all(statically_known_true(m == n) for m, n in pairs)

@@ -1,4 +1,4 @@
-"""Modules fused by name, as torch's function of this name takes them, but along the dataflow."""
+"""`fuse_modules`: named modules fused along the dataflow, with the interface of torch's function of this name."""
 
 from __future__ import annotations
 
@@ -16,91 +16,76 @@ from torch.nn.parameter import is_lazy
 from dovetail.errors import CaptureError, InvalidArgument, ScheduleError, checked_call
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.ir.graph_module import Program
-from dovetail.ir.process_state import released_by_fork
-from dovetail.lowering.backend_protocol import requested
-from dovetail.lowering.dispatch import is_watched
+from dovetail.ir.process_state import reset_at_fork
+from dovetail.lowering.backend_protocol import checked_backends
+from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.lower import settle_parts
-from dovetail.runtime.capture_cache import CaptureCache, Modes
-from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, record
-from dovetail.scheduling.edits import PartGraph, outlined
-from dovetail.scheduling.finders import is_within, joined, matching
-from dovetail.scheduling.fold_chains import Chain, ModuleGroup, chains, folded
+from dovetail.runtime.capture_cache import CaptureCache
+from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, record_calls
+from dovetail.scheduling.edits import PartGraph, outline_named
+from dovetail.scheduling.finders import is_within, join_path, match_paths
+from dovetail.scheduling.fold_chains import Chain, ModuleGroup, find_chains, fold_norms
 from dovetail.scheduling.install import is_scheduled
-from dovetail.scheduling.installed_forward import Installed, ReplayedSteps, plain, refuse_hooks
+from dovetail.scheduling.installed_forward import (
+    HookFreeCache,
+    InstalledForward,
+    ReplayedSteps,
+    refuse_hooks,
+    unwrapped,
+)
 
 
-class _PartCaptures(CaptureCache):
-    """Captures of a module at a path; with `any_size` they hold for other sizes too, unless the model asks for them."""
+class FusedForward(InstalledForward):
+    """The forward of a module around fused ones: captures with batch norms in place, and with batch norms folded.
 
-    def __init__(
-        self, module: nn.Module, path: str, recipe: ReplayedSteps, lock: threading.RLock, *, any_size: bool
-    ) -> None:
-        super().__init__(module, recipe, dynamic=any_size, cuda_graphs=False, lock=lock)
-        self._path = path
-
-    def captured(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
-    ) -> tuple[Modes, GraphModule]:
-        try:
-            refuse_hooks(self._path, self.model)
-        except ScheduleError as error:
-            raise CaptureError(str(error)) from error
-        return super().captured(args, kwargs, cause)
-
-
-class Fusing(Installed):
-    """Calls of a module around fused ones: its graphs with batch norms kept, and with batch norms folded.
-
-    Folded ones run calls that give no gradients to what they are made of. Another tracer sees the module's own forward.
+    Folded ones run calls without gradients of the folded parameters. Another tracer sees the module's own forward.
     """
 
     def __init__(self, module: nn.Module, path: str, groups: tuple[ModuleGroup, ...]) -> None:
         super().__init__(module)
         self.path, self.groups = path, groups
-        self._ways = [min(paths).split(".") for group in groups for paths in group.paths]
-        self._forms: tuple[CaptureCache, CaptureCache] | None = None
+        self._module_paths = [min(paths).split(".") for group in groups for paths in group.paths]
+        self._caches: tuple[CaptureCache, CaptureCache] | None = None
         self._trained = False
-        # One for both kinds of captures: they are of one module.
-        self._lock = released_by_fork(threading.RLock())
+        # One for both caches: they capture one module.
+        self._lock = reset_at_fork(threading.RLock())
 
     @property
     def programs(self) -> tuple[GraphModule, ...]:
-        return tuple(form.program for forms in self._forms or () for form in forms.made)
+        return tuple(form.program for forms in self._caches or () for form in forms.captures)
 
     @property
-    def kept(self) -> CaptureCache:
-        """Captures with every norm where it was."""
-        return self._made()[0]
+    def unfolded(self) -> CaptureCache:
+        """Captures with every norm in place."""
+        return self._both()[0]
 
     @property
     def folded(self) -> CaptureCache:
         """Captures with norms folded."""
-        return self._made()[1]
+        return self._both()[1]
 
-    def _made(self) -> tuple[CaptureCache, CaptureCache]:
-        # Not before it is asked for: a module that is being unpickled has nothing in it yet.
-        if self._forms is None:
-            twin, steps = (
-                plain(self.module),
-                (ReplayedSteps(self._with_norms), ReplayedSteps(self._without_norms)),
-            )
-            # Backends make code for the sizes they see.
-            any_size = all(group.backend is None for group in self.groups)
+    def _both(self) -> tuple[CaptureCache, CaptureCache]:
+        # On first use: a module that is being unpickled is still empty.
+        if self._caches is None:
+            twin = unwrapped(self.module)
+            # Backends compile for the sizes they see.
+            dynamic = all(group.backend is None for group in self.groups)
             with self._lock:
-                kept, without = (
-                    _PartCaptures(twin, self.path, s, self._lock, any_size=any_size) for s in steps
+                unfolded, folded = (
+                    HookFreeCache(twin, ReplayedSteps(steps), self.path, dynamic=dynamic, lock=self._lock)
+                    for steps in (self._with_norms, self._without_norms)
                 )
-                self._forms = self._forms or (kept, without)
-        return self._forms
+                self._caches = self._caches or (unfolded, folded)
+        return self._caches
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or self._is_traced():
             own = self.own
             return own(*args, **kwargs) if own else type(self.module).forward(self.module, *args, **kwargs)
-        forms = self.folded if self._may_fold() else self.kept
+        forms = self.folded if self._may_fold() else self.unfolded
         if forms is self.folded and self._trained:
             self._trained = False
-            for form in forms.made:
+            for form in forms.captures:
                 if isinstance(form.program, Program) and form.program.runtime_weights is not None:
                     form.program.runtime_weights.check(form.program)
         try:
@@ -110,20 +95,20 @@ class Fusing(Installed):
                 raise error.__cause__ from None
             raise
         finally:
-            # Of a norm without a count of its batches no version counter shows that statistics were written.
+            # For a norm without `num_batches_tracked` no version counter shows that statistics were written.
             self._trained = self._trained or any(m.training for m in self._norms())
 
     def _is_traced(self) -> bool:
-        """Whether somebody looks at the operations of this call, and not only at those of another thread's."""
-        if not torch.compiler.is_compiling() and not is_watched():
+        """Return whether a tracer is active in this thread."""
+        if not torch.compiler.is_compiling() and not is_traced():
             return False
-        return not any(forms.captured_elsewhere() for forms in self._forms or ())
+        return not any(forms.captured_elsewhere() for forms in self._caches or ())
 
     def prepare(self, calls: Iterable[RecordedCall]) -> None:
-        """Make graphs for calls like these; ScheduleError where the modules do not follow one another in one."""
+        """Capture calls like these; raise ScheduleError where the modules of a group are not a chain."""
         refuse_hooks(self.path, self.module)
-        captured = [self.kept.captured(call.example.args, call.example.kwargs) for call in calls]
-        self.kept.adopt([(modes, self._with_norms(gm)) for modes, gm in captured])
+        captured = [self.unfolded.capture(call.example.args, call.example.kwargs) for call in calls]
+        self.unfolded.adopt([(modes, self._with_norms(gm)) for modes, gm in captured])
         if self._has_fixed_norms():
             self.folded.adopt([(modes, self._without_norms(gm)) for modes, gm in captured])
 
@@ -131,47 +116,47 @@ class Fusing(Installed):
         if not self._has_fixed_norms():
             return False
         return not (
-            torch.is_grad_enabled() and any(p.requires_grad for m in self._named() for p in m.parameters())
+            torch.is_grad_enabled() and any(p.requires_grad for m in self._modules() for p in m.parameters())
         )
 
-    def _named(self) -> list[nn.Module]:
-        found: list[nn.Module] = []
-        for way in self._ways:
-            # What each call asks for must be quicker than `get_submodule`.
+    def _modules(self) -> list[nn.Module]:
+        modules: list[nn.Module] = []
+        for path in self._module_paths:
+            # Done in each call, where `get_submodule` would be too slow.
             at: nn.Module | None = self.module
-            for name in way:
+            for name in path:
                 at = at._modules.get(name) if at is not None else None
-            found += [] if at is None else [at]
-        return found
+            modules += [] if at is None else [at]
+        return modules
 
     def _norms(self) -> list[nn.Module]:
-        return [m for m in self._named() if "running_mean" in m._buffers]
+        return [m for m in self._modules() if "running_mean" in m._buffers]
 
     def _has_fixed_norms(self) -> bool:
         return any(not m.training for m in self._norms())
 
     def _chains(self, gm: GraphModule) -> list[Chain]:
-        return chains(gm, self.groups, f"'{self.path}'" if self.path else "the model")
+        return find_chains(gm, self.groups, f"'{self.path}'" if self.path else "the model")
 
     def _with_norms(self, gm: GraphModule) -> GraphModule:
         return _with_regions(gm, self._chains(gm))
 
     def _without_norms(self, gm: GraphModule) -> GraphModule:
-        return _with_regions(*folded(gm, self._chains(gm)))
+        return _with_regions(*fold_norms(gm, self._chains(gm)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fusing:
-        # The copy's parameters are others: it captures anew.
-        return Fusing(copy.deepcopy(self.module, memo), self.path, self.groups)
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
+        # The copy has other parameters: it captures anew.
+        return FusedForward(copy.deepcopy(self.module, memo), self.path, self.groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Fusing, (self.module, self.path, self.groups)
+        return FusedForward, (self.module, self.path, self.groups)
 
 
-def _with_regions(gm: GraphModule, found: list[Chain]) -> GraphModule:
-    """The graph with a region for each chain, lowered where a backend was asked for."""
-    made, names = outlined(gm, [chain.request() for chain in found])
-    wanted = {n: c.group.backend for n, c in zip(names, found, strict=True) if c.group.backend is not None}
-    return PartGraph(made).lowered(wanted, strict=False).gm if wanted else made
+def _with_regions(gm: GraphModule, chains: list[Chain]) -> GraphModule:
+    """Return the graph with a region for each chain, lowered where a backend was requested."""
+    outlined, names = outline_named(gm, [chain.request() for chain in chains])
+    backends = {n: c.group.backend for n, c in zip(names, chains, strict=True) if c.group.backend is not None}
+    return PartGraph(outlined).with_lowered(backends, strict=False).gm if backends else outlined
 
 
 @checked_call()
@@ -184,51 +169,53 @@ def fuse_modules(
     inplace: bool = False,
     backends: Any = (),
 ) -> nn.Module:
-    """The model with named modules fused: a convolution or linear layer, a batch norm and an activation each.
+    """Return the model with named modules fused: a convolution or linear layer, a batch norm and an activation each.
 
     `modules_to_fuse` is a list of lists of module names, or one list. Each list names modules that follow one another
     in the dataflow, in any order: wherever they do, their calls become one region of the smallest module around them,
     whose forward is replaced; the modules, their names and `state_dict` stay. Other calls of them (a shared ReLU) are
-    left alone, and a value in between that is used elsewhere too is given out. What does not follow one another is a
-    ScheduleError: at once with example inputs in `args` and `kwargs`, else when the model is first called.
+    left alone, and a value in between that is used elsewhere too is returned by the region. Modules that do not follow
+    one another are a ScheduleError: at once with example inputs in `args` and `kwargs`, else in the first call.
 
     In train mode everything is computed as before. In eval mode a batch norm is folded into the weights before it,
     which are computed again after training or loading (writes through `.data`, or by `F.batch_norm` into statistics,
-    are not seen); it is kept in calls that give its parameters gradients, where the value before it is used elsewhere,
-    or where it keeps no statistics. Unless `inplace`, the model is copied first. `backends`, one or a list, run
-    the regions; None is the default.
+    are not noticed); it stays in calls that record gradients of its parameters, where the value before it is used
+    elsewhere, or where it has no running statistics. Unless `inplace`, the model is copied first. `backends`, one or a
+    list, run the regions; None is the default.
     """
     _require_arguments(model, args, kwargs, inplace)
-    backend = requested(backends)
-    named = _listed(modules_to_fuse)
+    backend = checked_backends(backends)
+    named = _name_lists(modules_to_fuse)
     for names in named:
         _require_names(model, names)
     if not inplace:
         model = copy.deepcopy(model)
     example = None if args is None and kwargs is None else ModelInputs(tuple(args or ()), dict(kwargs or {}))
-    there = _there(model)
-    wanted = [_Wanted(names, backend) for names in named]
-    for path, fusing in there.items():
-        wanted += [_Wanted(tuple(joined(path, min(p)) for p in g.paths), g.backend) for g in fusing.groups]
-    _require_distinct(model, wanted)
-    new, calls = _placed(model, wanted, there, example)
-    made = [_fusing(model, root, here) for root, here in new.items()]
-    for fusing in made:
+    installed = _installed_on(model)
+    requests = [_FusionRequest(names, backend) for names in named]
+    for path, forward in installed.items():
+        requests += [
+            _FusionRequest(tuple(join_path(path, min(p)) for p in g.paths), g.backend) for g in forward.groups
+        ]
+    _require_distinct(model, requests)
+    new, calls = _assign_roots(model, requests, installed, example)
+    forwards = [_fused_forward(model, root, assigned) for root, assigned in new.items()]
+    for forward in forwards:
         if example is not None:
-            fusing.prepare(calls[fusing.path])
-    for path, fusing in there.items():
+            forward.prepare(calls[forward.path])
+    for path, forward in installed.items():
         if any(is_within(path, root) for root in new):
-            fusing.remove()
-    for fusing in made:
-        fusing.install()
+            forward.remove()
+    for forward in forwards:
+        forward.install()
     if backend is not None and not model.training:
         settle_parts(model, [backend])
     return model
 
 
 @dataclass(frozen=True, eq=False)
-class _Wanted:
-    """A list of names, and what is to run its regions."""
+class _FusionRequest:
+    """Names of modules to fuse, and the backend of their regions."""
 
     names: tuple[str, ...]
     backend: Any
@@ -248,21 +235,21 @@ def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None
         raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
     if not isinstance(inplace, bool):
         raise InvalidArgument(f"inplace must be True or False, not {inplace!r}.")
-    if any(is_scheduled(m) and fusing_of(m) is None for m in model.modules()):
+    if any(is_scheduled(m) and fused_forward_of(m) is None for m in model.modules()):
         raise InvalidArgument("the model is built by a schedule; fuse with that one, or `release` it first.")
 
 
-def _listed(modules_to_fuse: Any) -> list[tuple[str, ...]]:
-    """The names as a list of lists."""
-    given = (
+def _name_lists(modules_to_fuse: Any) -> list[tuple[str, ...]]:
+    """Return the names as a list of tuples."""
+    items = (
         []
         if isinstance(modules_to_fuse, str) or not isinstance(modules_to_fuse, Iterable)
         else list(modules_to_fuse)
     )
-    if given and all(isinstance(name, str) for name in given):
-        given = [given]
-    lists = [tuple(n) for n in given if isinstance(n, (list, tuple))]
-    if not lists or len(lists) != len(given) or not all(isinstance(n, str) for names in lists for n in names):
+    if items and all(isinstance(name, str) for name in items):
+        items = [items]
+    lists = [tuple(n) for n in items if isinstance(n, (list, tuple))]
+    if not lists or len(lists) != len(items) or not all(isinstance(n, str) for names in lists for n in names):
         raise InvalidArgument(
             f'fuse_modules takes lists of module names: [["conv", "bn", "relu"], ...], not {modules_to_fuse!r}.'
         )
@@ -270,82 +257,95 @@ def _listed(modules_to_fuse: Any) -> list[tuple[str, ...]]:
 
 
 def _require_names(model: nn.Module, names: tuple[str, ...]) -> None:
-    told = f"[{', '.join(names)}]"
-    known = dict(model.named_modules(remove_duplicate=False))
+    label = f"[{', '.join(names)}]"
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in names:
-        if name not in known:
-            matching(model, name)  # tells what names are near, unless it is a glob
-        if name not in known or not name:
-            raise InvalidArgument(f"{told}: '{name}' is not the name of a module within the model.")
+        if name not in modules:
+            match_paths(model, name)  # raises with similar names, unless it is a glob
+        if name not in modules or not name:
+            raise InvalidArgument(f"{label}: '{name}' is not the name of a module within the model.")
     if len(names) < 2:
-        raise ScheduleError(f"{told} names {'one' if names else 'no'} module; fusing takes two or three")
-    if len({id(known[name]) for name in names}) < len(names):
-        raise ScheduleError(f"{told} names the same module twice")
+        raise ScheduleError(f"{label} names {'one' if names else 'no'} module; fusing takes two or three")
+    if len({id(modules[name]) for name in names}) < len(names):
+        raise ScheduleError(f"{label} names the same module twice")
     for outer in names:
         inner = next((n for n in names if n != outer and is_within(n, outer)), None)
         if inner is not None:
-            raise ScheduleError(f"{told}: '{inner}' is a part of '{outer}'; name either, or what is in both")
-    channels = {n: _channels(known[n]) for n in names if _channels(known[n]) is not None}
+            raise ScheduleError(
+                f"{label}: '{inner}' is within '{outer}'; name one of them, or the modules within both"
+            )
+    channels = {n: _channels(modules[n]) for n in names if _channels(modules[n]) is not None}
     if len(set(channels.values())) > 1:
         counts = " and ".join(f"'{name}' is of {count}" for name, count in channels.items())
-        raise ScheduleError(f"{told} cannot follow one another: {counts} channels")
+        raise ScheduleError(f"{label} cannot follow one another: {counts} channels")
 
 
 def _channels(module: nn.Module) -> int | None:
     for name in ("out_channels", "out_features", "num_features"):
-        found = module.__dict__.get(name)
-        if isinstance(found, int):
-            return found
+        count = module.__dict__.get(name)
+        if isinstance(count, int):
+            return count
     return None
 
 
-def _require_distinct(model: nn.Module, wanted: list[_Wanted]) -> None:
-    seen: dict[frozenset[int], _Wanted] = {}
-    for one in wanted:
-        modules = frozenset(id(model.get_submodule(name)) for name in one.names)
-        if seen.setdefault(modules, one) is not one:
-            raise ScheduleError(f"[{', '.join(one.names)}] is to be fused twice")
+def _require_distinct(model: nn.Module, requests: list[_FusionRequest]) -> None:
+    first: dict[frozenset[int], _FusionRequest] = {}
+    for request in requests:
+        modules = frozenset(id(model.get_submodule(name)) for name in request.names)
+        if first.setdefault(modules, request) is not request:
+            raise ScheduleError(f"[{', '.join(request.names)}] is to be fused twice")
 
 
-def fusing_of(module: nn.Module) -> Fusing | None:
-    """What an earlier call installed on a module."""
-    found = getattr(module.__dict__.get("forward"), "__self__", None)
-    return found if isinstance(found, Fusing) else None
+def fused_forward_of(module: nn.Module) -> FusedForward | None:
+    """Return what an earlier call installed on a module."""
+    installed = getattr(module.__dict__.get("forward"), "__self__", None)
+    return installed if isinstance(installed, FusedForward) else None
 
 
-def _there(model: nn.Module) -> dict[str, Fusing]:
-    return {path: found for path, m in model.named_modules() if (found := fusing_of(m)) is not None}
+def _installed_on(model: nn.Module) -> dict[str, FusedForward]:
+    return {
+        path: forward for path, m in model.named_modules() if (forward := fused_forward_of(m)) is not None
+    }
 
 
-def _placed(
-    model: nn.Module, wanted: list[_Wanted], there: Mapping[str, Fusing], example: ModelInputs | None
-) -> tuple[dict[str, list[_Wanted]], dict[str, list[RecordedCall]]]:
-    """Which modules are to run which groups and do not yet, and how these modules are called."""
-    roots = {one: _callable(model, _common(one.names)) for one in wanted}
-    new = _changed(roots, there)
+def _assign_roots(
+    model: nn.Module,
+    requests: list[_FusionRequest],
+    installed: Mapping[str, FusedForward],
+    example: ModelInputs | None,
+) -> tuple[dict[str, list[_FusionRequest]], dict[str, list[RecordedCall]]]:
+    """Return the modules that must run other groups than before, with the groups and the calls of each."""
+    roots = {request: _callable_parent(model, _common_parent(request.names)) for request in requests}
+    new = _changed_roots(roots, installed)
     if example is None:
         return new, {}
     try:
-        return new, record(model, new, example)
+        return new, record_calls(model, new, example)
     except ScheduleError:
-        for one, root in roots.items():
+        for request, root in roots.items():
             while root and not _is_called(model, root, example):
-                root = _callable(model, root.rpartition(".")[0])
-            roots[one] = root
-    new = _changed(roots, there)
-    return new, record(model, new, example)
+                root = _callable_parent(model, root.rpartition(".")[0])
+            roots[request] = root
+    new = _changed_roots(roots, installed)
+    return new, record_calls(model, new, example)
 
 
-def _changed(roots: Mapping[_Wanted, str], there: Mapping[str, Fusing]) -> dict[str, list[_Wanted]]:
-    """The outermost of these modules that have groups they had not."""
+def _changed_roots(
+    roots: Mapping[_FusionRequest, str], installed: Mapping[str, FusedForward]
+) -> dict[str, list[_FusionRequest]]:
+    """Return the outermost of the root modules whose groups have changed."""
     paths = dict.fromkeys(roots.values())
     outer = [path for path in paths if not any(o != path and is_within(path, o) for o in paths)]
-    found = {path: [one for one, root in roots.items() if is_within(root, path)] for path in outer}
-    return {p: here for p, here in found.items() if p not in there or len(there[p].groups) != len(here)}
+    assigned = {path: [request for request, root in roots.items() if is_within(root, path)] for path in outer}
+    return {
+        p: requests
+        for p, requests in assigned.items()
+        if p not in installed or len(installed[p].groups) != len(requests)
+    }
 
 
-def _common(names: tuple[str, ...]) -> str:
-    """The innermost path that all names lie below."""
+def _common_parent(names: tuple[str, ...]) -> str:
+    """Return the innermost path that contains all names."""
     parents = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for parts in zip(*parents, strict=False):
@@ -355,8 +355,8 @@ def _common(names: tuple[str, ...]) -> str:
     return ".".join(common)
 
 
-def _callable(model: nn.Module, path: str) -> str:
-    """The path, or that of the innermost module around it that has a forward: a list of modules has none."""
+def _callable_parent(model: nn.Module, path: str) -> str:
+    """Return the path of the innermost module with a forward, from `path` outwards: a ModuleList has none."""
     while path and type(model.get_submodule(path)).forward is nn.Module.forward:
         path = path.rpartition(".")[0]
     return path
@@ -364,13 +364,13 @@ def _callable(model: nn.Module, path: str) -> str:
 
 def _is_called(model: nn.Module, path: str, example: ModelInputs) -> bool:
     try:
-        record(model, [path], example)
+        record_calls(model, [path], example)
     except ScheduleError:
         return False
     return True
 
 
-def _fusing(model: nn.Module, root: str, wanted: list[_Wanted]) -> Fusing:
+def _fused_forward(model: nn.Module, root: str, requests: list[_FusionRequest]) -> FusedForward:
     module = model.get_submodule(root)
     refuse_hooks(root, module)
     paths: dict[int, set[str]] = {}
@@ -378,10 +378,10 @@ def _fusing(model: nn.Module, root: str, wanted: list[_Wanted]) -> Fusing:
         paths.setdefault(id(inner), set()).add(path)
     groups = [
         ModuleGroup(
-            one.names,
-            tuple(frozenset(paths[id(model.get_submodule(name))]) for name in one.names),
-            one.backend,
+            request.names,
+            tuple(frozenset(paths[id(model.get_submodule(name))]) for name in request.names),
+            request.backend,
         )
-        for one in wanted
+        for request in requests
     ]
-    return Fusing(module, root, tuple(groups))
+    return FusedForward(module, root, tuple(groups))

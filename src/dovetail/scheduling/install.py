@@ -1,4 +1,4 @@
-"""Putting a schedule's state onto the model and taking it off again."""
+"""Installation of the state of a schedule on its model: replaced modules and forwards, and their removal."""
 
 from __future__ import annotations
 
@@ -12,124 +12,126 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dovetail.scheduling.edits import ReplaceEdit
-from dovetail.scheduling.installed_forward import Installed, Running, own_forward
+from dovetail.scheduling.installed_forward import InstalledForward, ScheduledForward, user_forward
 from dovetail.scheduling.state import ScheduleState
 
 
-class Checkpointed(Installed):
-    """A module whose inner values are computed again in backward."""
+class CheckpointedForward(InstalledForward):
+    """The forward of a module whose inner values are recomputed in backward."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         own = self.own if self.own is not None else type(self.module).forward.__get__(self.module)
-        # Torch stops running it again by raising, which compiled code within would take for an error of its own.
+        # Early stop ends the recomputation by raising, which compiled code within would treat as its own error.
         with set_checkpoint_early_stop(False):
             return checkpoint(own, *args, use_reentrant=False, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Checkpointed, (self.module,)
+        return CheckpointedForward, (self.module,)
 
 
 @dataclass(eq=False)
-class _Put:
-    """What is on a model: forwards, other modules, further ones, and parameters that others stand for."""
+class _Changes:
+    """Changes of a model: forwards, swapped and added modules, and parameters that others replace."""
 
     state: ScheduleState | None = None
-    forwards: list[Installed] = field(default_factory=list[Installed])
+    forwards: list[InstalledForward] = field(default_factory=list[InstalledForward])
     swapped: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = field(
         default_factory=list[tuple[dict[str, Any], str, nn.Module, nn.Module]]
     )
     added: list[tuple[dict[str, Any], str, nn.Module]] = field(
         default_factory=list[tuple[dict[str, Any], str, nn.Module]]
     )
-    emptied: list[tuple[dict[str, Any], str, Any]] = field(
+    cleared: list[tuple[dict[str, Any], str, Any]] = field(
         default_factory=list[tuple[dict[str, Any], str, Any]]
     )
 
-    def off(self) -> None:
-        """Give the model back what it had."""
-        for made in reversed(self.forwards):
-            made.remove()
+    def undo(self) -> None:
+        for forward in reversed(self.forwards):
+            forward.remove()
         for table, name, old, _ in reversed(self.swapped):
             table[name] = old
         for table, name, _ in self.added:
             table.pop(name, None)
-        for table, name, value in self.emptied:
+        for table, name, value in self.cleared:
             table[name] = value
 
-    def on(self) -> None:
-        """Put on again what was taken off."""
+    def redo(self) -> None:
         for table, name, _, new in self.swapped:
             table[name] = new
         for table, name, new in self.added:
             table[name] = new
-        for table, name, _ in self.emptied:
+        for table, name, _ in self.cleared:
             table[name] = None
-        for made in self.forwards:
-            made.install()
+        for forward in self.forwards:
+            forward.install()
 
 
 class Installation:
-    """What is on a model now, so that it can be taken off."""
+    """The changes that a schedule has made to a model, which can be undone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._put = _Put()
-        self._known: dict[str, tuple[tuple[object, ...], Running]] = {}
+        self._changes = _Changes()
+        self._cached: dict[str, tuple[tuple[object, ...], ScheduledForward]] = {}
 
     @property
     def state(self) -> ScheduleState | None:
-        """The state that the model runs; None if it runs as it was given."""
-        return self._put.state
+        """The state that the model runs; None for the original model."""
+        return self._changes.state
 
-    def put(self, state: ScheduleState, *, forwards: bool = True) -> None:
-        """Make the model run a state; without `forwards` only its modules are exchanged."""
-        self.take()
+    def install(self, state: ScheduleState, *, forwards: bool = True) -> None:
+        """Make the model run a state; without `forwards` only modules are swapped."""
+        self.uninstall()
         try:
-            self._exchange(state)
+            self._swap_modules(state)
             if forwards:
-                self._run(state)
+                self._install_forwards(state)
         except BaseException:
-            self.take()
+            self.uninstall()
             raise
 
-    def _exchange(self, state: ScheduleState) -> None:
+    def _swap_modules(self, state: ScheduleState) -> None:
         for path, new in state.swaps.items():
             parent, _, name = path.rpartition(".")
             table = self.model.get_submodule(parent)._modules
             old = table[name]
             assert old is not None
-            self._put.swapped.append((table, name, old, new))
+            self._changes.swapped.append((table, name, old, new))
             table[name] = new
 
-    def _run(self, state: ScheduleState) -> None:
-        runs = {root: self._running(state, root) for root in state.traces}
-        # What replaces an operation is a child of its part: with it the part is not what was captured.
-        before = {root: run.forms.modes() for root, (run, is_new) in runs.items() if is_new}
-        self._add(state)
+    def _install_forwards(self, state: ScheduleState) -> None:
+        runs = {root: self._scheduled_forward(state, root) for root in state.traces}
+        # A module that replaces an operation becomes a child of its part, which changes the guard key of the part.
+        before = {root: run.cache.guard_key() for root, (run, is_new) in runs.items() if is_new}
+        self._register_replacements(state)
         for root, (run, _) in runs.items():
             if root in before:
                 now = before[root]
                 run.adopt([(None if m == now else m, gm) for m, gm in state.programs(root)])
             self._install(run)
         for path in sorted(state.checkpoints):
-            self._install(Checkpointed(self.model.get_submodule(path)))
-        self._put.state = state
+            self._install(CheckpointedForward(self.model.get_submodule(path)))
+        self._changes.state = state
 
-    def _running(self, state: ScheduleState, root: str) -> tuple[Running, bool]:
-        """What runs a traced part, and whether it is new: one whose graphs are as they were keeps what it made."""
+    def _scheduled_forward(self, state: ScheduleState, root: str) -> tuple[ScheduledForward, bool]:
+        """Return the forward of a traced part, and whether it is new: with the same graphs it keeps its captures."""
         module = state.traces[root].module
-        told = (state.traces[root], own_forward(module), *(gm for _, gm in state.programs(root)))
-        known = self._known.get(root)
-        if known is not None and len(known[0]) == len(told) and all(map(operator.is_, known[0], told)):
-            return known[1], False
-        run = Running(module, state.steps(root))
-        self._known[root] = (told, run)
+        identity = (state.traces[root], user_forward(module), *(gm for _, gm in state.programs(root)))
+        cached = self._cached.get(root)
+        if (
+            cached is not None
+            and len(cached[0]) == len(identity)
+            and all(map(operator.is_, cached[0], identity))
+        ):
+            return cached[1], False
+        run = ScheduledForward(module, state.steps(root))
+        self._cached[root] = (identity, run)
         return run, True
 
-    def _add(self, state: ScheduleState) -> None:
-        """Register modules that stand for operations, so that they are trained, moved and saved with the model.
+    def _register_replacements(self, state: ScheduleState) -> None:
+        """Register modules that replace operations, so that they are trained, moved and saved with the model.
 
-        Parameters of theirs that others of the model stand for are not among them.
+        Their parameters that parameters of the model replace are left out.
         """
         placed: set[nn.Module] = set()
         for edit in state.edits:
@@ -143,44 +145,44 @@ class Installation:
                 count += 1
                 name = f"{new.name}_{count}"
             owner.add_module(name, new.new)
-            self._put.added.append((owner._modules, name, new.new))
-            for taken in new.params:
-                path, _, own = taken.rpartition(".")
+            self._changes.added.append((owner._modules, name, new.new))
+            for parameter in new.params:
+                path, _, own = parameter.rpartition(".")
                 holder = new.new.get_submodule(path)
                 kind: dict[str, Any] = holder._parameters if own in holder._parameters else holder._buffers
-                self._put.emptied.append((kind, own, kind[own]))
+                self._changes.cleared.append((kind, own, kind[own]))
                 kind[own] = None
 
-    def _install(self, made: Installed) -> None:
-        made.install()
-        self._put.forwards.append(made)
+    def _install(self, forward: InstalledForward) -> None:
+        forward.install()
+        self._changes.forwards.append(forward)
 
-    def take(self) -> None:
-        """Give the model back what it had."""
-        self._put.off()
-        self._put = _Put()
+    def uninstall(self) -> None:
+        """Restore the original model."""
+        self._changes.undo()
+        self._changes = _Changes()
 
     @contextmanager
     def suspended(self) -> Generator[None]:
-        """The model as it was given for a while; afterwards the very same is on it again."""
-        put, self._put = self._put, _Put()
-        put.off()
+        """Restore the original model for a while; the same changes are made again afterwards."""
+        changes, self._changes = self._changes, _Changes()
+        changes.undo()
         try:
             yield
         finally:
-            self.take()
-            self._put = put
-            put.on()
+            self.uninstall()
+            self._changes = changes
+            changes.redo()
 
     @contextmanager
-    def instead(self, state: ScheduleState | None, *, forwards: bool = True) -> Generator[nn.Module]:
-        """The model as another state has it for a while; None is the model as it was given."""
+    def temporarily(self, state: ScheduleState | None, *, forwards: bool = True) -> Generator[nn.Module]:
+        """Make the model run another state for a while; None is the original model."""
         with self.suspended():
             if state is not None:
-                self.put(state, forwards=forwards)
+                self.install(state, forwards=forwards)
             yield self.model
 
 
 def is_scheduled(module: nn.Module) -> bool:
-    """Whether a schedule put something onto a module."""
-    return own_forward(module) is not module.__dict__.get("forward")
+    """Return whether a schedule installed a forward on a module."""
+    return user_forward(module) is not module.__dict__.get("forward")

@@ -1,11 +1,11 @@
-"""A module whose forward runs graphs: what is installed on a part when a schedule is built."""
+"""Forwards that run graphs: what a schedule installs on the modules of its parts, and the caches behind them."""
 
 from __future__ import annotations
 
 import copy
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,31 +16,29 @@ from torch.fx import GraphModule
 from torch.nn.modules import module as torch_modules
 
 from dovetail.errors import CallMismatch, CaptureError, DovetailError, ScheduleError
-from dovetail.ir.graph_module import Program
-from dovetail.lowering.dispatch import is_watched
-from dovetail.runtime.capture_cache import CaptureCache, CaptureEntry, Modes
-from dovetail.runtime.module_guard import has_hooks_on_all_modules, with_signature
-
-_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from dovetail.ir.graph_module import HOOK_KINDS, Program
+from dovetail.lowering.dispatch import is_traced
+from dovetail.runtime.capture_cache import CaptureCache, CaptureEntry, GuardKey
+from dovetail.runtime.module_guard import has_global_hooks, with_signature
 
 
-def hook_on(module: nn.Module) -> str | None:
-    """The kind of a hook that a module has, in words."""
-    kind = next((kind for kind in _KINDS if module.__dict__.get(kind)), None)
+def hook_kind(module: nn.Module) -> str | None:
+    """Return the kind of a hook that a module has, such as "forward hook"; None if it has none."""
+    kind = next((kind for kind in HOOK_KINDS if module.__dict__.get(kind)), None)
     return None if kind is None else kind.strip("_").removesuffix("s").replace("_", " ")
 
 
 def refuse_hooks(path: str, module: nn.Module) -> None:
-    """Raise where a hook would become part of a graph, or be lost: one on a module inside of a part, or on all."""
+    """Raise where a hook would become part of a graph: one on a module inside a part, or on all modules."""
     where = f"'{path}'" if path else "the model"
     for name, inner in module.named_modules():
-        what = hook_on(inner) if name else None
+        what = hook_kind(inner) if name else None
         if what is not None:
             raise ScheduleError(
                 f"module '{name}' within {where} has a {what}; tracing would bake it into the graph. "
                 f"Remove it, or schedule smaller parts that do not hold the module"
             )
-    for kind in _KINDS:
+    for kind in HOOK_KINDS:
         if getattr(torch_modules, f"_global{kind}"):
             raise ScheduleError(
                 f"a hook is set on all modules (torch.nn.modules.module._global{kind}); tracing {where} would bake it into "
@@ -48,21 +46,20 @@ def refuse_hooks(path: str, module: nn.Module) -> None:
             )
 
 
-def plain(module: nn.Module) -> nn.Module:
-    """A module that is the given one in everything, attributes set on either included, but runs its own forward.
-
-    What a schedule installs as `forward` on the instance does not show on it.
-    """
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return a module that shares the attributes of another, but runs its forward without what a schedule installed."""
     cls = type(module)
-    own = own_forward(module)
+    own = user_forward(module)
 
     def forward(self: Any) -> Callable[..., Any]:
         return own if own is not None else cls.forward.__get__(self)
 
-    # Only a data descriptor comes before what an instance has.
-    made = type(cls.__name__, (cls,), {"forward": property(forward, _refuse), "__module__": cls.__module__})
-    made.__qualname__ = cls.__qualname__
-    twin = object.__new__(made)
+    # Only a data descriptor takes precedence over the attributes of an instance.
+    subclass = type(
+        cls.__name__, (cls,), {"forward": property(forward, _refuse), "__module__": cls.__module__}
+    )
+    subclass.__qualname__ = cls.__qualname__
+    twin = object.__new__(subclass)
     object.__setattr__(twin, "__dict__", module.__dict__)
     return twin
 
@@ -71,57 +68,57 @@ def _refuse(self: Any, value: Any) -> None:
     raise AttributeError("forward of a part that is being traced cannot be set")
 
 
-def own_forward(module: nn.Module) -> Any:
-    """What a module's user set as its forward; None where it has that of its class."""
-    found = module.__dict__.get("forward")
-    while isinstance(at := getattr(found, "__self__", None), Installed):
-        found = at.own
-    return found
+def user_forward(module: nn.Module) -> Any:
+    """Return what the user set as the forward of a module; None where it has that of its class."""
+    forward = module.__dict__.get("forward")
+    while isinstance(at := getattr(forward, "__self__", None), InstalledForward):
+        forward = at.own
+    return forward
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a list of modules cannot."""
-    return type(module).forward is not nn.Module.forward or own_forward(module) is not None
+    """Return whether a module can be called, which a ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward or user_forward(module) is not None
 
 
 @dataclass(frozen=True)
 class ReplayedSteps:
-    """What is done to a new capture of a part: all of its steps again.
+    """The pipeline of a new capture of a part: all of its steps again.
 
-    `replaces` tells that the module's own forward computes something else than they do.
+    `replaces` is set where the module's own forward computes something else.
     """
 
-    redo: Callable[[GraphModule], GraphModule]
+    replay: Callable[[GraphModule], GraphModule]
     strict: bool = False
     replaces: bool = False
 
     def __call__(self, gm: GraphModule) -> GraphModule:
         try:
-            return self.redo(gm)
+            return self.replay(gm)
         except CaptureError:
             raise
         except DovetailError as error:
             raise CaptureError(f"steps of the schedule cannot be done for this call: {error}") from error
 
 
-class Installed(ABC):
-    """Something that stands in for a module's forward; `own` is what the module's user had there."""
+class InstalledForward(ABC):
+    """A forward set on a module in place of its own; `own` is what the user had set there."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.own = own_forward(module)
+        self.own = user_forward(module)
 
     @property
     def programs(self) -> tuple[GraphModule, ...]:
-        """The graphs that it runs; `dovetail.refresh` looks for them."""
+        """The graphs that it runs, for `dovetail.refresh`."""
         return ()
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What is called as the module's forward; hooks of the module run around it."""
+        """Run the call; hooks of the module run around it."""
 
     def install(self) -> None:
-        own = own_forward(self.module) or types.MethodType(type(self.module).forward, self.module)
+        own = user_forward(self.module) or types.MethodType(type(self.module).forward, self.module)
         function = with_signature(type(self).run, own)
         self.module.__dict__["forward"] = types.MethodType(function, self)
 
@@ -133,7 +130,7 @@ class Installed(ABC):
 
 
 def _is_in_mode(program: GraphModule, module: nn.Module) -> bool:
-    """Whether a graph was captured with a module and those in it in the modes they are in now."""
+    """Return whether a graph was captured with a module and its submodules in their present modes."""
     modes = {name: part.training for name, part in module.named_modules()}
     return all(
         modes.get(name, part.training) == part.training for name, part in program.named_modules() if name
@@ -142,66 +139,78 @@ def _is_in_mode(program: GraphModule, module: nn.Module) -> bool:
 
 @contextmanager
 def _own_forwards_within(module: nn.Module) -> Generator[None]:
-    """Modules in a part with the forwards they had: one that is in another part too may be traced there."""
-    taken: list[Installed] = []
+    """Give submodules their own forwards: one that another part shares may be traced there."""
+    removed: list[InstalledForward] = []
     for inner in module.modules():
         at = getattr(inner.__dict__.get("forward"), "__self__", None)
-        if isinstance(at, Installed) and inner is not module:
-            taken.append(at)
+        if isinstance(at, InstalledForward) and inner is not module:
+            removed.append(at)
             at.remove()
     try:
         yield
     finally:
-        for at in taken:
+        for at in removed:
             at.install()
 
 
-class PartForms(CaptureCache):
-    """Captures of a part: no hook becomes part of one, and stand-ins for parameters reach them."""
+class HookFreeCache(CaptureCache):
+    """Captures of a module that refuse hooks on its submodules; `label` names the module in errors."""
 
-    def captured(
+    def __init__(self, module: nn.Module, steps: ReplayedSteps, label: str, **options: Any) -> None:
+        super().__init__(module, steps, cuda_graphs=False, **options)
+        self._label = label
+
+    def capture(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
-    ) -> tuple[Modes, GraphModule]:
+    ) -> tuple[GuardKey, GraphModule]:
         try:
-            refuse_hooks(type(self.model).__name__, self.model)
+            refuse_hooks(self._label, self.model)
         except ScheduleError as error:
             raise CaptureError(str(error)) from error
-        with _own_forwards_within(self.model):
-            return super().captured(args, kwargs, cause)
+        return super().capture(args, kwargs, cause)
 
-    def specialise(
+
+class PartCaptureCache(HookFreeCache):
+    """Captures of a part; parameters that `functional_call` swaps reach them."""
+
+    def capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
+    ) -> tuple[GuardKey, GraphModule]:
+        with _own_forwards_within(self.model):
+            return super().capture(args, kwargs, cause)
+
+    def specialize(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
     ) -> CaptureEntry | None:
-        if has_hooks_on_all_modules() and getattr(self.recipe, "replaces", False):
+        if has_global_hooks() and getattr(self.preset, "replaces", False):
             raise ScheduleError(
                 f"hooks are registered for all modules, and a {type(self.model).__name__} in which something was replaced "
                 f"has no modules inside to run them. Remove them, or register them on single modules"
             )
-        return super().specialise(args, kwargs, cause)
+        return super().specialize(args, kwargs, cause)
 
-    def with_stand_ins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A call while other tensors than its own stand for parameters of the part, or another tracer looks on."""
-        for form in self.made:
-            if _is_in_mode(form.program, self.model):
+    def call_with_swapped_parameters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a capture with the present parameters while they are swapped, or while another tracer is active."""
+        for entry in self.captures:
+            if _is_in_mode(entry.program, self.model):
                 try:
-                    return _on_present(form.program, self.model, args, kwargs)
+                    return _run_on_current_state(entry.program, self.model, args, kwargs)
                 except CallMismatch:
                     continue
-        if getattr(self.recipe, "replaces", False):
+        if getattr(self.preset, "replaces", False):
             raise ScheduleError(
                 f"a {type(self.model).__name__} in which something was replaced is called in a way that nothing was done "
-                f"for yet, by a tracer or with stand-ins for its parameters. Call it with such inputs first"
+                f"for yet, by a tracer or with its parameters swapped. Call it with such inputs first"
             )
         return self.model.forward(*args, **kwargs)
 
 
-def _on_present(
+def _run_on_current_state(
     program: GraphModule, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A graph run on the tensors that a module has now under the names of those that the graph has."""
-    known = {**dict(_tensors(program)), **dict(program.named_buffers(remove_duplicate=False))}
-    now = {**dict(_tensors(module)), **dict(module.named_buffers(remove_duplicate=False))}
-    others = {name: value for name, value in now.items() if known.get(name, value) is not value}
+    """Run a graph on the tensors that a module has now under the names of the graph's own."""
+    captured, current = _named_tensors(program), _named_tensors(module)
+    others = {name: value for name, value in current.items() if captured.get(name, value) is not value}
     if not others:
         return program.forward(*args, **kwargs)
     try:
@@ -211,12 +220,13 @@ def _on_present(
             program.refresh_bodies()
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return module.named_parameters(remove_duplicate=False)
+def _named_tensors(module: nn.Module) -> dict[str, Any]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
 
 
-class Running(Installed):
-    """Calls of one part: its graphs, one for each call signature, and for other calls new ones made alike.
+class ScheduledForward(InstalledForward):
+    """The forward of a part: its graphs, one for each call signature, and for other calls new captures.
 
     Where its steps cannot be done for a call, the module's own forward runs, with a warning.
     """
@@ -224,54 +234,54 @@ class Running(Installed):
     def __init__(self, module: nn.Module, steps: ReplayedSteps) -> None:
         super().__init__(module)
         self.steps = steps
-        self._forms: PartForms | None = None
+        self._cache: PartCaptureCache | None = None
 
     @property
     def programs(self) -> tuple[GraphModule, ...]:
-        return tuple(form.program for form in self.forms.made)
+        return tuple(entry.program for entry in self.cache.captures)
 
     @property
-    def forms(self) -> PartForms:
-        """Made when first asked for: a module that is being unpickled has nothing in it yet."""
-        if self._forms is None:
-            self._forms = PartForms(plain(self.module), self.steps, cuda_graphs=False)
+    def cache(self) -> PartCaptureCache:
+        """Created on first use: a module that is being unpickled is still empty."""
+        if self._cache is None:
+            self._cache = PartCaptureCache(unwrapped(self.module), self.steps, type(self.module).__name__)
             # The steps were done once, also where this is of a copy that has no graphs yet.
-            self._forms.had_forms = not self.steps.replaces
-        return self._forms
+            self._cache.has_captured = not self.steps.replaces
+        return self._cache
 
-    def adopt(self, programs: list[tuple[Modes | None, GraphModule]]) -> None:
-        """Run graphs that were made already, each with the modes it is for; None is the module as it is now."""
-        now = self.forms.modes()
-        self.forms.adopt([(now or ((), ()) if modes is None else modes, gm) for modes, gm in programs])
+    def adopt(self, programs: list[tuple[GuardKey | None, GraphModule]]) -> None:
+        """Take over graphs, each with its guard key; None is the key of the module as it is now."""
+        now = self.cache.guard_key()
+        self.cache.adopt([(now or ((), ()) if key is None else key, gm) for key, gm in programs])
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(*args, **kwargs)
-        if torch.compiler.is_compiling() or is_watched():
-            return self.forms.with_stand_ins(args, kwargs)
-        return self.forms.call(args, kwargs)
+        if torch.compiler.is_compiling() or is_traced():
+            return self.cache.call_with_swapped_parameters(args, kwargs)
+        return self.cache.call(args, kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        """A call that torch.compile looks at: a graph that fits, whose operations it sees."""
-        for form in self.forms.made:
-            if _is_in_mode(form.program, self.module):
+        """Run a call that torch.compile traces: a graph that fits, so that its operations are traced."""
+        for entry in self.cache.captures:
+            if _is_in_mode(entry.program, self.module):
                 try:
-                    return form.program.forward(*args, **kwargs)
+                    return entry.program.forward(*args, **kwargs)
                 except CallMismatch:
                     continue
         if self.steps.replaces:
-            return _aside(self, args, kwargs)  # pyright: ignore[reportCallIssue]  # its decorator is not typed
-        return self.forms.model.forward(*args, **kwargs)
+            return _call_uncompiled(self, args, kwargs)  # pyright: ignore[reportCallIssue]  # its decorator is not typed
+        return self.cache.model.forward(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Running:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScheduledForward:
         # The copy's parameters are others: it captures anew, and calls what was copied with it.
-        return Running(copy.deepcopy(self.module, memo), copy.deepcopy(self.steps, memo))
+        return ScheduledForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.steps, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Running, (self.module, self.steps)
+        return ScheduledForward, (self.module, self.steps)
 
 
 @torch.compiler.disable
-def _aside(run: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call outside of what is being compiled: it is captured first."""
-    return run.forms.call(args, kwargs)
+def _call_uncompiled(forward: ScheduledForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call outside of what is being compiled: it is captured first."""
+    return forward.cache.call(args, kwargs)

@@ -1,4 +1,4 @@
-"""What a caller points at, as addresses in the graphs as they are now."""
+"""Resolution of the targets of a step, matches, regions or paths, to addresses in the present graphs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dovetail.errors import InvalidArgument, ScheduleError
-from dovetail.outlining.region import Region, regions
-from dovetail.outlining.region_call import call_of, walk
-from dovetail.scheduling.edits import Address, Look, outlined
-from dovetail.scheduling.finders import ByRegion, PartMatch, PartRegion, matching
+from dovetail.outlining.region import Region, call_of, regions, walk
+from dovetail.scheduling.edits import Address, ContextProvider, outline_named
+from dovetail.scheduling.finders import ByRegion, PartMatch, PartRegion, match_paths
 from dovetail.scheduling.session import ScheduleSession
 from dovetail.scheduling.state import ScheduleState
 
 
 @dataclass(frozen=True)
 class AddressGroup:
-    """Addresses in one graph; `numbers` are the places of the targets in what was given."""
+    """Addresses in one graph; `indices` are those of the targets in the list of the caller."""
 
     root: str
     form: int
     addresses: tuple[Address, ...]
-    found: tuple[PartMatch, ...]
-    numbers: tuple[int, ...]
+    matches: tuple[PartMatch, ...]
+    indices: tuple[int, ...]
 
 
-def listed(target: Any, what: str) -> tuple[list[Any], bool]:
-    """A target as a list, and whether it was one."""
+def target_list(target: Any, what: str) -> tuple[list[Any], bool]:
+    """Return a target as a list, and whether it was one."""
     if isinstance(target, (PartMatch, Region, str)):
         return [target], False
     if isinstance(target, Iterable):
@@ -39,12 +38,12 @@ def listed(target: Any, what: str) -> tuple[list[Any], bool]:
     raise InvalidArgument(f"{what} takes matches or regions of this schedule, not a {type(target).__name__}.")
 
 
-def grouped(work: ScheduleSession, items: Sequence[Any], what: str) -> list[AddressGroup]:
-    """Matches and regions by the graph they are in, in the order given; those graphs are scheduled from now on."""
-    work.adopt(items)
-    state, look = work.state, work.look
+def group_by_graph(session: ScheduleSession, items: Sequence[Any], what: str) -> list[AddressGroup]:
+    """Group matches and regions by their graph, in order; their parts become traced parts of the schedule."""
+    session.adopt(items)
+    state, contexts = session.state, session.contexts
     groups: dict[tuple[str, int], list[tuple[Address, PartMatch, int]]] = {}
-    known: dict[Any, dict[Any, tuple[int, PartMatch]]] = {}
+    cache: dict[Any, dict[Any, tuple[int, PartMatch]]] = {}
     for number, item in enumerate(items):
         if not isinstance(item, (PartMatch, PartRegion)):
             raise InvalidArgument(f"{what} takes matches or regions of this schedule, not {item!r}.")
@@ -54,13 +53,17 @@ def grouped(work: ScheduleSession, items: Sequence[Any], what: str) -> list[Addr
                 f"{_label(item)} was found in a graph that is no longer there: its part was "
                 f"{'traced as a piece of a larger one' if root is not None else 'taken back'}. Find it again"
             )
-        place = _address(state, root, item, look, known)
+        place = _address(state, root, item, contexts, cache)
         groups.setdefault((root, item.form), []).append((*place, number))
     return [
         AddressGroup(
-            root, form, tuple(f[0] for f in found), tuple(f[1] for f in found), tuple(f[2] for f in found)
+            root,
+            form,
+            tuple(f[0] for f in members),
+            tuple(f[1] for f in members),
+            tuple(f[2] for f in members),
         )
-        for (root, form), found in groups.items()
+        for (root, form), members in groups.items()
     ]
 
 
@@ -68,24 +71,24 @@ def _address(
     state: ScheduleState,
     root: str,
     item: PartMatch | PartRegion,
-    look: Look,
-    known: dict[Any, dict[Any, tuple[int, PartMatch]]],
+    contexts: ContextProvider,
+    cache: dict[Any, dict[Any, tuple[int, PartMatch]]],
 ) -> tuple[Address, PartMatch]:
-    """Where an item is now; `known` remembers what finders find, by the names of operations or regions."""
+    """Return the present address of an item; `cache` holds matches by the names of operations or regions."""
     if isinstance(item, PartMatch):
         assert item.finder is not None
         finder, name = item.finder, item.names
     else:
         finder, name = ByRegion(item.kind), item.name
-    asked = (root, item.form, item.path, finder.identity, isinstance(item, PartMatch))
-    if asked not in known:
-        matches = Address(item.path, finder, 0).all(look(state.graphs[root, item.form].gm), root)
-        known[asked] = {
+    key = (root, item.form, item.path, finder.identity, isinstance(item, PartMatch))
+    if key not in cache:
+        matches = Address(item.path, finder, 0).all(contexts(state.graphs[root, item.form].gm), root)
+        cache[key] = {
             m.names if isinstance(item, PartMatch) else m.nodes[0].name: (i, m) for i, m in enumerate(matches)
         }
-    if name not in known[asked]:
-        raise ScheduleError(f"{_label(item)} is not there any more: {_fate(state, root, item)}")
-    occurrence, match = known[asked][name]
+    if name not in cache[key]:
+        raise ScheduleError(f"{_label(item)} is not there any more: {_why_missing(state, root, item)}")
+    occurrence, match = cache[key][name]
     return Address(item.path, finder, occurrence), match
 
 
@@ -93,7 +96,7 @@ def _label(item: PartMatch | PartRegion) -> str:
     return f"region '{item.name}'" if isinstance(item, PartRegion) else repr(item)
 
 
-def _fate(state: ScheduleState, root: str, item: PartMatch | PartRegion) -> str:
+def _why_missing(state: ScheduleState, root: str, item: PartMatch | PartRegion) -> str:
     graph = state.graphs[root, item.form].gm.graph
     names = item.names if isinstance(item, PartMatch) else {item.name}
     for node in graph.nodes:
@@ -103,40 +106,42 @@ def _fate(state: ScheduleState, root: str, item: PartMatch | PartRegion) -> str:
     return "a later step changed it"
 
 
-def spelled_targets(groups: Iterable[AddressGroup], keys: list[str] | None = None) -> list[dict[str, Any]]:
-    """Addresses as history keeps them; keys are of the bodies, in the order of the addresses."""
-    told: list[dict[str, Any]] = []
+def target_entries(groups: Iterable[AddressGroup], keys: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return addresses as entries of a history, with the keys of the bodies in the same order."""
+    entries: list[dict[str, Any]] = []
     for group in groups:
         for address in group.addresses:
             at = {
                 "path": address.path,
                 "form": group.form,
-                "find": address.finder.spelled(),
+                "find": address.finder.serialized(),
                 "occurrence": address.occurrence,
             }
             if keys is not None:
-                at["key"] = keys[len(told)]
-            told.append(at)
-    return told
+                at["key"] = keys[len(entries)]
+            entries.append(at)
+    return entries
 
 
-def keys_of(work: ScheduleSession, groups: Iterable[AddressGroup]) -> list[str]:
-    """The key of what each address computes, in their order."""
-    found: list[str] = []
+def body_keys(session: ScheduleSession, groups: Iterable[AddressGroup]) -> list[str]:
+    """Return the structural key of the operations at each address."""
+    keys_in_order: list[str] = []
     for group in groups:
-        gm = work.state.graphs[group.root, group.form].gm
-        known: dict[str | int, str] = {region.name: region.key for region in regions(gm)}
-        fresh = [m for m in group.found if not isinstance(m.finder, ByRegion)]
+        gm = session.state.graphs[group.root, group.form].gm
+        by_match: dict[str | int, str] = {region.name: region.key for region in regions(gm)}
+        fresh = [m for m in group.matches if not isinstance(m.finder, ByRegion)]
         if fresh:
             requests = [m.request for m in fresh if m.request is not None]
-            made, names = outlined(gm, requests)
-            keys = {region.name: region.key for region in regions(made)}
-            known.update({id(m): keys[name] for m, name in zip(fresh, names, strict=True)})
-        found += [known[m.nodes[0].name if isinstance(m.finder, ByRegion) else id(m)] for m in group.found]
-    return found
+            outlined, names = outline_named(gm, requests)
+            keys = {region.name: region.key for region in regions(outlined)}
+            by_match.update({id(m): keys[name] for m, name in zip(fresh, names, strict=True)})
+        keys_in_order += [
+            by_match[m.nodes[0].name if isinstance(m.finder, ByRegion) else id(m)] for m in group.matches
+        ]
+    return keys_in_order
 
 
-def is_path(target: Any) -> bool:
+def is_path_target(target: Any) -> bool:
     return isinstance(target, str) or (
         isinstance(target, (list, tuple))
         and bool(target)
@@ -144,8 +149,8 @@ def is_path(target: Any) -> bool:
     )
 
 
-def resolved_paths(work: ScheduleSession, target: Any) -> list[str]:
-    """Paths as they were given: whole ones of the model, globs allowed."""
-    given = [target] if isinstance(target, str) else list(cast("Iterable[str]", target))
-    with work.exchanged() as model:
-        return list(dict.fromkeys(found for pattern in given for found in matching(model, pattern)))
+def resolve_paths(session: ScheduleSession, target: Any) -> list[str]:
+    """Return the paths of the model that globs match."""
+    patterns = [target] if isinstance(target, str) else list(cast("Iterable[str]", target))
+    with session.with_replacements() as model:
+        return list(dict.fromkeys(path for pattern in patterns for path in match_paths(model, pattern)))

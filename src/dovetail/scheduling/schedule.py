@@ -1,4 +1,4 @@
-"""Schedules: a model taken apart and changed step by step, each step checked and each one undoable."""
+"""The public `Schedule`: building, undo, replay of histories, verification, and the printed tree of modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dovetail.ir.graph_module import attribute
 from dovetail.ir.printer import text
 from dovetail.lowering.backend_protocol import resolve
 from dovetail.lowering.lower import settle_parts
-from dovetail.outlining.region_call import RegionCall, call_of
+from dovetail.outlining.region import RegionCall, call_of
 from dovetail.scheduling import part
 from dovetail.scheduling import replace as replacement_steps
 from dovetail.scheduling.call_recording import ModelInputs
@@ -29,34 +29,40 @@ from dovetail.scheduling.edits import Checkpoint, PartGraph
 from dovetail.scheduling.finders import (
     PartMatch,
     PartRegion,
-    around,
-    below,
+    enclosing_paths,
     is_within,
-    joined,
+    join_path,
     path_of,
+    relative_path,
     require_path,
 )
-from dovetail.scheduling.history import History, described, finder_from, made_up, restored
+from dovetail.scheduling.history import (
+    History,
+    describe_inputs,
+    finder_from_entry,
+    from_json,
+    inputs_from_description,
+)
 from dovetail.scheduling.install import is_scheduled
 from dovetail.scheduling.part import Part
-from dovetail.scheduling.resolve import grouped, keys_of
-from dovetail.scheduling.session import Done, ScheduleSession
+from dovetail.scheduling.resolve import body_keys, group_by_graph
+from dovetail.scheduling.session import CompletedStep, ScheduleSession
 from dovetail.scheduling.state import ScheduleState
 from dovetail.scheduling.verify_schedule import VerifyResult, verify
 
 
-def tree(work: ScheduleSession, *, graphs: bool = False) -> str:
-    """The modules of a model with what was done to them, neighbours that are equal on one line.
+def module_tree(session: ScheduleSession, *, graphs: bool = False) -> str:
+    """Return the tree of modules with what was done to them, equal neighbours on one line.
 
-    Within a traced part only modules with something to tell are shown: its graph runs in their place. With `graphs`
-    the graphs of traced parts follow.
+    Within a traced part, whose graph runs instead, only modules with notes have a line. With `graphs` the graphs of
+    traced parts follow.
     """
-    with work.installation.instead(None) as model:
-        news = _news(work.state, model)
-    with work.exchanged() as model:
-        lines = _lines(_Tree(work.state, news), model, "", type(model).__name__)
+    with session.installation.temporarily(None) as model:
+        notes = _notes_by_path(session.state, model)
+    with session.with_replacements() as model:
+        lines = _lines(_Tree(session.state, notes), model, "", type(model).__name__)
     if graphs:
-        for (root, form), part in work.state.graphs.items():
+        for (root, form), part in session.state.graphs.items():
             lines += ["", f"{root or 'the model'}, call {form}:", text(part.gm)]
     return "\n".join(lines)
 
@@ -64,26 +70,25 @@ def tree(work: ScheduleSession, *, graphs: bool = False) -> str:
 @dataclass(frozen=True, eq=False)
 class _Tree:
     state: ScheduleState
-    news: Mapping[str, list[str]]
+    notes: Mapping[str, list[str]]
 
     def is_shown(self, path: str) -> bool:
-        """Whether a module has a line: not if it is in a traced part and nothing is to be told of it."""
+        """Return whether a module has a line: within a traced part only with a note on it or on a module in it."""
         root = self.state.root_of(path)
-        return root in (None, path) or path in self.told
+        return root in (None, path) or path in self.described
 
     @cached_property
-    def told(self) -> set[str]:
-        """The modules that there is something to tell of, and those around them."""
-        return {outer for path in self.news for outer in around(path)}
+    def described(self) -> set[str]:
+        return {outer for path in self.notes for outer in enclosing_paths(path)}
 
 
 def _lines(tree: _Tree, module: nn.Module, path: str, label: str) -> list[str]:
-    """A module and those in it; the first line has no name yet unless it is the model."""
-    said = tree.news.get(path)
-    lines = [f"{label}  <- {', '.join(said)}" if said else label]
+    """Return the lines of a module and its submodules, the first without its name."""
+    notes = tree.notes.get(path)
+    lines = [f"{label}  <- {', '.join(notes)}" if notes else label]
     children: list[tuple[str, list[str]]] = []
     for name, child in module._modules.items():
-        inner = joined(path, name)
+        inner = join_path(path, name)
         if child is not None and child is not module and tree.is_shown(inner):
             children.append((name, _lines(tree, child, inner, _class_name(child))))
     for _, alike in groupby(children, key=lambda c: c[1]):
@@ -95,7 +100,7 @@ def _lines(tree: _Tree, module: nn.Module, path: str, label: str) -> list[str]:
 
 
 def _names(names: list[str]) -> str:
-    """Names of neighbours: numbers in a row as their first and last."""
+    """Join the names of neighbours, consecutive numbers as a range."""
     if len(names) > 2 and all(name.isdigit() for name in names):
         numbers = [int(name) for name in names]
         if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
@@ -107,75 +112,75 @@ def _class_name(module: nn.Module) -> str:
     return module._get_name()
 
 
-def _news(state: ScheduleState, model: nn.Module) -> dict[str, list[str]]:
-    """What was done, by the path of the module that it was done to; the model is as it was given."""
-    news: dict[str, list[str]] = {}
+def _notes_by_path(state: ScheduleState, model: nn.Module) -> dict[str, list[str]]:
+    """Return what was done by the path of the module; `model` is the original one."""
+    notes: dict[str, list[str]] = {}
     for path in state.swaps:
-        news.setdefault(path, []).append(f"in place of {_class_name(_old(state, model, path))}")
+        notes.setdefault(path, []).append(f"in place of {_class_name(_module_before(state, model, path))}")
     for path, trace in state.traces.items():
-        ways = len(trace.calls)
-        news.setdefault(path, []).append("traced" if ways == 1 else f"traced, {ways} ways of calling")
-        for place, told in _by_place(state, path, ways).items():
-            news.setdefault(place, []).extend(told)
+        count = len(trace.calls)
+        notes.setdefault(path, []).append("traced" if count == 1 else f"traced, {count} ways of calling")
+        for owner, lines in _graph_notes(state, path, count).items():
+            notes.setdefault(owner, []).extend(lines)
     for path in sorted(state.checkpoints):
-        news.setdefault(path, []).append("checkpointed")
-    for path, notes in state.notes.items():
-        news.setdefault(path, []).extend(f"{key}={value!r}" for key, value in notes.items())
-    return news
+        notes.setdefault(path, []).append("checkpointed")
+    for path, attrs in state.notes.items():
+        notes.setdefault(path, []).extend(f"{key}={value!r}" for key, value in attrs.items())
+    return notes
 
 
-def _old(state: ScheduleState, model: nn.Module, path: str) -> nn.Module:
-    """What stood at a path before it was replaced, which may be a piece of something that was replaced too."""
+def _module_before(state: ScheduleState, model: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path before it was replaced, which may be within another replacement."""
     around = [outer for outer in state.swaps if outer != path and is_within(path, outer)]
     if not around:
         return model.get_submodule(path)
     outer = max(around, key=len)
-    return state.swaps[outer].get_submodule(below(path, outer))
+    return state.swaps[outer].get_submodule(relative_path(path, outer))
 
 
-def _by_place(state: ScheduleState, root: str, ways: int) -> dict[str, list[str]]:
-    """Regions and replaced operations of a traced part, by the module that all their operations came from."""
-    known = {
-        joined(root, path) for path, _ in state.traces[root].module.named_modules(remove_duplicate=False)
+def _graph_notes(state: ScheduleState, root: str, count: int) -> dict[str, list[str]]:
+    """Return notes on the regions and replaced operations of a traced part by the module they came from."""
+    paths = {
+        join_path(root, path) for path, _ in state.traces[root].module.named_modules(remove_duplicate=False)
     }
-    forms = [_counted(state.graphs[root, form], root, known) for form in range(ways)]
-    news: dict[str, list[str]] = {}
-    for place in dict.fromkeys(place for form in forms for place in form):
-        told = [_listed(form.get(place, Counter())) for form in forms]
-        if all(words == told[0] for words in told):
-            news[place] = told[0]
+    forms = [_count_by_module(state.graphs[root, form], root, paths) for form in range(count)]
+    notes: dict[str, list[str]] = {}
+    for owner in dict.fromkeys(owner for form in forms for owner in form):
+        lines = [_with_counts(form.get(owner, Counter())) for form in forms]
+        if all(words == lines[0] for words in lines):
+            notes[owner] = lines[0]
         else:
-            news[place] = [f"{word} in call {i}" for i, words in enumerate(told) for word in words]
-    return news
+            notes[owner] = [f"{word} in call {i}" for i, words in enumerate(lines) for word in words]
+    return notes
 
 
-def _listed(counts: Counter[str]) -> list[str]:
+def _with_counts(counts: Counter[str]) -> list[str]:
     return [what if count == 1 else f"{count} {what}" for what, count in counts.items()]
 
 
-def _counted(part: PartGraph, root: str, known: Set[str]) -> dict[str, Counter[str]]:
+def _count_by_module(part: PartGraph, root: str, paths: Set[str]) -> dict[str, Counter[str]]:
     counts: dict[str, Counter[str]] = {}
     for node in part.gm.graph.nodes:
         if node.op != "call_module":
             continue
         call = call_of(node.meta)
-        told = _replaced(part, node) if call is None else _region(part, node, call)
-        place = joined(root, path_of(node))
-        counts.setdefault(place if place in known else root, Counter())[told] += 1
+        note = _replacement_note(part, node) if call is None else _region_note(part, node, call)
+        owner = join_path(root, path_of(node))
+        counts.setdefault(owner if owner in paths else root, Counter())[note] += 1
     return counts
 
 
-def _replaced(part: PartGraph, node: Node) -> str:
+def _replacement_note(part: PartGraph, node: Node) -> str:
     called = attribute(part.gm, cast("str", node.target))
     return f"calls {called._get_name()}"
 
 
-def _region(part: PartGraph, node: Node, call: RegionCall) -> str:
-    """A region: who runs it, or for whom it was made who does not run it as it is called now."""
-    kind, asked = call.identity.kind, part.backends.get(node.name)
-    if asked is None:
+def _region_note(part: PartGraph, node: Node, call: RegionCall) -> str:
+    """Describe a region: its backend, or the requested ones if none of them runs it in the present mode."""
+    kind, requested = call.identity.kind, part.backends.get(node.name)
+    if requested is None:
         return kind
-    backends = resolve(asked)
+    backends = resolve(requested)
     if any(isinstance(backend, Checkpoint) for backend in backends):
         return f"{kind} checkpointed"
     return (
@@ -183,165 +188,149 @@ def _region(part: PartGraph, node: Node, call: RegionCall) -> str:
     )
 
 
-def replay(schedule: Schedule, work: ScheduleSession, steps: Iterable[Mapping[str, Any]]) -> None:
-    """Do steps again, all of them or none."""
-    state, done, example = work.state, list(work.done), work.example
+def replay(schedule: Schedule, session: ScheduleSession, steps: Iterable[Mapping[str, Any]]) -> None:
+    """Do steps again, all or none."""
+    state, done, example = session.state, list(session.completed), session.example
     try:
         for number, step in enumerate(steps):
             if not isinstance(step, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ScheduleError(f"step {number} of the history is a {type(step).__name__}, not a dict")
             entry = _HistoryEntry(step)
             try:
-                entry = _HistoryEntry(cast("dict[str, Any]", restored(dict(step))))
-                _again(schedule, work, entry)
+                entry = _HistoryEntry(cast("dict[str, Any]", from_json(dict(step))))
+                _replay_entry(schedule, session, entry)
             except DovetailError as error:
                 raise ScheduleError(
                     f"step {number} ({entry.get('do')}) cannot be replayed: {error}"
                 ) from error
     except BaseException:
-        work.restore(state, done, example)
+        session.restore(state, done, example)
         raise
 
 
 class _HistoryEntry(dict[str, Any]):
-    """A step as it was read, which may lack something."""
+    """An entry of a history that was read, which may lack keys."""
 
     def __missing__(self, key: str) -> Any:
-        raise ScheduleError(f"the step '{self.get('do', 'to find something')}' does not tell its '{key}'")
+        raise ScheduleError(f"the step '{self.get('do', 'to find something')}' has no '{key}'")
 
 
-def _again(schedule: Schedule, work: ScheduleSession, entry: dict[str, Any]) -> None:
+def _replay_entry(schedule: Schedule, session: ScheduleSession, entry: dict[str, Any]) -> None:
     do = entry.get("do")
     if do == "schedule":
-        if work.example is None and entry.get("inputs") is not None:
-            device = next((p.device for p in work.model.parameters()), torch.device("cpu"))
+        if session.example is None and entry.get("inputs") is not None:
+            device = next((p.device for p in session.model.parameters()), torch.device("cpu"))
             try:
-                args, kwargs = made_up(entry["inputs"], device)
+                args, kwargs = inputs_from_description(entry["inputs"], device)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ScheduleError(f"it does not tell what the inputs were: {entry['inputs']!r}") from error
-            work.example = ModelInputs(args, kwargs)
+                raise ScheduleError(f"its inputs cannot be read: {entry['inputs']!r}") from error
+            session.example = ModelInputs(args, kwargs)
         return
     if do == "apply":
-        work.step(
+        session.step(
             lambda _: {"do": "apply", "primitive": entry["primitive"]},
-            lambda: [_again(schedule, work, _HistoryEntry(step)) for step in entry.get("steps", [])],
+            lambda: [
+                _replay_entry(schedule, session, _HistoryEntry(step)) for step in entry.get("steps", [])
+            ],
         )
         return
     if "at" in entry:
-        items = _targets(work, entry["at"])
-        _on_targets(work, entry, items)
-        return
-    _on_paths(work, entry)
+        _replay_on_targets(session, entry, _targets(session, entry["at"]))
+    else:
+        _replay_on_paths(session, entry)
 
 
-def _targets(work: ScheduleSession, spelled: list[dict[str, Any]]) -> list[Any]:
-    """What a step was about, in this model."""
-    if not isinstance(spelled, list) or not all(isinstance(at, Mapping) for at in spelled):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ScheduleError(f"it does not tell what it is about, but {spelled!r}")
-    paths = [_HistoryEntry(at)["path"] for at in spelled]
-    with work.exchanged() as model:
+def _targets(session: ScheduleSession, entries: list[dict[str, Any]]) -> list[Any]:
+    """Return the targets of a step in this model."""
+    if not isinstance(entries, list) or not all(isinstance(at, Mapping) for at in entries):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(f"its targets cannot be read: {entries!r}")
+    paths = [_HistoryEntry(at)["path"] for at in entries]
+    with session.with_replacements() as model:
         for path in dict.fromkeys(paths):
             require_path(model, path)
-    work.prospect(work.looked_into(paths))  # one run of the model for all of them
-    known: dict[Any, list[PartMatch]] = {}
+    session.traced_state(session.search_roots(paths))  # one run of the model for all of them
+    cache: dict[Any, list[PartMatch]] = {}
     matches: list[PartMatch] = []
-    for at in map(_HistoryEntry, spelled):
-        finder = finder_from(at["find"])
-        asked = (at["path"], finder.identity)
-        if asked not in known:
-            known[asked] = work.find([at["path"]], finder)
-        found = [m for m in known[asked] if m.form == at.get("form", 0)]
-        if not isinstance(at["occurrence"], int) or at["occurrence"] >= len(found):
+    for at in map(_HistoryEntry, entries):
+        finder = finder_from_entry(at["find"])
+        lookup = (at["path"], finder.identity)
+        if lookup not in cache:
+            cache[lookup] = session.find([at["path"]], finder)
+        matched = [m for m in cache[lookup] if m.form == at.get("form", 0)]
+        if not isinstance(at["occurrence"], int) or at["occurrence"] >= len(matched):
             raise ScheduleError(
-                f"'{at['path'] or 'the model'}' has {len(found)} matches of {finder.name}, and number {at['occurrence']} was meant"
+                f"'{at['path'] or 'the model'}' has {len(matched)} matches of {finder.name}, and the step needs number {at['occurrence']}"
             )
-        matches.append(found[at["occurrence"]])
-    groups = grouped(work, matches, "replay")
-    order = [number for group in groups for number in group.numbers]
-    for number, key in zip(order, keys_of(work, groups), strict=True):
-        at = spelled[number]
+        matches.append(matched[at["occurrence"]])
+    groups = group_by_graph(session, matches, "replay")
+    order = [number for group in groups for number in group.indices]
+    for number, key in zip(order, body_keys(session, groups), strict=True):
+        at = entries[number]
         if at.get("key") not in (None, key):
             raise ScheduleError(
                 f"match {at['occurrence']} of {matches[number].rule} in '{at['path'] or 'the model'}' computes something "
                 f"else than in the model that the history is of (its body is {key[:12]}, not {str(at['key'])[:12]})"
             )
     return [
-        _as_region(work, match) if "region" in at["find"] else match
-        for at, match in zip(spelled, matches, strict=True)
+        _as_region(session, match) if "region" in at["find"] else match
+        for at, match in zip(entries, matches, strict=True)
     ]
 
 
-def _as_region(work: ScheduleSession, match: PartMatch) -> PartRegion:
+def _as_region(session: ScheduleSession, match: PartMatch) -> PartRegion:
     name = match.nodes[0].name
-    return work.regions_named(match.root, match.form, {name: match.path})[0]
+    return session.regions_named(match.root, match.form, {name: match.path})[0]
 
 
-def _on_targets(work: ScheduleSession, entry: dict[str, Any], items: list[Any]) -> None:
+def _replay_on_targets(session: ScheduleSession, entry: dict[str, Any], items: list[Any]) -> None:
     do = entry["do"]
     if do == "fuse":
         options = {k: entry.get(k) for k in ("kind", "version", "attrs", "escapes")}
         target = items if entry.get("list", True) else items[0]
-        part.fuse(work, target, bool(entry.get("together")), _backend(entry.get("backend")), **options)
+        part.fuse(session, target, bool(entry.get("together")), _backend(entry.get("backend")), **options)
     elif do == "replace":
         many = entry.get("siblings", len(items))
         for i in range(0, len(items), many):
-            replacement_steps.replace_target(
-                work,
-                entry["new"],
-                items[i : i + many],
-                params=entry.get("params"),
-                concrete_args=entry.get("concrete_args"),
-                check=False,
-                name=entry.get("name"),
-            )
+            _replace(session, items[i : i + many], entry)
     elif do == "replace_all":
-        _replace_all(work, (), items, entry)
+        _replace_all(session, (), items, entry)
     elif do == "decompose":
-        part.decompose(work, items)
+        part.decompose(session, items)
     elif do == "annotate":
-        part.annotate(work, items, entry["attrs"])
+        part.annotate(session, items, entry["attrs"])
     elif do == "checkpoint":
-        part.checkpoint(work, items)
+        part.checkpoint(session, items)
     elif do == "lower":
-        part.lower(work, items, _backend(entry["backend"]))
+        part.lower(session, items, _backend(entry["backend"]))
     else:
         raise ScheduleError(f"the step '{do}' is unknown here")
 
 
-def _on_paths(work: ScheduleSession, entry: dict[str, Any]) -> None:
+def _replay_on_paths(session: ScheduleSession, entry: dict[str, Any]) -> None:
     do, paths = entry.get("do"), entry.get("paths")
     if not paths:
-        raise ScheduleError(f"the step '{do}' is unknown here, or says not where")
+        raise ScheduleError(f"the step '{do}' is unknown here, or has no paths")
     if do == "replace":
-        replacement_steps.replace_target(
-            work,
-            entry["new"],
-            paths,
-            params=entry.get("params"),
-            concrete_args=entry.get("concrete_args"),
-            check=False,
-            name=entry.get("name"),
-        )
+        _replace(session, paths, entry)
     elif do == "replace_all":
-        _replace_all(work, tuple(paths), entry["class"], entry)
+        _replace_all(session, tuple(paths), entry["class"], entry)
     elif do == "annotate":
-        part.annotate(work, paths, entry["attrs"])
+        part.annotate(session, paths, entry["attrs"])
     elif do == "checkpoint":
-        part.checkpoint(work, paths)
+        part.checkpoint(session, paths)
     else:
         raise ScheduleError(f"the step '{do}' is unknown here")
 
 
-def _replace_all(work: ScheduleSession, paths: tuple[str, ...], what: Any, entry: dict[str, Any]) -> None:
-    replacement_steps.replace_all(
-        work,
-        paths,
-        what,
-        entry["factory"],
-        params=entry.get("params"),
-        concrete_args=entry.get("concrete_args"),
-        check=False,
-    )
+def _replace(session: ScheduleSession, target: Any, entry: dict[str, Any]) -> None:
+    options = {"params": entry.get("params"), "concrete_args": entry.get("concrete_args")}
+    name = entry.get("name")
+    replacement_steps.replace_target(session, entry["new"], target, check=False, name=name, **options)
+
+
+def _replace_all(session: ScheduleSession, paths: tuple[str, ...], what: Any, entry: dict[str, Any]) -> None:
+    options = {"params": entry.get("params"), "concrete_args": entry.get("concrete_args")}
+    replacement_steps.replace_all(session, paths, what, entry["factory"], check=False, **options)
 
 
 def _backend(value: Any) -> Any:
@@ -352,32 +341,34 @@ Result = TypeVar("Result")
 
 
 class Schedule(Part):
-    """A model and what was done to it. The model itself changes when `build` is called, and not before."""
+    """A model and the steps done to it. The model itself changes only when `build` is called."""
 
     def __init__(self, model: nn.Module, example: ModelInputs | None) -> None:
         super().__init__(ScheduleSession(model, example), ("",))
 
     @property
     def history(self) -> History:
-        """What was done, in order; it can be saved, and replayed on another model."""
-        work = self._work
+        """The steps in order, which can be saved, and replayed on another model."""
+        session = self._session
         inputs = (
-            None if work.example is None else described((tuple(work.example.args), dict(work.example.kwargs)))
+            None
+            if session.example is None
+            else describe_inputs((tuple(session.example.args), dict(session.example.kwargs)))
         )
-        return History([{"do": "schedule", "inputs": inputs}, *work.history] if work.done else [])
+        return History([{"do": "schedule", "inputs": inputs}, *session.history] if session.completed else [])
 
     def example(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Schedule:
         """Set the inputs that parts are traced with from now on."""
-        self._work.example = _example(args, kwargs)
+        self._session.example = _example(args, kwargs)
         return self
 
     def undo(self, steps: int = 1) -> list[dict[str, Any]]:
-        """Take the last steps back and return them."""
+        """Undo the last steps and return them."""
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"undo takes a number of steps, not {steps!r}.")
-        if steps > len(self._work.done):
-            raise ScheduleError(f"there are {len(self._work.done)} steps, and {steps} are to be undone")
-        return self._work.undo(steps)
+        if steps > len(self._session.completed):
+            raise ScheduleError(f"cannot undo {steps} steps: there are {len(self._session.completed)}")
+        return self._session.undo(steps)
 
     def replay(self, history: Iterable[Mapping[str, Any]] | str | Path) -> Schedule:
         """Do the steps of another schedule here, all of them or none; a path or text is loaded first."""
@@ -386,7 +377,7 @@ class Schedule(Part):
                 f"replay takes a history, or the path or text of one, not a {type(history).__name__}."
             )
         steps = History.load(history) if isinstance(history, (str, Path)) else list(history)
-        replay(self, self._work, steps)
+        replay(self, self._session, steps)
         return self
 
     def apply(self, primitive: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -396,59 +387,58 @@ class Schedule(Part):
                 f"apply takes a function of the schedule, not a {type(primitive).__name__}."
             )
         label = getattr(primitive, "__qualname__", repr(primitive))
-        return self._work.step(
+        return self._session.step(
             lambda _: {"do": "apply", "primitive": label},
             lambda: primitive(self, *args, **kwargs),
             is_own=False,
         )
 
     def build(self) -> nn.Module:
-        """The model, run as scheduled: the very modules, of which traced ones have another forward.
+        """Make the model run as scheduled and return it: traced modules get another forward.
 
-        `state_dict`, hooks, parameters and their order are as they were. Steps done later take effect at once;
-        `release` gives the model back as it was.
+        `state_dict`, hooks, parameters and their order stay the same. Later steps take effect at once; `release`
+        restores the original model.
         """
-        self._work.installation.put(self._work.state)
-        model = self._work.model
+        self._session.installation.install(self._session.state)
+        model = self._session.model
         if not model.training:
             settle_parts(
-                model, [b for part in self._work.state.graphs.values() for b in part.backends.values()]
+                model, [b for part in self._session.state.graphs.values() for b in part.backends.values()]
             )
         return model
 
     def release(self) -> nn.Module:
-        """The model as it was before it was scheduled."""
-        self._work.installation.take()
-        return self._work.model
+        """Restore the original model and return it."""
+        self._session.installation.uninstall()
+        return self._session.model
 
     def verify(self, *, fresh: int = 1, train: bool | None = None) -> VerifyResult:
-        """Compare with the model as it was: results, gradients, buffers and random numbers.
+        """Compare with the original model: results, gradients, buffers and random numbers.
 
-        On the example inputs and on `fresh` others like them. Where something differs, VerificationError names the
-        first step that made it so.
+        The example inputs and `fresh` others like them are run. VerificationError names a step that changed a value.
         """
-        return verify(self._work, fresh=fresh, train=train)
+        return verify(self._session, fresh=fresh, train=train)
 
     @contextmanager
     def verifying(self, **options: Any) -> Generator[Schedule]:
-        """Verify after each step within; a step that fails is not done."""
+        """Verify after each step within; a step that fails is undone."""
 
-        def check(doing: Done) -> None:
-            verify(self._work, doing=doing, **options)
+        def check(doing: CompletedStep) -> None:
+            verify(self._session, doing=doing, **options)
 
-        self._work.after.append(check)
+        self._session.step_checks.append(check)
         try:
             yield self
         finally:
-            self._work.after.remove(check)
+            self._session.step_checks.remove(check)
 
     def text(self) -> str:
-        """The tree of modules with what was done where, and the graphs of traced parts."""
-        return tree(self._work, graphs=True)
+        """Return the tree of modules with what was done where, and the graphs of traced parts."""
+        return module_tree(self._session, graphs=True)
 
     def print(self) -> None:
-        """Show the tree of modules with what was done where."""
-        print(tree(self._work))
+        """Print the tree of modules with what was done where."""
+        print(module_tree(self._session))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ScheduleError(
@@ -457,20 +447,20 @@ class Schedule(Part):
         )
 
     def __str__(self) -> str:
-        return tree(self._work)
+        return module_tree(self._session)
 
     def __repr__(self) -> str:
-        return f"Schedule({type(self._work.model).__name__}, {len(self._work.done)} steps)"
+        return f"Schedule({type(self._session.model).__name__}, {len(self._session.completed)} steps)"
 
 
 @checked_call()
 def schedule(
     model: nn.Module, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> Schedule:
-    """A schedule of a model: find its parts, fuse or replace them, and leave the rest as it is.
+    """Return a schedule of a model, to find, fuse or replace its parts and leave the rest as it is.
 
-    `args` and `kwargs` are what the model is called with; parts are traced from a run on them when they are first
-    looked into. They may be left out until then.
+    `args` and `kwargs` are example inputs of the model; parts are traced from a run on them when they are first
+    searched. They may be left out until then.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"schedule takes a module, not a {type(model).__name__}.")
