@@ -1,4 +1,16 @@
-"""The families of equal blocks of a line, outermost first."""
+"""Block search: disjoint families of equal blocks of a graph, outermost first.
+
+The problem is to find repeated subgraphs that cover a graph best (frequent subgraph mining, template extraction), which is
+NP-hard. The heuristic reduces it to repeats in a string: operations are linearized in an order that depends only on
+structure and labelled by what they compute, so equal blocks are equal windows of labels. Windows of widths 2^k are numbered by
+Karp, Miller and Rosenberg's doubling, which gives all maximal repeats in O(n log n). A tandem repeat (copies in a row: the
+layers of a model) is cut where fewest values cross; a repeat with gaps is trimmed likewise. The windows then become blocks: they are
+grouped by exact wiring, grown along the dataflow while all copies agree (operations of one block need not be adjacent in
+the line), and checked to be acyclic when all are contracted. Families that cover most are chosen greedily, and what is left
+is searched again for a bounded number of passes. Effort is bounded by 20 operations visited per operation of the graph.
+
+Reference: Karp, Miller and Rosenberg, "Rapid Identification of Repeated Patterns in Strings, Trees and Arrays", STOC 1972.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +34,20 @@ from dovetail.rules.repeated_blocks.blocks import (
 )
 from dovetail.rules.repeated_blocks.linearize import Linearization, MaximalRepeat, WindowNumbering
 
-# Borders of a row that are weighed, and of these the ones that blocks are made of.
+# How many cuts of a tandem repeat are ranked, and how many of them are extracted.
 _MAX_BORDERS = 16
 _MAX_ROTATIONS = 3
 
-# Operations looked at in all, at least, and per operation in sight: only hard cases come near.
+# Bounds on the operations visited; only hard cases come near.
 _MIN_EFFORT = 50_000
 _EFFORT_PER_NODE = 20
 
 
 class BlockExtractor:
-    """One look at a line, or at the ascending places `where` of it: what repeats of all that is not yet taken.
+    """Turns maximal repeats of a line, or of the ascending places `where` of it, into families of blocks.
 
-    Stretches count by index in `where`. `effort` is what was looked at so far, here and in earlier looks.
+    Places in `taken` are left out. Repeats are in indices of `where`. `effort` counts the operations visited so far, here
+    and in earlier passes.
     """
 
     def __init__(
@@ -44,37 +57,37 @@ class BlockExtractor:
         self.where: Sequence[int] = where if where is not None else range(len(line))
         self._index = None if where is None else {q: i for i, q in enumerate(where)}
         self.open = {q for q in self.where if q not in taken}
-        apart = max(line.labels, default=0) + 1
-        self.names = WindowNumbering([line.labels[q] if q in self.open else apart + q for q in self.where])
+        unique = max(line.labels, default=0) + 1
+        self.windows = WindowNumbering([line.labels[q] if q in self.open else unique + q for q in self.where])
         self._last: dict[int, list[int]] = {}
         self._readers: dict[tuple[int, int, int], list[int]] = {}
         self.effort = effort
-        self.bearable = max(_MIN_EFFORT, _EFFORT_PER_NODE * len(self.where))
+        self.max_effort = max(_MIN_EFFORT, _EFFORT_PER_NODE * len(self.where))
 
-    def realise(self, stretch: MaximalRepeat) -> Family | None:
-        """A family of exactly equal blocks that a stretch leads to.
+    def extract(self, repeat: MaximalRepeat) -> Family | None:
+        """Return a family of equal blocks grown from a repeat, None without any.
 
-        The first border of a row that makes blocks of most of it is taken, else the one that makes most.
+        Of the cuts of a tandem repeat, the first whose blocks cover most of it is taken, else the best one.
         """
         best: Family | None = None
-        for start, length in self._rotations(stretch) if stretch.in_a_row else [self._trimmed(stretch)]:
+        for start, length in self._rotations(repeat) if repeat.is_tandem else [self._trimmed(repeat)]:
             family = self._grown(start, length)
             if family is not None and (best is None or family.covered > best.covered):
                 best = family
-            if best is not None and 2 * best.covered > stretch.covered:
+            if best is not None and 2 * best.covered > repeat.covered:
                 break
         return best
 
     def extended(self, family: Family) -> Family:
-        """A family with further blocks, equal to its own, in which other operations stand between theirs."""
-        more = self._elsewhere(family)
+        """Return the family with further equal blocks whose operations are not adjacent in the line."""
+        more = self._scattered(family)
         return (self._sound([*family.blocks, *more]) or family) if more else family
 
     def _grown(self, start: int, length: int) -> Family | None:
-        """The family that the items from `start` on, and all that are like them, are grown to."""
+        """Return the family grown from the window of `length` places at `start` and its equals."""
         blocks = [
             tuple([self.where[i] for i in block])
-            for block in disjoint(self.names.places(start, length), length)
+            for block in disjoint(self.windows.occurrences(start, length), length)
         ]
         self.effort += len(blocks) * length
         groups: dict[object, list[Block]] = {}
@@ -84,34 +97,34 @@ class BlockExtractor:
         if len(seed) < 2:
             return None
         growth = BlockGrowth(self.line, seed, self.open)
-        found: list[Family] = []
-        # Growing may have led to what cannot be drawn together: then what was before it stands.
+        families: list[Family] = []
+        # Growth may end in blocks that are not convex; the family before it is used then.
         for grown in (seed, growth.backward(), growth.forward()):
-            if found and len(grown[0]) == found[-1].length:
+            if families and len(grown[0]) == families[-1].length:
                 continue
             family = self._sound(grown)
             if family is not None:
-                found.append(family)
-        return self.extended(max(found, key=lambda f: f.covered)) if found else None
+                families.append(family)
+        return self.extended(max(families, key=lambda f: f.covered)) if families else None
 
     def _sound(self, blocks: list[Block]) -> Family | None:
-        """The blocks that are exactly equal, if there are several and they can all be drawn together."""
+        """Return the largest group of equal blocks, if it has two or more and contracting all leaves no cycle."""
         group = group_equal(self.line, blocks)[0]
         if len(group) < 2:
             return None
         self.effort += sum(high - low + 1 for low, high in block_windows(self.line, group))
         return Family(tuple(group)) if acyclic(self.line, group) else None
 
-    def _elsewhere(self, family: Family) -> list[Block]:
+    def _scattered(self, family: Family) -> list[Block]:
         line, model = self.line, family.blocks[0]
         steps = match_plan(line, model)
         if len(steps) < max(1, len(model) - 1) or steps[0].forward:
             return []
         taken = {q for block in family.blocks for q in block}
         shape = wiring(line, model)
-        made: list[Block] = []
-        for root in self._readers_alike(model, steps[0]):
-            if root in taken or self.effort > self.bearable:
+        blocks: list[Block] = []
+        for root in self._similar_readers(model, steps[0]):
+            if root in taken or self.effort > self.max_effort:
                 continue
             places, _ = follow_plan(line, model, steps, root)
             self.effort += len(places)
@@ -119,12 +132,12 @@ class BlockExtractor:
             if len(set(block)) < len(model) or not self.open.issuperset(block):
                 continue
             if taken.isdisjoint(block) and wiring(line, block) == shape:
-                made.append(block)
+                blocks.append(block)
                 taken.update(block)
-        return made
+        return blocks
 
-    def _readers_alike(self, model: Block, step: DataflowStep) -> list[int]:
-        """Places that are to one of their operands what the known end of a step is to the found one."""
+    def _similar_readers(self, model: Block, step: DataflowStep) -> list[int]:
+        """Return the places with the label and operand label of a step's source and target, in the same slot."""
         labels, place = self.line.labels, self.line.place
         if not self._readers:
             for q in self.open:
@@ -132,28 +145,28 @@ class BlockExtractor:
                     if place[value] >= 0:
                         key = (labels[q], slot, labels[place[value]])
                         self._readers.setdefault(key, []).append(q)
-        key = (labels[model[step.known]], step.slot, labels[model[step.found]])
+        key = (labels[model[step.source]], step.slot, labels[model[step.target]])
         return sorted(self._readers.get(key, ()))
 
-    def _rotations(self, stretch: MaximalRepeat) -> list[tuple[int, int]]:
-        """Where a block of a row may begin: where fewest values cross, then so that most blocks are whole.
+    def _rotations(self, repeat: MaximalRepeat) -> list[tuple[int, int]]:
+        """Return the starts of a tandem repeat's blocks, best first: fewest values cross, then most blocks are whole.
 
-        Of borders alike in that, crossing values with more readers are the more likely one, and then the first.
+        Ties are broken by the number of readers of the crossing values, most first, then by position.
         """
-        period, begin = stretch.distance, stretch.start - stretch.distance
-        end = stretch.start + stretch.length
+        period, begin = repeat.distance, repeat.start - repeat.distance
+        end = repeat.start + repeat.length
         crossing, readers = self._crossing(begin + (end - begin) // period // 2 * period, period)
         whole = [(end - begin - o) // period for o in range(period)]
         ranked = sorted(range(period), key=lambda o: (crossing[o], -whole[o], -readers[o], o))
         keys: list[tuple[int, int, int, int]] = []
         for o in ranked[:_MAX_BORDERS]:
-            count = whole[o] + self._one_earlier(begin + o, period)
+            count = whole[o] + self._has_block_before(begin + o, period)
             if 2 * count > whole[0] and count > 1:
                 keys.append((crossing[o], -count, -readers[o], o))
         return [(begin + key[-1], period) for key in sorted(keys)[:_MAX_ROTATIONS]] or [(begin, period)]
 
-    def _one_earlier(self, start: int, length: int) -> bool:
-        """Whether the block before a row is equal too, though other operations stand between its own."""
+    def _has_block_before(self, start: int, length: int) -> bool:
+        """Whether an equal block ends right before `start`, though its operations are not adjacent."""
         labels, where = self.line.labels, self.where
         if start == 0 or labels[where[start - 1]] != labels[where[start + length - 1]]:
             return False
@@ -161,9 +174,9 @@ class BlockExtractor:
         return len(follow_plan(self.line, model, match_plan(self.line, model), where[start - 1])[0]) == length
 
     def _crossing(self, middle: int, period: int) -> tuple[list[int], list[int]]:
-        """For each cut of one period the values that cross it, and how many reads they have beyond it.
+        """Return for each cut of one period how many values cross it, and how many reads these have beyond it.
 
-        Reads further away than two periods are those of values that all blocks share, or of the end.
+        Reads more than two periods away are of values that all blocks share, or by the end of the graph.
         """
         values, reads = [0] * (period + 1), [0] * (period + 1)
         for i in range(max(0, middle - 2 * period), min(middle + period, len(self.where))):
@@ -175,8 +188,8 @@ class BlockExtractor:
                 elif self._index is None:
                     break  # readers come in ascending order
             first = max(i + 1 - middle, 0)
-            for found in users.values():
-                for counts, ends in ((values, [max(found)]), (reads, found)):
+            for places in users.values():
+                for counts, ends in ((values, [max(places)]), (reads, places)):
                     for last in (min(end - middle, period - 1) for end in ends):
                         if first <= last:
                             counts[first] += 1
@@ -186,158 +199,147 @@ class BlockExtractor:
             reads[o] += reads[o - 1]
         return values[:period], reads[:period]
 
-    def _trimmed(self, stretch: MaximalRepeat) -> tuple[int, int]:
-        """A stretch that stands alone, cut short where fewer values leave it; at most by half."""
-        start = stretch.start - stretch.distance
-        leaving = [0] * (stretch.length + 2)
-        for k in range(stretch.length):
+    def _trimmed(self, repeat: MaximalRepeat) -> tuple[int, int]:
+        """Return the window of a repeat with gaps, shortened by at most half to where fewest values leave it."""
+        start = repeat.start - repeat.distance
+        leaving = [0] * (repeat.length + 2)
+        for k in range(repeat.length):
             for user in self._last_reads(self.where[start + k]):
                 leaving[k + 1] += 1
-                leaving[min(max(user - start, k), stretch.length) + 1] -= 1
+                leaving[min(max(user - start, k), repeat.length) + 1] -= 1
         for cut in range(1, len(leaving)):
             leaving[cut] += leaving[cut - 1]
-        least = max(2, (stretch.length + 1) // 2)
-        return start, min(range(least, stretch.length + 1), key=lambda cut: (leaving[cut], -cut))
+        least = max(2, (repeat.length + 1) // 2)
+        return start, min(range(least, repeat.length + 1), key=lambda cut: (leaving[cut], -cut))
 
     def _last_reads(self, place: int) -> list[int]:
-        """The last reader of each value of an operation."""
-        found = self._last.get(place)
-        if found is None:
+        """Return the index of the last reader of each value of an operation."""
+        if place not in self._last:
             last: dict[int, int] = {}
             for part, user, _ in self.line.uses[place]:
                 last[part] = max(last.get(part, 0), self._at(user))
-            found = self._last[place] = list(last.values())
-        return found
+            self._last[place] = list(last.values())
+        return self._last[place]
 
     def _at(self, place: int) -> int:
-        """The index of a place in sight, beyond all of them for any other."""
+        """Return the index of a place in `where`, beyond all of them for any other."""
         return place if self._index is None else self._index.get(place, len(self.where))
 
 
-# Stretches that are worked out fully before the best of them are taken, and how often what is left is looked at.
+# How many repeats are extracted before families are chosen, and how often the rest is searched again.
 _MAX_TRIED = 512
 _MAX_PASSES = 16
 
-# Families that cover no less than this part of what the best does are weighed by their borders.
+# Families that cover at least this fraction of what the best one does are compared by their boundaries.
 _RIVAL_RATIO = 0.75
 
-# A block that consists of a row of smaller ones to this part is no block of its own.
+# A block of which smaller equal blocks in a row cover this fraction is split into them.
 _CHAIN_RATIO = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLimits:
-    """What a family must have to be of use; `most` is the largest block allowed."""
+    """Bounds on the blocks of a family; `max_size` is None without an upper one."""
 
     min_size: int
     min_repeats: int
-    most: int | None
+    max_size: int | None
 
 
 class BlockSearch:
-    """Looks for families of equal blocks in a line. What is found inside of other blocks is left for later."""
+    """Searches a line for families of equal blocks; those inside other blocks are left to `inside`."""
 
-    def __init__(self, line: Linearization, wanted: BlockLimits) -> None:
-        self.line, self.wanted = line, wanted
+    def __init__(self, line: Linearization, limits: BlockLimits) -> None:
+        self.line, self.limits = line, limits
         self.small: list[Family] = []  # equal blocks that are too small or too few
 
     def families(self) -> list[Family]:
-        """Disjoint families of the whole line."""
-        taken = {q for q, free in enumerate(self.line.free) if not free}
-        found: list[Family] = []
-        effort = 0
-        for _ in range(_MAX_PASSES):
-            sight = BlockExtractor(self.line, taken, effort=effort)
-            fresh = self._pass(sight)
-            effort = sight.effort
-            if not fresh:
-                break
-            found.extend(fresh)
-            taken.update(q for family in fresh for block in family.blocks for q in block)
-        return found
+        """Return disjoint families of the whole line."""
+        return self._search({q for q, free in enumerate(self.line.free) if not free})
 
     def inside(self, family: Family) -> list[Family]:
-        """Families inside of the blocks of another, for all of its blocks at once."""
-        where = sorted(family.blocks[0])
-        found: list[Family] = []
-        taken: set[int] = set()
+        """Return the families inside the blocks of another, for all of its blocks at once."""
+        return [_replicate(family, part) for part in self._search(set(), sorted(family.blocks[0]))]
+
+    def _search(self, taken: set[int], where: Sequence[int] | None = None) -> list[Family]:
+        families: list[Family] = []
         effort = 0
         for _ in range(_MAX_PASSES):
-            sight = BlockExtractor(self.line, taken, where, effort)
-            fresh = self._pass(sight)
-            effort = sight.effort
-            if not fresh:
+            extractor = BlockExtractor(self.line, taken, where, effort)
+            added = self._pass(extractor)
+            effort = extractor.effort
+            if not added:
                 break
-            found.extend(fresh)
-            taken.update(q for part in fresh for block in part.blocks for q in block)
-        return [_replicate(family, part) for part in found]
+            families.extend(added)
+            taken.update(q for family in added for block in family.blocks for q in block)
+        return families
 
-    def _pass(self, sight: BlockExtractor) -> list[Family]:
-        """Disjoint families of one look."""
-        tried: list[Family] = []
+    def _pass(self, extractor: BlockExtractor) -> list[Family]:
+        """Return disjoint families of one pass."""
+        extracted: list[Family] = []
         owner: dict[int, Block] = {}
-        for stretch in self._promising(sight, owner):
-            family = sight.realise(stretch)
+        for repeat in self._promising(extractor, owner):
+            family = extractor.extract(repeat)
             if family is None:
                 continue
             if not self._is_enough(family):
-                if stretch.in_a_row and family.length > 1:
+                if repeat.is_tandem and family.length > 1:
                     self.small.append(family)
                 continue
-            tried.append(family)
+            extracted.append(family)
             owner.update((q, block) for block in family.blocks for q in block)
-            if 2 * family.saved >= len(sight.where):
+            if 2 * family.saved >= len(extractor.where):
                 break  # nothing else can save more
-        kept = self._chosen(_outermost(tried))
-        while kept and not acyclic(self.line, [b for f in kept for b in f.blocks]):
-            # Each is sound by itself: rather the larger of them than none.
-            kept.pop()
-        return [part for family in kept for part in self._rows(sight, family)]
+        chosen = self._choose(_outermost(extracted))
+        # Families that are acyclic each may not be so together; the larger ones come first.
+        while chosen and not acyclic(self.line, [b for f in chosen for b in f.blocks]):
+            chosen.pop()
+        return [part for family in chosen for part in self._split_chain(extractor, family)]
 
-    def _chosen(self, families: list[Family]) -> list[Family]:
-        """Disjoint ones of the families: of those that cover about as much, first those with the least border."""
-        borders = {id(family): boundary_size(self.line, family) for family in families}
+    def _choose(self, families: list[Family]) -> list[Family]:
+        """Return disjoint families, greedily: of those that cover about as much, the smallest boundary first."""
+        boundaries = {id(family): boundary_size(self.line, family) for family in families}
         left = sorted(families, key=lambda f: (-f.covered, f.length, f.first))
-        kept: list[Family] = []
+        chosen: list[Family] = []
         while left:
             rivals = [f for f in left if f.covered >= _RIVAL_RATIO * left[0].covered]
-            best = min(rivals, key=lambda f: borders[id(f)])  # of equals the first
+            best = min(rivals, key=lambda f: boundaries[id(f)])  # the first among equals
             taken = {q for block in best.blocks for q in block}
-            kept.append(best)
+            chosen.append(best)
             left = [f for f in left if all(taken.isdisjoint(block) for block in f.blocks)]
-        return kept
+        return chosen
 
-    def _promising(self, sight: BlockExtractor, owner: dict[int, Block]) -> Iterator[MaximalRepeat]:
-        """The stretches that cover most, without those inside of blocks already found."""
+    def _promising(self, extractor: BlockExtractor, owner: dict[int, Block]) -> Iterator[MaximalRepeat]:
+        """Yield the repeats that cover most, without those inside blocks already extracted."""
         tries = 0
-        for stretch in sight.names.stretches(max(2, self.wanted.min_size * 3 // 4)):
-            if tries >= _MAX_TRIED or sight.effort > sight.bearable:
+        for repeat in extractor.windows.maximal_repeats(max(2, self.limits.min_size * 3 // 4)):
+            if tries >= _MAX_TRIED or extractor.effort > extractor.max_effort:
                 return
-            last = stretch.start + stretch.length - 1
-            ends = [sight.where[i] for i in (stretch.start, last)]
-            ends += [sight.where[i - stretch.distance] for i in (stretch.start, last)]
+            last = repeat.start + repeat.length - 1
+            ends = [extractor.where[i] for i in (repeat.start, last)]
+            ends += [extractor.where[i - repeat.distance] for i in (repeat.start, last)]
             blocks = [owner.get(q) for q in ends]
             if None not in blocks and blocks[0] is blocks[1] and blocks[2] is blocks[3]:
                 continue
             tries += 1
-            yield stretch
+            yield repeat
 
-    def _rows(self, sight: BlockExtractor, family: Family) -> list[Family]:
-        """The family itself, or what its blocks are rows of: four layers twice are eight layers."""
-        if family.length < 2 * self.wanted.min_size:
+    def _split_chain(self, extractor: BlockExtractor, family: Family) -> list[Family]:
+        """Return the family, or the one its blocks are chains of: four layers twice are eight layers."""
+        if family.length < 2 * self.limits.min_size:
             return [family]
         inner = BlockExtractor(self.line, frozenset(), sorted(family.blocks[0]))
-        most = _CHAIN_RATIO * family.length
-        for stretch in inner.names.stretches(self.wanted.min_size):
-            if not stretch.in_a_row or stretch.covered < most:
+        least = _CHAIN_RATIO * family.length
+        for repeat in inner.windows.maximal_repeats(self.limits.min_size):
+            if not repeat.is_tandem or repeat.covered < least:
                 continue
-            part = inner.realise(stretch)
-            if part is not None and part.covered >= most and self._is_enough(part) and self._is_chain(part):
-                return [sight.extended(_replicate(family, part))]
+            part = inner.extract(repeat)
+            if part is not None and part.covered >= least and self._is_enough(part) and self._is_chain(part):
+                return [extractor.extended(_replicate(family, part))]
         return [family]
 
     def _is_chain(self, family: Family) -> bool:
-        """Whether each block reads what the one before it makes."""
+        """Whether each block reads a value of the one before it."""
         ordered = sorted(family.blocks, key=max)
         return all(
             any(user in later for q in earlier for _, user, _ in self.line.uses[q])
@@ -346,35 +348,38 @@ class BlockSearch:
 
     def _is_enough(self, family: Family) -> bool:
         size = sum(self.line.size(q) for q in family.blocks[0])
-        if family.length < 2 or size < self.wanted.min_size:
+        if family.length < 2 or size < self.limits.min_size:
             return False
-        if self.wanted.most is not None and len(self.line.positions(family.blocks[0])) > self.wanted.most:
+        if (
+            self.limits.max_size is not None
+            and len(self.line.positions(family.blocks[0])) > self.limits.max_size
+        ):
             return False
-        return len(family.blocks) >= self.wanted.min_repeats
+        return len(family.blocks) >= self.limits.min_repeats
 
 
 def _replicate(family: Family, part: Family) -> Family:
-    """What was found inside of the first block of a family, inside of all of them."""
+    """Return a family inside the first block of another, inside all of its blocks."""
     index = {q: k for k, q in enumerate(family.blocks[0])}
-    spots = [[index[q] for q in block] for block in part.blocks]
-    return Family(tuple(tuple([block[k] for k in spot]) for block in family.blocks for spot in spots))
+    inner = [[index[q] for q in block] for block in part.blocks]
+    return Family(tuple(tuple([block[k] for k in indices]) for block in family.blocks for indices in inner))
 
 
 def _outermost(families: list[Family]) -> list[Family]:
-    """The families of which not every block lies in a larger block of another."""
-    homes: dict[int, list[tuple[int, int]]] = {}
+    """Return the families of which not every block is inside a larger block of another."""
+    owners: dict[int, list[tuple[int, int]]] = {}
     for n, family in enumerate(families):
         for k, block in enumerate(family.blocks):
             for q in block:
-                homes.setdefault(q, []).append((n, k))
+                owners.setdefault(q, []).append((n, k))
 
     def is_inside(block: Block, other: int) -> bool:
-        blocks = {next((k for n, k in homes[q] if n == other), -1) for q in block}
+        blocks = {next((k for n, k in owners[q] if n == other), -1) for q in block}
         return len(blocks) == 1 and -1 not in blocks
 
-    found: list[Family] = []
+    outermost: list[Family] = []
     for family in families:
-        around = [n for n, _ in homes[family.blocks[0][0]] if families[n].length > family.length]
+        around = [n for n, _ in owners[family.blocks[0][0]] if families[n].length > family.length]
         if not any(all(is_inside(block, n) for block in family.blocks) for n in around):
-            found.append(family)
-    return found
+            outermost.append(family)
+    return outermost

@@ -1,4 +1,4 @@
-"""Blocks of operations that are equal to one another, operand by operand."""
+"""Equal blocks: sets of operations that compute the same, compared operand by operand, and how they grow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
 from dovetail.rules.repeated_blocks.linearize import Linearization
 
-# Places in the order in which the blocks correspond: the n-th of one is to it what the n-th of another is to that.
 Block = tuple[int, ...]
+"""Places of operations; the n-th places of equal blocks correspond."""
 Wiring = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Blocks that are exactly equal and disjoint."""
+    """Blocks that are equal and disjoint."""
 
     blocks: tuple[Block, ...]
 
@@ -29,7 +29,7 @@ class Family:
 
     @property
     def saved(self) -> int:
-        """What need not be said again if the blocks share one body."""
+        """How many operations sharing one body removes."""
         return (len(self.blocks) - 1) * self.length
 
     @property
@@ -38,9 +38,9 @@ class Family:
 
 
 def wiring(line: Linearization, block: Block) -> Wiring:
-    """Who reads what in a block: equal for blocks of equal labels exactly if they are the same computation.
+    """Return the dataflow of a block; blocks of equal labels compute the same if and only if it is equal.
 
-    Values from outside count by what they are and where they are the same one, not by who makes them.
+    Values from outside count by their metadata and by which of them are the same, not by their producers.
     """
     inside = {q: k for k, q in enumerate(block)}
     place, part, reads = line.place, line.part, line.reads
@@ -53,18 +53,18 @@ def wiring(line: Linearization, block: Block) -> Wiring:
                 rows += (k, part[value])
             else:
                 rows.append(-2 - outside.setdefault(value, len(outside)))
-    return tuple(rows), tuple([line.described(v) for v in outside])
+    return tuple(rows), tuple([line.metadata_id(v) for v in outside])
 
 
 def block_results(line: Linearization, block: Block) -> tuple[tuple[int, int], ...]:
-    """The values of a block that are read outside of it, as index in the block and part."""
+    """Return the values of a block that are read outside it, as index in the block and part."""
     inside = set(block)
-    found = {(k, part) for k, q in enumerate(block) for part, user, _ in line.uses[q] if user not in inside}
-    return tuple(sorted(found))
+    values = {(k, part) for k, q in enumerate(block) for part, user, _ in line.uses[q] if user not in inside}
+    return tuple(sorted(values))
 
 
 def boundary_size(line: Linearization, family: Family) -> int:
-    """How many computed values go into a block and out of it, without those that go into all of them alike."""
+    """Return how many computed values enter and leave a block, without those that all blocks share."""
     read: list[set[int]] = []
     for block in family.blocks[:2]:
         inside = set(block)
@@ -75,7 +75,7 @@ def boundary_size(line: Linearization, family: Family) -> int:
 
 
 def group_equal(line: Linearization, blocks: Iterable[Block]) -> list[list[Block]]:
-    """Blocks of equal labels sorted into those that are exactly equal and return the same; most blocks first."""
+    """Return blocks of equal labels grouped by wiring and results, the largest group first."""
     groups: dict[tuple[Wiring, tuple[tuple[int, int], ...]], list[Block]] = {}
     for block in blocks:
         groups.setdefault((wiring(line, block), block_results(line, block)), []).append(block)
@@ -83,86 +83,86 @@ def group_equal(line: Linearization, blocks: Iterable[Block]) -> list[list[Block
 
 
 def disjoint(starts: Iterable[int], length: int) -> list[Block]:
-    """Stretches of the line from each of the ascending starts on, leaving out those that overlap an earlier one."""
-    made: list[Block] = []
+    """Return the windows at each of the ascending starts, without those that overlap an earlier one."""
+    blocks: list[Block] = []
     end = 0
     for start in starts:
         if start >= end:
             end = start + length
-            made.append(tuple(range(start, end)))
-    return made
+            blocks.append(tuple(range(start, end)))
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
 class DataflowStep:
-    """How to get from one operation of a block to another: to the maker of an operand, or to a reader."""
+    """A step from one operation of a block to another, by index: to the producer of an operand, or to a reader."""
 
-    known: int
-    found: int
+    source: int
+    target: int
     slot: int
     part: int
     forward: bool
 
 
 def match_plan(line: Linearization, block: Block) -> list[DataflowStep]:
-    """Steps from the last operation of a block to all others that are connected with it inside."""
+    """Return steps from the last operation of a block to all others connected with it inside the block."""
     inside = {q: k for k, q in enumerate(block)}
     root = inside[max(block)]
     steps: list[DataflowStep] = []
-    seen = {root}
+    visited = {root}
     queue = [root]
 
-    def step(known: int, place: int, slot: int, part: int, forward: bool) -> None:
-        other = inside.get(place)
-        if other is not None and other not in seen:
-            seen.add(other)
-            queue.append(other)
-            steps.append(DataflowStep(known, other, slot, part, forward))
+    def visit(source: int, place: int, slot: int, part: int, forward: bool) -> None:
+        target = inside.get(place)
+        if target is not None and target not in visited:
+            visited.add(target)
+            queue.append(target)
+            steps.append(DataflowStep(source, target, slot, part, forward))
 
     backward = forward = 0
     while forward < len(queue):
-        # Operands first: what only reads the block is reached from where they led.
+        # Operands first; operations that only read the block are reached from these.
         if backward < len(queue):
-            known, backward = queue[backward], backward + 1
-            for slot, value in enumerate(line.reads[block[known]]):
-                step(known, line.place[value], slot, line.part[value], False)
+            source, backward = queue[backward], backward + 1
+            for slot, value in enumerate(line.reads[block[source]]):
+                visit(source, line.place[value], slot, line.part[value], False)
         else:
-            known, forward = queue[forward], forward + 1
-            for part, user, slot in line.uses[block[known]]:
-                step(known, user, slot, part, True)
+            source, forward = queue[forward], forward + 1
+            for part, user, slot in line.uses[block[source]]:
+                visit(source, user, slot, part, True)
     return steps
 
 
 def follow_plan(
     line: Linearization, model: Block, steps: Sequence[DataflowStep], root: int, *, to_the_end: bool = False
 ) -> tuple[dict[int, int], DataflowStep | None]:
-    """Places that correspond to those of `model` if `root` is its last operation, by index in it.
+    """Return the places that correspond to those of `model` if `root` is its last operation, by index in it.
 
-    Returns also the first step that led nowhere, and stops there if it need not go `to_the_end`.
+    Also return the first step that failed; the others are only tried `to_the_end`.
     """
-    found = {model.index(max(model)) if not steps else steps[0].known: root}
+    places = {model.index(max(model)) if not steps else steps[0].source: root}
     taken = {root}
     failed: DataflowStep | None = None
     for step in steps:
-        at = found.get(step.known)
+        at = places.get(step.source)
         if at is None:
             continue
-        other = _step_target(line, line.labels[model[step.found]], step, at, taken)
-        if other >= 0:
-            found[step.found] = other
-            taken.add(other)
+        target = _step_target(line, line.labels[model[step.target]], step, at, taken)
+        if target >= 0:
+            places[step.target] = target
+            taken.add(target)
             continue
         failed = failed or step
         if not to_the_end:
             break
-    return found, failed
+    return places, failed
 
 
 def _step_target(line: Linearization, label: int, step: DataflowStep, at: int, taken: Set[int]) -> int:
     if step.forward:
         for part, q, slot in line.uses[at]:
-            is_it = (part, slot) == (step.part, step.slot) and q < len(line) and line.labels[q] == label
-            if is_it and q not in taken:
+            same = (part, slot) == (step.part, step.slot) and q < len(line) and line.labels[q] == label
+            if same and q not in taken:
                 return q
         return -1
     value = line.reads[at][step.slot]
@@ -194,15 +194,15 @@ def acyclic(line: Linearization, blocks: Sequence[Block]) -> bool:
     return True
 
 
-# A value with more readers than this is shared far and wide: none of them is the block's own.
+# A value with more readers than this is shared by many blocks, and none of its readers belongs to one.
 _MAX_READERS = 64
 
 
 class BlockGrowth:
-    """Blocks that take in what is `free` around them, as far as it is alike for all of them.
+    """Grows equal blocks by the `free` operations around them, as long as these are equal for all blocks.
 
-    First towards operands, so that a block has what its results need; then towards readers. Where the surroundings
-    differ, or are one and the same operation for several blocks, or belong to another block, the border stays.
+    They grow towards operands first, so that a block has what its results need, then towards readers. Growth stops where
+    the neighbours differ, are one operation shared by blocks, or belong to another block.
     """
 
     def __init__(self, line: Linearization, blocks: Sequence[Block], free: Set[int]) -> None:
@@ -212,16 +212,16 @@ class BlockGrowth:
         self.lowest = [min(block) for block in self.blocks]
 
     def backward(self) -> list[Block]:
-        """Take in the makers of operands, and theirs."""
+        """Grow by the producers of operands, transitively."""
         first = self.blocks[0]
-        for k, q in enumerate(first):  # grows while it is walked
+        for k, q in enumerate(first):  # grows during the iteration
             for slot in range(len(self.line.reads[q])):
-                if self._is_open(self._maker(q, slot)):
-                    self._take([self._maker(block[k], slot) for block in self.blocks])
-        return self._done()
+                if self._is_open(self._producer(q, slot)):
+                    self._take([self._producer(block[k], slot) for block in self.blocks])
+        return self._as_blocks()
 
     def forward(self) -> list[Block]:
-        """Take in what reads the blocks and needs nothing that may come of them in another way."""
+        """Grow by readers that need nothing else which may depend on the blocks."""
         for k, _ in enumerate(self.blocks[0]):
             readers = self._readers(0, k)
             if not any(self._is_open(q) for places in readers.values() for q in places):
@@ -229,33 +229,33 @@ class BlockGrowth:
             others = [self._readers(b, k) for b in range(1, len(self.blocks))]
             for label, places in readers.items():
                 for nth, q in enumerate(places):
-                    kin = [found[label][nth] for found in others if len(found.get(label, ())) > nth]
-                    if len(kin) == len(others):
-                        self._take([q, *kin], reader=True)
-        return self._done()
+                    same = [other[label][nth] for other in others if len(other.get(label, ())) > nth]
+                    if len(same) == len(others):
+                        self._take([q, *same], reader=True)
+        return self._as_blocks()
 
-    def _done(self) -> list[Block]:
+    def _as_blocks(self) -> list[Block]:
         return [tuple(block) for block in self.blocks]
 
-    def _maker(self, place: int, slot: int) -> int:
+    def _producer(self, place: int, slot: int) -> int:
         return self.line.place[self.line.reads[place][slot]]
 
     def _is_open(self, place: int) -> bool:
         return place in self.free and place not in self.owner
 
     def _readers(self, b: int, k: int) -> dict[int, list[int]]:
-        """Operations outside of a block that read one inside, by label, in the order of the line."""
-        found: dict[int, list[int]] = {}
+        """Return the operations outside a block that read one inside, by label, in the order of the line."""
+        readers: dict[int, list[int]] = {}
         uses = self.line.uses[self.blocks[b][k]]
         if len(uses) > _MAX_READERS:
-            return found
+            return readers
         for q in sorted({q for _, q, _ in uses if q < len(self.line)}):
             if self.owner.get(q, (-1, 0))[0] != b:
-                found.setdefault(self.line.labels[q], []).append(q)
-        return found
+                readers.setdefault(self.line.labels[q], []).append(q)
+        return readers
 
     def _take(self, places: list[int], *, reader: bool = False) -> None:
-        """Give each block its place, if they are alike, open, all different and wired alike."""
+        """Add one place to each block, if they are free, distinct, and equal in label and wiring."""
         line = self.line
         if not all(map(self._is_open, places)) or len(set(places)) < len(places):
             return
@@ -273,11 +273,11 @@ class BlockGrowth:
             self.lowest[b] = min(self.lowest[b], q)
 
     def _wire(self, b: int, place: int, slot: int) -> int:
-        """The index in its block of what is read, -1 for a value from outside."""
-        block, k = self.owner.get(self._maker(place, slot), (-1, -1))
+        """Return the index in the block of the operand's producer, -1 for a value from outside."""
+        block, k = self.owner.get(self._producer(place, slot), (-1, -1))
         return k if block == b else -1
 
     def _is_late(self, b: int, place: int) -> bool:
-        """Whether everything else that an operation needs comes before the block, and so cannot depend on it."""
+        """Whether all other dependencies of an operation are before the block, and so cannot depend on it."""
         before = self.line.before[place]
         return all(q < self.lowest[b] or self.owner.get(q, (-1, 0))[0] == b for q in before)

@@ -1,14 +1,15 @@
-"""Blocks that occur again and again, found from the dataflow alone."""
+"""The `repeats` rule: blocks of operations that occur repeatedly, found from the dataflow alone; and near-misses."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
-from dovetail.errors import RuleError, checked_call
+from dovetail.errors import checked_call
 from dovetail.ir.graph_module import pause_gc
 from dovetail.ir.nodes import format_type
 from dovetail.ir.op_traits import target_name, traits_of
@@ -24,73 +25,72 @@ from dovetail.rules.repeated_blocks.blocks import (
     wiring,
 )
 from dovetail.rules.repeated_blocks.linearize import Linearization, WindowNumbering
-from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleContext
+from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleContext, require_int
 
-# Refusals are for people to read.
+# Bounds on the refusals reported, which are for people to read.
 _MAX_REFUSALS = 8
 _MAX_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMiss:
-    """Operations that are a block but for one difference: `matched` of `wanted` are as in the others."""
+    """Operations that almost equal a block: `matched` of `total` do, and the first difference is `at` a place."""
 
     places: tuple[int, ...]
     reason: str
     at: int
     matched: int
-    wanted: int
+    total: int
 
 
 def near_blocks(line: Linearization, family: Family, taken: Set[int]) -> list[BlockMiss]:
-    """Places that end like a block of the family and are at least half of one."""
+    """Return misses that end like a block of the family and match at least half of one."""
     model = family.blocks[0]
     last, steps = max(model), match_plan(line, model)
-    found: list[BlockMiss] = []
+    misses: list[BlockMiss] = []
     compared = 0
     for root, label in enumerate(line.labels):
         if label != line.labels[last] or root in taken:
             continue
         compared += 1
-        if compared > _MAX_COMPARED or len(found) >= _MAX_REFUSALS:
+        if compared > _MAX_COMPARED or len(misses) >= _MAX_REFUSALS:
             break
         places, failed = follow_plan(line, model, steps, root, to_the_end=True)
-        there = tuple(q for q in places.values() if q not in taken)
-        if 2 * len(there) < len(model):
+        matched = tuple(q for q in places.values() if q not in taken)
+        if 2 * len(matched) < len(model):
             continue
         miss = _first_difference(line, model, places, failed, taken)
         if miss is not None:
-            found.append(BlockMiss(there, *miss, len(there), len(model)))
-    return found
+            misses.append(BlockMiss(matched, *miss, len(matched), len(model)))
+    return misses
 
 
 def _first_difference(
     line: Linearization, model: Block, places: dict[int, int], failed: DataflowStep | None, taken: Set[int]
 ) -> tuple[str, int] | None:
-    """What keeps the places from being a block like `model`, and where; None if nothing does."""
+    """Return why the places are not a block equal to `model`, and where; None if they are."""
     if failed is not None:
-        at = places[failed.known]
+        at = places[failed.source]
         if failed.forward:
-            reader = model[failed.found]
+            reader = model[failed.target]
             what = f"no {_op_name(line, reader)} reads '{_name(line, at)}', as '{_name(line, reader)}' does"
             return what, at
         other = line.place[line.reads[at][failed.slot]]
         if other < 0:
             value = line.context.nodes[line.reads[at][failed.slot]].name
-            wanted = _op_name(line, model[failed.found])
-            return f"'{_name(line, at)}' reads '{value}' where the others read the result of {wanted}", at
-        if line.free[other] and line.rough[other] != line.rough[model[failed.found]]:
-            mine, theirs = ((_name(line, q), _op_name(line, q)) for q in (other, model[failed.found]))
-            read = f"reads '{mine[0]}' ({mine[1]}) where '{_name(line, model[failed.known])}' reads"
+            expected = _op_name(line, model[failed.target])
+            return f"'{_name(line, at)}' reads '{value}' where the others read the result of {expected}", at
+        if line.free[other] and line.op_labels[other] != line.op_labels[model[failed.target]]:
+            mine, theirs = ((_name(line, q), _op_name(line, q)) for q in (other, model[failed.target]))
+            read = f"reads '{mine[0]}' ({mine[1]}) where '{_name(line, model[failed.source])}' reads"
             return f"'{_name(line, at)}' {read} '{theirs[0]}' ({theirs[1]})", at
-        return describe_difference(line, model[failed.found], other), other
-    gone = next((q for q in places.values() if q in taken), None)
-    if gone is not None:
-        return f"'{_name(line, gone)}' is part of another block", gone
+        return describe_difference(line, model[failed.target], other), other
+    shared = next((q for q in places.values() if q in taken), None)
+    if shared is not None:
+        return f"'{_name(line, shared)}' is part of another block", shared
     block = tuple(places[k] for k in sorted(places))
     if len(set(block)) < len(model) or wiring(line, block) != wiring(line, model):
-        what = "its operations are the same but read one another, or what is outside, in another way"
-        return what, block[0]
+        return "its operations are the same but read one another, or values outside, differently", block[0]
     mine, theirs = block_results(line, block), block_results(line, model)
     unlike = set(mine) ^ set(theirs)
     if not unlike:
@@ -101,46 +101,46 @@ def _first_difference(
 
 
 def near_repeats(line: Linearization, taken: Set[int], min_size: int) -> Iterator[BlockMiss]:
-    """Stretches that call the same operations as earlier ones, in the same order, but not in the same way."""
-    top = max(line.rough, default=0) + 1
-    names = WindowNumbering([top + q if q in taken else rough for q, rough in enumerate(line.rough)])
-    told: set[int] = set()
-    found = 0
-    for stretch in names.stretches(min_size):
-        length = min(stretch.length, stretch.distance)
-        mine = range(stretch.start, stretch.start + length)
-        if sum(line.size(q) for q in mine) < min_size or not told.isdisjoint(mine):
+    """Yield windows that call the same operators as earlier ones, in the same order, with different arguments."""
+    unique = max(line.op_labels, default=0) + 1
+    windows = WindowNumbering([unique + q if q in taken else op for q, op in enumerate(line.op_labels)])
+    reported: set[int] = set()
+    count = 0
+    for repeat in windows.maximal_repeats(min_size):
+        length = min(repeat.length, repeat.distance)
+        places = range(repeat.start, repeat.start + length)
+        if sum(line.size(q) for q in places) < min_size or not reported.isdisjoint(places):
             continue
-        unlike = [q for q in mine if line.labels[q] != line.labels[q - stretch.distance]]
+        unlike = [q for q in places if line.labels[q] != line.labels[q - repeat.distance]]
         if not unlike or 2 * len(unlike) > length:
             continue
-        told.update(mine)
-        reason = describe_difference(line, unlike[0] - stretch.distance, unlike[0])
-        yield BlockMiss(tuple(mine), reason, unlike[0], length - len(unlike), length)
-        found += 1
-        if found >= _MAX_REFUSALS:
+        reported.update(places)
+        reason = describe_difference(line, unlike[0] - repeat.distance, unlike[0])
+        yield BlockMiss(tuple(places), reason, unlike[0], length - len(unlike), length)
+        count += 1
+        if count >= _MAX_REFUSALS:
             return
 
 
 def describe_difference(line: Linearization, model: int, place: int) -> str:
-    """In which way an operation is not called like another."""
+    """Describe how the call of an operation differs from that of another."""
     theirs, mine = (line.context.nodes[line.heads[q]] for q in (model, place))
     name, other = f"'{mine.name}'", f"'{theirs.name}'"
     if not line.free[place]:
-        barred = line.context.barred.get(line.heads[place])
-        return f"{name} may not be part of a block{f' ({barred})' if barred else ''}"
-    if line.rough[model] != line.rough[place]:
+        reason = line.context.barred.get(line.heads[place])
+        return f"{name} may not be part of a block{f' ({reason})' if reason else ''}"
+    if line.op_labels[model] != line.op_labels[place]:
         if target_name(mine) == target_name(theirs):
-            return f"{name} calls another module, sub-graph or number of operands than {other}"
+            return f"{name} calls another module, subgraph or number of operands than {other}"
         return f"{name} is {_op_name(line, place)} where {other} is {_op_name(line, model)}"
     for argument, here, there in _arguments(mine, theirs):
-        if literal(here, _blank) != literal(there, _blank):
+        if literal(here, lambda _: "%") != literal(there, lambda _: "%"):
             return f"{name} has {argument}={_short_repr(here)} where {other} has {_short_repr(there)}"
-    for reads, what in ((False, "makes"), (True, "reads")):
+    for reads, what in ((False, "returns"), (True, "reads")):
         here, there = (_value_types(line, q, reads=reads) for q in (place, model))
         if here != there:
             return f"{name} {what} {here} where {other} {what} {there}"
-    return f"{name} is used in another way than {other}"
+    return f"{name} is used differently from {other}"
 
 
 def _value_types(line: Linearization, place: int, *, reads: bool) -> str:
@@ -156,10 +156,6 @@ def _arguments(mine: Node, theirs: Node) -> Iterator[tuple[str, Any, Any]]:
         yield name, here, there
     for key in sorted({*mine.kwargs, *theirs.kwargs}):
         yield key, mine.kwargs.get(key), theirs.kwargs.get(key)
-
-
-def _blank(node: Node) -> str:
-    return "%"
 
 
 def _short_repr(value: Any) -> str:
@@ -186,25 +182,23 @@ def repeats(
     priority: int = 0,
     version: int = 1,
 ) -> Rule:
-    """Propose blocks of operations that are there several times over: the layers of a model, without their names.
+    """Propose blocks of operations that occur repeatedly: the layers of a model, without knowing their names.
 
-    Blocks are equal if they can share one body: operators, literals, wiring, and dtype, sizes and strides of what
-    they read. Parameters and all that several blocks share are operands. Rows of blocks are cut where fewest values
-    cross. The largest blocks are proposed; `min_size` counts their operations, views left out. With `nested`,
-    blocks that repeat inside of a block become regions first, and the next round's blocks take them in.
+    Blocks are equal if they can share one body: same operators, literals and wiring, and same dtype, sizes and strides
+    of what they read. Parameters and values shared by blocks are operands. Rows of blocks are cut where fewest values
+    cross. The largest blocks are proposed; `min_size` counts their operations, views excepted. With `nested`, blocks
+    that repeat inside a block become regions first, and the next round's blocks take them in.
     """
     make_identity(kind, version, None)
-    for argument, value in (("min_repeats", min_repeats), ("min_size", min_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuleError(name, f"{argument} {value!r} is not an int of at least 2")
-    if not isinstance(priority, int) or isinstance(priority, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RuleError(name, f"priority {priority!r} is not an int")
+    require_int(name, "min_repeats", min_repeats, least=2)
+    require_int(name, "min_size", min_size, least=2)
+    require_int(name, "priority", priority)
     return Repeats(name, kind, priority, nested, min_repeats, min_size, version)
 
 
 @dataclass(frozen=True)
 class Repeats(Rule):
-    """What `repeats` makes."""
+    """The rule that `repeats` returns."""
 
     name: str
     kind: str
@@ -219,12 +213,12 @@ class Repeats(Rule):
             return list(self._propose(context))
 
     def _propose(self, context: RuleContext) -> Iterator[Proposal]:
-        line = self._line(context)
-        search = BlockSearch(line, BlockLimits(self.min_size, self.min_repeats, context.limits.nodes))
+        line = self._linearize(context)
+        search = BlockSearch(line, self._limits(context))
         families = search.families()
         for family, height in self._levels(line, families):
             for block in family.blocks:
-                # Nothing is cloned: a block that kept a clone would leave the original behind.
+                # Escaping values are outputs: a block with a clone would leave the original outside.
                 yield Candidate(
                     self.name,
                     self.kind,
@@ -232,12 +226,15 @@ class Repeats(Rule):
                     None,
                     self.version,
                     "output",
-                    # What is nested comes first; where it is no legal region the block around it stands in.
+                    # Nested blocks come first; where one is not a legal region, the block around it is proposed.
                     self.priority - height,
                 )
         yield from self._refusals(line, search, families)
 
-    def _line(self, context: RuleContext) -> Linearization:
+    def _limits(self, context: RuleContext) -> BlockLimits:
+        return BlockLimits(self.min_size, self.min_repeats, context.limits.nodes)
+
+    def _linearize(self, context: RuleContext) -> Linearization:
         free = [
             i
             for i, node in enumerate(context.nodes)
@@ -248,23 +245,23 @@ class Repeats(Rule):
         return Linearization(context, free)
 
     def _levels(self, line: Linearization, families: list[Family]) -> list[tuple[Family, int]]:
-        """Families, and with `nests` those inside of their blocks, each with how many levels it has below it."""
+        """Return families, and with `nests` those inside their blocks, each with how many levels are nested in it."""
         if not self.nests:
             return [(family, 0) for family in families]
-        found: list[tuple[Family, int | None]] = [(family, None) for family in families]
-        wanted = BlockLimits(self.min_size, self.min_repeats, line.context.limits.nodes)
-        for n, (family, _) in enumerate(found):  # grows while it is walked
-            found.extend((inner, n) for inner in BlockSearch(line, wanted).inside(family))
-        heights = [0] * len(found)
-        for n in range(len(found) - 1, -1, -1):
-            around = found[n][1]
+        nested: list[tuple[Family, int | None]] = [(family, None) for family in families]
+        limits = self._limits(line.context)
+        for n, (family, _) in enumerate(nested):  # grows during the iteration
+            nested.extend((inner, n) for inner in BlockSearch(line, limits).inside(family))
+        heights = [0] * len(nested)
+        for n in range(len(nested) - 1, -1, -1):
+            around = nested[n][1]
             if around is not None:
                 heights[around] = max(heights[around], heights[n] + 1)
         taken = {q for q, free in enumerate(line.free) if not free}
         taken.update(q for family in families for block in family.blocks for q in block)
         outside = BlockExtractor(line, taken)
         levels: list[tuple[Family, int]] = []
-        for (family, around), height in zip(found, heights, strict=True):
+        for (family, around), height in zip(nested, heights, strict=True):
             if around is not None:
                 family = outside.extended(family)
                 outside.open.difference_update(q for block in family.blocks for q in block)
@@ -279,32 +276,29 @@ class Repeats(Rule):
         for family in alone[:_MAX_REFUSALS]:
             count, size = len(family.blocks), sum(line.size(q) for q in family.blocks[0])
             what = f"min_size={self.min_size}" if size < self.min_size else f"min_repeats={self.min_repeats}"
-            reason = f"{count} equal blocks of {size} operations, less than {what} asks for"
+            reason = f"{count} equal blocks of {size} operations, less than {what} requires"
             yield Refusal(self.name, line.positions(family.blocks[0]), reason)
         for family in families[:_MAX_REFUSALS]:
             for miss in near_blocks(line, family, taken):
                 reason = f"almost equal to {len(family.blocks)} blocks: {miss.reason}"
-                yield self._refusal(line, miss.places, reason, miss.at, miss.matched, miss.wanted)
+                yield self._refusal(line, miss, reason)
         for miss in near_repeats(
             line, taken | {q for q, free in enumerate(line.free) if not free}, self.min_size
         ):
             reason = f"almost a repetition: {miss.reason}"
-            yield self._refusal(line, miss.places, reason, miss.at, miss.matched, miss.wanted)
+            yield self._refusal(line, miss, reason)
 
-    def _refusal(
-        self, line: Linearization, places: tuple[int, ...], reason: str, at: int, matched: int, wanted: int
-    ) -> Refusal:
-        return Refusal(self.name, line.positions(places), reason, line.heads[at], matched, wanted)
+    def _refusal(self, line: Linearization, miss: BlockMiss, reason: str) -> Refusal:
+        members = line.positions(miss.places)
+        return Refusal(self.name, members, reason, line.heads[miss.at], miss.matched, miss.total)
 
     def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
-        line = self._line(context)
-        counts: dict[int, int] = {}
-        for label in line.labels:
-            counts[label] = counts.get(label, 0) + 1
-        found: list[str] = []
+        line = self._linearize(context)
+        counts = Counter(line.labels)
+        reasons: list[str] = []
         for i in (first, second):
             place = line.place[i]
             if place >= 0 and counts[line.labels[place]] < self.min_repeats:
                 times = "once" if counts[line.labels[place]] == 1 else f"{counts[line.labels[place]]} times"
-                found.append(f"'{context.nodes[i].name}' is called in this way only {times}")
-        return found
+                reasons.append(f"'{context.nodes[i].name}' is called in this way only {times}")
+        return reasons
