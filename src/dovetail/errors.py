@@ -14,11 +14,11 @@ _C = TypeVar("_C")
 
 
 class DovetailError(Exception):
-    """The root of everything dovetail raises on purpose."""
+    """The base class of all exceptions that dovetail raises on purpose."""
 
 
 class InvalidArgument(DovetailError, ValueError):
-    """An argument has the wrong form, before any graph was looked at."""
+    """An argument is invalid by itself, before any graph is read."""
 
 
 class CaptureError(DovetailError):
@@ -76,7 +76,7 @@ class LoweringError(DovetailError):
 
 
 class PassError(DovetailError):
-    """A pass broke what passes promise, or left a graph that does not hold together; `name` is the pass."""
+    """A pass violated the contract of passes, or returned an invalid graph; `name` is the pass."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"pass '{name}' {what}.")
@@ -88,10 +88,10 @@ class ScheduleError(DovetailError):
 
 
 class VerificationError(ScheduleError):
-    """A scheduled model does not do what the model did.
+    """A scheduled model does not compute what the model did.
 
-    `what` is the first thing that differs, `step` the number of the step that made it so, counted from one, and `entry`
-    what its history says; both are None where no step is at fault.
+    `what` is the first difference, `step` the number of the step that caused it, counted from one, and `entry` that
+    step in the history; both are None where no step is at fault.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class UnknownPart(ScheduleError):
     """A model has no module at the path that was asked for."""
 
     def __init__(self, pattern: str, near: Sequence[str]) -> None:
-        there = f"There are {_listed(near)}." if near else "The model has no modules in it."
+        there = f"There are {_quoted_list(near)}." if near else "The model has no modules in it."
         super().__init__(f"no module matches '{pattern}'. {there}")
         self.pattern = pattern
 
 
 class SaveError(DovetailError):
-    """A graph cannot be written to a file, which is as it was; `node` is the name of the node at fault, if it is one."""
+    """A graph cannot be written to a file, which is unchanged; `node` is the name of the node at fault, if any."""
 
     def __init__(self, what: str, node: str | None = None) -> None:
         super().__init__(f"node '{node}': {what}" if node is not None else what)
@@ -127,22 +127,22 @@ class InvalidFile(DovetailError):
 
 
 class RegionError(DovetailError):
-    """A region cannot be made, found or taken back; nothing was changed."""
+    """A region cannot be outlined, found or inlined; nothing was changed."""
 
 
 class UnknownNode(RegionError):
-    """A node or name that was given is not one of this graph, or is no operation; `nodes` are the names."""
+    """A node or name is not in this graph, or is not an operation; `nodes` are the names."""
 
     def __init__(self, what: str, nodes: Iterable[str], advice: str = "") -> None:
         self.nodes = tuple(nodes)
-        super().__init__(f"{what}: {_listed(self.nodes)}.{' ' + advice if advice else ''}")
+        super().__init__(f"{what}: {_quoted_list(self.nodes)}.{' ' + advice if advice else ''}")
 
 
 class UnknownRegion(RegionError):
     """A graph has no region of the name or kind that was asked for."""
 
     def __init__(self, what: str, known: Sequence[str], name: str | None = None) -> None:
-        has = f"It has {_listed(known)}." if known else "It has no regions."
+        has = f"It has {_quoted_list(known)}." if known else "It has no regions."
         hint = "" if name is None else did_you_mean(name, known)
         super().__init__(f"{what}. {has}{' ' + hint if hint else ''}")
 
@@ -160,7 +160,7 @@ class OverlappingRegions(RegionError):
     def __init__(self, first: str, second: str, nodes: Iterable[str]) -> None:
         self.nodes = tuple(nodes)
         super().__init__(
-            f"regions '{first}' and '{second}' both claim {_listed(self.nodes)}. "
+            f"regions '{first}' and '{second}' both claim {_quoted_list(self.nodes)}. "
             f"Give each operation to one of them, or outline one after the other to nest them."
         )
 
@@ -180,18 +180,18 @@ class CyclicRegion(RegionError):
 
 
 class EscapingValue(RegionError):
-    """A value that is also used outside may not leave the region; `users` are the nodes that want it."""
+    """A value that is also used outside may not escape the region; `users` are the nodes that use it."""
 
     def __init__(self, region: str, value: str, users: Iterable[str]) -> None:
         self.value, self.users = value, tuple(users)
         super().__init__(
-            f"region '{region}': '{value}' is also used outside, by {_listed(self.users)}. "
+            f"region '{region}': '{value}' is also used outside, by {_quoted_list(self.users)}. "
             f"Allow it with escapes='output' or 'duplicate', or take its users in."
         )
 
 
 class EffectOrder(RegionError):
-    """A region would move the effect `second` before `first`; `path` is what forces it to."""
+    """A region would move the effect `second` before `first`; `path` is the chain of dependencies that forces it."""
 
     def __init__(self, region: str, first: str, second: str, why: str, path: Sequence[str]) -> None:
         self.first, self.second, self.path = first, second, tuple(path)
@@ -202,13 +202,13 @@ class EffectOrder(RegionError):
         )
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+def _quoted_list(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
-    """The known names most like a name, best first; case and underscores do not count."""
+    """Return the known names most similar to a name, best first; case and underscores do not count."""
     folded: dict[str, str] = {}
     for one in sorted(known, key=lambda n: (len(n), sum(x != y for x, y in zip(n, name, strict=False)))):
         folded.setdefault(_folded(one), one)
@@ -216,16 +216,16 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """A question with the known names most like an unknown one, `otherwise` where none is like it."""
+    """Return "Did you mean" with the known names most similar to an unknown one, `otherwise` if none is similar."""
     near = " or ".join(f"'{one}'" for one in nearest(name, known))
     return f"Did you mean {near}?" if near else otherwise
 
 
 def misspelled(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a name is certainly meant for; None where it may be a name of its own.
+    """Return the known name that a name is certainly a misspelling of; None where it may be a name of its own.
 
-    It differs by case and underscores, or in one letter that was swapped with its neighbour, left out or added or, in a
-    long name, exchanged. Numbers tell names apart.
+    It differs by case and underscores, or in one letter that was swapped with its neighbor, left out or added or, in a
+    long name, exchanged. Names that differ in a digit are different names.
     """
     own = _folded(name)
     best: tuple[int, str] | None = None
@@ -237,7 +237,7 @@ def misspelled(name: str, known: Iterable[str]) -> str | None:
 
 
 def _edit(a: str, b: str) -> int | None:
-    """0 for equal words, 1 for neighbours swapped, 2 for a letter added, 3 for one exchanged; None for more than that."""
+    """Return 0 for equal words, 1 for neighbors swapped, 2 for a letter added, 3 for one exchanged; None otherwise."""
     if a == b:
         return 0
     if abs(len(a) - len(b)) > 1 or len(a) < 4:
@@ -258,9 +258,9 @@ def _folded(name: str) -> str:
 
 
 def user_stacklevel(*others: str) -> int:
-    """The `stacklevel` of a warning given where this is called, that puts it at the caller's line outside of dovetail.
+    """Return the `stacklevel` of a warning issued by the caller that shows the first line outside of dovetail.
 
-    `others` are packages that are skipped as dovetail is.
+    `others` are packages that are skipped like dovetail.
     """
     frame, level = inspect.currentframe(), 0
     # The code of FX graphs has no module.
@@ -271,9 +271,9 @@ def user_stacklevel(*others: str) -> int:
 
 
 def checked_call(**replaced: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a function refuse a call that does not fit its signature as InvalidArgument, with what fits.
+    """Make a function raise InvalidArgument for a call that does not fit its signature, with what fits.
 
-    `replaced` has keywords that other functions have, each with what this one has instead.
+    `replaced` has keywords of other functions, each with what this one has instead.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -294,7 +294,7 @@ def checked_call(**replaced: str) -> Callable[[Callable[_P, _R]], Callable[_P, _
 
 
 def checked_init(**replaced: str) -> Callable[[type[_C]], type[_C]]:
-    """The same for a class, whose constructor is called."""
+    """Do the same for the constructor of a class."""
 
     def decorate(cls: type[_C]) -> type[_C]:
         def without_arguments(self: object) -> None:
@@ -319,17 +319,13 @@ def _wrong_call(
     names = [p.name for p in signature.parameters.values() if p.name != "self"]
     unknown = next((k for k in kwargs if k not in names), None)
     if unknown is None:
-        spelled = signature.replace(
-            parameters=[
-                p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"
-            ],
-            return_annotation=signature.empty,
-        )
-        return f"{name}: {error}. It is called as {name}{spelled}."
+        parameters = [p.replace(annotation=p.empty) for n, p in signature.parameters.items() if n != "self"]
+        shown = signature.replace(parameters=parameters, return_annotation=signature.empty)
+        return f"{name}: {error}. It is called as {name}{shown}."
     instead = replaced.get(unknown)
     if instead is None and _RENAMED.get(unknown) in names:
         instead = _RENAMED[unknown]
     if instead is not None:
         return f"{name} has no argument '{unknown}'; give {instead}."
-    listed = f"Its arguments are {', '.join(names)}." if names else "It takes none."
-    return f"{name} has no argument '{unknown}'. {did_you_mean(unknown, names, otherwise=listed)}"
+    arguments = f"Its arguments are {', '.join(names)}." if names else "It takes none."
+    return f"{name} has no argument '{unknown}'. {did_you_mean(unknown, names, otherwise=arguments)}"

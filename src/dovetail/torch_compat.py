@@ -42,7 +42,7 @@ class TorchName:
 
     @property
     def value(self) -> Any:
-        """The object of that name; None where there is none."""
+        """The object of that name; None if torch has none."""
         owner, attribute = self.owner()
         value = getattr(owner, attribute, None)
         if value is None:
@@ -56,14 +56,14 @@ class TorchName:
             _log.warning("torch %s has no usable %s: %s.", torch.__version__, self.path, self.without)
 
     def owner(self) -> tuple[Any, str]:
-        """The module or class that has the name, and the name in it."""
+        """Return the module or class that has the name, and the name in it."""
         path, _, attribute = self.path.rpartition(".")
         return _resolved(path), attribute
 
 
 @functools.cache
 def _resolved(path: str) -> Any:
-    """The module or class of a dotted name; None where there is none."""
+    """Return the module or class of a dotted name; None if it does not exist."""
     parts = path.split(".")
     owner: Any = importlib.import_module(parts[0])
     for at, part in enumerate(parts[1:], start=2):
@@ -78,7 +78,7 @@ def _resolved(path: str) -> Any:
 
 
 def weaker_checks() -> list[str]:
-    """What is checked less strictly with this torch, as noticed so far: one sentence each."""
+    """Return what is checked less strictly with this torch, as noticed so far: one sentence each."""
     return [f"{name.path}: {name.without}" for name in NAMES if name.path in _reported]
 
 
@@ -102,16 +102,16 @@ def warn_if_untested() -> None:
 def patched(
     replacements: Sequence[tuple[TorchName, Callable[[Any], Any]]],
 ) -> Generator[frozenset[TorchName]]:
-    """Put what each function returns for the original in its place, for a while; yields the names that were replaced.
+    """Temporarily replace each name by what its function returns for the original; yield the names that were replaced.
 
-    A name that is not there or cannot be assigned is reported and left alone.
+    A name that does not exist or cannot be assigned is reported and left alone.
     """
     undo: list[tuple[Any, str, Any]] = []
     done: set[TorchName] = set()
     try:
         for name, replace in replacements:
             owner, attribute = name.owner()
-            # As it is stored: a class method must be put back as one. One that is inherited must not be put back at all.
+            # As it is stored: a class method must be restored as one. One that is inherited must not be restored at all.
             original = inspect.getattr_static(owner, attribute, _MISSING)
             if original is _MISSING:
                 name.report()
@@ -134,7 +134,7 @@ def patched(
 
 
 def bound(original: Any, cls: type) -> Callable[..., Any]:
-    """A class method as `cls` has it, be it one of Python (up to torch 2.13) or of C (since 2.14)."""
+    """Return a class method bound to `cls`, be it one of Python (up to torch 2.13) or of C (since 2.14)."""
     return cast("Callable[..., Any]", original.__get__(None, cls))
 
 
@@ -215,9 +215,7 @@ ALIASING_TAG = TorchName(
     "schemas and a table of such operators decide alone",
 )
 REDUCTION_TAG = TorchName(
-    "torch.Tag.reduction",
-    "marks reductions",
-    "a table of operator names decides alone",
+    "torch.Tag.reduction", "marks reductions", "a table of operator names decides alone"
 )
 EFFECT_OF_OPERATOR = TorchName(
     "torch._higher_order_ops.effects._get_effect",
@@ -228,7 +226,7 @@ EFFECT_OF_OPERATOR = TorchName(
 )
 CUSTOM_OPERATOR = TorchName(
     "torch._library.custom_ops._maybe_get_opdef",
-    "tells operators of torch.library.custom_op, which write to their operands without a gradient history",
+    "identifies operators of torch.library.custom_op, which write to their operands without a gradient history",
     "a graph in which such an operator writes to an input raises where that input is a leaf that requires gradients",
 )
 COMPOSITE_OPERATOR = TorchName(

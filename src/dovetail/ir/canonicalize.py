@@ -1,4 +1,8 @@
-"""One form for what a person thinks of as one operation, on functional ATen graphs."""
+"""Canonicalization of ATen graphs: one form for each operation, whichever way it was written.
+
+One forward sweep normalizes arguments, turns views into reshapes, makes casts explicit and drops views, copies and
+assertions that change nothing; one backward sweep drops dead code. Linear in the size of the graph, and idempotent.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,18 @@ from dovetail.ir.schema import (
 _RESHAPE = torch.ops.aten.reshape.default
 _VIEWS = MAY_RETURN_OPERAND | {"type_as"}
 
-# Views that keep the elements in their order.
-_IN_ORDER = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "unflatten"})
-_MOST_VIEWS = 8
+# Views that keep the order of elements.
+_ORDER_PRESERVING = frozenset(
+    {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "unflatten"}
+)
+_MAX_VIEW_CHAIN = 8
 _COPIES = frozenset({"cat", "clone", "_to_copy", "lift_fresh_copy"})
 _METADATA_ASSERTS = frozenset({"_assert_tensor_metadata"})
 
 
 @dataclass(frozen=True)
 class CanonicalReport:
-    """What canonicalising took away or respelled, counted by reason."""
+    """What canonicalization removed or rewrote, counted by reason."""
 
     counts: tuple[tuple[str, int], ...] = ()
 
@@ -57,17 +63,17 @@ class CanonicalReport:
 
 
 def canonicalize(module: GraphModule) -> tuple[Program, CanonicalReport]:
-    """A copy of the graph in canonical form, and what that took.
+    """Return a copy of the graph in canonical form, and a report of the changes.
 
-    Values, gradients, dtypes, strides and aliasing of the results stay exactly as they are. Whatever it has no
-    rule for, or has no `meta["val"]`, is left alone. Applying it twice changes nothing the second time.
+    Values, gradients, dtypes, strides and aliasing of the results stay exactly as they are. Nodes without a rule or
+    without `meta["val"]` are left alone. Applying it twice changes nothing the second time.
     """
     program, report, _ = canonicalize_traced(module)
     return program, report
 
 
 def canonicalize_traced(module: GraphModule) -> tuple[Program, CanonicalReport, dict[Node, Node]]:
-    """As `canonicalise`, and for each node of the given graph the one that now stands for it."""
+    """Do what `canonicalize` does, and also return the new node of each old one that has one."""
     counts: Counter[str] = Counter()
     inner: dict[str, Program] = {}
     for node in module.graph.find_nodes(op="get_attr"):
@@ -75,34 +81,34 @@ def canonicalize_traced(module: GraphModule) -> tuple[Program, CanonicalReport, 
         if isinstance(child, GraphModule) and node.target not in inner:
             inner[cast(str, node.target)], report = canonicalize(child)
             counts.update(dict(report.counts))
-    rewriting = _Rewriting(module.graph, counts)
-    graph = rewriting.run()
-    _drop_dead(graph, counts)
+    sweep = _Sweep(module.graph, counts)
+    graph = sweep.run()
+    _remove_dead_code(graph, counts)
     alive = set(graph.nodes)
-    made = {old: new for old, new in rewriting.made.items() if new in alive}
+    env = {old: new for old, new in sweep.env.items() if new in alive}
     meta = dict(cast("Mapping[str, Any]", module.meta))
     report = CanonicalReport(tuple(sorted(counts.items())))
-    return rebuild(module, graph, add=inner, meta=meta), report, made
+    return rebuild(module, graph, add=inner, meta=meta), report, env
 
 
-class _Rewriting:
-    """One forward sweep that copies the graph and respells it on the way."""
+class _Sweep:
+    """The forward sweep: copies the graph and canonicalizes each node on the way."""
 
     def __init__(self, source: Graph, counts: Counter[str]) -> None:
         self.source = source
         self.counts = counts
         self.graph = Graph(tracer_cls=source._tracer_cls)
-        self.made: dict[Node, Node] = {}
+        self.env: dict[Node, Node] = {}
         nodes = list(source.nodes)
         self.roots = _roots(nodes)
         writes = [n for n in nodes if _mutates(n)]
-        # Elsewhere a write in between could tell a copy from its original.
+        # Otherwise a write in between could distinguish a copy from its original.
         self.functional = all(_is_trailing_write(n) for n in writes)
         self.written = {self.roots[a] for n in writes for a in n.all_input_nodes[:1]}
         self.inputs = {n for n in nodes if n.op in ("placeholder", "get_attr")}
         self.returned = {a for n in nodes if n.op == "output" for a in n.all_input_nodes}
         self.outgoing = {self.roots[n] for n in self.returned}
-        # Copies lay these out as their reader takes for granted, whatever the strides of a call.
+        # Copies give these the strides that their readers assume, whatever the strides of a call.
         self.strided = {self.roots[a] for n in nodes if _reads_strides(n) for a in n.all_input_nodes}
         self.shared: dict[Node, Node] = {}
 
@@ -111,18 +117,18 @@ class _Rewriting:
             if is_aten(node.target) and op_name(node.target) in _METADATA_ASSERTS and not node.users:
                 self.counts["metadata asserts removed"] += 1
             elif (same := self._same_as(node)) is not None:
-                self.made[node] = same
+                self.env[node] = same
             elif self._is_reshape(node):
-                self.made[node] = self._reshaped(node)
+                self.env[node] = self._as_reshape(node)
             elif node.target is torch.ops.aten.type_as.default and isinstance(node.meta.get("val"), Tensor):
-                self.made[node] = self._cast(node)
+                self.env[node] = self._as_cast(node)
             else:
-                self.made[node] = self._respelled(node)
+                self.env[node] = self._normalize(node)
         self.graph.set_codegen(self.source._codegen)
         return self.graph
 
     def _same_as(self, node: Node) -> Node | None:
-        """The operand that an operator hands on unchanged, if nobody could tell the two apart."""
+        """Return the operand that an operator returns unchanged, if nothing can distinguish the two."""
         name = op_name(node.target)
         if not is_aten(node.target) or node in self.returned:
             return None
@@ -130,14 +136,14 @@ class _Rewriting:
         operand = _only_operand(node) if copies or name in _VIEWS else None
         if not isinstance(operand, Node):
             return None
-        source = self.made[operand]
+        source = self.env[operand]
         old, new = source.meta.get("val"), node.meta.get("val")
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             return None
         if not same_geometry(old, new):
             return self._viewed_back(node, source, new)
         if not copies:
-            if _draws(node):
+            if _is_active_dropout(node):
                 return None
             self.counts["views that change nothing removed"] += 1
             return source
@@ -147,11 +153,15 @@ class _Rewriting:
         return source
 
     def _viewed_back(self, node: Node, view: Node, value: Tensor) -> Node | None:
-        """What a chain of views began with, if one more brings back its sizes and strides."""
-        if op_name(node.target) not in _IN_ORDER or not self.functional or self.roots[node] in self.strided:
+        """Return the source of a chain of views, if the last one restores its sizes and strides."""
+        if (
+            op_name(node.target) not in _ORDER_PRESERVING
+            or not self.functional
+            or self.roots[node] in self.strided
+        ):
             return None
-        for _ in range(_MOST_VIEWS):
-            if not is_aten(view.target) or op_name(view.target) not in _IN_ORDER:
+        for _ in range(_MAX_VIEW_CHAIN):
+            if not is_aten(view.target) or op_name(view.target) not in _ORDER_PRESERVING:
                 return None
             source = _only_operand(view)
             old = source.meta.get("val") if isinstance(source, Node) else None
@@ -164,7 +174,7 @@ class _Rewriting:
         return None
 
     def _may_share(self, old: Node, new: Node) -> bool:
-        """Whether a copy and its original may become one tensor: no write and no caller can tell."""
+        """Whether a copy and its original may become one tensor: no write and no caller can distinguish them."""
         old = self.shared.get(old, old)
         if not self.functional or old in self.written or new in self.written:
             return False
@@ -180,22 +190,22 @@ class _Rewriting:
             return False
         return "size" in named_arguments(node) and isinstance(node.meta.get("val"), Tensor)
 
-    def _reshaped(self, node: Node) -> Node:
+    def _as_reshape(self, node: Node) -> Node:
         arguments = named_arguments(node)
         operand, sizes = cast(Node, arguments["self"]), arguments["size"]
         original = self._before_copy(operand, node)
         if original is not None:
             self.counts["copies for a reshape removed"] += 1
-        source = self.made[operand] if original is None else original
-        sizes = explicit_sizes(map_arg(sizes, self.made.__getitem__), node.meta["val"])
+        source = self.env[operand] if original is None else original
+        sizes = explicit_sizes(map_arg(sizes, self.env.__getitem__), node.meta["val"])
         new = self.graph.create_node("call_function", _RESHAPE, (source, sizes), {}, "reshape")
         new.meta = dict(node.meta)
         self.counts["reshapes respelled"] += 1
         return new
 
-    def _cast(self, node: Node) -> Node:
-        """A conversion that reads another tensor only for its dtype and device, with these written out."""
-        value, source = node.meta["val"], self.made[cast(Node, named_arguments(node)["self"])]
+    def _as_cast(self, node: Node) -> Node:
+        """Replace a conversion to another tensor's dtype and device by one that names them."""
+        value, source = node.meta["val"], self.env[cast(Node, named_arguments(node)["self"])]
         kwargs: dict[str, Any] = {"dtype": value.dtype}
         was = source.meta.get("val")
         if not isinstance(was, Tensor) or was.device != value.device:
@@ -209,31 +219,24 @@ class _Rewriting:
         return new
 
     def _before_copy(self, operand: Node, node: Node) -> Node | None:
-        """What a reshape copied first because strides did not allow a view; `reshape` does so by itself."""
-        if (
-            operand.target is not torch.ops.aten.clone.default
-            or len(operand.users) != 1
-            or not self.functional
-        ):
+        """Return what was cloned because its strides did not allow the view: `reshape` does that by itself."""
+        is_clone = operand.target is torch.ops.aten.clone.default
+        if not is_clone or len(operand.users) != 1 or not self.functional:
             return None
         arguments = named_arguments(operand)
         if arguments.get("memory_format") is not torch.contiguous_format:
             return None
         original = arguments["self"]
         value = value_of(original)
-        if self.made[operand].target is not operand.target or not isinstance(value, Tensor):
+        if self.env[operand].target is not operand.target or not isinstance(value, Tensor):
             return None
-        if self._origin(original) in self.written:
+        root = self.roots[original]
+        if self.shared.get(root, root) in self.written:
             return None
-        source = self.made[original]
-        return source if is_viewable(value, node.meta["val"].shape) is False else None
+        return self.env[original] if is_viewable(value, node.meta["val"].shape) is False else None
 
-    def _origin(self, node: Node) -> Node:
-        root = self.roots[node]
-        return self.shared.get(root, root)
-
-    def _respelled(self, node: Node) -> Node:
-        new = copy_node(self.graph, node, self.made.__getitem__)
+    def _normalize(self, node: Node) -> Node:
+        new = copy_node(self.graph, node, self.env.__getitem__)
         if isinstance(new.target, OpOverload):
             args, kwargs = to_args_kwargs(new.target, normalized_arguments(new))
             if (args, kwargs) != (new.args, new.kwargs):
@@ -243,7 +246,7 @@ class _Rewriting:
 
 
 def _only_operand(node: Node) -> Any:
-    """What the operator passes on, if it does: its tensor operand, or the only one of a list."""
+    """Return the tensor that an operator may return unchanged: its operand, or the only one of a list."""
     arguments = named_arguments(node)
     if op_name(node.target) != "cat":
         return arguments.get("self", arguments.get("input"))
@@ -258,14 +261,13 @@ def _reads_strides(node: Node) -> bool:
     return getattr(node.target, "__name__", "") == "auto_functionalized_v2"
 
 
-def _draws(node: Node) -> bool:
-    """Whether a dropout is one that drops."""
+def _is_active_dropout(node: Node) -> bool:
     arguments = named_arguments(node)
     return op_name(node.target) == "dropout" and bool(arguments.get("train")) and arguments.get("p") != 0
 
 
 def _roots(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """For each node the one whose memory its result may lie in: itself, unless it is a view of another."""
+    """Return for each node the root of its chain of views: itself, unless it is a view of another."""
     roots: dict[Node, Node] = {}
     for node in nodes:
         base = viewed_operand(node)
@@ -284,7 +286,7 @@ def _is_trailing_write(node: Node) -> bool:
     return node.args[0].op in ("placeholder", "get_attr") and not node.users
 
 
-def _drop_dead(graph: Graph, counts: Counter[str]) -> None:
+def _remove_dead_code(graph: Graph, counts: Counter[str]) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and is_removable(node):
             graph.erase_node(node)

@@ -117,7 +117,7 @@ class Program(GraphModule):
 
     @property
     def runtime_weights(self) -> RuntimeWeights | None:
-        """What keeps buffers current that were computed from weights; None where there are none."""
+        """What keeps buffers current that were computed from weights; None for a graph without such code."""
         self.generate()
         return self.__dict__.get(_WEIGHTS)
 

@@ -293,12 +293,7 @@ def _known_function_traits(function: Any) -> OpTraits:
     if function is operator.getitem or function is getattr:
         return OpTraits(qualified, aliases=None, reads_data=function is operator.getitem)
     if function is operator.setitem or function is operator.delitem:
-        return OpTraits(
-            qualified,
-            parameters=("self", "index", "value"),
-            writes=("self",),
-            aliases=("self",),
-        )
+        return OpTraits(qualified, parameters=("self", "index", "value"), writes=("self",), aliases=("self",))
     if module in ("_operator", "operator"):
         if name in _IN_PLACE_OPERATORS:
             written = ("self",)

@@ -1,7 +1,7 @@
-"""A graph as bytes and back: names, order, arguments and meta, without tracing it anew.
+"""A graph as bytes and back: names, order, arguments and meta, without tracing it again.
 
-Only what Python's pickle cannot take is translated: nodes become positions, operators their names, fake tensors
-and symbolic sizes a description from which one fresh FakeTensorMode makes them again, storages shared as before.
+Only what Python's pickle does not support is translated: nodes become positions, operators their names, fake tensors
+and symbolic sizes a description from which a new FakeTensorMode recreates them, with shared storages shared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Ref:
 
 
 def dump(graph: Graph) -> bytes:
-    """The graph as bytes. Meta entries that cannot be pickled are left out, with a warning naming them."""
+    """Return the graph as bytes. Meta entries that cannot be pickled are left out, with a warning naming them."""
     position = {node: i for i, node in enumerate(graph.nodes)}
 
     def ref(node: Node) -> Any:
@@ -55,14 +55,14 @@ def dump(graph: Graph) -> bytes:
 
 
 def load(data: bytes) -> Graph:
-    """The graph that `dump` wrote."""
+    """Return the graph that `dump` wrote."""
     rows, codegen, tracer_cls = _Unpickler(io.BytesIO(data)).load()
     graph = Graph(tracer_cls=tracer_cls)
-    made: list[Node] = []
+    nodes: list[Node] = []
 
     def resolve(value: Any) -> Any:
         if isinstance(value, _Ref):
-            return made[value.index]
+            return nodes[value.index]
         if isinstance(value, tuple):
             return tuple(resolve(v) for v in value)
         if isinstance(value, list):
@@ -76,7 +76,7 @@ def load(data: bytes) -> Graph:
     for op, target, args, kwargs, name, type_expr, meta in rows:
         node = graph.create_node(op, target, resolve(args), resolve(kwargs), name, type_expr)
         node.meta = meta
-        made.append(node)
+        nodes.append(node)
     graph.set_codegen(codegen)
     return graph
 
@@ -105,13 +105,13 @@ def _without_unpicklable(rows: list[Any]) -> list[Any]:
                 good[key] = value
         kept.append((*head, good))
     if dropped:
-        listed = "; ".join(f"{key} ({why})" for key, why in dropped.items())
-        warnings.warn(f"node meta that cannot be pickled was left out: {listed}", stacklevel=4)
+        entries = "; ".join(f"{key} ({why})" for key, why in dropped.items())
+        warnings.warn(f"node meta that cannot be pickled was left out: {entries}", stacklevel=4)
     return kept
 
 
 def _why_not(value: Any) -> str:
-    """Why a value cannot be pickled, empty if it can."""
+    """Return why a value cannot be pickled, "" if it can."""
     try:
         _dumps(value)
     except Exception as error:
@@ -123,7 +123,6 @@ def _can_be_pickled(value: Any) -> bool:
     return not _why_not(value)
 
 
-# Translating what pickle cannot take. Each function below is named in the bytes, so it stays importable.
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=4)
@@ -148,7 +147,7 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.world = SymbolicEnv()
+        self.env = SymbolicEnv()
 
     def persistent_load(self, pid: Any) -> Any:
         what, *rest = pid
@@ -156,8 +155,8 @@ class _Unpickler(pickle.Unpickler):
             "overload": overload_by_name,
             "packet": packet_by_name,
             "higher_order": higher_order_by_name,
-            "tensor": self.world.tensor,
-            "symbolic": self.world.symbolic,
+            "tensor": self.env.tensor,
+            "symbolic": self.env.symbolic,
             "none": lambda: None,
         }
         return makers[what](*rest)
@@ -168,17 +167,17 @@ def _lookup(namespace: str, name: str) -> Any:
 
 
 def packet_by_name(qualified: str) -> Any:
-    """The operator of a name such as `aten::add`, whatever its overload."""
+    """Return the packet of a name such as `aten::add`."""
     return _lookup(*qualified.split("::", 1))
 
 
 def higher_order_by_name(name: str) -> Any:
-    """The higher-order operator of a name."""
+    """Return the higher-order operator of a name."""
     return _lookup("higher_order", name.split("::")[-1])
 
 
 def overload_by_name(qualified: str) -> Any:
-    """The overload of a name such as `aten::add.Tensor`."""
+    """Return the overload of a name such as `aten::add.Tensor`."""
     namespace, rest = qualified.split("::", 1)
     name, _, overload = rest.partition(".")
     return getattr(_lookup(namespace, name), overload or "default")

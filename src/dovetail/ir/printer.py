@@ -21,10 +21,10 @@ from dovetail.ir.op_traits import target_name
 
 @checked_call()
 def text(gm: GraphModule | GraphOwner) -> str:
-    """The graph, then the bodies it calls, then theirs, each distinct body once, with how often it is called.
+    """Return the graph as text, then the bodies it calls, then theirs, each distinct body once with its number of calls.
 
-    Regions show their kind, version and attrs. Symbolic sizes are numbered by first appearance. Of a compiled model,
-    its graphs one after the other.
+    Regions show their kind, version and attrs. Symbolic sizes are numbered by first appearance. The graphs of a
+    compiled model follow each other.
     """
     written = ["\n".join(_Printer().write(graph)) + "\n" for graph in graphs_of(gm)]
     return "\n".join(written)
@@ -90,7 +90,7 @@ class _Printer:
         return f"graph {label}" if record is None else f"region {record.headline} @{label}"
 
     def _label(self, body: GraphModule, target: str) -> str:
-        """A body's name in the text: its attribute's, made distinct where two bodies share it."""
+        """Return a body's name in the text: its attribute's, numbered where two bodies share it."""
         key = id(body)
         self.calls[key] = self.calls.get(key, 0) + 1
         if key not in self.labels:
@@ -111,7 +111,7 @@ def _is_buffer(gm: nn.Module, target: str) -> bool:
 
 
 def format_argument(value: Any, symbols: dict[str, str] | None = None) -> str:
-    """An argument as text: nodes as `%name`, literals as Python writes them, torch's own without the prefix."""
+    """Return an argument as text: nodes as `%name`, literals as in Python, torch's own without the prefix."""
     walk: Callable[[Any], str] = lambda v: format_argument(v, symbols)  # noqa: E731
     if isinstance(value, Node):
         return f"%{value.name}"
@@ -147,9 +147,9 @@ def _object(value: Any) -> str:
 
 @checked_call()
 def diff(a: GraphModule | GraphOwner, b: GraphModule | GraphOwner, *, context: int = 3) -> str:
-    """What changed between two graphs, line by line; empty if they compute the same in the same order.
+    """Return the difference of two graphs, line by line; empty if they compute the same in the same order.
 
-    Lines are paired by what they compute, not by name: a renamed value is no difference by itself, and where names
+    Lines are paired by what they compute, not by name: a renamed value alone is not a difference, and where names
     differ the newer ones are shown.
     """
     if not isinstance(context, int) or context < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -173,10 +173,10 @@ def diff(a: GraphModule | GraphOwner, b: GraphModule | GraphOwner, *, context: i
 
 
 def _pairing(left: list[str], right: list[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Stretches of both texts that stand for each other: single lines of one shape, or what was replaced.
+    """Yield corresponding ranges of both texts: single lines of one shape, or ranges that were replaced.
 
-    Lines that occur once on either side are lined up first; only the short stretches between are searched line by
-    line, which takes time that grows with the square of their length.
+    As in patience diff, lines that are unique on both sides are aligned first; only the short ranges between them are
+    compared line by line, in time quadratic in their length.
     """
     shapes = list(map(_shape, left)), list(map(_shape, right))
     once = [_positions_of_unique(lines) for lines in (left, right)]
@@ -204,7 +204,7 @@ def _positions_of_unique(lines: list[str]) -> dict[str, int]:
 
 
 def _increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """A longest choice of pairs in which both sides increase; the first sides already do."""
+    """Return a longest subsequence of pairs whose second sides increase, as the first sides do."""
     tails: list[int] = []
     at: list[int] = []
     before: list[int] = [-1] * len(pairs)
@@ -225,7 +225,7 @@ def _increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _computation(line: str) -> str:
-    """What a line computes: without the name it gives to it."""
+    """Return a line without the name of its result."""
     return line.partition(" = ")[2] or line
 
 
@@ -233,12 +233,12 @@ _NAME = re.compile(r"%\w+")
 
 
 def _shape(line: str) -> str:
-    """A line without names: the operation, its literals and its type."""
+    """Return a line without names: the operation, its literals and its type."""
     return _NAME.sub("%", line)
 
 
 def _rename(line: str, renamed: dict[str, str]) -> str:
-    return _NAME.sub(lambda found: renamed.get(found.group(), found.group()), line)
+    return _NAME.sub(lambda match: renamed.get(match.group(), match.group()), line)
 
 
 def _is_head(line: str) -> bool:
@@ -246,7 +246,7 @@ def _is_head(line: str) -> bool:
 
 
 def _with_context(rows: list[tuple[str, str]], context: int) -> str:
-    """The changed rows with a few unchanged ones around them, and a mark where some are left out."""
+    """Return the changed rows with a few unchanged ones around them, and a mark where some are left out."""
     changed = [i for i, (mark, _) in enumerate(rows) if mark != " "]
     shown = {j for i in changed for j in range(max(0, i - context), min(len(rows), i + context + 1))}
     lines: list[str] = []

@@ -1,7 +1,7 @@
-"""Forks of the process: what a child must not take over from its parent.
+"""State of the process: forks, and what tracing must leave as it was (warnings, logs, random state).
 
-Only the thread that forks goes on in the child. A lock that another one held is never released there, a pool of threads
-that compiled code waits for is gone, and a trace that was under way has left torch half patched.
+After a fork only the thread that forked runs in the child: a lock that another one held is never released there, a pool of
+threads that compiled code waits for does not exist, and a trace in progress has left torch half patched.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Lock = TypeVar("Lock")
 
 
 class ForkAware(Protocol):
-    """Something that holds state which a child must not use."""
+    """An object with state that a child process must not use."""
 
     def after_fork(self) -> None:
-        """Give that up; called in the child, before anything else runs."""
+        """Discard that state; called in the child, before anything else runs."""
         ...
 
 
@@ -39,24 +39,24 @@ _forked_while_tracing = False
 
 
 def reset_at_fork(lock: Lock) -> Lock:
-    """The lock, free in every child whoever held it when the process was forked."""
+    """Return the lock, which is released in every child process, even if another thread held it at the fork."""
     _LOCKS.add(lock)
     return lock
 
 
 def register_after_fork(inheritor: ForkAware) -> None:
-    """Let an object know, as long as it lives, that it is in a child now."""
+    """Call `after_fork` of an object in every child, as long as the object lives."""
     _INHERITORS.add(inheritor)
 
 
 def make_immortal(value: object) -> None:
-    """Never destroy an object: what ends threads in its destructor would wait in a child for threads of the parent."""
+    """Never destroy an object: a destructor that joins threads would wait in a child for threads of the parent."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 @contextmanager
 def tracing() -> Generator[None]:
-    """Note that a model is being traced: a child that is forked meanwhile cannot trace."""
+    """Mark that a model is being traced: a child that is forked meanwhile cannot trace."""
     global _tracing
     _tracing += 1
     try:
@@ -74,7 +74,7 @@ def _in_child() -> None:
     global _tracing, _forked_while_tracing
     _forked_while_tracing |= _tracing > 0
     _tracing = 0
-    # torch makes its pool of threads anew at the next use. Since torch.export has registered devices that are not there,
+    # torch creates its pool of threads again at the next use. Since torch.export has registered devices that are not there,
     # a first backward starts a thread for each of them, which would make the pool at once and find none.
     torch.set_num_threads(torch.get_num_threads())
     for lock in list(_LOCKS):
@@ -89,7 +89,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def suppress_torch_warnings() -> Generator[None]:
-    """Keep warnings that torch gives about its own inside away from the user; the user's own pass."""
+    """Suppress warnings of torch about its own code; those about the user's code pass."""
     with warnings.catch_warnings():
         for module in (r"torch(\..*)?$", r"copyreg$", r"transformers(\..*)?$"):
             warnings.filterwarnings("ignore", module=module)
@@ -99,7 +99,7 @@ def suppress_torch_warnings() -> Generator[None]:
 
 @contextlib.contextmanager
 def suppress_fake_tensor_log() -> Generator[None]:
-    """Keep torch from logging that a trial on tensors without data failed: that is what trials are for."""
+    """Suppress torch's log of failures on fake tensors, where failures are expected."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was, logger.disabled = logger.disabled, True
     try:
@@ -118,7 +118,7 @@ def get_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str, to
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the default generators to states that `rng_state` returned."""
+    """Set the default generators to states that `get_rng_state` returned."""
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)
@@ -143,8 +143,8 @@ def preserve_rng_state() -> Generator[None]:
 
 @contextlib.contextmanager
 def defer_torch_output() -> Generator[list[str]]:
-    """Collect what torch logs and prints on stderr; shown to the user only if all goes well."""
-    kept: list[str] = []
+    """Collect what torch logs and prints to stderr; on success it is printed, on an error the caller decides."""
+    messages: list[str] = []
     names = ["", *(name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch")]
     handlers = [h for name in names for h in logging.getLogger(name).handlers]
     held: list[tuple[logging.Handler, logging.LogRecord]] = []
@@ -157,7 +157,7 @@ def defer_torch_output() -> Generator[list[str]]:
         def filter(self, record: logging.LogRecord) -> bool:
             if not record.name.startswith("torch"):
                 return True
-            kept.append(record.getMessage())
+            messages.append(record.getMessage())
             held.append((self.handler, record))
             return False
 
@@ -168,13 +168,13 @@ def defer_torch_output() -> Generator[list[str]]:
     failed = True
     try:
         with suppress_torch_warnings(), contextlib.redirect_stderr(buffer):
-            yield kept
+            yield messages
         failed = False
     finally:
         for handler, hold in filters:
             handler.removeFilter(hold)
         if failed:
-            kept.append(buffer.getvalue())
+            messages.append(buffer.getvalue())
         else:
             real.write(buffer.getvalue())
             for handler, record in held:

@@ -1,4 +1,4 @@
-"""Fill in `meta["val"]` of a graph that was not made by `capture`, by running it on fake tensors."""
+"""Fake tensor propagation: `meta["val"]` of a graph that `capture` did not make, and of single nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBERS = (bool, int, float, complex, str, type(None), SymInt, SymFloat, SymBoo
 
 
 def propagate_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
-    """A copy of the graph with `meta["val"]` on every node, from example inputs or those the graph carries.
+    """Return a copy of the graph with `meta["val"]` on every node, from example inputs or those in the graph's meta.
 
     Without either, the graph is copied as it is. Nothing real is run: parameters, buffers, inputs and the
     random state are untouched.
@@ -43,7 +43,7 @@ def propagate_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping
     fakes = _Fakes(mode)
     with defer_torch_output(), preserve_rng_state(), mode, _OneDtype():
         given = [fakes.of(value) for value in flat]
-        _Filling(program, fakes).run(*given, enable_io_processing=False)
+        _ValuePropagation(program, fakes).run(*given, enable_io_processing=False)
     return program
 
 
@@ -74,7 +74,7 @@ def _example_inputs(
 def _lined_up(
     program: Program, inputs: Sequence[Node], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """One value for each placeholder, from arguments as the graph's own forward takes them."""
+    """Return one value for each placeholder, from arguments as the graph's own forward takes them."""
     names = [cast(str, node.target) for node in inputs]
     if not kwargs:
         flat = list(program.graph.process_inputs(*args))
@@ -105,24 +105,24 @@ def _mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
 
 
 class _Fakes:
-    """Fake stand-ins for real tensors: one for each, so that what shared memory does so still."""
+    """Fake tensors for real ones: one for each, so that those that share memory still do."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.made: dict[int, Tensor] = {}
-        self.kept: list[Tensor] = []
+        self.fakes: dict[int, Tensor] = {}
+        self.alive: list[Tensor] = []
 
     def of(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
-        if id(value) not in self.made:
-            self.made[id(value)] = self.mode.from_tensor(value, static_shapes=True)
-            self.kept.append(value)
-        return self.made[id(value)]
+        if id(value) not in self.fakes:
+            self.fakes[id(value)] = self.mode.from_tensor(value, static_shapes=True)
+            self.alive.append(value)
+        return self.fakes[id(value)]
 
 
 class _OneDtype(TorchDispatchMode):
-    """Refuses products of different dtypes, which fake tensors let pass and real ones do not."""
+    """Raises for products of different dtypes, which fake tensors accept and real ones do not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _PRODUCTS:
@@ -133,7 +133,7 @@ class _OneDtype(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Filling(Interpreter):
+class _ValuePropagation(Interpreter):
     """Runs a graph on fake tensors and writes each result into `meta["val"]`."""
 
     def __init__(self, module: GraphModule, fakes: _Fakes) -> None:
@@ -168,13 +168,13 @@ class _Filling(Interpreter):
                 if not kwargs
                 else _lined_up(cast(Program, child), child.graph.find_nodes(op="placeholder"), args, kwargs)
             )
-            result = _Filling(child, self.fakes).run(*flat, enable_io_processing=False)
+            result = _ValuePropagation(child, self.fakes).run(*flat, enable_io_processing=False)
             return child.graph.process_outputs(result)
         return _called_on_fakes(child, self.fakes, args, kwargs)
 
 
 def _called_on_fakes(child: nn.Module, fakes: _Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a plain module with its parameters and buffers replaced, for this once, by fakes."""
+    """Call a module that is not a graph with its parameters and buffers replaced by fakes."""
     state = {name: fakes.of(p) for name, p in child.named_parameters(remove_duplicate=False)}
     state |= {name: fakes.of(b) for name, b in child.named_buffers(remove_duplicate=False)}
     return torch.func.functional_call(child, state, args, kwargs)
@@ -186,7 +186,7 @@ def _has_no_value(node: Node) -> bool:
 
 
 def _recorded(result: Any) -> Any:
-    """What is worth keeping of a result: fake tensors and numbers, in lists, tuples and dicts."""
+    """Return what is stored of a result: fake tensors and numbers, in lists, tuples and dicts."""
     if isinstance(result, Tensor):
         with torch.no_grad():
             return result.detach() if result.requires_grad else result
@@ -200,7 +200,7 @@ def _recorded(result: Any) -> Any:
 
 
 def fake_mode(nodes: Iterable[Node]) -> FakeTensorMode | None:
-    """The mode that the values of a graph live in, None if there are no fake values."""
+    """Return the fake mode of a graph's values; None if it has no fake values."""
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
@@ -210,7 +210,7 @@ def fake_mode(nodes: Iterable[Node]) -> FakeTensorMode | None:
 
 @contextlib.contextmanager
 def fake_inference(mode: FakeTensorMode | None) -> Generator[None]:
-    """Operators called inside run on fake values, untracked by autograd, and settle no symbol."""
+    """Run operators on fake values, without autograd and without specializing symbols."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if mode is not None:
@@ -221,14 +221,14 @@ def fake_inference(mode: FakeTensorMode | None) -> Generator[None]:
 
 
 def call_with_values(node: Node, value_of: Callable[[Node], Any]) -> Any:
-    """What a call of a function gives for other values of its arguments; raises what the function raises."""
+    """Call a node's function on other values of its arguments; raises what the function raises."""
     function = cast("Callable[..., Any]", node.target)
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     return function(*cast("tuple[Any, ...]", args), **cast("dict[str, Any]", kwargs))
 
 
 def same_layout(a: Any, b: Any) -> bool:
-    """Whether two values have one dtype, device, shape, strides and offset, tuples part by part."""
+    """Whether two values have the same dtype, device, shape, strides and offset, tuples item by item."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return same_geometry(a, b)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
@@ -240,7 +240,7 @@ def same_layout(a: Any, b: Any) -> bool:
 
 
 def rebase_storages(value: Any, onto: dict[int, Tensor]) -> Any:
-    """The value with each tensor that lies in a storage of `onto` laid into the storage found there instead."""
+    """Return the value with each tensor whose storage is a key of `onto` replaced by a view of the tensor there."""
     if isinstance(value, Tensor):
         base = onto.get(storage_key(value))
         if base is None:

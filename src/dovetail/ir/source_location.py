@@ -29,7 +29,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of source: where it is and what it says."""
+    """A line of source code and its location."""
 
     file: str
     number: int
@@ -69,17 +69,17 @@ def is_user_file(file: str) -> bool:
 def of_exception(error: BaseException) -> SourceLine | None:
     """The deepest line of user code that the exception, or what caused it, passed through.
 
-    An exception that the caller was handling at the time is the context of this one, and no cause of it.
+    An exception that the caller was handling at the time is only the context of this one, not its cause.
     """
     seen: set[int] = set()
     at: BaseException | None = error
-    found: SourceLine | None = None
+    deepest: SourceLine | None = None
     while at is not None and id(at) not in seen and not _is_being_handled(at):
         seen.add(id(at))
-        found = _deepest(at.__traceback__) or found
+        deepest = _deepest(at.__traceback__) or deepest
         at = at.__cause__ or at.__context__
-    # A tracer of bytecode never runs the user's frame; it only tells of it in words.
-    return found or _last_user_frame(str(error))
+    # A bytecode tracer never runs the user's frame; only its message has it.
+    return deepest or _last_user_frame(str(error))
 
 
 def _is_being_handled(error: BaseException) -> bool:
@@ -150,8 +150,8 @@ def of_caller() -> SourceLine | None:
 
 
 def _deepest(trace: TracebackType | None) -> SourceLine | None:
-    found: SourceLine | None = None
+    deepest: SourceLine | None = None
     for frame in traceback.extract_tb(trace):
         if is_user_file(frame.filename):
-            found = SourceLine(frame.filename, frame.lineno or 0, frame.name)
-    return found
+            deepest = SourceLine(frame.filename, frame.lineno or 0, frame.name)
+    return deepest

@@ -1,4 +1,13 @@
-"""Structural labels: what a node computes as a number that neither names nor the listing can change."""
+"""Structural hashing: a number for what each node computes, independent of names and of the order of nodes.
+
+The problem is canonical labeling of a directed acyclic graph. As in hash consing (value numbering), the forward hash of a
+node combines its target with the hashes of its operands; the backward hash combines the hashes and operand slots of its
+users: one sweep of color refinement in each direction (B. Weisfeiler, A. Leman, "The reduction of a graph to canonical
+form", 1968). Operands of commutative operations, and operands and results of called graphs, are hashed as multisets. What
+is still alike is ordered by a depth-first walk from the results. Time is linear in the size of the graph, but for sorting.
+
+Hashes of 56 bits come from BLAKE2b, and are combined by Python's `hash` of tuples of ints, which no process seeds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.ir.dependencies import Index
@@ -22,225 +30,216 @@ from dovetail.ir.op_traits import is_commutative, target_name
 
 @functools.lru_cache(maxsize=65536)
 def stable_hash(text: str) -> int:
-    """A number for a text, the same in every process; numbers alone hash alike everywhere."""
+    """Return a number for a text, the same in every process: Python's `hash` is that for ints only."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True)
 class GraphHash:
-    """What a graph that is called computes, and what each operand and each result is in it.
+    """The hash of a graph that is called, and of the role that each operand and each result has in it.
 
-    Bodies list operands and operations as the graph listed them that they were taken from: neither order counts.
+    Neither the order of operands nor that of operations counts: bodies have them as the graph around had them.
     """
 
-    label: int
+    value: int
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
 
 class StructuralHasher:
-    """Labels of the nodes of one graph. Equal labels: the same computation of the same inputs.
+    """Hashes the nodes of one graph. Equal hashes mean the same computation on the same inputs.
 
-    An input is told by its index and an attribute by its path; both operands of a commutative operation count
-    alike; what an effect must come after is part of what is computed.
+    An input is identified by its index and an attribute by its path; the operands of a commutative operation are
+    interchangeable; what an effect must come after is part of the computation. With `graphs`, the hashes of called
+    graphs known so far, the graph is itself one that is called.
     """
 
-    def __init__(self, index: Index, forms: dict[int, GraphHash] | None = None) -> None:
+    def __init__(self, index: Index, graphs: dict[int, GraphHash] | None = None) -> None:
         self.index = index
         # Of a graph that is called, neither operands nor results have an order of their own.
-        self._called = forms is not None
+        self._is_called = graphs is not None
         self._targets: dict[Any, int] = {}
-        # By the module itself, which the graph keeps alive.
-        self._forms: dict[int, GraphHash] = {} if forms is None else forms
+        # By the id of the module, which the graph keeps alive.
+        self._graphs: dict[int, GraphHash] = {} if graphs is None else graphs
 
     def forward(self) -> list[int]:
-        """A label for what each position computes."""
+        """Return a hash of what each position computes."""
         body = self.index.gm
-        plain = self._called and isinstance(body, Body) and not body.is_marked_impure
-        effects: Mapping[int, Sequence[int]] = {} if plain else self.index.dependencies.before
-        labels: list[int] = [0] * len(self.index)
-        seen: dict[Node, int] = {}
+        pure = self._is_called and isinstance(body, Body) and not body.is_marked_impure
+        effects: Mapping[int, Sequence[int]] = {} if pure else self.index.dependencies.before
+        hashes: list[int] = [0] * len(self.index)
+        known: dict[Node, int] = {}
         inputs = 0
         for i, node in enumerate(self.index.nodes):
             if node.op == "placeholder":
-                label = hash((1, 0 if self._called else inputs))
+                value = hash((1, 0 if self._is_called else inputs))
                 inputs += 1
             elif node.op == "get_attr":
-                label = hash((2, stable_hash(cast("str", node.target))))
-            elif self._called and node.op == "output":
-                label = 0
+                value = hash((2, stable_hash(cast("str", node.target))))
+            elif self._is_called and node.op == "output":
+                value = 0
             else:
-                label = self._call(node, seen)
+                value = self._call(node, known)
                 if i in effects:
-                    label = hash((label, *sorted({labels[j] for j in effects[i]})))
-            labels[i] = seen[node] = label
-        return labels
+                    value = hash((value, *sorted({hashes[j] for j in effects[i]})))
+            hashes[i] = known[node] = value
+        return hashes
 
-    def backward(self, labels: Sequence[int]) -> list[int]:
-        """A label for what becomes of each position's value."""
+    def backward(self, forward: Sequence[int]) -> list[int]:
+        """Return a hash of all uses of each position's value, from the forward hashes."""
         nodes, data = self.index.nodes, self.index.data
-        found = [0] * len(labels)
-        uses: list[list[int]] = [[] for _ in labels]
-        for i in range(len(labels) - 1, -1, -1):
+        hashes = [0] * len(forward)
+        uses: list[list[int]] = [[] for _ in forward]
+        for i in range(len(forward) - 1, -1, -1):
             if uses[i]:
-                found[i] = hash(tuple(sorted(uses[i])))
+                hashes[i] = hash(tuple(sorted(uses[i])))
             reads = data[i]
             if len(reads) > 1:
                 for slot, j in zip(self._slots(nodes[i], reads), reads, strict=True):
-                    uses[j].append(hash((labels[i], found[i], slot)))
+                    uses[j].append(hash((forward[i], hashes[i], slot)))
             elif reads:
-                uses[reads[0]].append(hash((labels[i], found[i])))
-        return found
+                uses[reads[0]].append(hash((forward[i], hashes[i])))
+        return hashes
 
     def _slots(self, node: Node, reads: Sequence[int]) -> Sequence[int]:
-        """For each value that a node reads what place it has there; the same where places may be swapped."""
-        form = self.form(node)
-        if form is not None:
+        """Return the operand slot of each value that a node reads, the same for operands that may be swapped."""
+        called = self.called_graph(node)
+        if called is not None:
             at = self.index.position
             roles: dict[int, int] = {}
-            for role, operand in zip(form.operands, node.args, strict=True):
+            for role, operand in zip(called.operands, node.args, strict=True):
                 if isinstance(operand, Node):
                     roles[at[operand]] = roles.get(at[operand], 0) ^ role
             return [roles[j] for j in reads]
-        if self._called and node.op == "output":
+        if self._is_called and node.op == "output":
             return [0] * len(reads)
         if is_commutative(node):
             return [0, 0, *range(2, len(reads))]
         return range(len(reads))
 
-    def swaps(self, node: Node, reads: Sequence[int], keys: Sequence[Any]) -> list[int]:
-        """What a node reads in an order that the listing of a body and swapped operands cannot change."""
+    def ordered_reads(self, node: Node, reads: Sequence[int], keys: Sequence[Any]) -> list[int]:
+        """Return what a node reads in an order that does not depend on that of interchangeable operands."""
         slots = self._slots(node, reads)
         ranked = sorted(range(len(reads)), key=lambda k: (slots[k], keys[reads[k]]))
         return [reads[k] for k in ranked]
 
-    def form(self, node: Node) -> GraphHash | None:
-        """The form of the graph that a node calls, its operands one by one; None for any other node."""
+    def called_graph(self, node: Node) -> GraphHash | None:
+        """Return the hash of the graph that a node calls with positional operands; None for any other node."""
         if node.op != "call_module" or node.kwargs:
             return None
         body = attribute(self.index.gm, cast("str", node.target))
         if not isinstance(body, GraphModule):
             return None
-        known = self._forms.get(id(body))
+        known = self._graphs.get(id(body))
         if known is None:
-            known = self._forms[id(body)] = _form(body, self._forms)
+            known = self._graphs[id(body)] = _graph_hash(body, self._graphs)
         return known if len(known.operands) == len(node.args) else None
 
-    def _call(self, node: Node, seen: dict[Node, int]) -> int:
+    def _call(self, node: Node, known: dict[Node, int]) -> int:
         if node.op == "call_module":
-            form = self.form(node)
-            if form is not None:
-                given = [
-                    hash((r, argument_hash(a, seen))) for r, a in zip(form.operands, node.args, strict=True)
-                ]
-                return hash((form.label, *sorted(given)))
+            called = self.called_graph(node)
+            if called is not None:
+                pairs = zip(called.operands, node.args, strict=True)
+                return hash((called.value, *sorted(hash((r, argument_hash(a, known))) for r, a in pairs)))
         elif node.target is operator.getitem:
             source, part = node.args
-            form = self.form(source) if isinstance(source, Node) else None
-            if form is not None and type(part) is int and part < len(form.results):
-                return hash((argument_hash(source, seen), form.results[part]))
-        args = [argument_hash(a, seen) for a in node.args]
+            called = self.called_graph(source) if isinstance(source, Node) else None
+            if called is not None and type(part) is int and part < len(called.results):
+                return hash((argument_hash(source, known), called.results[part]))
+        args = [argument_hash(a, known) for a in node.args]
         if len(args) > 1 and is_commutative(node):
             args[:2] = sorted(args[:2])
         if node.kwargs:
-            args += [hash((stable_hash(k), argument_hash(v, seen))) for k, v in sorted(node.kwargs.items())]
-        return hash((self._target(node), *args))
-
-    def _target(self, node: Node) -> int:
+            args += [hash((stable_hash(k), argument_hash(v, known))) for k, v in sorted(node.kwargs.items())]
         key = (node.op, node.target)
-        known = self._targets.get(key)
-        if known is None:
-            known = self._targets[key] = target_hash(self.index.gm, node)
-        return known
+        if key not in self._targets:
+            self._targets[key] = target_hash(node)
+        return hash((self._targets[key], *args))
 
 
-def _form(body: GraphModule, forms: dict[int, GraphHash]) -> GraphHash:
+def _graph_hash(body: GraphModule, graphs: dict[int, GraphHash]) -> GraphHash:
     index = Index(body)
-    labeller = StructuralHasher(index, forms)
-    labels = labeller.forward()
-    after = labeller.backward(labels)
-    both = [hash(pair) for pair in zip(labels, after, strict=True)]
-    operands = tuple(after[i] for i, node in enumerate(index.nodes) if node.op == "placeholder")
+    hasher = StructuralHasher(index, graphs)
+    forward = hasher.forward()
+    backward = hasher.backward(forward)
+    both = [hash(pair) for pair in zip(forward, backward, strict=True)]
+    operands = tuple(backward[i] for i, node in enumerate(index.nodes) if node.op == "placeholder")
     returned: Any = index.nodes[-1].args[0] if index.nodes else ()
-    listed = cast("Sequence[Any]", returned) if isinstance(returned, (tuple, list)) else ()
-    results = tuple(both[index.position[n]] if isinstance(n, Node) else 0 for n in listed)
+    items = cast("Sequence[Any]", returned) if isinstance(returned, (tuple, list)) else ()
+    results = tuple(both[index.position[n]] if isinstance(n, Node) else 0 for n in items)
     return GraphHash(hash(tuple(sorted(both[:-1]))), operands, results)
 
 
-def target_hash(root: nn.Module, node: Node) -> int:
-    """A label for what a node calls: its qualified name, or for a module the path it has."""
-    if node.op != "call_module":
-        return stable_hash(f"{node.op} {target_name(node)}")
-    return stable_hash(f"module {node.target}")
+def target_hash(node: Node) -> int:
+    """Return a hash of a node's target: of its qualified name, or the path of a module."""
+    return stable_hash(f"{'module' if node.op == 'call_module' else node.op} {target_name(node)}")
 
 
-def argument_hash(value: Any, seen: Mapping[Node, int]) -> int:
-    """A label for an argument, its nodes by their labels."""
+def argument_hash(value: Any, known: Mapping[Node, int]) -> int:
+    """Return a hash of an argument, its nodes by their hashes."""
     if isinstance(value, Node):
-        return seen[value]
+        return known[value]
     if type(value) is int:
-        # To `hash`, -1 and -2 are one number.
+        # -1 and -2 have the same `hash`.
         return hash((3, abs(value), value < 0))
     if isinstance(value, (tuple, list)):
-        return hash((4, *(argument_hash(v, seen) for v in cast("list[Any]", value))))
+        return hash((4, *(argument_hash(v, known) for v in cast("list[Any]", value))))
     if isinstance(value, slice):
-        return hash((5, *(argument_hash(v, seen) for v in (value.start, value.stop, value.step))))
+        return hash((5, *(argument_hash(v, known) for v in (value.start, value.stop, value.step))))
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
-        return hash((6, *(hash((stable_hash(repr(k)), argument_hash(v, seen))) for k, v in items)))
+        return hash((6, *(hash((stable_hash(repr(k)), argument_hash(v, known))) for k, v in items)))
     if isinstance(value, torch.Tensor):
         return stable_hash(f"tensor {value_signature(value)}")
     return stable_hash(f"{type(value).__name__} {value!r}")
 
 
 def structural_order(index: Index) -> list[int]:
-    """For each position its place in an order that neither names nor the listing can change.
+    """Return the rank of each position in an order that neither names nor the order of nodes can change.
 
-    What depends on less comes first; then by what is computed, then by what becomes of it, then by the way in which
-    the results are computed from it. What is still alike can be exchanged for one another, and keeps the order of
-    the listing.
+    By depth, then by forward hash, then by backward hash, then by the walk from the results. Nodes that are still
+    alike are interchangeable, and keep their order.
     """
-    labeller = StructuralHasher(index)
-    labels = labeller.forward()
-    levels = [0] * len(labels)
+    hasher = StructuralHasher(index)
+    forward = hasher.forward()
+    levels = [0] * len(forward)
     for i, earlier in enumerate(index.before):
         if earlier:
             levels[i] = 1 + max([levels[j] for j in earlier])
-    keys: list[Any] = list(zip(levels, labels, strict=True))
-    if len(set(labels)) < len(labels):
-        keys = list(zip(levels, labels, labeller.backward(labels), strict=True))
+    keys: list[Any] = list(zip(levels, forward, strict=True))
+    if len(set(forward)) < len(forward):
+        keys = list(zip(levels, forward, hasher.backward(forward), strict=True))
     if len(set(keys)) < len(keys):
-        keys = list(zip(keys, _visits(labeller, keys), strict=True))
-    order = sorted(range(len(labels)), key=keys.__getitem__)
-    places = [0] * len(labels)
-    for place, i in enumerate(order):
-        places[i] = place
-    return places
+        keys = list(zip(keys, _visit_order(hasher, keys), strict=True))
+    ranks = [0] * len(forward)
+    for rank, i in enumerate(sorted(range(len(forward)), key=keys.__getitem__)):
+        ranks[i] = rank
+    return ranks
 
 
-def _visits(labeller: StructuralHasher, keys: Sequence[Any]) -> list[int]:
-    """When each position is come to on a walk from the results back, arguments in turn.
+def _visit_order(hasher: StructuralHasher, keys: Sequence[Any]) -> list[int]:
+    """Return the preorder number of each position in a depth-first walk from the results over operands.
 
-    Tells apart what is computed several times over and then used in different places.
+    It distinguishes equal computations that are used in different places.
     """
-    index = labeller.index
+    index = hasher.index
     nodes, data = index.nodes, index.data
-    met: dict[int, int] = {}
+    order: dict[int, int] = {}
 
     def walk(root: int) -> None:
         stack = [root]
         while stack:
             i = stack.pop()
-            if i in met:
+            if i in order:
                 continue
-            met[i] = len(met)
+            order[i] = len(order)
             reads = data[i]
-            stack.extend(reversed(labeller.swaps(nodes[i], reads, keys)) if len(reads) > 1 else reads)
+            stack.extend(reversed(hasher.ordered_reads(nodes[i], reads, keys)) if len(reads) > 1 else reads)
 
-    # The output is last in every listing. Of what it does not lead to, what there is but once goes first.
+    # The output is always last. Among the nodes that it does not reach, those with a unique key go first.
     walk(len(nodes) - 1)
-    often = Counter(keys)
-    ends = [i for i, node in enumerate(nodes) if not node.users and i not in met]
-    for one in sorted(ends, key=lambda i: (often[keys[i]], keys[i], [met.get(j, -1) for j in data[i]])):
-        walk(one)
-    return [met[i] for i in range(len(nodes))]
+    counts = Counter(keys)
+    ends = [i for i, node in enumerate(nodes) if not node.users and i not in order]
+    for i in sorted(ends, key=lambda i: (counts[keys[i]], keys[i], [order.get(j, -1) for j in data[i]])):
+        walk(i)
+    return [order[i] for i in range(len(nodes))]

@@ -1,4 +1,4 @@
-"""Expressions over sizes, as text that nobody vouches for.
+"""Expressions over sizes, parsed from untrusted text.
 
 Two notations are read: sympy's `srepr`, for symbolic sizes, and arithmetic in Python, for guards. Python's parser turns
 text into a tree without evaluating any of it, and the tree must be in the grammar here. Since the cost of exact integer
@@ -31,19 +31,19 @@ from torch.utils._sympy.numbers import int_oo
 from dovetail.errors import InvalidArgument
 
 # A size of a concatenation of two hundred symbolic parts has 10,000 characters, which is more than models have.
-_MOST_CHARACTERS = 16_384
-_MOST_NODES = 4_096
-_DEEPEST = 32
+_MAX_CHARACTERS = 16_384
+_MAX_NODES = 4_096
+_MAX_DEPTH = 32
 
 # What sympy needs to order the arguments of Max and Min grows with their square.
-_MOST_COMPARED = 32
+_MAX_COMPARED = 32
 _SYMBOL_BITS = 64
 
 # A product of 32 sizes, as a reshape of a tensor of many dimensions has.
-_MOST_BITS = 2_048
+_MAX_BITS = 2_048
 
 # torch expands an expression in a few milliseconds up to here.
-_MOST_MONOMIALS = 512
+_MAX_MONOMIALS = 512
 
 # What building an expression costs beside its characters, in characters: torch's functions look up what is known of
 # their arguments, and lattice operations order theirs.
@@ -52,8 +52,8 @@ _LATTICE = frozenset({"Max", "Min", "And", "Or"})
 _ARITHMETIC = frozenset({"Add", "Mul", "Pow"})
 
 # Below the range of float64, so that a true division of two results cannot overflow.
-_MOST_GUARD_BITS = 1_000
-_MOST_INTEGER = 2**64
+_MAX_GUARD_BITS = 1_000
+_MAX_INTEGER = 2**64
 _SYMBOL = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _FLOAT = re.compile(r"-?\d{1,40}(\.\d{0,40})?(e[-+]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _ARITHMETIC_CALLS = {"max": (2, 32), "min": (2, 32), "abs": (1, 1), "round": (1, 1), "int": (1, 1)}
@@ -89,7 +89,7 @@ _POWERS = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift", "RShift", "Rou
 def parse_expression(
     text: str, symbols: Mapping[str, Any], spend: Callable[[int], None] = lambda cost: None
 ) -> Any:
-    """The sympy expression that `srepr` wrote, over `symbols` by their names.
+    """Return the sympy expression that `srepr` wrote, over `symbols` by their names.
 
     Only constructors of arithmetic, comparisons and torch's functions of sizes are called, and only on what cannot make
     a large number. `spend` gets what each part costs (about a microsecond per unit) before it is built, and may raise.
@@ -103,7 +103,7 @@ def parse_expression(
 
 
 def require_symbol(name: str) -> str:
-    """The name, if it can be that of a symbol in a guard. Raises InvalidArgument."""
+    """Return the name if a symbol in a guard can have it; raise InvalidArgument otherwise."""
     if not _SYMBOL.fullmatch(name) or keyword.iskeyword(name) or name in _RESERVED or len(name) > 64:
         raise InvalidArgument(f"{_shown(name)} is not the name of a symbol.")
     return name
@@ -118,12 +118,12 @@ def require_arithmetic(text: str, symbols: Set[str]) -> None:
 
 
 def evaluate_expression(expr: Any, values: Mapping[Any, int]) -> Any:
-    """The number or truth value of an expression over symbols of these values. Raises InvalidArgument if there is none."""
+    """Return the value of an expression for these values of symbols; raise InvalidArgument if it is not a number."""
     known: dict[Any, Any] = {symbol: sympy.Integer(value) for symbol, value in values.items()}
     for part in sympy.postorder_traversal(expr):
         if part not in known:
             known[part] = part.func(*[known[argument] for argument in part.args]) if part.args else part
-            # sympy would keep what is no number (the logarithm of a size) exact, at any cost.
+            # sympy would keep an irrational value (the logarithm of a size) exact, at any cost.
             if not isinstance(known[part], (sympy.Number, BooleanAtom)):
                 raise InvalidArgument(
                     f"{_shown(str(part))} is not a number for the sizes of the example inputs."
@@ -136,14 +136,14 @@ def _shown(text: str) -> str:
 
 
 def _tree(text: str) -> ast.expr:
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"it has {len(text)} characters, and at most {_MOST_CHARACTERS} are read")
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters, and at most {_MAX_CHARACTERS} are read")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError) as error:  # too many parentheses are a MemoryError
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if sum(1 for _ in ast.walk(tree)) > _MOST_NODES:
-        raise ValueError(f"it has more than {_MOST_NODES} parts")
+    if sum(1 for _ in ast.walk(tree)) > _MAX_NODES:
+        raise ValueError(f"it has more than {_MAX_NODES} parts")
     return tree
 
 
@@ -152,14 +152,14 @@ def _integer(tree: ast.expr) -> int:
         return -_integer(tree.operand)
     if not isinstance(tree, ast.Constant) or type(tree.value) is not int:
         raise ValueError(f"a {type(tree).__name__} is not an integer")
-    if tree.value >= _MOST_INTEGER:
+    if tree.value >= _MAX_INTEGER:
         raise ValueError(f"an integer of {tree.value.bit_length()} bits")
     return tree.value
 
 
 @functools.cache
 def _constructors() -> Mapping[str, Any]:
-    """What an expression may be built of: torch's functions come before sympy's of the same name."""
+    """Return the constructors of expressions: torch's functions come before sympy's of the same name."""
     known = {name: getattr(sympy, name) for name in _SYMPY.split() if hasattr(sympy, name)}
     for name, value in vars(functions).items():
         if (
@@ -186,8 +186,8 @@ class _Reader:
         self.symbols, self.spend = symbols, spend
 
     def read(self, tree: ast.expr, depth: int) -> _Part:
-        if depth > _DEEPEST:
-            raise ValueError(f"it is nested more than {_DEEPEST} deep")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
         if isinstance(tree, ast.Constant) or _is_negative_constant(tree):
             return _Part(sympy.Integer(_integer(tree)), _integer(tree).bit_length())
         if isinstance(tree, ast.Name):
@@ -215,11 +215,11 @@ class _Reader:
             raise ValueError(f"{name!r} is unknown")
         cost = _ARITHMETIC_COST if name in _ARITHMETIC else _FUNCTION_COST
         self.spend(cost * (len(tree.args) if name in _LATTICE else 1))
-        if name in ("Max", "Min") and len(tree.args) > _MOST_COMPARED:
-            raise ValueError(f"{name} of more than {_MOST_COMPARED} terms")
+        if name in ("Max", "Min") and len(tree.args) > _MAX_COMPARED:
+            raise ValueError(f"{name} of more than {_MAX_COMPARED} terms")
         parts = [self.read(argument, depth + 1) for argument in tree.args]
         bits, monomials = _bounds(name, parts)
-        if bits > _MOST_BITS or monomials > _MOST_MONOMIALS:
+        if bits > _MAX_BITS or monomials > _MAX_MONOMIALS:
             raise ValueError(
                 f"it is a number of {bits} bits or a sum of {monomials} terms, which is too much"
             )
@@ -233,11 +233,11 @@ class _Reader:
 
 
 def _unevaluated(kind: Any, args: Sequence[Any]) -> Any:
-    """An expression of these arguments in the order that sympy gives them, so that it equals the one that was written."""
+    """Return an expression with arguments in sympy's order, so that it equals the one that was written."""
     if all(isinstance(argument, (sympy.Number, BooleanAtom)) for argument in args):
         return kind(*args)
     if kind in (sympy.And, sympy.Or):
-        # Their constructors compare each argument with all others whatever they are told.
+        # Their constructors compare each argument with all others even with `evaluate=False`.
         joined: Any = sympy.Basic.__new__(kind, *ordered(set(args)))
         joined._argset = frozenset(args)
         return joined
@@ -265,7 +265,7 @@ def _float(tree: ast.Call) -> Any:
 
 
 def _bounds(name: str, parts: Sequence[_Part]) -> tuple[int, int]:
-    """Bounds of the bits and of the monomials of a result, from those of its arguments."""
+    """Return bounds of the bits and of the monomials of a result, from those of its arguments."""
     bits, terms = [part.bits for part in parts], [part.monomials for part in parts]
     if name in _POWERS:
         if len(parts) != 2:
@@ -277,7 +277,7 @@ def _bounds(name: str, parts: Sequence[_Part]) -> tuple[int, int]:
             size = int(abs(exponent)) + 1
             if name in ("LShift", "RShift"):
                 return bits[0] + size, terms[0]
-            return bits[0] * size, 1 if terms[0] == 1 else terms[0] ** min(size - 1, _DEEPEST)
+            return bits[0] * size, 1 if terms[0] == 1 else terms[0] ** min(size - 1, _MAX_DEPTH)
         # torch bounds what it computes of these itself.
         if name not in ("PowByNatural", "FloatPow", "LShift", "RShift"):
             raise ValueError(f"{name} with an exponent that is not a number")
@@ -290,11 +290,11 @@ def _bounds(name: str, parts: Sequence[_Part]) -> tuple[int, int]:
 
 
 def _guard_bits(tree: ast.expr, symbols: Set[str], depth: int) -> int:
-    if depth > _DEEPEST:
-        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
     bits = _unbounded_bits(tree, symbols, depth + 1)
-    if bits > _MOST_GUARD_BITS:
-        raise ValueError(f"its value may have {bits} bits, and at most {_MOST_GUARD_BITS} are allowed")
+    if bits > _MAX_GUARD_BITS:
+        raise ValueError(f"its value may have {bits} bits, and at most {_MAX_GUARD_BITS} are allowed")
     return bits
 
 

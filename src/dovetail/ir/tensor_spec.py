@@ -1,4 +1,4 @@
-"""Fake tensors and symbolic sizes as plain values, and made again from those in a world of their own."""
+"""Fake tensors and symbolic sizes as picklable values and back, and the specs that compiled code is specialized for."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from dovetail.ir.nodes import storage_key
 from dovetail.ir.symbolic_expr import evaluate_expression, parse_expression
 
 TensorRow = tuple[Any, ...]
-"""Number of the storage, sizes, strides, offset, dtype, device, whether it requires gradients, whether it is a parameter."""
+"""Number of the storage, sizes, strides, offset, dtype, device, requires_grad, whether it is a parameter."""
 
 
 def tensor_row(value: FakeTensor, storages: dict[int, int]) -> TensorRow:
-    """What `World.tensor` needs; `storages` numbers the storages met so far."""
+    """Return what `SymbolicEnv.tensor` needs; `storages` numbers the storages met so far."""
 
-    def plain(sizes: Any) -> tuple[Any, ...]:
+    def described(sizes: Any) -> tuple[Any, ...]:
         return tuple(describe_symbolic(s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
     strided = value.layout is torch.strided
     return (
         storages.setdefault(storage_key(value), len(storages)),
-        plain(value.shape),
-        plain(value.stride()) if strided else None,
-        plain([value.storage_offset()])[0] if strided else 0,
+        described(value.shape),
+        described(value.stride()) if strided else None,
+        described([value.storage_offset()])[0] if strided else 0,
         value.dtype,
         value.device,
         value.requires_grad and (value.is_floating_point() or value.is_complex()),
@@ -52,25 +52,19 @@ class Symbolic:
 
 
 def describe_symbolic(value: Any) -> Symbolic:
-    """A symbolic number in plain values."""
+    """Return a symbolic number as a `Symbolic`."""
     node = value.node
     expr = node.expr
     env: ShapeEnv = node.shape_env
     rows: list[tuple[str, int | None, int | None, int | None]] = []
     for symbol in sorted(expr.free_symbols, key=str):
         bounds = env.var_to_range.get(symbol)
-        rows.append(
-            (
-                str(symbol),
-                _hint(env, symbol),
-                _bound(bounds and bounds.lower),
-                _bound(bounds and bounds.upper),
-            )
-        )
+        lower, upper = _bound(bounds and bounds.lower), _bound(bounds and bounds.upper)
+        rows.append((str(symbol), _symbol_hint(env, symbol), lower, upper))
     return Symbolic(type(value).__name__, sympy.srepr(expr), tuple(rows))
 
 
-def _hint(env: ShapeEnv, symbol: sympy.Symbol) -> int | None:
+def _symbol_hint(env: ShapeEnv, symbol: sympy.Symbol) -> int | None:
     # The table of hints was renamed between torch releases.
     hints = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
     known = hints.get(symbol)
@@ -81,32 +75,32 @@ def _bound(value: Any) -> int | None:
     return int(value) if value is not None and value not in (int_oo, -int_oo) and value.is_number else None
 
 
-_ENDLESS = 2**50
+_UNBOUNDED_BYTES = 2**50
 _SYMBOL_COST = 2**10
 
 
 @dataclass
 class SymbolicEnv:
-    """What fake tensors and symbols of one loaded graph live in; `budget` is what reading its expressions may cost."""
+    """The fake mode and symbols of one loaded graph; `budget` bounds the cost of parsing its expressions."""
 
     env: ShapeEnv = field(default_factory=ShapeEnv)
     symbols: dict[str, Any] = field(default_factory=dict)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    _made: dict[tuple[str, str], Any] = field(default_factory=dict)
+    _numbers: dict[tuple[str, str], Any] = field(default_factory=dict)
     budget: float = math.inf
 
     def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
 
     def symbolic(self, described: Symbolic) -> Any:
-        """The number that `describe_symbolic` described."""
+        """Return the number that `describe_symbolic` described."""
         for name, hint, lower, upper in described.symbols:
             if name not in self.symbols:
                 self.symbols[name] = self._symbol(name, hint, lower, upper)
         key = (described.kind, described.expr)
-        if key not in self._made:
-            self._made[key] = self._number(*key)
-        return self._made[key]
+        if key not in self._numbers:
+            self._numbers[key] = self._number(*key)
+        return self._numbers[key]
 
     def _spend(self, cost: int) -> None:
         self.budget -= cost
@@ -131,29 +125,29 @@ class SymbolicEnv:
         # torch records where each one was created, which takes a millisecond.
         self._spend(_SYMBOL_COST)
         if hint is None:
-            made: Any = self.env.create_unbacked_symint()
+            number: Any = self.env.create_unbacked_symint()
         else:
             source = ConstantSource(f"__loaded_{name}")
             symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-            made = self.env.create_symintnode(symbol, hint=hint, source=source)
-        # Exactly what it was: a new symbol has bounds of its own, and open ones are part of what a body's key tells.
+            number = self.env.create_symintnode(symbol, hint=hint, source=source)
+        # Exactly as they were: a new symbol has other bounds, and bounds are part of the key of a body.
         bounds = ValueRanges(-int_oo if lower is None else lower, int_oo if upper is None else upper)
-        self.env.var_to_range[made.node.expr] = bounds
-        return made.node.expr
+        self.env.var_to_range[number.node.expr] = bounds
+        return number.node.expr
 
     def _symbolic_tensor(
         self, storage_id: int, sizes: Sequence[Any], strides: Sequence[Any], start: Any, dtype: torch.dtype
     ) -> torch.Tensor:
         # Larger than any size can be, so that any view fits.
-        storage = self.storages.setdefault(storage_id, torch.UntypedStorage(_ENDLESS, device="meta"))
-        if storage.nbytes() < _ENDLESS:
-            storage.resize_(_ENDLESS)
-        # Unlike `set_` with sizes, this asks nothing of the symbols (does it fit, is it contiguous): answers take long
-        # and would settle their values.
+        storage = self.storages.setdefault(storage_id, torch.UntypedStorage(_UNBOUNDED_BYTES, device="meta"))
+        if storage.nbytes() < _UNBOUNDED_BYTES:
+            storage.resize_(_UNBOUNDED_BYTES)
+        # Unlike `set_` with sizes, this evaluates no condition on the symbols (bounds, contiguity), which would be slow
+        # and specialize them.
         return torch.empty(0, dtype=dtype, device="meta").set_(storage).as_strided(sizes, strides, start)
 
     def tensor(self, row: TensorRow) -> FakeTensor:
-        """The fake tensor that `tensor_row` described."""
+        """Return the fake tensor that `tensor_row` described."""
         storage_id, shape, stride, offset, dtype, device, requires_grad, is_parameter = row
 
         def real(value: Any) -> Any:
@@ -177,7 +171,7 @@ class SymbolicEnv:
                 meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, start, sizes, strides)
             fake = FakeTensor(self.mode, meta, torch.device(device))
         if is_parameter:
-            # As `torch.nn.Parameter(fake)` is, without the detached copy that it makes in the fake mode.
+            # Like `torch.nn.Parameter(fake)`, without the detached copy that it makes in the fake mode.
             vars(fake)["_is_param"] = True
         if requires_grad:
             fake.requires_grad_()
@@ -185,7 +179,7 @@ class SymbolicEnv:
 
 
 def _evaluate(expr: Any, env: ShapeEnv) -> Any:
-    hints = {s: _hint(env, s) for s in expr.free_symbols}
+    hints = {s: _symbol_hint(env, s) for s in expr.free_symbols}
     known = {symbol: hint for symbol, hint in hints.items() if hint is not None}
     return evaluate_expression(expr, known) if len(known) == len(hints) else None
 
@@ -220,15 +214,15 @@ class NumberSpec:
 
 Spec = TensorSpec | NumberSpec
 Ranges = tuple[tuple[str, int | None, int | None], ...]
-"""Symbols with the least and the largest value they may take, where there is one."""
+"""Symbols with the smallest and the largest value they may take; None if unbounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
-    """All that a specialisation is keyed by.
+    """What compiled code is specialized for, and cached by.
 
-    `grad` says that autograd records the call: grad mode is on and an operand requires gradients. Where it does not,
-    no operand counts as requiring any.
+    `grad` is whether autograd records the call: grad mode is on and an operand requires gradients. If it does not, no
+    operand counts as requiring any.
     """
 
     operands: tuple[Spec, ...]

@@ -1,4 +1,4 @@
-"""Whether a graph holds together: every invariant that later steps rely on."""
+"""The verifier: checks every invariant of a graph that later steps rely on."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _check(gm: GraphModule) -> None:
         queue.extend(_check_one(path, graph, captured))
 
 
-def _check_one(path: str, gm: GraphModule, wants_values: bool) -> list[tuple[str, GraphModule]]:
+def _check_one(path: str, gm: GraphModule, needs_values: bool) -> list[tuple[str, GraphModule]]:
     nodes: list[Node] = list(gm.graph.nodes)
     if not nodes or nodes[-1].op != "output":
         raise InvalidGraph(f"the graph {path or 'itself'} has no output at its end")
     place = f" (in {path})" if path else ""
-    found: list[tuple[str, GraphModule]] = []
+    called: list[tuple[str, GraphModule]] = []
     names: set[str] = set()
     placed: set[Node] = set()
     for i, node in enumerate(nodes):
@@ -57,18 +57,18 @@ def _check_one(path: str, gm: GraphModule, wants_values: bool) -> list[tuple[str
         placed.add(node)
         if (node.op == "output") != (i == len(nodes) - 1):
             raise InvalidGraph(f"the output must be the one last node{place}", node.name)
-        if wants_values and "val" not in node.meta and node.op != "output":
+        if needs_values and "val" not in node.meta and node.op != "output":
             raise InvalidGraph(f"it has no meta['val']{place}", node.name)
         if node.op in ("get_attr", "call_module"):
             value = attribute(gm, cast("str", node.target))
             if value is None and not _is_empty_buffer(gm, cast("str", node.target)):
                 raise InvalidGraph(f"nothing is at '{node.target}'{place}", node.name)
             if isinstance(value, GraphModule):
-                found.append((f"{path}/{node.target}" if path else str(node.target), value))
+                called.append((f"{path}/{node.target}" if path else str(node.target), value))
                 if node.op == "call_module":
                     _check_call(node, value, gm, place)
     _check_effects(gm, nodes, place)
-    return found
+    return called
 
 
 def _check_arguments(node: Node, placed: set[Node], gm: GraphModule, place: str) -> None:
@@ -82,28 +82,28 @@ def _check_arguments(node: Node, placed: set[Node], gm: GraphModule, place: str)
 
 
 def _value_read(gm: GraphModule, operand: Node, call: Node) -> Any:
-    """What an operand is when a call reads it."""
+    """Return the value of an operand where a call reads it."""
     nodes = list(gm.graph.nodes)
     before = nodes[: nodes.index(call)]  # what comes after is not checked yet
     return dependencies(gm, before).value_read(operand, len(before))
 
 
 def _check_call(node: Node, body: GraphModule, gm: GraphModule, place: str) -> None:
-    """A call's operands and results against what its body takes and returns."""
+    """Check a call's operands and results against the placeholders and results of its body."""
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     is_region = REGION in node.meta
     if is_region and (node.kwargs or len(node.args) != len(inputs)):
         raise InvalidGraph(
             f"it passes {len(node.args)} operands, its body takes {len(inputs)}{place}", node.name
         )
-    for given, wanted in zip(node.args, inputs, strict=False):
-        if isinstance(given, Node):
-            have, want = given.meta.get("val"), wanted.meta.get("val")
+    for operand, parameter in zip(node.args, inputs, strict=False):
+        if isinstance(operand, Node):
+            have, want = operand.meta.get("val"), parameter.meta.get("val")
             if not compatible_values(have, want) and not compatible_values(
-                _value_read(gm, given, node), want
+                _value_read(gm, operand, node), want
             ):
                 raise InvalidGraph(
-                    f"operand '{given.name}' is {format_type(have)}, its body takes {format_type(want)} as '{wanted.name}'{place}",
+                    f"operand '{operand.name}' is {format_type(have)}, its body takes {format_type(want)} as '{parameter.name}'{place}",
                     node.name,
                 )
     if not is_region:
@@ -116,14 +116,14 @@ def _check_call(node: Node, body: GraphModule, gm: GraphModule, place: str) -> N
     want = tuple(n.meta.get("val") if isinstance(n, Node) else n for n in results)
     if have is not None and not compatible_values(have, want):
         raise InvalidGraph(
-            f"it is said to return {format_type(have)}, its body returns {format_type(want)}{place}",
+            f"its value is {format_type(have)}, its body returns {format_type(want)}{place}",
             node.name,
         )
     members = getattr(node.meta[REGION], "members", None)
     inside = len(body.graph.nodes) - len(inputs) - 1
     if members is not None and len(members) != inside:
         raise InvalidGraph(
-            f"its record tells of {len(members)} operations, its body has {inside}{place}", node.name
+            f"its region call lists {len(members)} operations, its body has {inside}{place}", node.name
         )
     for user in node.users:
         position = user.args[1] if len(user.args) == 2 else None
@@ -138,8 +138,8 @@ def _check_call(node: Node, body: GraphModule, gm: GraphModule, place: str) -> N
                 f"it takes result {position} of {len(results)} from '{node.name}'{place}", user.name
             )
         if not compatible_values(user.meta.get("val"), want[position]):
-            said = f"it is said to be {format_type(user.meta.get('val'))}"
-            raise InvalidGraph(f"{said}, the body returns {format_type(want[position])}{place}", user.name)
+            value = f"its value is {format_type(user.meta.get('val'))}"
+            raise InvalidGraph(f"{value}, the body returns {format_type(want[position])}{place}", user.name)
 
 
 def _is_empty_buffer(gm: GraphModule, target: str) -> bool:
@@ -149,32 +149,32 @@ def _is_empty_buffer(gm: GraphModule, target: str) -> bool:
     return isinstance(owner, nn.Module) and (name in owner._buffers or name in owner._parameters)
 
 
-def _certainly_ordered(found: Dependencies, first: int, second: int) -> bool:
-    """Whether two effects depend on each other for sure, not only as far as a coarse view of memory can tell."""
-    a, b = found.effects.get(first, PURE), found.effects.get(second, PURE)
+def _certainly_ordered(graph: Dependencies, first: int, second: int) -> bool:
+    """Whether two effects depend on each other for certain, not only by the approximation of alias classes."""
+    a, b = graph.effects.get(first, PURE), graph.effects.get(second, PURE)
     if (a.random and b.random) or (a.host_effect and b.host_effect):
         return True
-    wrote_first = set(a.writes).intersection(found.nodes[second].all_input_nodes)
-    return bool(wrote_first or set(b.writes).intersection(found.nodes[first].all_input_nodes))
+    wrote_first = set(a.writes).intersection(graph.nodes[second].all_input_nodes)
+    return bool(wrote_first or set(b.writes).intersection(graph.nodes[first].all_input_nodes))
 
 
 def _check_effects(gm: GraphModule, nodes: list[Node], place: str) -> None:
-    found = dependencies(gm, nodes)
-    for i, told in found.effects.items():
+    graph = dependencies(gm, nodes)
+    for i, effects in graph.effects.items():
         node = nodes[i]
-        if REGION in node.meta and not told.pure and not node.users and not node.is_impure():
+        if REGION in node.meta and not effects.pure and not node.users and not node.is_impure():
             raise InvalidGraph(f"dead-code elimination would drop its effects{place}", node.name)
     ranks = getattr(gm.meta.get(OUTLINING), "ranks", None)
     if ranks is None:
         return
     # Where the original order is known, effects that depend on each other must still be in it.
-    for i, earlier in found.before.items():
+    for i, earlier in graph.before.items():
         for j in earlier:
             first, second = ranks.get(nodes[j].name), ranks.get(nodes[i].name)
             if first is None or second is None or REGION in nodes[i].meta or REGION in nodes[j].meta:
                 continue
-            if first > second and _certainly_ordered(found, j, i):
-                why = found.why(j, i)
+            if first > second and _certainly_ordered(graph, j, i):
+                why = graph.why(j, i)
                 raise InvalidGraph(
                     f"its effect comes after that of '{nodes[j].name}' now ({why}){place}", nodes[i].name
                 )
