@@ -97,7 +97,7 @@ def longer(m: Any, x: Tensor) -> Tensor:
 
 def test_a_buffer_that_is_given_another_form_is_refused() -> None:
     model = Of(lambda m, x: m.inner(x), inner=Of(longer))
-    with pytest.raises(dovetail.CaptureError, match=r"'inner\.a' a tensor of another form"):
+    with pytest.raises(dovetail.CaptureError, match=r"'inner\.a' a tensor of another shape or dtype"):
         dovetail.capture(model, (torch.randn(2, 3),))
 
 

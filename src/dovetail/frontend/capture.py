@@ -1,4 +1,4 @@
-"""Capture: from a model to a plain, functional graph that is called, trained and saved as the model is."""
+"""Capture: from a model to a functional graph that is called, trained and saved as the model is."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def capture(
     strict: bool = False,
     check_capture: bool = False,
 ) -> GraphModule:
-    """A graph that computes what `model` does and is called as it is.
+    """Return a graph that computes what `model` does and is called as it is.
 
-    `model` is a module, any callable, an ExportedProgram, or an FX GraphModule, which is kept as it is and only
-    given `meta["val"]`. The graph uses the model's own parameters and buffers. What it cannot hold (control
-    flow that depends on data, Python side effects) raises CaptureError with the line of source. With `check_capture`
-    the graph and the model are run on the example inputs, from the same state, which is restored; CaptureMismatch if
-    results, written inputs, buffers or the random stream differ.
+    `model` is a module, any callable, an ExportedProgram, or an FX GraphModule, of which only `meta["val"]` is
+    computed. The graph uses the model's own parameters and buffers. What it cannot hold (control flow that depends on
+    data, Python side effects) raises CaptureError with the line of source. With `check_capture` the graph and the model
+    are run on the example inputs, from the same state, which is restored; CaptureMismatch is raised if results, written
+    inputs, buffers or the random stream differ.
     """
     torch_compat.warn_if_untested()
     trains = torch.is_grad_enabled()
@@ -58,7 +58,9 @@ def capture(
         return propagate_values(model, args, kwargs)
     if isinstance(model, ExportedProgram):
         if check_capture:
-            raise InvalidArgument("check_capture compares with a model, and an ExportedProgram is none.")
+            raise InvalidArgument(
+                "check_capture compares with a model; it cannot be used with an ExportedProgram."
+            )
         return _from_program(export.own(model))
     if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
@@ -79,17 +81,17 @@ def capture(
         _refuse_inference_tensors(model)
         model_copy.refuse_distributed(model)
     with outside_inference_mode():
-        given, named = pytree.tree_map(_tracked, (args, kwargs))
+        inputs, keywords = pytree.tree_map(_tracked, (args, kwargs))
         with pause_gc():
-            graph = _from_model(model, given, named, dynamic_shapes, strict, trains)
+            graph = _from_model(model, inputs, keywords, dynamic_shapes, strict, trains)
         if check_capture:
             with torch.set_grad_enabled(trains):
-                check_against_model(model, graph, given, named)
+                check_against_model(model, graph, inputs, keywords)
         return graph
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Where tensors can be traced: whoever calls in inference mode is not the model. Leaving it records gradients."""
+    """Return a context in which tensors can be traced: leaves the caller's inference mode, and enables gradients then."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -101,8 +103,8 @@ def _refuse_inference_tensors(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():
             raise CaptureError(
-                f"'{name}' of the model was made in torch.inference_mode(), and such tensors cannot be traced. "
-                f"Make or load the model outside of it."
+                f"'{name}' of the model was created in torch.inference_mode(), and such tensors cannot be traced. "
+                f"Create or load the model outside of it."
             )
 
 
@@ -138,16 +140,16 @@ def _from_model(
         # Another thread may call the model while it is exported.
         copy = structural_copy(module) if module is model else module
         with CAPTURING, tracing():
-            exported, seen = export.export_model(copy, args, kwargs, dynamic_shapes, strict, trains=trains)
+            exported, effects = export.export_model(copy, args, kwargs, dynamic_shapes, strict, trains=trains)
             decomposed = export.decompose(exported)
     except CaptureError as error:
-        _blame_shared_inputs(args, kwargs, error)
-        _blame_shared_state(module, args, kwargs, error)
+        _refuse_shared_inputs(args, kwargs, error)
+        _refuse_shared_state(module, args, kwargs, error)
         raise
     unlifted = unlift(decomposed, model_copy.mirror(module))
     if unlifted.mutated:
-        _blame_shared_inputs(args, kwargs, None)
-    captured = _finished(unlifted, decomposed, signature, module.training, seen, trains)
+        _refuse_shared_inputs(args, kwargs, None)
+    captured = _finished(unlifted, decomposed, signature, module.training, effects, trains)
     names = _dim_names(bound, dynamic_shapes, (args, kwargs), unlifted.inputs)
     if names:
         captured.meta[DIM_NAMES] = names
@@ -155,26 +157,26 @@ def _from_model(
 
 
 def _dim_names(
-    bound: inspect.BoundArguments, dynamic_shapes: Any, given: Any, inputs: Sequence[Node]
+    bound: inspect.BoundArguments, dynamic_shapes: Any, example: Any, inputs: Sequence[Node]
 ) -> dict[str, str]:
-    """The names of sizes that were given as `torch.export.Dim`, by input and dimension: "x:0"."""
-    leaves = pytree.tree_leaves(given)
+    """Return the names of sizes that have a `torch.export.Dim`, by input and dimension: "x:0"."""
+    leaves = pytree.tree_leaves(example)
     if dynamic_shapes is None or len(leaves) != len(inputs):
         return {}
     node_of = {id(leaf): node for leaf, node in zip(leaves, inputs, strict=True)}
     names: dict[str, str] = {}
     for _, tensor, dim, size in _dimensions(bound, dynamic_shapes):
         node, name = node_of.get(id(tensor)), getattr(size, "__name__", None)
-        known = node.meta.get("val") if node is not None else None
-        if node is None or not isinstance(known, Tensor) or not isinstance(name, str):
+        value = node.meta.get("val") if node is not None else None
+        if node is None or not isinstance(value, Tensor) or not isinstance(name, str):
             continue
-        if isinstance(known.shape[dim], SymInt):
-            names[f"{node.name}:{dim % known.dim()}"] = name
+        if isinstance(value.shape[dim], SymInt):
+            names[f"{node.name}:{dim % value.dim()}"] = name
     return names
 
 
 def _dimensions(bound: inspect.BoundArguments, dynamic_shapes: Any) -> Iterator[tuple[str, Tensor, Any, Any]]:
-    """Each dimension that dynamic shapes have an entry for: the argument, the tensor in it, the dimension, the entry."""
+    """Yield each dimension that dynamic shapes have an entry for: the argument, the tensor in it, the dimension, the entry."""
     stack: list[tuple[str, Any, Any]] = [("", dict(bound.arguments), dynamic_shapes)]
     while stack:
         name, value, spec = stack.pop()
@@ -188,8 +190,8 @@ def _dimensions(bound: inspect.BoundArguments, dynamic_shapes: Any) -> Iterator[
             pairs = cast("Mapping[Any, Any]", spec).items()
             stack.extend((name or str(k), inner[k], s) for k, s in pairs if k in inner)
         elif isinstance(spec, (list, tuple)):
-            listed: Any = value if isinstance(value, (list, tuple)) else ()
-            parts = value.items() if isinstance(value, Mapping) else [(name, part) for part in listed]
+            items: Any = value if isinstance(value, (list, tuple)) else ()
+            parts = value.items() if isinstance(value, Mapping) else [(name, part) for part in items]
             entries = zip(cast("Iterable[Any]", parts), cast("Sequence[Any]", spec), strict=False)
             stack.extend((name or str(key), part, entry) for (key, part), entry in entries)
 
@@ -200,11 +202,11 @@ def _require_dimensions(bound: inspect.BoundArguments, dynamic_shapes: Any) -> N
         what, rank = "dynamic_shapes do not fit the example inputs:", tensor.dim()
         if not isinstance(dim, int) or not -rank <= dim < rank:
             raise CaptureError(f"{what} '{name}' has {rank} dimensions, and none is {dim!r}.")
-        here, least, most = tensor.shape[dim], getattr(size, "min", None), getattr(size, "max", None)
-        where = f"dimension {dim} of '{name}' is {here}"
-        if isinstance(size, int) and size != here:
+        actual, low, high = tensor.shape[dim], getattr(size, "min", None), getattr(size, "max", None)
+        where = f"dimension {dim} of '{name}' is {actual}"
+        if isinstance(size, int) and size != actual:
             raise CaptureError(f"{what} {where}, not {size}. Leave it out, or give a torch.export.Dim.")
-        if (least is not None and here < least) or (most is not None and here > most):
+        if (low is not None and actual < low) or (high is not None and actual > high):
             raise CaptureError(
                 f"{what} {where}, outside of the range of {size}. Widen the range, or give other inputs."
             )
@@ -223,12 +225,12 @@ def _finished(
     exported: export.Exported,
     signature: inspect.Signature,
     training: bool | None,
-    seen: side_effects.SideEffects,
+    effects: side_effects.SideEffects,
     trains: bool = True,
 ) -> Program:
     captured = unlifted.program
     ungraded, graded = unlifted.ungraded, tuple[str, ...]()
-    if seen.function:
+    if effects.function:
         # With the gradients of the example inputs, or none, nothing differentiable reached the function.
         ungraded |= frozenset(range(len(unlifted.inputs))) - (unlifted.graded if trains else frozenset())
         state = (*captured.named_parameters(), *captured.named_buffers())
@@ -243,8 +245,8 @@ def _finished(
         frozenset(i for i, node in enumerate(unlifted.inputs) if not node.users),
         owned_by(captured.graph, writes_inputs=bool(unlifted.mutated)),
         ungraded,
-        _depends_on_strides(exported, seen),
-        seen.function,
+        _depends_on_strides(exported, effects),
+        effects.function,
         graded,
     )
     convention = Convention(
@@ -254,8 +256,8 @@ def _finished(
         exported.out_spec,
         expectations,
         training,
-        _carried(arrangement.slots, exported.out_spec, seen.caches),
-        seen.appended,
+        _carried(arrangement.slots, exported.out_spec, effects.caches),
+        effects.appended,
     )
     captured.graph.set_codegen(ModelCodeGen(convention))
     canonical, report = canonicalize(captured)
@@ -263,16 +265,16 @@ def _finished(
     return canonical
 
 
-def _depends_on_strides(exported: export.Exported, seen: side_effects.SideEffects) -> bool:
-    """Whether the model may compute something else for inputs of other strides, and the graph would not."""
-    if seen.stride_reads & {"stride", "is_contiguous"}:
+def _depends_on_strides(exported: export.Exported, effects: side_effects.SideEffects) -> bool:
+    """Return whether the model may compute something else for inputs of other strides, and the graph would not."""
+    if effects.stride_reads & {"stride", "is_contiguous"}:
         return True
     # torch.export leaves `contiguous` out where it changes nothing for the example inputs.
     targets = {n.target for n in exported.program.graph.nodes if isinstance(n.target, OpOverload)}
-    if seen.stride_reads and any(target._schema.name.startswith("aten::as_strided") for target in targets):
+    if effects.stride_reads and any(target._schema.name.startswith("aten::as_strided") for target in targets):
         return True
     draws = any(torch.Tag.nondeterministic_seeded in target.tags for target in targets)
-    return draws and (exported.draws_in_place or bool(seen.stride_reads))
+    return draws and (exported.draws_in_place or bool(effects.stride_reads))
 
 
 def _carried(
@@ -285,15 +287,15 @@ def _carried(
         slot = cache if isinstance(cache, int) else names.index(cache) if cache in names else None
         if slot is None or place >= len(returned):
             raise CaptureError(
-                "the model updates a cache that it was given in a way that cannot be followed. "
+                "the model updates a cache argument in a way that cannot be traced. "
                 "Pass the cache as a parameter of its own, or capture with use_cache=False."
             )
         carried.append(calling_convention.Carried(slot, *returned[place]))
     return tuple(carried)
 
 
-def _blame_shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], cause: CaptureError | None) -> None:
-    """Raise if two example inputs share memory, which breaks the tracing of a model that writes to them."""
+def _refuse_shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], cause: CaptureError | None) -> None:
+    """Raise CaptureError if two example inputs share memory, which breaks the tracing of a model that writes to them."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for i, first in enumerate(leaves):
         for second in leaves[i + 1 :]:
@@ -304,10 +306,10 @@ def _blame_shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], cause: C
                 ) from cause
 
 
-def _blame_shared_state(
+def _refuse_shared_state(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cause: CaptureError
 ) -> None:
-    """Raise if an example input is memory of the model's own, which breaks the tracing of one that writes it."""
+    """Raise CaptureError if an example input shares memory with the model's state, which breaks tracing writes."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for name, held in (*module.named_buffers(), *module.named_parameters()):
         if any(overlap(leaf, held) for leaf in leaves):

@@ -1,8 +1,15 @@
-"""Composite operators taken apart one at a time, as decomposing the whole program would take them apart."""
+"""Parts of the decomposition of a program in one walk (`decompose_program`), each the same as torch's own on retracing.
+
+`Operators` decides which operators torch keeps and which it decomposes, and `recorded` runs one of the latter alone and
+records the operators that it calls. `ArgumentForm` writes arguments as the dispatcher passes them to a tracer.
+`FunctionalMemory` has the functional tensors of values on memory that the program writes; the functions after it call
+torch's functionalization. Whatever is not known to be the same raises Unsure.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,37 +22,37 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.ir.nodes import storage_key
 from dovetail import torch_compat
 from dovetail.frontend.export_aliases import storage_of
-from dovetail.ir.schema import named_arguments, written_operands
+from dovetail.ir.nodes import storage_key
+from dovetail.ir.schema import named_arguments, op_name, written_operands
 
-_PARTED = """
+_DECOMPOSED = """
     adjoint atleast_1d atleast_2d atleast_3d batch_norm broadcast_to chunk contiguous dropout dsplit expand_as flatten hsplit
     linalg_diagonal mH mT matrix_H moveaxis movedim narrow numpy_T ravel reshape reshape_as split swapaxes swapdims
     tensor_split to unflatten unsafe_chunk view_as vsplit
 """
-_KNOWN = frozenset(_PARTED.split())
-_PARTED_WRITES = (
+_DECOMPOSABLE = frozenset(_DECOMPOSED.split())
+_DECOMPOSED_WRITES = (
     "absolute_ arctan_ clip_ divide_ dropout_ feature_dropout_ multiply_ negative_ relu6_ square_ subtract_"
 )
-_PARTED_IN_PLACE = frozenset(_PARTED_WRITES.split())
+_DECOMPOSED_IN_PLACE = frozenset(_DECOMPOSED_WRITES.split())
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 
-# Asked of a tensor, not done to it; no tracer writes them down.
-_QUESTIONS = frozenset({torch.ops.prim.device.default})
+# Queries of a tensor, which no tracer records.
+_QUERIES = frozenset({torch.ops.prim.device.default})
 
 # Lifting marks a constant as fresh, which depends on what else is done with it.
 _DELICATE = frozenset({"lift", "lift_fresh", "lift_fresh_copy", "set_", "_batch_norm_impl_index", "item"})
 
 
 class Unsure(Exception):
-    """Why a program cannot be decomposed node by node; it never leaves this package."""
+    """The reason why a program cannot be decomposed node by node; caught in this package."""
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """One operator that ran, what it was given and what it gave."""
+    """One operator that ran, with its arguments and its result."""
 
     target: OpOverload
     args: Sequence[Any]
@@ -54,59 +61,47 @@ class OpCall:
 
 
 class Operators:
-    """Which operators decomposition keeps and which it takes apart; an Unsure for those where this is delicate."""
+    """Which operators decomposition keeps and which it decomposes, cached; raises Unsure if that is not certain."""
 
     def __init__(self) -> None:
-        self._known: dict[OpOverload, bool] = {}
-        self._writing: dict[OpOverload, bool] = {}
-
-    def is_kept(self, op: OpOverload) -> bool:
-        kept = self._known.get(op)
-        if kept is None:
-            kept = self._known[op] = _is_kept(op)
-        return kept
-
-    def is_functionalized(self, op: OpOverload) -> bool:
-        """Whether functionalization replaces an in-place operator as a whole; otherwise its parts, one by one."""
-        whole = self._writing.get(op)
-        if whole is None:
-            whole = self._writing[op] = _is_functionalized(op)
-        return whole
+        self.is_kept = functools.cache(_is_kept)
+        self.is_functionalized = functools.cache(_is_functionalized)
 
 
 def _is_kept(op: OpOverload) -> bool:
     is_composite = torch_compat.COMPOSITE_OPERATOR.value
     is_preserved = torch_compat.PRESERVED_OPERATOR.value
     if is_composite is None or is_preserved is None:
-        raise Unsure("this torch does not tell which operators it keeps")
-    name = op._schema.name.removeprefix("aten::")
+        raise Unsure("this torch has no function for which operators it keeps")
+    name = op_name(op)
     if op.namespace != "aten" or op._schema.is_mutable or name in _DELICATE:
         raise Unsure(f"{op} is not an operator that is certain to be kept")
     if torch.Tag.data_dependent_output in op.tags:
         raise Unsure(f"{op} reads values")
     if not is_composite(op):
-        # With Python kernels for other keys than this one, the dispatcher of the tracer goes ways of its own.
+        # With Python kernels for other keys than this one, the tracer dispatches differently.
         if any(key != torch._C.DispatchKey.Meta for key in op.py_kernels):
             raise Unsure(f"{op} has a decomposition of its own")
         return True
     if is_preserved(op):
         return True
-    if name not in _KNOWN:
+    if name not in _DECOMPOSABLE:
         raise Unsure(f"{op} is taken apart in a way that is not known here")
     return False
 
 
 def _is_functionalized(op: OpOverload) -> bool:
-    name = op._schema.name.removeprefix("aten::")
+    """Return whether functionalization replaces an in-place operator as a whole; otherwise its parts, one by one."""
+    name = op_name(op)
     is_composite = torch_compat.COMPOSITE_OPERATOR.value
     if is_composite is None or op.namespace != "aten" or name in _DELICATE:
         raise Unsure(f"{op} is not an in-place operator with a functional form that is known here")
     if torch.Tag.inplace_view in op.tags or torch.Tag.data_dependent_output in op.tags:
-        raise Unsure(f"{op} changes the form of a tensor")
+        raise Unsure(f"{op} changes the shape or strides of a tensor")
     if any(key != torch._C.DispatchKey.Meta for key in op.py_kernels):
         raise Unsure(f"{op} has a decomposition of its own")
     if is_composite(op):
-        if name not in _PARTED_IN_PLACE:
+        if name not in _DECOMPOSED_IN_PLACE:
             raise Unsure(f"{op} is taken apart in a way that is not known here")
         return False
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
@@ -122,7 +117,7 @@ class _DispatchRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _QUESTIONS:
+        if func in _QUERIES:
             return func(*args, **kwargs)
         if not self.operators.is_kept(func):
             with self:
@@ -135,39 +130,25 @@ class _DispatchRecorder(TorchDispatchMode):
 def recorded(
     operators: Operators, mode: FakeTensorMode, label: object, function: Callable[[], Any]
 ) -> tuple[list[OpCall], Any]:
-    """The operators that `function` runs on fake tensors, in order, and its result."""
+    """Return the operators that `function` runs on fake tensors, in order, and its result."""
     recorder = _DispatchRecorder(operators)
     with enable_python_dispatcher(), mode, recorder:
         try:
             result = function()
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            raise Unsure(f"{label} cannot be taken apart alone: {error}") from error
+            raise Unsure(f"{label} cannot be decomposed alone: {error}") from error
     return recorder.calls, result
 
 
-def same_form(value: Any, other: Any) -> bool:
-    """Whether two fake values, or two sequences of them, differ in their storages alone."""
+def same_form(value: Any, other: Any, *, strides: bool = True) -> bool:
+    """Return whether two fake values, or two sequences of them, differ only in storage; or, without `strides`, in strides."""
     if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(value) == len(other) and all(map(same_form, value, other))
+        pairs = zip(value, other, strict=False)
+        return len(value) == len(other) and all(same_form(a, b, strides=strides) for a, b in pairs)
     if not isinstance(value, Tensor) or not isinstance(other, Tensor):
         return value is None and other is None
-    return (
-        value.shape == other.shape
-        and value.stride() == other.stride()
-        and value.storage_offset() == other.storage_offset()
-        and value.dtype == other.dtype
-        and value.device == other.device
-        and value.is_conj() == other.is_conj()
-        and value.is_neg() == other.is_neg()
-    )
-
-
-def same_sizes(value: Any, other: Any) -> bool:
-    """Whether two fake values, or two sequences of them, differ in their storages and strides alone."""
-    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(value) == len(other) and all(map(same_sizes, value, other))
-    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
-        return value is None and other is None
+    if strides and (value.stride() != other.stride() or value.storage_offset() != other.storage_offset()):
+        return False
     same = value.shape == other.shape and value.dtype == other.dtype and value.device == other.device
     return same and value.is_conj() == other.is_conj() and value.is_neg() == other.is_neg()
 
@@ -185,8 +166,8 @@ class _Argument:
     is_list: bool
 
 
-class Spelling:
-    """Writes arguments in one form: by position as far as the schema allows, those equal to a default left out."""
+class ArgumentForm:
+    """Normalizes arguments: positional as far as the schema allows, and without those equal to a default."""
 
     def __init__(self) -> None:
         self._schemas: dict[OpOverload, list[_Argument]] = {}
@@ -215,36 +196,36 @@ class Spelling:
                 if not _is_default(argument, value):
                     by_name[argument.name] = value
         if named:
-            raise Unsure(f"{op} is given arguments that it does not have")
+            raise Unsure(f"{op} is called with arguments that its schema does not have")
         return tuple(positional), by_name
 
 
 def _arguments(op: OpOverload) -> list[_Argument]:
-    found: list[_Argument] = []
+    arguments: list[_Argument] = []
     for argument in op._schema.arguments:
         kind = argument.type
         while isinstance(kind, torch._C.OptionalType):
             kind = kind.getElementType()
-        given = argument.has_default_value()
-        found.append(
+        optional = argument.has_default_value()
+        arguments.append(
             _Argument(
                 argument.name,
                 argument.kwarg_only,
-                given,
-                argument.default_value if given else None,
+                optional,
+                argument.default_value if optional else None,
                 isinstance(kind, torch._C.FloatType),
                 isinstance(kind, torch._C.ListType),
             )
         )
-    return found
+    return arguments
 
 
 def _check(op: OpOverload, argument: _Argument, value: Any) -> None:
-    """Raise where the dispatcher would have made something else of a value than what stands there."""
+    """Raise Unsure if the dispatcher would have converted a value."""
     if argument.is_float and isinstance(value, int):
-        raise Unsure(f"{op} is given an integer for the number '{argument.name}'")
+        raise Unsure(f"{op} is called with an integer for the number '{argument.name}'")
     if argument.is_list and isinstance(value, (*_NUMBERS, Node)):
-        raise Unsure(f"{op} is given a single value for the list '{argument.name}'")
+        raise Unsure(f"{op} is called with a single value for the list '{argument.name}'")
     if argument.optional and isinstance(argument.default, int) and not isinstance(value, (*_NUMBERS, Node)):
         raise Unsure(f"{op} has a default for '{argument.name}' that cannot be read")
 
@@ -266,9 +247,9 @@ _BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
 class FunctionalMemory:
-    """The functional tensors that stand for values on `storages`, which the program writes.
+    """The functional tensors for values on `storages`, which the program writes.
 
-    `tensors` has the one of each node of the program whose value lies there, or those of its parts.
+    `tensors` has that of each node of the program whose value is on one of them, or those of its parts.
     """
 
     def __init__(self, storages: set[int]) -> None:
@@ -280,24 +261,24 @@ class FunctionalMemory:
         self._synced: dict[int, int] = {}
 
     def holds(self, value: Any) -> bool:
-        """Whether a value, or a part of it, lies on memory that is written."""
+        """Return whether a value, or a part of it, is on memory that is written."""
         return bool(self.storages) and any(storage_of(part) in self.storages for part in _tensors(value))
 
     def reads(self, node: Node) -> bool:
-        """Whether an operand of a node lies on memory that is written."""
+        """Return whether an operand of a node is on memory that is written."""
         return bool(self.tensors) and any(old in self.tensors for old in node.all_input_nodes)
 
     def enter(self, node: Node, tensor: Tensor) -> None:
-        """Let a functional tensor stand for a value that is the first on its storage, or an alias of that."""
+        """Register the functional tensor of a value that is the first on its storage, or an alias of that."""
         storage = storage_of(node.meta["val"])
         if self._functional.setdefault(storage, storage_key(tensor)) != storage_key(tensor):
             raise Unsure(f"'{node.name}' is in memory of another value")
         self.tensors[node] = tensor
 
     def alias(self, node: Node, result: Any) -> bool:
-        """Let the functional tensors of a result stand for a node if they are aliases of values in this memory.
+        """Register the functional tensors of a result for a node if they are aliases of values in this memory.
 
-        Raises where the exported values, which other passes may have edited, have other storages in common than these.
+        Raise Unsure if the exported values, which other passes may have edited, share other storages than these.
         """
         if not isinstance(result, (list, tuple, Tensor)):
             return False
@@ -314,7 +295,7 @@ class FunctionalMemory:
         return True
 
     def note_writes(self, node: Node) -> None:
-        """Count the writes of a node; the functional tensors that it writes have them, their aliases have not."""
+        """Count the writes of a node; the functional tensors that it writes are up to date, their aliases are not."""
         nodes = _written_nodes(node)
         storages = {storage_of(old.meta["val"]) for old in nodes}
         for storage in storages:
@@ -324,7 +305,7 @@ class FunctionalMemory:
                 self._synced[id(self.tensors[old])] = self._writes[storage_of(old.meta["val"])]
 
     def is_stale(self, old: Node) -> bool:
-        """Whether the functional tensor of a node may miss updates; it is taken to be synchronized from now on."""
+        """Return whether the functional tensor of a node may miss updates; it counts as synchronized afterwards."""
         writes = self._writes[storage_of(old.meta["val"])]
         tensor = self.tensors[old]
         is_stale = self._synced.get(id(tensor), 0) != writes
@@ -333,7 +314,7 @@ class FunctionalMemory:
 
 
 def written_storages(graph: Graph, exempt: Callable[[Node], bool]) -> set[int]:
-    """The storages that the nodes of a graph write, by their exported values, without the nodes that are `exempt`."""
+    """Return the storages that the nodes of a graph write, by their exported values; `exempt` nodes do not count."""
     writers = [node for node in graph.nodes if node.op == "call_function" and not exempt(node)]
     return {storage_of(n.meta["val"]) for node in writers for n in _written_nodes(node)}
 
@@ -341,7 +322,7 @@ def written_storages(graph: Graph, exempt: Callable[[Node], bool]) -> set[int]:
 def _written_nodes(node: Node) -> list[Node]:
     if node.target is not _BATCH_NORM:
         return [n for n in written_operands(node) if isinstance(n.meta.get("val"), Tensor)]
-    # Its schema does not say that it updates the running statistics.
+    # Its schema does not declare that it updates the running statistics.
     arguments = named_arguments(node)
     statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
     return [n for n in statistics if isinstance(n, Node)] if arguments.get("training") is True else []
@@ -371,12 +352,8 @@ def functionalization() -> Generator[None]:
 
 
 def functional_kernel(op: OpOverload) -> Callable[..., Any]:
-    """The functionalization kernel of an operator."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return op._op_dk(_FUNCTIONALIZE, *args, **kwargs)
-
-    return call
+    """Return the functionalization kernel of an operator."""
+    return functools.partial(op._op_dk, _FUNCTIONALIZE)
 
 
 def functional_tensor(value: Tensor) -> Tensor:
@@ -388,7 +365,7 @@ def is_functional(value: Tensor) -> bool:
 
 
 def inner_value(tensor: Tensor) -> Tensor:
-    """The value that a functional tensor has had since it was last synchronized."""
+    """Return the value of a functional tensor as of its last synchronization."""
     return _torch._from_functional_tensor(tensor)
 
 

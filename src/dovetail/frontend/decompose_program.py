@@ -1,10 +1,10 @@
 """The decomposed form of a program in one walk, for programs that decomposition hardly changes.
 
-Torch decomposes by tracing the whole program anew, which takes longer than exporting it. Here the nodes that it would
-keep are copied, and the few composite operators that it would take apart are run alone on their fake operands. Values on
-memory that the program writes are functional tensors: views of them and writes to them run through torch's
-functionalization, which emits what it would in a trace of the whole. What comes out is the same, names and values too;
-where that is not certain, nothing comes out.
+Torch decomposes by retracing the whole program, which takes longer than exporting it. Here the nodes that it would keep
+are copied, and the few composite operators that it would decompose are run alone on their fake operands. Values on memory
+that the program writes are functional tensors: views of them and writes to them run through torch's functionalization,
+which emits what it would in a trace of the whole. The result is the same, names and values included; if that is not
+certain, `decomposed` raises Unsure, and torch retraces the program.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.frontend.decompose_ops import (
+    ArgumentForm,
     FunctionalMemory,
     Operators,
-    Spelling,
     Unsure,
     functional_kernel,
     functional_tensor,
@@ -49,7 +49,6 @@ from dovetail.frontend.decompose_ops import (
     recorded,
     returns_alias,
     same_form,
-    same_sizes,
     synchronize,
     written_storages,
 )
@@ -57,7 +56,7 @@ from dovetail.frontend.export_aliases import storage_of
 
 _INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT, InputKind.CONSTANT_TENSOR)
 
-# A tensor written in the source is lifted and then detached in place; both are to give a copy of the constant.
+# A tensor literal is lifted and then detached in place; both must return a copy of the constant.
 _LIFT, _DETACH = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach_.default
 _CLONE = torch.ops.aten.clone.default
 _COPY = torch.ops.aten.copy.default
@@ -66,10 +65,10 @@ _VIEW_DTYPE = torch.ops.aten.view.dtype
 # Left by the strict exporter only, whose names for shared tensors torch does not keep.
 _STRICT = ("source_fn_stack", "example_value")
 
-# What torch calls the inputs of a program whose inputs are flat.
+# Names that torch gives the inputs of a program whose inputs are flat.
 _UNNAMED = re.compile(r"arg_\d+")
 
-# What a tracer hands down from a node that it replays to all that it makes of it.
+# What nodes that a tracer creates inherit from the node that it replays.
 _REPLAYED = ("stack_trace", "custom") if hasattr(fx_traceback, "set_current_replay_node") else ()
 _MUTATIONS = {
     InputKind.BUFFER: OutputKind.BUFFER_MUTATION,
@@ -90,22 +89,22 @@ class Decomposed:
 
 
 def decomposed(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:
-    """What `run_decompositions({})` makes of the program, or an Unsure.
+    """Return what `run_decompositions({})` makes of the program; raise Unsure if that is not certain.
 
-    Not kept of each node's meta: numbers and provenance that the tracer gives itself.
+    Omitted from each node's meta: numbers and provenance that the tracer adds itself.
     """
     try:
-        _refuse_surroundings()
+        _check_modes()
         with torch.no_grad():
             return _Walk(program, signature).run()
     except Unsure:
         raise
     except Exception as error:
-        # Fake kernels raise errors of all kinds, and what is private in torch may be gone: its own way decides.
+        # Fake kernels raise errors of all kinds, and private names of torch may be missing: torch decomposes instead.
         raise Unsure(f"the walk over it stopped: {type(error).__name__}: {error}") from error
 
 
-def _refuse_surroundings() -> None:
+def _check_modes() -> None:
     if python_dispatch._get_current_dispatch_mode() is not None or torch._C._len_torch_function_stack():
         raise Unsure("a mode is active that would see the operators")
     if torch._C._is_any_autocast_enabled():
@@ -118,17 +117,17 @@ class _Walk:
         self.signature = signature
         self.graph = Graph()
         # For each node of the program: a node, the nodes of its parts, or None for an operator without a result.
-        self.made: dict[Node, Any] = {}
-        # Nodes whose new value lies on another storage than the exported one.
-        self.moved: set[Node] = set()
+        self.new_of: dict[Node, Any] = {}
+        # Nodes whose new value has another storage than the exported one.
+        self.relocated: set[Node] = set()
         # Nodes whose new value has other strides than the exported one.
-        self.reformed: set[Node] = set()
+        self.restrided: set[Node] = set()
         self.constants: set[Node] = set()
         self.operators = Operators()
-        self.spelling = Spelling()
+        self.canonical_args = ArgumentForm()
         self.memory = FunctionalMemory(written_storages(program.graph, _is_detached_constant))
         self.inherited: dict[str, Any] = {}
-        # The tensor that operators run on for each new node, the node of each such tensor, and functional ones of some.
+        # The tensor that operators run on for each new node, the node of each such tensor, and some as functional tensors.
         self.fakes: dict[Node, Tensor] = {}
         self.owners: dict[int, Node] = {}
         self.functional: dict[Node, Tensor] = {}
@@ -139,10 +138,10 @@ class _Walk:
         if any(key in node.meta for node in self.program.graph.nodes for key in _STRICT):
             raise Unsure("the program was exported in strict mode")
         placeholders = self.program.graph.find_nodes(op="placeholder")
-        given = list(zip(self.signature.input_specs, placeholders, strict=True))
-        self._refuse_odd_inputs(given)
-        given = [given[i] for i in registered([spec for spec, _ in given])]
-        for i, (_, node) in enumerate(given):
+        inputs = list(zip(self.signature.input_specs, placeholders, strict=True))
+        self._check_inputs(inputs)
+        inputs = [inputs[i] for i in registration_order([spec for spec, _ in inputs])]
+        for i, (_, node) in enumerate(inputs):
             self._placeholder(node, f"arg{i}_1")
         for node in self.program.graph.nodes:
             if node.op == "call_function":
@@ -150,7 +149,7 @@ class _Walk:
             elif node.op not in ("placeholder", "output"):
                 raise Unsure(f"'{node.name}' is a {node.op}")
         self.inherited = {}
-        mutations = self._mutations(given)
+        mutations = self._mutations(inputs)
         results = map_arg(self.program.graph.output_node().args[0], self._new)
         output = self.graph.output((*(new for _, new in mutations), *cast("tuple[Any, ...]", results)))
         output.meta = dict(self.program.graph.output_node().meta)
@@ -160,20 +159,20 @@ class _Walk:
         self._name(placeholders)
         return Decomposed(
             self.graph,
-            self._signature([spec for spec, _ in given], mutations, results),
+            self._signature([spec for spec, _ in inputs], mutations, results),
             self.program.graph_module,
             self.program.constants,
             {},
         )
 
-    def _mutations(self, given: Sequence[tuple[InputSpec, Node]]) -> list[tuple[OutputSpec, Node]]:
-        """The inputs and buffers that are written, as results, with their last values."""
+    def _mutations(self, inputs: Sequence[tuple[InputSpec, Node]]) -> list[tuple[OutputSpec, Node]]:
+        """Return the results for inputs and buffers that are written, each with its last value."""
         mutations: list[tuple[OutputSpec, Node]] = []
-        for spec, node in given:
+        for spec, node in inputs:
             if node not in self.memory.tensors:
                 continue
             new = self._synchronize(node)
-            if new is self.made[node]:
+            if new is self.new_of[node]:
                 continue
             kind = _MUTATIONS.get(spec.kind)
             if kind is None:
@@ -183,7 +182,7 @@ class _Walk:
         return mutations
 
     def _without_copy(self, spec: OutputSpec, new: Node) -> tuple[OutputSpec, Node]:
-        """Let a buffer have the value itself that is copied into it last, as torch does."""
+        """Return the value itself that is copied into a buffer last, as torch does."""
         if spec.kind is not OutputKind.BUFFER_MUTATION or new.target is not _COPY:
             return spec, new
         source = cast(Node, new.args[1])
@@ -191,30 +190,30 @@ class _Walk:
         self.graph.erase_node(new)
         return spec, source
 
-    def _refuse_odd_inputs(self, given: Sequence[tuple[InputSpec, Node]]) -> None:
-        seen: set[int] = set()
-        for spec, node in given:
+    def _check_inputs(self, inputs: Sequence[tuple[InputSpec, Node]]) -> None:
+        constants: set[int] = set()
+        for spec, node in inputs:
             if spec.kind not in _INPUTS:
                 raise Unsure(f"'{node.name}' is a {spec.kind.name}")
             if spec.kind is not InputKind.CONSTANT_TENSOR:
                 continue
             value = self.program.constants.get(cast(str, spec.target))
-            if type(value) is not Tensor or value.requires_grad or id(value) in seen or not node.users:
-                raise Unsure(f"'{node.name}' is no plain constant with a reader")
-            seen.add(id(value))
+            if type(value) is not Tensor or value.requires_grad or id(value) in constants or not node.users:
+                raise Unsure(f"'{node.name}' is not a single constant tensor with a reader")
+            constants.add(id(value))
             self.constants.add(node)
 
     def _placeholder(self, node: Node, name: str) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            _plain(value)
+            _require_dense(value)
         elif not (value is None or isinstance(value, (bool, int, float, str))):
             raise Unsure(f"'{node.name}' is a {type(value).__name__}")
         new = self.graph.create_node("placeholder", node.target, (), {}, name)
         new.meta = dict(node.meta)
         if isinstance(value, Tensor):
             new.meta.setdefault("tensor_meta", shape_prop._extract_tensor_metadata(value))
-        self.made[node] = new
+        self.new_of[node] = new
         # A constant that is lifted is copied, though its exported value shares memory with the copy.
         is_copied = node in self.constants and all(user.target is _LIFT for user in node.users)
         if self.memory.holds(value) and not is_copied:
@@ -232,9 +231,9 @@ class _Walk:
             constant = self._new(first)
             with self._mode(node):
                 value = _CLONE(constant.meta["val"])
-            self._stands_for(node, self._add(node, _CLONE, (constant,), {}, value))
+            self._replace(node, self._add(node, _CLONE, (constant,), {}, value))
         elif _is_detached_constant(node):
-            self._stands_for(node, self._new(cast(Node, first)))
+            self._replace(node, self._new(cast(Node, first)))
         elif target._schema.is_mutable:
             is_whole = self.operators.is_functionalized(target)
             self._traced(node, functional_kernel(target) if is_whole else target.decompose)
@@ -243,9 +242,9 @@ class _Walk:
         elif self.memory.reads(node) and returns_alias(target):
             self._traced(node, functional_kernel(target))
         else:
-            args, kwargs = self.spelling(target, node.args, node.kwargs)
+            args, kwargs = self.canonical_args(target, node.args, node.kwargs)
             args, kwargs = map_arg((args, kwargs), self._new)
-            self.made[node] = new = self._add(node, target, args, kwargs, self._value(node))
+            self.new_of[node] = new = self._add(node, target, args, kwargs, self._value(node))
             if isinstance(new, Node) and self.memory.holds(node.meta.get("val")):
                 self.memory.enter(node, self._functional_tensor(new))
 
@@ -254,13 +253,13 @@ class _Walk:
         if tensors is not None:
             self.memory.tensors[node] = tensors[position]
             return
-        parts = self.made[whole]
+        parts = self.new_of[whole]
         if not isinstance(parts, list):
             raise Unsure(f"'{node.name}' takes a part of a single value")
-        self._stands_for(node, parts[position])
+        self._replace(node, parts[position])
 
     def _traced(self, node: Node, function: Callable[..., Any]) -> None:
-        """Add the operators that run in place of one: the parts of a composite, or what functionalization calls."""
+        """Add the operators that run instead of one: the parts of a composite, or what functionalization calls."""
         reads_memory = self.memory.reads(node)
         if reads_memory and node.target is _VIEW_DTYPE:
             raise Unsure(f"'{node.name}' is a view of another dtype of memory that is written")
@@ -273,37 +272,37 @@ class _Walk:
         result = self._recorded(node, run)
         self.memory.note_writes(node)
         if result is None or not node.users:
-            self.made[node] = None
+            self.new_of[node] = None
         elif not reads_memory or not self.memory.alias(node, result):
-            self._stands_for(node, self._written(node, result))
+            self._replace(node, self._to_argument(node, result))
 
     def _recorded(self, node: Node, function: Callable[[], Any]) -> Any:
         calls, result = recorded(self.operators, self._mode(node), node.target, function)
         for call in calls:
-            operands = tuple(self._written(node, value) for value in call.args)
-            named = {name: self._written(node, value) for name, value in call.kwargs.items()}
-            made = self._add(node, call.target, operands, named, call.result)
-            news = made if isinstance(made, list) else [made]
-            self.owners.update({id(part): new for part, new in zip(_parts(call.result), news, strict=False)})
+            operands = tuple(self._to_argument(node, value) for value in call.args)
+            named = {name: self._to_argument(node, value) for name, value in call.kwargs.items()}
+            added = self._add(node, call.target, operands, named, call.result)
+            nodes = added if isinstance(added, list) else [added]
+            self.owners.update({id(part): new for part, new in zip(_parts(call.result), nodes, strict=False)})
         return result
 
-    def _written(self, node: Node, value: Any) -> Any:
-        """An argument of a recorded call as an argument of a node."""
+    def _to_argument(self, node: Node, value: Any) -> Any:
+        """Return an argument of a recorded call as an argument of a node."""
         if isinstance(value, Tensor):
             return self._owner(node, value)
         if isinstance(value, (list, tuple)):
-            return [self._written(node, part) for part in cast("Sequence[Any]", value)]
+            return [self._to_argument(node, part) for part in cast("Sequence[Any]", value)]
         return value
 
     def _owner(self, node: Node, value: Tensor) -> Node:
         if is_functional(value):
             value = inner_value(value)
         if id(value) not in self.owners:
-            raise Unsure(f"'{node.name}' uses a tensor that comes from nowhere")
+            raise Unsure(f"'{node.name}' uses a tensor of unknown origin")
         return self.owners[id(value)]
 
     def _operand(self, old: Node) -> Any:
-        """What to run an operator on that reads `old`; each tensor is that of one node only."""
+        """Return the tensor to run the readers of `old` on; each tensor belongs to one node only."""
         if old in self.memory.tensors:
             self._synchronize(old)
             return self.memory.tensors[old]
@@ -326,47 +325,47 @@ class _Walk:
         return self.functional[new]
 
     def _synchronize(self, old: Node) -> Node:
-        """Replay what was written elsewhere since `old` was last read; the node that has its value now."""
+        """Replay the writes to other aliases since `old` was last read; return the node that has its value now."""
         tensor = self.memory.tensors[old]
         if isinstance(tensor, (list, tuple)):
             raise Unsure(f"'{old.name}' is used whole, though it has several parts")
         if self.memory.is_stale(old):
-            mine, replayed = self.inherited, self._owner(old, tensor).meta
-            # As torch has it: replayed views are blamed on the line of the first ones.
-            self.inherited = {**mine, **{key: replayed[key] for key in _REPLAYED if key in replayed}}
+            current, replayed = self.inherited, self._owner(old, tensor).meta
+            # As in torch, replayed views have the source line of the first ones.
+            self.inherited = {**current, **{key: replayed[key] for key in _REPLAYED if key in replayed}}
             self._recorded(old, lambda: synchronize(tensor))
-            self.inherited = mine
+            self.inherited = current
         return self._owner(old, tensor)
 
-    def _stands_for(self, node: Node, new: Any) -> None:
-        """Let `new` (a node, or those of several parts) be what readers of `node` get."""
-        self.made[node] = new
+    def _replace(self, node: Node, new: Any) -> None:
+        """Let `new` (a node, or a list of nodes) replace `node` for its readers."""
+        self.new_of[node] = new
         old = node.meta.get("val")
         values = [n.meta["val"] for n in new] if isinstance(new, list) else new.meta["val"]
         if not same_form(values, old):
-            self._reform(node, values)
+            self._note_strides(node, values)
         if any(storage_of(a) != storage_of(b) for a, b in zip(_parts(values), _parts(old), strict=True)):
-            self.moved.add(node)
+            self.relocated.add(node)
         if isinstance(new, Node) and self.memory.holds(old):
             self.memory.enter(node, self._functional_tensor(new))
 
-    def _reform(self, node: Node, values: Any) -> None:
-        """Note that a value has other strides than the exported one, as what it is computed from has."""
-        if not any(self._is_reformed(old) for old in node.all_input_nodes) or not same_sizes(
-            values, node.meta.get("val")
+    def _note_strides(self, node: Node, values: Any) -> None:
+        """Note that a value has other strides than the exported one, because its operands have."""
+        if not any(self._is_restrided(old) for old in node.all_input_nodes) or not same_form(
+            values, node.meta.get("val"), strides=False
         ):
             raise Unsure(f"'{node.name}' comes out in another form")
-        self.reformed.add(node)
+        self.restrided.add(node)
 
-    def _is_reformed(self, old: Node) -> bool:
-        """Whether the value of a node has other strides than the exported one."""
-        if old in self.reformed:
+    def _is_restrided(self, old: Node) -> bool:
+        """Return whether the value of a node has other strides than the exported one."""
+        if old in self.restrided:
             return True
         tensor = self.memory.tensors.get(old)
         if tensor is None or isinstance(tensor, (list, tuple)):
             return False
         value = self._owner(old, tensor).meta["val"]
-        if not same_sizes(value, old.meta["val"]):
+        if not same_form(value, old.meta["val"], strides=False):
             raise Unsure(f"'{old.name}' comes out in another form")
         return not same_form(value, old.meta["val"])
 
@@ -381,7 +380,7 @@ class _Walk:
             return node
         node.meta["val"] = value
         if isinstance(value, Tensor):
-            _plain(value)
+            _require_dense(value)
             node.meta["tensor_meta"] = shape_prop._extract_tensor_metadata(value)
             return node
         if not isinstance(value, (list, tuple)):
@@ -391,35 +390,35 @@ class _Walk:
     def _item(self, whole: Node, position: int, value: Any, inherited: Mapping[str, Any]) -> Node:
         if not isinstance(value, Tensor):
             raise Unsure(f"part {position} of {whole.target} is a {type(value).__name__}")
-        _plain(value)
+        _require_dense(value)
         item = self.graph.create_node("call_function", operator.getitem, (whole, position), {})
         item.meta = {**inherited, "val": value, "tensor_meta": shape_prop._extract_tensor_metadata(value)}
         return item
 
     def _value(self, node: Node) -> Any:
-        """The exported value; one made anew where that shares memory with a value that was made anew."""
+        """Return the exported value, recomputed if it shares memory with a value that was recomputed."""
         value = node.meta.get("val")
-        is_reformed = any(self._is_reformed(old) for old in node.all_input_nodes)
-        moved = [old for old in node.all_input_nodes if old in self.moved]
-        theirs = {storage_of(part) for old in moved for part in _parts(old.meta["val"])}
-        is_moved = bool(theirs) and any(
-            storage_of(part) in theirs for part in _parts(value) if isinstance(part, Tensor)
+        is_restrided = any(self._is_restrided(old) for old in node.all_input_nodes)
+        relocated = [old for old in node.all_input_nodes if old in self.relocated]
+        storages = {storage_of(part) for old in relocated for part in _parts(old.meta["val"])}
+        is_relocated = bool(storages) and any(
+            storage_of(part) in storages for part in _parts(value) if isinstance(part, Tensor)
         )
-        if not is_moved and not is_reformed:
+        if not is_relocated and not is_restrided:
             return value
         args, kwargs = map_arg((node.args, node.kwargs), lambda old: self._new(old).meta["val"])
         with self._mode(node):
-            again = cast(Any, node.target)(*args, **kwargs)
-        if not same_form(again, value):
-            self._reform(node, again)
-        if is_moved:
-            self.moved.add(node)
-        return again
+            recomputed = cast(Any, node.target)(*args, **kwargs)
+        if not same_form(recomputed, value):
+            self._note_strides(node, recomputed)
+        if is_relocated:
+            self.relocated.add(node)
+        return recomputed
 
     def _new(self, old: Node) -> Node:
         if old in self.memory.tensors:
             return self._synchronize(old)
-        new = self.made[old]
+        new = self.new_of[old]
         if not isinstance(new, Node):
             raise Unsure(f"'{old.name}' is used whole, though it has several parts")
         return new
@@ -432,18 +431,18 @@ class _Walk:
         raise Unsure(f"'{node.name}' has no fake value")
 
     def _name(self, placeholders: Sequence[Node]) -> None:
-        """Give the placeholders their names; torch would rename nodes that are called like one of them."""
-        taken = {node.name for node in placeholders}
+        """Name the placeholders as in the program; torch would rename nodes that have the name of one of them."""
+        names = {node.name for node in placeholders}
         for node in self.graph.nodes:
-            if node.op == "call_function" and (node.name in taken or _UNNAMED.fullmatch(node.name)):
-                raise Unsure(f"an operator is called like the input '{node.name}'")
+            if node.op == "call_function" and (node.name in names or _UNNAMED.fullmatch(node.name)):
+                raise Unsure(f"an operator has the name of the input '{node.name}'")
         for node in placeholders:
-            self.made[node].name = node.name
+            self.new_of[node].name = node.name
 
     def _signature(
         self, inputs: list[InputSpec], mutations: list[tuple[OutputSpec, Node]], results: Sequence[Any]
     ) -> ExportGraphSignature:
-        # Placeholders have got their names since.
+        # Placeholders were named after the mutations were collected.
         specs = [dataclasses.replace(spec, arg=TensorArgument(name=new.name)) for spec, new in mutations]
         for spec, result in zip(self.signature.output_specs, results, strict=True):
             if spec.kind is not OutputKind.USER_OUTPUT:
@@ -461,18 +460,18 @@ def _is_detached_constant(node: Node) -> bool:
     return isinstance(first, Node) and first.target is _LIFT
 
 
-def registered(specs: Sequence[InputSpec]) -> list[int]:
-    """The order in which torch hands parameters, then buffers and constants, then inputs to a decomposed program.
+def registration_order(specs: Sequence[InputSpec]) -> list[int]:
+    """Return the order of parameters, then buffers and constants, then inputs in a program that torch decomposed.
 
     It is that of a module tree which has the modules in the order in which their first tensor was an input.
     """
     children: dict[str, dict[str, None]] = {}
-    held: dict[str, list[int]] = {}
+    tensors: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):
         if spec.target is None:
             continue
         path = spec.target.rpartition(".")[0]
-        held.setdefault(path, []).append(i)
+        tensors.setdefault(path, []).append(i)
         while path:
             parent = path.rpartition(".")[0]
             children.setdefault(parent, {}).setdefault(path)
@@ -481,7 +480,7 @@ def registered(specs: Sequence[InputSpec]) -> list[int]:
     stack = [""]
     while stack:
         path = stack.pop()
-        visited += held.get(path, ())
+        visited += tensors.get(path, ())
         stack += reversed(children.get(path, {}))
     parameters = [i for i in visited if specs[i].kind is InputKind.PARAMETER]
     others = [i for i in visited if specs[i].kind is not InputKind.PARAMETER]
@@ -494,10 +493,10 @@ def _parts(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def _plain(value: Tensor) -> None:
-    """Raise for tensors that tracing treats in ways of its own."""
+def _require_dense(value: Tensor) -> None:
+    """Raise Unsure for tensors that tracing treats specially."""
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_quantized:
-        raise Unsure("a tensor is not a plain dense one")
+        raise Unsure("a tensor is not a dense strided one")
     if value.is_conj() or value.is_neg():
         raise Unsure("a tensor is conjugated or negated only when it is read")
     if getattr(value, "_has_symbolic_sizes_strides", True):

@@ -1,10 +1,11 @@
-"""Writes through `detach`, in a form that functionalisation keeps the gradients of.
+"""Writes through `detach`, in a form that functionalization keeps the gradients of.
 
 In eager mode `d = y.detach()` shares memory with `y` and has a gradient history of its own: a write through one changes
-the values of both and the history of one. Functionalisation keeps one value per storage, history included. So a group
-that is written with gradients gets memory of its own, which groups detached from it share, and what is written there is
-copied to the tensor it was detached from; where a group with gradients would have to see a write through another, no
-functional graph computes it, and the program is refused.
+the values of both and the history of one. Functionalization has one value per storage, history included. So a group of
+aliases that is written with gradients gets memory of its own, shared by the groups detached from it, and its writes are
+copied to the tensor it was detached from. If a group with gradients is read after a write through another group, no
+functional graph computes the same, and the program is refused. The cost is linear in nodes, and for each write in the
+groups of its storage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -28,15 +29,16 @@ from dovetail.frontend.export_aliases import (
     grouped,
     is_float,
     is_recorded,
+    may_overlap,
     refused,
+    replace_node,
     same_memory,
-    share,
     state_requires_grad,
     storage_of,
     view_chain,
 )
 from dovetail.frontend.input_guards import overlaps_itself
-from dovetail.ir.schema import op_name, written_operands
+from dovetail.ir.schema import named_arguments, op_name, written_operands
 
 _aten = torch.ops.aten
 _LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")
@@ -58,9 +60,9 @@ _LOGICAL = frozenset(["logical_not_", "logical_and_", "logical_or_", "logical_xo
 
 @dataclass(frozen=True)
 class DetachedInputs:
-    """Inputs written through `detach` or below autograd only; `read_after` are those whose new values forward reads itself.
+    """Inputs written only through `detach` or below autograd; `read_after` are those whose new values forward reads.
 
-    `ungraded` are the inputs that must not require gradients, for the functional form would be another one; `graded` are
+    `ungraded` are the inputs that must not require gradients, because the functional form would differ; `graded` are
     those that require them.
     """
 
@@ -93,7 +95,7 @@ def separate(program: ExportedProgram, inputs: DetachedInputs) -> DetachedInputs
 
 
 def _planned(groups: AliasGroups, state: Mapping[str, bool]) -> dict[Node, int]:
-    """The `detach` of each group that needs memory of its own, with where it is first written with gradients."""
+    """Return the `detach` of each group that needs memory of its own, with the position of the first differentiable write."""
     _refuse_unsupported(groups)
     separated: dict[Node, int] = {}
     owned = {group for node, group in groups.of.items() if state.get(node.name)}
@@ -112,7 +114,7 @@ def _planned(groups: AliasGroups, state: Mapping[str, bool]) -> dict[Node, int]:
 def _differs_with_gradients(
     program: ExportedProgram, state: Mapping[str, bool], separated: dict[Node, int]
 ) -> bool:
-    """Whether the functional form would be another one, or none, if all inputs required gradients."""
+    """Return whether the functional form would differ, or not exist, if all inputs required gradients."""
     try:
         return _planned(grouped(program.graph, {**all_required(program), **state}), state) != separated
     except CaptureError:
@@ -120,16 +122,16 @@ def _differs_with_gradients(
 
 
 def _replace_detach_in_place(graph: Graph) -> bool:
-    """Let what follows `y.detach_()` read `y.detach()`, which functionalisation keeps."""
+    """Let what follows `y.detach_()` read `y.detach()`, which functionalization keeps."""
     calls = [n for n in graph.nodes if n.target is _aten.detach_.default]
     calls = [n for n in calls if op_name(cast(Node, n.args[0]).target) not in _LIFTS]
     groups, edited = grouped(graph) if calls else AliasGroups(), set[int]()
     for node in calls:
         tensor = cast(Node, node.args[0])
-        place = storage_of(tensor.meta["val"])
-        if place in edited:
+        storage = storage_of(tensor.meta["val"])
+        if storage in edited:
             groups = grouped(graph)
-        edited.add(place)
+        edited.add(storage)
         at, group = groups.position[node], groups.of[tensor]
         views = [n for n in groups.uses_after(group, at) if n is not tensor and groups.position[n] < at]
         if group in groups.gradient and views:
@@ -141,25 +143,23 @@ def _replace_detach_in_place(graph: Graph) -> bool:
         with graph.inserting_before(node):
             new = graph.call_function(_aten.detach.default, (tensor,))
         new.meta = dict(node.meta)
-        later = [user for user in tensor.users if groups.position.get(user, -1) > at]
-        for user in later:
+        for user in [user for user in tensor.users if groups.position.get(user, -1) > at]:
             user.replace_input_with(tensor, new)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        replace_node(node, new)
     return bool(calls)
 
 
 def _replace_resizing(graph: Graph) -> bool:
-    """Let what follows `y.resize_()` to no more elements read a view of the first ones, which it is."""
+    """Let what follows `y.resize_()` to no more elements read a view of the first elements."""
     is_changed = False
     for node in [n for n in graph.nodes if op_name(n.target) in ("resize_", "resize_as_")]:
         tensor = cast(Node, node.args[0])
-        given, value = tensor.meta.get("val"), node.meta.get("val")
-        if not isinstance(given, Tensor) or not isinstance(value, Tensor):
+        old, value = tensor.meta.get("val"), node.meta.get("val")
+        if not isinstance(old, FakeTensor) or not isinstance(value, Tensor):
             continue
-        if any(type(n) is not int for v in (given, value) for n in (*v.shape, *v.stride())):
+        if _has_symbols(old) or _has_symbols(value):
             continue
-        if not (given.is_contiguous() and value.is_contiguous() and value.numel() <= given.numel()):
+        if not (old.is_contiguous() and value.is_contiguous() and value.numel() <= old.numel()):
             continue
         new = tensor
         for target, args in (
@@ -169,17 +169,16 @@ def _replace_resizing(graph: Graph) -> bool:
         ):
             with graph.inserting_before(node):
                 view = graph.call_function(target, cast(Any, (new, *args)))
-            with cast(Any, given).fake_mode, torch.no_grad():
+            with old.fake_mode, torch.no_grad():
                 view.meta = {**node.meta, "val": target(new.meta["val"], *args)}
             new = view
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        replace_node(node, new)
         is_changed = True
     return is_changed
 
 
 def _replace_in_place_views(graph: Graph) -> bool:
-    """Let what follows `y.t_()` read `y.t()` where sizes are symbols: torch 2.15 cannot trace the first again."""
+    """Let what follows `y.t_()` read `y.t()` if sizes are symbolic: torch 2.15 cannot retrace the former."""
     calls = [n for n in graph.nodes if n.target in _IN_PLACE_VIEWS and _has_symbols(n.meta.get("val"))]
     position = {node: i for i, node in enumerate(graph.nodes)} if calls else {}
     for node in calls:
@@ -189,8 +188,7 @@ def _replace_in_place_views(graph: Graph) -> bool:
         for member in _same_tensor(cast(Node, node.args[0])):
             for user in [user for user in member.users if position.get(user, -1) > position[node]]:
                 user.replace_input_with(member, view)
-        node.replace_all_uses_with(view)
-        graph.erase_node(node)
+        replace_node(node, view)
     return bool(calls)
 
 
@@ -199,7 +197,7 @@ def _has_symbols(value: Any) -> bool:
 
 
 def _same_tensor(node: Node) -> list[Node]:
-    """The nodes that are the very tensor that a node is: in-place operators return what they write."""
+    """Return the nodes that are the same tensor as a node: in-place operators return what they write."""
 
     def returned(call: Node) -> list[Node]:
         return written_operands(call) if isinstance(call.meta.get("val"), Tensor) else []
@@ -213,7 +211,7 @@ def _same_tensor(node: Node) -> list[Node]:
 
 
 def _refuse_lost_history(groups: AliasGroups, write: Write) -> None:
-    """Raise for writes over values with gradients whose functional form has no derivative."""
+    """Raise CaptureError for writes over values with gradients whose functional form has no derivative."""
     name = op_name(write.node.target)
     if not (name in COMPARISONS or name in _LOGICAL or "out" in write.node.kwargs):
         return
@@ -222,7 +220,7 @@ def _refuse_lost_history(groups: AliasGroups, write: Write) -> None:
         groups.visible(write.group) or groups.uses_after(write.group, at)
     ):
         raise refused(
-            f"forward writes over a value with gradients by {write.node.target}, the functional form of which has none",
+            f"forward writes over a value with gradients by {write.node.target}, whose functional form has no derivative",
             write.node,
             "Use the operator that returns a new tensor, or write to a detached clone.",
         )
@@ -240,9 +238,11 @@ def _refuse_unsupported(groups: AliasGroups) -> None:
         if groups.had_gradient(write.group, write) and not is_float(write.operand.meta.get("val")):
             raise _hidden(write)
         written = written_operands(write.node)
-        if any(share(a, b) for i, a in enumerate(written) for b in written[:i] if same_memory(groups, a, b)):
+        if any(
+            may_overlap(a, b) for i, a in enumerate(written) for b in written[:i] if same_memory(groups, a, b)
+        ):
             raise refused(
-                "forward writes to tensors in one call that share memory, which functionalisation writes once only",
+                "forward writes to tensors in one call that share memory, which functionalization writes once only",
                 write.node,
                 "Write to one after the other.",
             )
@@ -257,7 +257,7 @@ def _refuse_unsupported(groups: AliasGroups) -> None:
             raise _refused_scatter(write.node)
         if any(_skips_elements(view) for view in views):
             raise refused(
-                "forward writes into windows of a tensor (unfold) that do not cover it, which functionalisation clears "
+                "forward writes into windows of a tensor (unfold) that do not cover it, which functionalization clears "
                 "outside of them",
                 write.node,
                 "Take the view with indexing, narrow or unflatten.",
@@ -270,25 +270,24 @@ def _repeats_elements(view: Node) -> bool:
 
 
 def _skips_elements(view: Node) -> bool:
-    """Whether a view is one of windows that leave elements of their dimension out."""
+    """Return whether a view is an `unfold` whose windows do not cover their dimension."""
     if op_name(view.target) != "unfold":
         return False
-    names = [a.name for a in cast(OpOverload, view.target)._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, view.args, strict=False)), **view.kwargs}
+    given = named_arguments(view)
     length = given["self"].meta["val"].shape[given["dimension"]]
     return type(length) is not int or given["size"] != given["step"] or length % given["size"] != 0
 
 
 def refuse_strided_scatters(graph: Graph, state: Mapping[str, bool]) -> None:
-    """Raise for `as_strided_scatter` over values with gradients that decomposition introduced.
+    """Raise CaptureError for `as_strided_scatter` over values with gradients that decomposition introduced.
 
     A call in forward itself has the same gradients in eager mode.
     """
     nodes = graph.find_nodes(op="call_function", target=_aten.as_strided_scatter.default)
     groups = grouped(graph, state) if nodes else AliasGroups()
     for node in nodes:
-        is_own = "as_strided_scatter" in str(node.meta.get("torch_fn"))
-        if groups.of.get(node) in groups.gradient and not is_own:
+        in_forward = "as_strided_scatter" in str(node.meta.get("torch_fn"))
+        if groups.of.get(node) in groups.gradient and not in_forward:
             raise _refused_scatter(node)
 
 
@@ -302,32 +301,32 @@ def _refused_scatter(node: Node) -> CaptureError:
 
 
 def _refuse_hidden_history(groups: AliasGroups, write: Write, owned: set[Group]) -> None:
-    """Raise where a group with gradients is read after a write through another group of its memory.
+    """Raise CaptureError if a group with gradients is read after a write through another group of its memory.
 
-    But for `owned`, state that requires gradients: a write to that is refused for that alone.
+    `owned`, state that requires gradients, is excepted: any write to it is refused elsewhere.
     """
-    # A write through a detached alias replaces all that the alias covers, as far as the history is concerned.
+    # For the history, a write through a detached alias replaces everything that the alias covers.
     covers = {groups.parent.get(group): root for group, root in groups.detaches(write.group)}
     for group in groups.others(write.group):
         if not groups.had_gradient(group, write) or group in owned:
             continue
         later = groups.uses_after(group, write.position)
         if any(groups.is_differentiable(w) for w in groups.writes_before(group, write.position)):
-            # The new history of an input or a buffer is there after the call, whether or not forward reads it.
+            # An input or a buffer has the new history after the call, whether or not forward reads it.
             later += groups.visible(group)
-        if any(share(covers.get(group, write.operand), member) for member in later):
+        if any(may_overlap(covers.get(group, write.operand), member) for member in later):
             raise _hidden(write)
 
 
 def _refuse_stale_reads(groups: AliasGroups, write: Write, separated: set[Node]) -> None:
-    """Raise where separated memory is read after a write to its storage that is not copied to it."""
+    """Raise CaptureError if separated memory is read after a write to its storage that is not copied to it."""
     above = {root for _, root in groups.detaches(write.group)}
     for group in groups.others(write.group):
         memory = next((root for _, root in groups.detaches(group) if root in separated), None)
         if memory is None or memory in above or groups.position[memory] > write.position:
             continue
         later = groups.uses_after(group, write.position, values=True)
-        if any(share(write.operand, member) for member in later):
+        if any(may_overlap(write.operand, member) for member in later):
             raise _hidden(write)
 
 
@@ -346,7 +345,9 @@ def _refuse_earlier_writes(groups: AliasGroups, root: Node, first: int) -> None:
     for write in groups.writes:
         if not begin < write.position < first or write.group[0] != storage:
             continue
-        if all(node is not root for _, node in groups.detaches(write.group)) and share(write.operand, root):
+        if all(node is not root for _, node in groups.detaches(write.group)) and may_overlap(
+            write.operand, root
+        ):
             raise refused(
                 "forward writes to a tensor and then, with gradients, to its detached alias; a functional graph cannot "
                 "keep both histories",
@@ -366,7 +367,7 @@ def _detached_inputs(program: ExportedProgram, groups: AliasGroups) -> DetachedI
             if is_recorded(write.node):
                 direct.add(placeholders[write.group])
             else:
-                # What forward reads afterwards is a clone with the history of the input, as in eager mode.
+                # Forward reads a clone with the history of the input afterwards, as in eager mode.
                 written.setdefault(placeholders[write.group], False)
         for group in groups.others(write.group):
             if group in placeholders:
@@ -377,7 +378,7 @@ def _detached_inputs(program: ExportedProgram, groups: AliasGroups) -> DetachedI
 
 
 def _separate(graph: Graph, groups: AliasGroups, root: Node) -> None:
-    """Let the group that `root` begins have memory of its own; what is written to it is copied back without history."""
+    """Give the group that `root` begins memory of its own; its writes are copied back without history."""
     source = cast(Node, root.args[0])
     group = groups.of[root]
     others = groups.others(group)

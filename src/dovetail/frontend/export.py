@@ -1,4 +1,9 @@
-"""From a model and example inputs to a functional ExportedProgram that still trains as the model does."""
+"""Export: from a model and example inputs to a decomposed, functional program that trains as the model does.
+
+`export_model` calls torch.export while side effects are watched, and translates its errors. `decompose` removes writes
+and composite operators. Around that step, rewrites keep what functionalization would change; each runs only if the graph
+calls an operator that gives it something to do.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +48,11 @@ from dovetail.ir.process_state import defer_torch_output, preserve_rng_state, su
 _LEAF = leaf_spec()
 _log = logging.getLogger(__name__)
 
-# In torch's errors about dynamic_shapes of another structure than the inputs have.
+# In torch's errors about dynamic_shapes whose structure differs from that of the inputs.
 _MISFITS = ("mismatch between the structure", "top-level keys", "expected dynamic_shapes", "Unexpected")
 _SCATTER = torch.ops.aten.as_strided_scatter.default
 
-# What is edited after decomposition, if the graph calls it.
+# Rewrites after decomposition, by the operator that they look for.
 _AFTER_DECOMPOSITION: dict[Any, Callable[[Graph], None]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: export_fixups.choose_kernel_as_eager,
     torch.ops.aten.copy.default: export_fixups.make_differentiable,
@@ -58,9 +63,10 @@ _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """A decomposed program, how the model is called, and which of its results are really its mutated inputs.
+    """A decomposed program, how the model is called, and which of its results are its mutated inputs.
 
-    The program itself takes and returns flat tuples; `names`, `in_spec` and `out_spec` are the model's. `aliases` maps the position of a result to the name of the placeholder whose storage it shares.
+    The program itself takes and returns flat tuples; `names`, `in_spec` and `out_spec` are the model's. `aliases` maps the
+    position of a result to the name of the placeholder whose storage it shares.
     """
 
     program: Decomposed
@@ -81,23 +87,23 @@ def export_model(
     *,
     trains: bool = True,
 ) -> tuple[ExportedProgram, side_effects.SideEffects]:
-    """Export `model` in training form; every failure becomes a CaptureError with the user's line.
+    """Export `model` in training form; raise CaptureError with the user's line if that fails.
 
-    The model may get another `forward`, of the same effect. Unless the graph `trains`, it may apply functions whose
+    `forward` of the model may be replaced by an equivalent one. Unless the graph `trains`, it may apply functions whose
     backward formula is lost.
     """
     if dynamic_shapes is not None:
         dynamic_shapes = _with_named_parameters(model, args, kwargs, dynamic_shapes)
     with preserve_rng_state(), torch.enable_grad():
-        if not strict:
-            with side_effects.watched(model, trains=trains) as seen:
-                program, failure = _tried(model, args, kwargs, dynamic_shapes)
-            seen.refuse()
-            if program is None:
-                raise _at_data(seen, failure) from failure
-            return program, seen
-        seen = _rehearse(model, args, kwargs, dynamic_shapes, trains)
-        return _export(model, args, kwargs, dynamic_shapes, strict=True), seen
+        effects, program = _watched_export(model, args, kwargs, dynamic_shapes, trains)
+        if strict:
+            # The strict exporter silently drops side effects: the other one detects them.
+            if isinstance(program, CaptureError):
+                _log.debug("the export that detects side effects for strict mode failed: %s", program)
+            program = _export(model, args, kwargs, dynamic_shapes, strict=True)
+        if isinstance(program, CaptureError):
+            raise _at_data(effects, program) from program
+        return program, effects
 
 
 def _export(
@@ -113,7 +119,7 @@ def _export(
 
 
 def require_dynamic_shapes(dynamic_shapes: Any) -> None:
-    """InvalidArgument unless it is of a form that torch.export takes."""
+    """Raise InvalidArgument unless it is of a type that torch.export accepts."""
     known = ("ShapesCollection", "AdditionalInputs")
     if dynamic_shapes is None or isinstance(dynamic_shapes, (Mapping, tuple, list)):
         return
@@ -126,7 +132,7 @@ def require_dynamic_shapes(dynamic_shapes: Any) -> None:
 
 
 def _called_with(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> str:
-    """The example inputs, and the module of the model in whose forward an error was raised."""
+    """Return a description of the example inputs and of the module in whose forward an error was raised."""
     leaves = tree_leaves((args, kwargs))
     shown = ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
@@ -147,15 +153,15 @@ def _called_with(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> 
 def _with_named_parameters(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> Any:
-    """Give forward a parameter for each argument that it takes by `**kwargs`; returns dynamic_shapes for that.
+    """Add a parameter to forward for each argument that it takes by `**kwargs`, and return dynamic_shapes for that.
 
-    torch.export has such arguments twice where it derives the ranges of sizes, under their own names and under that of
+    torch.export has such arguments twice when it derives the ranges of sizes, under their own names and under that of
     the parameter that collects them, and fails.
     """
     signature = inspect.signature(model.forward)
     collecting = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    known = signature.bind(*args, **kwargs).arguments
-    extra = known.get(collecting[0].name, {}) if collecting else {}
+    arguments = signature.bind(*args, **kwargs).arguments
+    extra = arguments.get(collecting[0].name, {}) if collecting else {}
     if not extra:
         return dynamic_shapes
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
@@ -174,41 +180,32 @@ def _with_named_parameters(
     return shapes | dict(shapes.pop(collecting[0].name, None) or dict.fromkeys(extra))
 
 
-def _tried(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-) -> tuple[ExportedProgram | None, CaptureError | None]:
-    """The exported program, or why there is none: what was noticed on the way explains that better."""
-    try:
-        return _export(model, args, kwargs, dynamic_shapes, strict=False), None
-    except CaptureError as error:
-        return None, error
-
-
-def _at_data(seen: side_effects.SideEffects, failure: CaptureError | None) -> CaptureError:
-    assert failure is not None
-    if seen.data_line is None or "\n  at " in str(failure):
+def _at_data(effects: side_effects.SideEffects, failure: CaptureError) -> CaptureError:
+    if effects.data_line is None or "\n  at " in str(failure):
         return failure
-    what = "forward uses `.data`, which torch.export cannot follow here"
-    return CaptureError(side_effects.describe(what, seen.data_line, f"Use detach() instead. ({failure})"))
+    what = "forward uses `.data`, which torch.export cannot trace here"
+    return CaptureError(
+        source_location.located(what, effects.data_line, f"Use detach() instead. ({failure})")
+    )
 
 
-def _rehearse(
+def _watched_export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, trains: bool
-) -> side_effects.SideEffects:
-    """Refuse side effects, which the strict exporter drops without a word, by looking at a plain run first."""
-    with side_effects.watched(model, trains=trains) as seen:
+) -> tuple[side_effects.SideEffects, ExportedProgram | CaptureError]:
+    """Export in non-strict mode; raise CaptureError for side effects, which explain a failure better than its error."""
+    with side_effects.watched(model, trains=trains) as effects:
         try:
-            _export(model, args, kwargs, dynamic_shapes, strict=False)
+            program = _export(model, args, kwargs, dynamic_shapes, strict=False)
         except CaptureError as error:
-            _log.debug("the rehearsal for strict mode stopped early: %s", error)
-    seen.refuse()
-    return seen
+            program = error
+    effects.refuse()
+    return effects, program
 
 
 def decompose(program: ExportedProgram) -> Exported:
-    """The functional form of an exported program, with the no-grad blocks of its forward kept.
+    """Return the functional form of an exported program, in which no_grad blocks still have no gradients.
 
-    Edits the program given; `own` makes one that may be edited.
+    Edits the program; `own` returns one that may be edited.
     """
     with suppress_torch_warnings(), preserve_rng_state(), torch.enable_grad():
         targets = _targets(program.graph_module)
@@ -234,14 +231,16 @@ def decompose(program: ExportedProgram) -> Exported:
             export_aliases.rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
-            raise CaptureError("the exported program does not say how it is called. Export it anew.")
-        signature = _also_returned(program, _kept_draws(program.graph))
+            raise CaptureError(
+                "the exported program has no specs of its inputs and results. Export it again."
+            )
+        signature = _with_results(program, _unused_draws(program.graph))
         names = _input_names(program)
         with _effects_kept(program.graph):
             try:
                 decomposed = decompose_program.decomposed(program, signature)
             except Unsure as reason:
-                _log.debug("the program is traced anew to decompose it: %s", reason)
+                _log.debug("torch retraces the program to decompose it: %s", reason)
                 decomposed = retraced(program, signature)
         targets = {node.target for node in decomposed.graph.nodes}
         if _SCATTER in targets:
@@ -280,8 +279,8 @@ def _requiring_gradients(program: ExportedProgram) -> DetachedInputs:
 
 
 def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decomposed:
-    """The program as torch itself decomposes it, whatever it holds."""
-    _see_through_boolean_casts(program.graph)
+    """Return the program as torch itself decomposes it."""
+    _remove_boolean_casts(program.graph)
     flat = _called_flat(program, signature)
     with defer_torch_output() as noise:
         try:
@@ -293,8 +292,8 @@ def retraced(program: ExportedProgram, signature: ExportGraphSignature) -> Decom
     )
 
 
-def _see_through_boolean_casts(graph: Graph) -> None:
-    """Take the condition itself where it is cast to an integer and compared with 1: torch 2.11 cannot trace that again."""
+def _remove_boolean_casts(graph: Graph) -> None:
+    """Use the condition itself where it is cast to an integer and compared with 1: torch 2.11 cannot retrace that."""
     for node in graph.find_nodes(op="call_function", target=operator.eq):
         cast_node, one = node.args
         name = getattr(cast_node.target, "__name__", "") if isinstance(cast_node, Node) else ""
@@ -305,16 +304,16 @@ def _see_through_boolean_casts(graph: Graph) -> None:
 
 @contextlib.contextmanager
 def _effects_kept(graph: Graph) -> Generator[None]:
-    """Keep operators that return nothing: whatever they are called for is not to be seen in the graph."""
+    """Keep operators that return nothing during dead code elimination: they are called for an effect."""
     known: set[Any] | None = torch_compat.EFFECTFUL_TARGETS.value
-    silent = {
+    without_result = {
         n.target for n in graph.nodes if isinstance(n.target, OpOverload) and not n.target._schema.returns
     }
     if not isinstance(known, set):
         torch_compat.EFFECTFUL_TARGETS.report()
         yield
         return
-    added = silent - known
+    added = without_result - known
     known.update(added)
     try:
         yield
@@ -329,53 +328,47 @@ def _input_names(program: ExportedProgram) -> tuple[str, ...]:
 
 
 def own(program: ExportedProgram) -> ExportedProgram:
-    """A program with a graph of its own, and the same parameters, to be edited at will."""
+    """Return a program with the same parameters and a copy of the graph, which may be edited."""
     module = copy.deepcopy(program.graph_module)
-    for mine, theirs in zip(module.graph.nodes, program.graph_module.graph.nodes, strict=True):
-        # A copy gives another name to what is called like a builtin, say `input`; the signature has the first one.
-        if mine.name != theirs.name:
-            mine.name = theirs.name
-    return _remade(
-        program,
-        module,
-        copy.deepcopy(program.graph_signature),
-        program.module_call_graph,
-    )
+    for new, old in zip(module.graph.nodes, program.graph_module.graph.nodes, strict=True):
+        # A copy renames what has the name of a builtin, say `input`; the signature has the old name.
+        if new.name != old.name:
+            new.name = old.name
+    return _with_graph(program, module, copy.deepcopy(program.graph_signature), program.module_call_graph)
 
 
-def _kept_draws(graph: Graph) -> list[Node]:
-    """Random numbers that nobody uses; decomposing would drop them and so shift all that are drawn later."""
+def _unused_draws(graph: Graph) -> list[Node]:
+    """Return random draws that are not used; decomposition would drop them, which changes all later draws."""
     alive: set[Node] = {graph.output_node()}
     draws: list[Node] = []
     for node in reversed(list(graph.nodes)):
-        target = node.target
-        # What is written may not be read by anybody either, so that a write alone keeps nothing.
+        # What is written may not be read either, so that a write alone keeps nothing alive.
         if node not in alive:
+            target = node.target
             if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
                 continue
             draws.append(node)
         alive.update(node.all_input_nodes)
-    return [_as_tensor(graph, node) for node in reversed(draws)]
+    tensors: list[Node] = []
+    for draw in reversed(draws):
+        value = draw.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            with graph.inserting_after(draw):
+                first = graph.call_function(operator.getitem, (draw, 0))
+            first.meta = {**draw.meta, "val": value[0]}
+            draw = first
+        tensors.append(draw)
+    return tensors
 
 
-def _as_tensor(graph: Graph, draw: Node) -> Node:
-    value = draw.meta.get("val")
-    if not isinstance(value, (list, tuple)):
-        return draw
-    with graph.inserting_after(draw):
-        first = graph.call_function(operator.getitem, (draw, 0))
-    first.meta = {**draw.meta, "val": value[0]}
-    return first
-
-
-def _also_returned(program: ExportedProgram, also: list[Node]) -> ExportGraphSignature:
-    """Return the nodes in `also` too, after all others; the signature of that."""
+def _with_results(program: ExportedProgram, nodes: list[Node]) -> ExportGraphSignature:
+    """Let the graph return more nodes, after all others, and return the signature of that."""
     signature = program.graph_signature
-    if not also:
+    if not nodes:
         return signature
     output = program.graph.output_node()
-    output.args = ((*cast("tuple[Any, ...]", output.args[0]), *also),)
-    extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in also]
+    output.args = ((*cast("tuple[Any, ...]", output.args[0]), *nodes),)
+    extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in nodes]
     program.graph_module.recompile()
     return ExportGraphSignature(
         input_specs=signature.input_specs, output_specs=[*signature.output_specs, *extra]
@@ -383,16 +376,16 @@ def _also_returned(program: ExportedProgram, also: list[Node]) -> ExportGraphSig
 
 
 def _called_flat(program: ExportedProgram, signature: ExportGraphSignature) -> ExportedProgram:
-    """The same program with flat inputs and results, so that no user's class is taken apart while decomposing."""
+    """Return the same program with flat inputs and results, so that no class of the user is flattened on retracing."""
     inputs = tuple_of([_LEAF] * len(signature.user_inputs))
     outputs = tuple_of([_LEAF] * len(signature.user_outputs))
     call = ModuleCallSignature(
         inputs=[], outputs=[], in_spec=tuple_of([inputs, dict_of([], [])]), out_spec=outputs
     )
-    return _remade(program, program.graph_module, signature, [ModuleCallEntry(fqn="", signature=call)])
+    return _with_graph(program, program.graph_module, signature, [ModuleCallEntry(fqn="", signature=call)])
 
 
-def _remade(
+def _with_graph(
     program: ExportedProgram,
     module: GraphModule,
     signature: ExportGraphSignature,
@@ -441,7 +434,7 @@ def _translated(error: Exception, noise: list[str], called: str = "") -> Capture
         what = f"a size of the inputs is not in the range that dynamic_shapes gives: {_first_lines(text, 2)}"
         advice = "Widen the range (`min` and `max` of the Dim), or leave it out."
     elif "Constraints violated" in text or "dynamic_shapes" in text or "Dim." in text:
-        what = f"the model does not hold for all of the dynamic sizes asked for: {_first_lines(text, 12)}"
+        what = f"the model does not support all of the dynamic sizes requested: {_first_lines(text, 12)}"
         advice = "Narrow dynamic_shapes as suggested, or mark the dimension static."
     else:
         what = f"torch.export cannot trace this model{called}: {kind}: {_first_lines(text, 6)}"
@@ -449,11 +442,11 @@ def _translated(error: Exception, noise: list[str], called: str = "") -> Capture
         advice = f"Check that the model itself runs on these inputs; if it does, {then}."
     for part in filter(str.strip, noise):
         _log.debug("torch logged while the export failed: %s", part)
-    return CaptureError(side_effects.describe(what, line, advice))
+    return CaptureError(source_location.located(what, line, advice))
 
 
 def _operator_in(text: str) -> str:
-    """The name of the first operator that a message of torch mentions."""
+    """Return the name of the first operator in a message of torch."""
     name = re.search(r"\w+::[\w.]+|\w+\.\w+(\.\w+)?", text)
     return text if name is None else f"'{name[0]}'"
 
@@ -464,7 +457,7 @@ def _first_lines(text: str, most: int) -> str:
 
 
 def guards_of(program: Decomposed) -> list[Any]:
-    """What the exporter assumed about symbolic sizes beyond their ranges, as sympy conditions."""
+    """Return the guards on symbolic sizes that the exporter added, beyond their ranges, as sympy conditions."""
     for node in program.graph.nodes:
         value = node.meta.get("val")
         mode = getattr(value, "fake_mode", None)

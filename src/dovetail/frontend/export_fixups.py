@@ -1,4 +1,10 @@
-"""`torch.no_grad()` blocks of an exported graph, laid flat so that decomposition cannot lose them."""
+"""Rewrites of an exported graph that keep gradients, strides and kernels as they are in eager mode.
+
+Before decomposition: `flatten_no_grad` inlines the blocks of `torch.no_grad()`, which decomposition would lose;
+`keep_histories` rewrites in-place operators whose functional form has other gradients or strides. After decomposition:
+`choose_kernel_as_eager` selects the batch norm of eager mode on CUDA, `make_differentiable` gives whole-tensor writes a
+derivative, and `make_bases_dense` makes the bases of views that custom operators write independent of their strides.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +24,15 @@ from torch.fx.node import map_arg
 from dovetail.frontend.detached_writes import COMPARISONS, STORAGE_WRITES
 from dovetail.frontend.export_aliases import (
     AliasGroups,
-    grouped,
-    grouped_with_gradients,
+    alias_groups,
+    alias_groups_with_gradients,
+    insert_call,
     know_readers,
+    may_overlap,
     refused,
     rename_results,
+    replace_node,
     same_memory,
-    share,
     state_requires_grad,
     storage_of,
     written_storages,
@@ -56,67 +64,62 @@ def _inline_block(owner: GraphModule, block: Node) -> None:
     body = cast(GraphModule, owner.get_submodule(body_node.target))
     graph = owner.graph
     mutates = any(_is_mutating(n) for n in body.graph.nodes)
-    hold_back = not enabled
-    given = list(operands)
+    outer = list(operands)
     with graph.inserting_before(block):
-        if hold_back and mutates:
+        if not enabled and mutates:
             operands = [_detached(graph, n) if _holds_tensor(n) else n for n in operands]
         results = _splice(owner, body, operands, block)
         for user in list(block.users):
-            index = cast(int, user.args[1])
-            value = results[index]
-            if hold_back and mutates:
-                value = _own_tensor(value, dict(zip(operands, given, strict=True)))
-            if hold_back and not mutates and isinstance(value, Node) and _holds_tensor(value):
+            value = results[cast(int, user.args[1])]
+            if not enabled and mutates:
+                value = _written_operand(value, dict(zip(operands, outer, strict=True)))
+            elif not enabled and isinstance(value, Node) and _holds_tensor(value):
                 value = _fresh(graph, _detached(graph, value), operands, block)
-            _take_over(user, value)
+            _replace_item(user, value)
     graph.erase_node(block)
     if not body_node.users:
         graph.erase_node(body_node)
 
 
-def _own_tensor(value: Any, given: dict[Any, Any]) -> Any:
-    """The operand of a block itself where its result is that tensor after writes, with the history it had before."""
+def _written_operand(value: Any, outer: dict[Any, Any]) -> Any:
+    """Return the operand of a block itself if a result is that tensor after writes, with the history it had before."""
     at = value
-    while isinstance(at, Node) and at not in given and _is_mutating(at):
+    while isinstance(at, Node) and at not in outer and _is_mutating(at):
         at = _returned_operand(at)
-    return given[at] if isinstance(at, Node) and at in given else value
+    return outer[at] if isinstance(at, Node) and at in outer else value
 
 
 def _returned_operand(node: Node) -> Any:
-    """The operand that an operation writes and returns, be it the first or `out`; None if it is not a single one."""
+    """Return the operand that an operation writes and returns, be it the first or `out`; None if there are several."""
     schema = cast(OpOverload, node.target)._schema
-    written = [
-        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if len(schema.returns) != 1 or schema.returns[0].alias_info is None or len(written) != 1:
         return None
-    at = written[0]
-    return node.args[at] if at < len(node.args) else node.kwargs.get(schema.arguments[at].name)
+    return named_arguments(node).get(written[0])
 
 
 def _splice(owner: GraphModule, body: GraphModule, operands: list[Any], block: Node) -> list[Any]:
-    """Copy the nodes of `body` before `block`; returns what its output names."""
-    made: dict[Node, Any] = {}
-    free = iter(operands)
+    """Copy the nodes of `body` before `block`, and return what its output names."""
+    copies: dict[Node, Any] = {}
+    unbound = iter(operands)
     for node in body.graph.nodes:
         if node.op == "placeholder":
-            made[node] = next(free)
+            copies[node] = next(unbound)
         elif node.op == "output":
-            results = map_arg(node.args[0], made.__getitem__)
+            results = map_arg(node.args[0], copies.__getitem__)
             return list(results) if isinstance(results, (list, tuple)) else [results]
         else:
-            new = copy_node(owner.graph, node, made.__getitem__)
+            new = copy_node(owner.graph, node, copies.__getitem__)
             if node.op == "get_attr":
                 new.target = _moved(owner, body, cast(str, node.target))
             if "nn_module_stack" not in new.meta and "nn_module_stack" in block.meta:
                 new.meta["nn_module_stack"] = block.meta["nn_module_stack"]
-            made[node] = new
+            copies[node] = new
     return []
 
 
 def _moved(owner: GraphModule, body: GraphModule, target: str) -> str:
-    """Make the attribute of `body` one of `owner` too, under a free name."""
+    """Set an attribute of `body` on `owner` too, and return its name there, which is not used yet."""
     name = base = target.replace(".", "_")
     count = 0
     while hasattr(owner, name):
@@ -126,16 +129,12 @@ def _moved(owner: GraphModule, body: GraphModule, target: str) -> str:
     return name
 
 
-def _take_over(user: Node, value: Any) -> None:
-    """Let `value` stand for the getitem `user`."""
-
-    def swap(node: Node) -> Any:
-        return value if node is user else node
-
-    for other in list(user.users):
-        other.args = map_arg(other.args, swap)
-        other.kwargs = map_arg(other.kwargs, swap)
-    user.graph.erase_node(user)
+def _replace_item(item: Node, value: Any) -> None:
+    """Let readers of a `getitem` of a block have `value`, which may be a constant."""
+    for reader in list(item.users):
+        arguments = map_arg((reader.args, reader.kwargs), lambda node: value if node is item else node)
+        reader.args, reader.kwargs = cast(Any, arguments)
+    item.graph.erase_node(item)
 
 
 def _detached(graph: Graph, node: Node) -> Node:
@@ -147,13 +146,13 @@ def _detached(graph: Graph, node: Node) -> Node:
 
 
 def _fresh(graph: Graph, node: Node, operands: list[Any], block: Node) -> Node:
-    """A result of a block in memory of its own if something is written into it after the block, with gradients.
+    """Return a clone of a result of a block if something is written into it after the block, with gradients.
 
-    A write goes through to what a value is a view of, and what is seen of that through `detach` has none.
+    A write reaches the base of a view, and an alias of that behind `detach` has no gradients.
     """
-    place = storage_of(node.meta["val"])
+    storage = storage_of(node.meta["val"])
     read = {storage_of(n.meta["val"]) for n in operands if _holds_tensor(n)}
-    if place in read or not any(place in written_storages(n) for n in _after(block)):
+    if storage in read or not any(storage in written_storages(n) for n in _after(block)):
         return node
     new = graph.call_function(torch.ops.aten.clone.default, (node,))
     new.meta = dict(node.meta)
@@ -173,11 +172,12 @@ def _is_mutating(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-_NATIVE = torch.ops.aten._native_batch_norm_legit_functional.default
-_CHOOSING = torch.ops.aten._batch_norm_with_update_functional.default
+_aten = torch.ops.aten
+_NATIVE_BATCH_NORM = _aten._native_batch_norm_legit_functional.default
+_BATCH_NORM = _aten._batch_norm_with_update_functional.default
 
-# Results of the first operator and where the second has them: output, mean, inverse deviation, new statistics.
-_MOVED = {0: 0, 1: 1, 2: 2, 3: 4, 4: 5}
+# Positions of the results of the first in the second: output, mean, inverse deviation, new statistics.
+_RESULT_POSITIONS = {0: 0, 1: 1, 2: 2, 3: 4, 4: 5}
 
 
 def choose_kernel_as_eager(graph: Graph) -> None:
@@ -185,35 +185,30 @@ def choose_kernel_as_eager(graph: Graph) -> None:
 
     The decomposition always takes the native kernel, which rounds differently. On a CPU there is but one.
     """
-    for node in graph.find_nodes(op="call_function", target=_NATIVE):
+    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+    for node in graph.find_nodes(op="call_function", target=_NATIVE_BATCH_NORM):
         values = cast("tuple[Any, ...]", node.meta.get("val") or ())
         arguments = named_arguments(node)
-        on_gpu = bool(values) and isinstance(values[0], Tensor) and values[0].device.type == "cuda"
+        on_gpu = bool(values) and isinstance(values[0], FakeTensor) and values[0].device.type == "cuda"
         only_items = all(user.target is operator.getitem for user in node.users)
-        if on_gpu and only_items and arguments["training"] is True:
-            _replace(graph, node, arguments, values)
+        if not on_gpu or not only_items or arguments["training"] is not True:
+            continue
+        with graph.inserting_before(node):
+            new = graph.create_node("call_function", _BATCH_NORM, tuple(arguments[name] for name in names))
+        with values[0].fake_mode:
+            reserve = torch.empty(0, dtype=torch.uint8, device=values[0].device)
+        new.meta = {**node.meta, "val": (*values[:3], reserve, *values[3:])}
+        for user in list(node.users):
+            user.args = (new, _RESULT_POSITIONS[cast(int, user.args[1])])
+        graph.erase_node(node)
 
 
-def _replace(graph: Graph, node: Node, arguments: dict[str, Any], values: tuple[Any, ...]) -> None:
-    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
-    with graph.inserting_before(node):
-        new = graph.create_node("call_function", _CHOOSING, tuple(arguments[name] for name in names))
-    with values[0].fake_mode:
-        reserve = torch.empty(0, dtype=torch.uint8, device=values[0].device)
-    new.meta = {**node.meta, "val": (*values[:3], reserve, *values[3:])}
-    for user in list(node.users):
-        user.args = (new, _MOVED[cast(int, user.args[1])])
-    graph.erase_node(node)
-
-
-_COPY = torch.ops.aten.copy.default
-_VIEW = torch.ops.aten.view.default
-_aten = torch.ops.aten
+_COPY = _aten.copy.default
+_VIEW = _aten.view.default
 _FOREACH_WITHOUT_DERIVATIVE: dict[Any, Any] = {
     _aten._foreach_zero_.default: _aten.zero_.default,
     _aten._foreach_copy_.default: _aten.copy_.default,
 }
-_KEPT = ("stack_trace", "nn_module_stack", "custom")
 
 
 def keep_histories(program: ExportedProgram) -> None:
@@ -230,28 +225,26 @@ def make_differentiable(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_COPY):
         target, source = cast("tuple[Node, Node]", node.args[:2])
-        has, reads = target.meta.get("val"), source.meta.get("val")
-        if not isinstance(has, Tensor) or not isinstance(reads, Tensor) or not has.dtype.is_floating_point:
+        old, new = target.meta.get("val"), source.meta.get("val")
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor) or not old.dtype.is_floating_point:
             continue
-        is_spread = tuple(reads.shape) != tuple(has.shape)
-        if is_spread and any(isinstance(size, SymInt) for size in has.shape):
+        is_expanded = tuple(new.shape) != tuple(old.shape)
+        if is_expanded and any(isinstance(size, SymInt) for size in old.shape):
             continue
-        with graph.inserting_before(node):
-            if reads.dtype != has.dtype or reads.device != has.device:
-                form = {"dtype": has.dtype, "device": has.device}
-                source = _call(graph, node, torch.ops.aten._to_copy.default, (source,), form)
-            if is_spread:
-                source = _call(graph, node, torch.ops.aten.expand.default, (source, list(has.shape)), {})
-            if has.dim():
-                # Its value is that of the copy: torch 2.11 cannot infer it where strides vary with the data.
-                new = graph.call_function(torch.ops.aten.slice_scatter.default, (target, source))
-            else:
-                row, new = (_call(graph, node, _VIEW, (n, [1]), {}) for n in (target, source))
-                row = _call(graph, node, torch.ops.aten.slice_scatter.default, (row, new), {})
-                new = _call(graph, node, _VIEW, (row, []), {})
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        if new.dtype != old.dtype or new.device != old.device:
+            options = {"dtype": old.dtype, "device": old.device}
+            source = insert_call(node, _aten._to_copy.default, (source,), options)
+        if is_expanded:
+            source = insert_call(node, _aten.expand.default, (source, list(old.shape)))
+        if old.dim():
+            # Its value is that of the copy: torch 2.11 cannot infer it where strides vary with the data.
+            result = insert_call(node, _aten.slice_scatter.default, (target, source), value=node.meta["val"])
+        else:
+            row, element = (insert_call(node, _VIEW, (n, [1])) for n in (target, source))
+            row = insert_call(node, _aten.slice_scatter.default, (row, element))
+            result = insert_call(node, _VIEW, (row, []))
+        result.meta = dict(node.meta)
+        replace_node(node, result)
 
 
 def _fill_diagonals(program: ExportedProgram) -> bool:
@@ -269,18 +262,11 @@ def _fill_diagonals(program: ExportedProgram) -> bool:
     for graph in dict.fromkeys(n.graph for n in calls):
         know_readers(graph)
     for node in calls:
-        names = [a.name for a in node.target._schema.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        tensor = cast(Node, given["self"])
-        with node.graph.inserting_before(node):
-            for view in _diagonal_views(node, tensor, wrap=bool(given.get("wrap"))):
-                fill = node.graph.call_function(_aten.fill_.Scalar, (view, given["fill_value"]))
-                fill.meta = {
-                    **{key: node.meta[key] for key in _KEPT if key in node.meta},
-                    "val": view.meta["val"],
-                }
-        node.replace_all_uses_with(tensor)
-        node.graph.erase_node(node)
+        arguments = named_arguments(node)
+        tensor = cast(Node, arguments["self"])
+        for view in _diagonal_views(node, tensor, wrap=bool(arguments.get("wrap"))):
+            insert_call(node, _aten.fill_.Scalar, (view, arguments["fill_value"]))
+        replace_node(node, tensor)
     for module in modules[1:]:
         module.recompile()
     return bool(calls)
@@ -288,13 +274,12 @@ def _fill_diagonals(program: ExportedProgram) -> bool:
 
 def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
     """Views of what `fill_diagonal_` fills; with `wrap` the diagonal goes on in row width + 1 of a tall matrix."""
-    graph = node.graph
     value = cast(Tensor, tensor.meta["val"])
     height, width = value.shape[:2]
     if wrap and value.dim() == 2:
         if type(width) is int and is_contiguous_or_false(value):
-            flat = _call(graph, node, _VIEW, (tensor, [-1]), {})
-            return [_call(graph, node, _aten.slice.Tensor, (flat, 0, 0, None, width + 1), {})]
+            flat = insert_call(node, _VIEW, (tensor, [-1]))
+            return [insert_call(node, _aten.slice.Tensor, (flat, 0, 0, None, width + 1))]
         if isinstance(height, SymInt) or isinstance(width, SymInt) or height > 2 * (width + 1):
             raise refused(
                 "forward wraps a diagonal around a tensor that is not contiguous or whose width is dynamic, "
@@ -304,33 +289,33 @@ def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
             )
         parts = [tensor]
         if height > width + 1:
-            parts.append(_call(graph, node, _aten.slice.Tensor, (tensor, 0, width + 1), {}))
-        return [_call(graph, node, _aten.diagonal.default, (part,), {}) for part in parts]
-    view = _call(graph, node, _aten.diagonal.default, (tensor,), {})
+            parts.append(insert_call(node, _aten.slice.Tensor, (tensor, 0, width + 1)))
+        return [insert_call(node, _aten.diagonal.default, (part,)) for part in parts]
+    view = insert_call(node, _aten.diagonal.default, (tensor,))
     for _ in range(value.dim() - 2):
-        view = _call(graph, node, _aten.diagonal.default, (view, 0, 0, -1), {})
+        view = insert_call(node, _aten.diagonal.default, (view, 0, 0, -1))
     return [view]
 
 
 def _keep_strides(graph: Graph) -> bool:
-    """Write out in-place operators whose functional form returns other strides than those of what they write.
+    """Replace in-place operators whose functional form returns other strides than the operand has by a copy.
 
-    Functionalisation puts that result in place of what was written, and so changes the strides of its base.
+    Functionalization replaces the operand by that result, and so changes the strides of its base.
     """
     is_changed = False
     for node in graph.nodes:
-        operator = _functional_form(node)
-        operand = node.args[0] if operator is not None and node.args else None
+        functional = _functional_form(node)
+        operand = node.args[0] if functional is not None and node.args else None
         value = operand.meta.get("val") if isinstance(operand, Node) else None
-        if operator is None or not isinstance(value, FakeTensor) or not _is_permuted(value):
+        if functional is None or not isinstance(value, FakeTensor) or not _is_permuted(value):
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with value.fake_mode, torch.no_grad():
-            result = operator(*args, **kwargs)
+            result = functional(*args, **kwargs)
         if not isinstance(result, Tensor) or _effective_strides(result) == _effective_strides(value):
             continue
         with graph.inserting_before(node):
-            new = graph.call_function(operator, node.args, node.kwargs)
+            new = graph.call_function(functional, node.args, node.kwargs)
         new.meta = {**node.meta, "val": result}
         node.target, node.args, node.kwargs = _aten.copy_.default, (operand, new), {}
         is_changed = True
@@ -338,7 +323,7 @@ def _keep_strides(graph: Graph) -> bool:
 
 
 def _functional_form(node: Node) -> OpOverload | None:
-    """The operator that returns what an in-place one writes; none for random draws, which depend on strides."""
+    """Return the operator that returns what an in-place one writes; None for random draws, which depend on strides."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or "out" in node.kwargs:
         return None
@@ -347,15 +332,15 @@ def _functional_form(node: Node) -> OpOverload | None:
         return None
     if name in ("copy_", *STORAGE_WRITES) or torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    operator = getattr(getattr(_aten, name[:-1], None), target._overloadname, None)
-    if not isinstance(operator, OpOverload) or _parameters(operator) != _parameters(target):
+    functional = getattr(getattr(_aten, name[:-1], None), target._overloadname, None)
+    if not isinstance(functional, OpOverload) or _parameters(functional) != _parameters(target):
         return None
-    is_view = any(result.alias_info is not None for result in operator._schema.returns)
-    return None if is_view else operator
+    is_view = any(result.alias_info is not None for result in functional._schema.returns)
+    return None if is_view else functional
 
 
-def _parameters(operator: OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in operator._schema.arguments]
+def _parameters(op: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
 def _is_permuted(value: Tensor) -> bool:
@@ -373,9 +358,9 @@ def _effective_strides(value: Tensor) -> list[str]:
 def make_bases_dense(graph: Graph) -> None:
     """Let views that custom operators write be of memory without gaps or offset; edits a decomposed graph.
 
-    Functionalisation describes such a view by the strides and the storage offset that its base had while it traced. The
-    base may lie otherwise in a call: a copy of an input with gaps, an input of other strides, a result whose fake kernel
-    had other strides than the real one.
+    Functionalization describes such a view by the strides and the storage offset that its base had during tracing. In a
+    call the base may have others: a copy of an input with gaps, an input of other strides, a result whose fake kernel
+    returned other strides than the real one.
     """
     for node in graph.find_nodes(
         op="call_function", target=torch.ops.higher_order.auto_functionalized_v2, sort=True
@@ -402,40 +387,26 @@ def make_bases_dense(graph: Graph) -> None:
                 )
             kwargs[f"{view}_storage_offset"] = cast(int, kwargs[f"{view}_storage_offset"]) - offset
             if index not in copies:
-                with graph.inserting_before(node):
-                    copies[index] = _laid_out(graph, node, bases[index], order)
+                copies[index] = _copy_in_order(node, bases[index], order)
         kwargs["_all_bases"] = [copies.get(i, base) for i, base in enumerate(bases)]
         node.kwargs = kwargs
 
 
 def _memory_order(value: Tensor) -> list[int] | None:
-    """The dimensions from the outermost in memory to the innermost; None where elements do not lie side by side."""
+    """Return the dimensions from the outermost in memory to the innermost; None if the memory has gaps."""
     if any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
         return list(range(value.dim())) if is_contiguous_or_false(value) else None
     return sorted(range(value.dim()), key=lambda d: -value.stride(d)) if is_dense(value) else None
 
 
-def _laid_out(graph: Graph, node: Node, base: Node, order: list[int]) -> Node:
-    """A copy of `base` with its dimensions in this order in memory."""
-    form = {"memory_format": torch.contiguous_format}
+def _copy_in_order(node: Node, base: Node, order: list[int]) -> Node:
+    """Insert a copy of `base` with its dimensions in this order in memory."""
+    options = {"memory_format": torch.contiguous_format}
     if order == sorted(order):
-        return _call(graph, node, _aten.clone.default, (base,), form)
-    permuted = _call(graph, node, _aten.permute.default, (base, order), {})
-    copy = _call(graph, node, _aten.clone.default, (permuted,), form)
-    return _call(graph, node, _aten.permute.default, (copy, [order.index(d) for d in range(len(order))]), {})
-
-
-def _call(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    new = graph.call_function(target, args, kwargs)
-    new.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
-    values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-    with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
-        new.meta["val"] = target(*values, **kwargs)
-    return new
-
-
-def _groups(program: ExportedProgram) -> AliasGroups:
-    return grouped(program.graph, state_requires_grad(program))
+        return insert_call(node, _aten.clone.default, (base,), options)
+    permuted = insert_call(node, _aten.permute.default, (base, order))
+    copy = insert_call(node, _aten.clone.default, (permuted,), options)
+    return insert_call(node, _aten.permute.default, (copy, [order.index(d) for d in range(len(order))]))
 
 
 def _split_foreach(program: ExportedProgram) -> bool:
@@ -445,10 +416,14 @@ def _split_foreach(program: ExportedProgram) -> bool:
     """
     graph = program.graph
     calls = [n for n in graph.nodes if op_name(n.target).startswith("_foreach_") and written_operands(n)]
-    groups = _groups(program) if calls else AliasGroups()
+    groups = alias_groups(program) if calls else AliasGroups()
     for node in calls:
         written = written_operands(node)
-        if any(same_memory(groups, a, b) and share(a, b) for i, a in enumerate(written) for b in written[:i]):
+        if any(
+            same_memory(groups, a, b) and may_overlap(a, b)
+            for i, a in enumerate(written)
+            for b in written[:i]
+        ):
             continue
         target: Any = _FOREACH_WITHOUT_DERIVATIVE.get(node.target)
         for i, tensor in enumerate(written):
@@ -462,7 +437,7 @@ def _split_foreach(program: ExportedProgram) -> bool:
             if target is not None:
                 new.meta["val"] = tensor.meta["val"]
             reads = [n for n in new.all_input_nodes if n is not tensor]
-            if any(same_memory(groups, a, b) and share(a, b) for a in written[:i] for b in reads):
+            if any(same_memory(groups, a, b) and may_overlap(a, b) for a in written[:i] for b in reads):
                 raise refused(
                     f"forward reads a tensor in a call of {node.target} that the same call writes before, and the "
                     "gradient of that in torch is not the gradient of what it computes",
@@ -474,7 +449,7 @@ def _split_foreach(program: ExportedProgram) -> bool:
 
 
 def _one_of(graph: Graph, argument: Any, position: int) -> Any:
-    """What an argument of a `_foreach` operator is for one of its tensors."""
+    """Return an argument of a `_foreach` operator for one of its tensors."""
     if isinstance(argument, (list, tuple)):
         return [cast("list[Any]", argument)[position]]
     if not isinstance(argument, Node) or argument.meta["val"].dim() == 0:
@@ -487,20 +462,19 @@ def _one_of(graph: Graph, argument: Any, position: int) -> Any:
 
 
 def _copy_comparisons(program: ExportedProgram) -> bool:
-    """Write out comparisons in place of values with gradients as a copy, which has the same gradient: zeros."""
+    """Replace in-place comparisons of values with gradients by a copy, which has the same gradient: zeros."""
     graph = program.graph
     if not any(op_name(n.target) in COMPARISONS for n in graph.nodes):
         return False
     calls = {
         w.node: w.operand
-        for groups in (_groups(program), grouped_with_gradients(program))
+        for groups in (alias_groups(program), alias_groups_with_gradients(program))
         for w in groups.writes
         if op_name(w.node.target) in COMPARISONS and groups.had_gradient(w.group, w) and not w.has_gradient
     }
     for node, operand in calls.items():
-        compare = getattr(
-            getattr(_aten, op_name(node.target)[:-1]), cast(OpOverload, node.target)._overloadname
-        )
+        packet = getattr(_aten, op_name(node.target)[:-1])
+        compare = getattr(packet, cast(OpOverload, node.target)._overloadname)
         with graph.inserting_before(node):
             result = graph.call_function(compare, node.args, node.kwargs)
             copy = graph.call_function(_aten.copy_.default, (operand, result))
@@ -509,21 +483,20 @@ def _copy_comparisons(program: ExportedProgram) -> bool:
             compared = torch.empty_like(value, dtype=torch.bool)
         result.meta = {**node.meta, "val": compared}
         copy.meta = dict(node.meta)
-        node.replace_all_uses_with(copy)
-        graph.erase_node(node)
+        replace_node(node, copy)
     return bool(calls)
 
 
 def _copy_through_alias(program: ExportedProgram) -> bool:
-    """Copy into a buffer through an alias where its new value is not in every way the value that is copied.
+    """Copy into a buffer through an alias unless its new value is exactly the value that is copied.
 
-    torch.export lets what reads the buffer read the source of the last copy instead, without the conversion to the
+    torch.export redirects the readers of the buffer to the source of the last copy, without the conversion to the
     buffer's dtype, sizes and strides, and without the history that the buffer had.
     """
     graph = program.graph
     if not graph.find_nodes(op="call_function", target=_aten.copy_.default):
         return False
-    groups = _groups(program)
+    groups = alias_groups(program)
     names = state_requires_grad(program)
     state = {storage_of(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if n.name in names}
     writes = [w for w in groups.writes if w.node.target is _aten.copy_.default and w.group[0] in state]

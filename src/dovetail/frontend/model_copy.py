@@ -1,4 +1,13 @@
-"""The parameters and buffers of a model, under their own names, on plain modules."""
+"""Copies of a model's modules that share its parameters and buffers, and any callable as a module.
+
+- `mirror` and `from_program` return the skeleton that a captured graph is built on: empty modules with the names,
+  parameters and buffers of the model.
+- `signature_of` and `as_module` let a function, method, partial or callable object be exported like a module.
+- `structural_copy` returns a model with modules of its own, so that another thread can call the model while the copy is
+  traced.
+
+Models that cannot be traced at all are refused by the `refuse_` functions.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +32,34 @@ _RESERVED = frozenset(dir(GraphModule)) - frozenset(dir(nn.Module)) | {"meta", "
 
 
 def mirror(model: nn.Module) -> nn.Module:
-    """Modules with the names, parameters, buffers, persistence and modes of `model`, and none of its code.
+    """Return modules with the names, parameters, buffers, persistence and modes of `model`, without its code.
 
-    The parameters and buffers are the very same objects. A module that hangs in two places does so here too.
+    The parameters and buffers are the same objects. A module with two parents has two parents here too.
     """
-    made: dict[int, nn.Module] = {}
-    root = _bare(model, made)
+    copies: dict[int, nn.Module] = {}
+    root = _skeleton(model, copies)
     for module in list(model.modules()):
-        new = made[id(module)]
+        new = copies[id(module)]
         for name, child in module._modules.items():
-            new._modules[name] = None if child is None else made.get(id(child)) or _bare(child, made)
+            new._modules[name] = None if child is None else copies.get(id(child)) or _skeleton(child, copies)
     return root
 
 
-def _bare(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+def _skeleton(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     for part in module.modules():
-        if id(part) in made:
+        if id(part) in copies:
             continue
         new = nn.Module()
         new.training = part.training
         new._parameters.update(part._parameters)
         new._buffers.update(part._buffers)
         new._non_persistent_buffers_set = set(part._non_persistent_buffers_set)
-        made[id(part)] = new
-    return made[id(module)]
+        copies[id(part)] = new
+    return copies[id(module)]
 
 
 def refuse_reserved(model: nn.Module) -> None:
-    """Raise if a name at the top of the model is one that a GraphModule needs for itself."""
+    """Raise CaptureError if an attribute of the model has the name of an attribute of GraphModule."""
     for name in (*model._parameters, *model._buffers, *model._modules):
         if name in _RESERVED:
             raise CaptureError(
@@ -60,7 +69,7 @@ def refuse_reserved(model: nn.Module) -> None:
 
 
 def from_program(program: ExportedProgram, training: bool) -> nn.Module:
-    """The same for a program whose model is not at hand: its state and constants tell the names."""
+    """Return the same for an exported program, from the names of its state and constants."""
     root = nn.Module()
     root.training = training
     signature = program.graph_signature
@@ -78,7 +87,7 @@ def from_program(program: ExportedProgram, training: bool) -> nn.Module:
 
 
 def reach(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that holds the last part of a dotted path, made where missing, and that part."""
+    """Return the module that holds the last part of a dotted path, created if missing, and that part."""
     *parents, name = path.split(".")
     for parent in parents:
         child = root._modules.get(parent)
@@ -90,11 +99,10 @@ def reach(root: nn.Module, path: str) -> tuple[nn.Module, str]:
     return root, name
 
 
-def attach(root: nn.Module, wanted: str, value: object) -> str:
-    """Hang a constant, an opaque object or a sub-graph on `root` under a free name; returns the name."""
-    path = base = wanted
-    count = 0
-    while _is_taken(root, path):
+def attach(root: nn.Module, base: str, value: object) -> str:
+    """Add a constant, an opaque object or a sub-graph to `root` under an unused name, and return that."""
+    path, count = base, 0
+    while _is_used(root, path):
         count += 1
         path = f"{base}_{count}"
     owner, name = reach(root, path)
@@ -102,7 +110,7 @@ def attach(root: nn.Module, wanted: str, value: object) -> str:
         owner.add_module(name, value)
     elif isinstance(value, nn.Parameter):
         raise CaptureError(
-            f"the model uses a parameter that it does not own (traced as '{wanted}'). "
+            f"the model uses a parameter that it does not own (traced as '{base}'). "
             f"Pass a module that has it as an attribute."
         )
     elif isinstance(value, Tensor):
@@ -112,7 +120,7 @@ def attach(root: nn.Module, wanted: str, value: object) -> str:
     return path
 
 
-def _is_taken(root: nn.Module, path: str) -> bool:
+def _is_used(root: nn.Module, path: str) -> bool:
     *parents, name = path.split(".")
     at: Any = root
     for parent in parents:
@@ -123,7 +131,7 @@ def _is_taken(root: nn.Module, path: str) -> bool:
 
 
 def refuse_distributed(model: nn.Module) -> None:
-    """CaptureError for a model that communicates around its calls, or whose parameters are spread over processes."""
+    """Raise CaptureError for a model that communicates around its calls, or whose parameters are distributed."""
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     sharded = tuple(
@@ -143,13 +151,13 @@ def refuse_distributed(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if tensors is not None and isinstance(parameter, getattr(tensors, "DTensor", ())):
                 raise CaptureError(
-                    f"'{name}' of {where} is a DTensor, spread over several processes; a graph of dovetail is for one. "
+                    f"'{name}' of {where} is a DTensor, distributed over several processes; a captured graph runs in one. "
                     f"Compile the modules before they are sharded."
                 )
 
 
 def refuse_scripted(model: Any) -> None:
-    """InvalidArgument for a model that is, or holds, compiled by TorchScript, which no tracer sees into."""
+    """Raise InvalidArgument for a model that is, or has, a module compiled by TorchScript, which cannot be traced."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     for path, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
@@ -161,7 +169,7 @@ def refuse_scripted(model: Any) -> None:
 
 
 def signature_of(model: Callable[..., Any], positional: int, keywords: Sequence[str]) -> inspect.Signature:
-    """The signature a model is called by; where it has none to show, that of the example call."""
+    """Return the signature a model is called by; if Python cannot tell it, that of the example call."""
     try:
         return inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     except (TypeError, ValueError):
@@ -172,7 +180,7 @@ def signature_of(model: Callable[..., Any], positional: int, keywords: Sequence[
 
 
 def signature_of_program(program: ExportedProgram) -> inspect.Signature:
-    """The signature of an exported program: its arguments by name, in the form they were exported."""
+    """Return the signature of an exported program: its arguments by name, as they were exported."""
     in_spec = program.call_spec.in_spec
     if in_spec is None:
         return _generic_signature()
@@ -190,7 +198,7 @@ def signature_of_program(program: ExportedProgram) -> inspect.Signature:
 
 
 def _generic_signature() -> inspect.Signature:
-    """What is called with anything: used where the model's own signature is not known."""
+    """Return the signature `(*args, **kwargs)`, for a model whose own is not known."""
     return inspect.Signature(
         [
             inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -199,8 +207,8 @@ def _generic_signature() -> inspect.Signature:
     )
 
 
-class _Calling(nn.Module):
-    """A module whose forward is a function, and whose children are what that function closes over."""
+class _FunctionModule(nn.Module):
+    """A module whose forward is a function, and whose children are the modules that the function refers to."""
 
     def __init__(self, function: Callable[..., Any], signature: inspect.Signature) -> None:
         super().__init__()
@@ -217,8 +225,8 @@ class _Calling(nn.Module):
         return self.__dict__["_function"](*args, **kwargs)
 
 
-class _Method(_Calling):
-    """A method of a module as a forward of its own, on the very parameters of that module."""
+class _MethodModule(_FunctionModule):
+    """A module whose forward is a method of another, with the same parameters."""
 
     def __init__(self, owner: nn.Module, function: Callable[..., Any], signature: inspect.Signature) -> None:
         super().__init__(function, signature)
@@ -229,7 +237,7 @@ class _Method(_Calling):
         self._non_persistent_buffers_set = owner._non_persistent_buffers_set
 
 
-class _Closure(_Calling):
+class _ClosureModule(_FunctionModule):
     """A function with the tensors it closes over as parameters and buffers of this module."""
 
     def __init__(self, function: types.FunctionType, signature: inspect.Signature) -> None:
@@ -243,49 +251,46 @@ class _Closure(_Calling):
 
 
 def as_module(function: Callable[..., Any], signature: inspect.Signature) -> nn.Module:
-    """A module that calls `function` and owns the modules and parameters it reaches.
+    """Return a module that calls `function` and owns the modules and parameters that it refers to.
 
-    Looked for: a bound method's module, closure cells, globals named in the code, attributes of a callable
-    object, arguments of a partial.
+    These are a bound method's module, closure cells, globals named in the code, attributes of a callable object, and
+    arguments of a partial.
     """
-    bare = function
-    while isinstance(bare, functools.partial):
-        bare = bare.func
-    owner = getattr(bare, "__self__", None)
+    owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module) and not isinstance(function, functools.partial):
-        return _Method(owner, function, signature)
-    reached = _reached(function)
-    modules = {k: v for k, v in reached.items() if isinstance(v, nn.Module)}
-    weights = {k: v for k, v in reached.items() if isinstance(v, Tensor) and v.requires_grad}
+        return _MethodModule(owner, function, signature)
+    referenced = _references(function)
+    modules = {k: v for k, v in referenced.items() if isinstance(v, nn.Module)}
+    weights = {k: v for k, v in referenced.items() if isinstance(v, Tensor) and v.requires_grad}
     if isinstance(function, types.FunctionType) and weights:
-        module: _Calling = _Closure(function, signature)
+        module: _FunctionModule = _ClosureModule(function, signature)
     else:
-        module = _Calling(function, signature)
+        module = _FunctionModule(function, signature)
     for name, child in modules.items():
-        module.add_module(_free(module, name), child)
+        module.add_module(_unused_name(module, name), child)
     for name, weight in weights.items():
-        free = _free(module, name)
+        unused = _unused_name(module, name)
         if isinstance(weight, nn.Parameter):
-            module.register_parameter(free, weight)
+            module.register_parameter(unused, weight)
         else:
-            module.register_buffer(free, weight, persistent=False)
-        if isinstance(module, _Closure):
-            module.__dict__["_names"][name] = free
+            module.register_buffer(unused, weight, persistent=False)
+        if isinstance(module, _ClosureModule):
+            module.__dict__["_names"][name] = unused
     if modules:
         module.training = any(child.training for child in modules.values())
     return module
 
 
-def _free(module: nn.Module, name: str) -> str:
+def _unused_name(module: nn.Module, name: str) -> str:
     name = name.replace(".", "_")
     while hasattr(module, name) or name in ("graph", "code", "meta"):
         name += "_"
     return name
 
 
-def _reached(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a callable can see without being given it, by the name it sees it under."""
-    found: dict[str, Any] = {}
+def _references(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the modules and tensors that a callable refers to other than by its arguments, by name."""
+    referenced: dict[str, Any] = {}
     queue: list[Any] = [function]
     visited: set[int] = set()
     while queue:
@@ -307,23 +312,23 @@ def _reached(function: Callable[..., Any]) -> dict[str, Any]:
             continue
         for name, value in _unpacked(names).items():
             if isinstance(value, (nn.Module, Tensor)):
-                found.setdefault(name, value)
+                referenced.setdefault(name, value)
             elif isinstance(value, (types.FunctionType, functools.partial, types.MethodType)):
                 queue.append(value)
-    return found
+    return referenced
 
 
 def _unpacked(names: dict[str, Any]) -> dict[str, Any]:
-    """The names, and modules that lie one level down in a list or dict under one of them."""
-    found = dict(names)
+    """Return the names, and the modules in a list or dict under one of them."""
+    unpacked = dict(names)
     for name, value in names.items():
         items: Any = ()
         if isinstance(value, dict):
             items = cast("dict[Any, Any]", value).items()
         elif isinstance(value, (list, tuple)):
             items = enumerate(cast("list[Any]", value))
-        found.update({f"{name}_{k}": v for k, v in items if isinstance(v, nn.Module)})
-    return found
+        unpacked.update({f"{name}_{k}": v for k, v in items if isinstance(v, nn.Module)})
+    return unpacked
 
 
 def _visible(function: types.FunctionType) -> dict[str, Any]:
@@ -340,7 +345,7 @@ def _visible(function: types.FunctionType) -> dict[str, Any]:
 
 
 def rebound(function: types.FunctionType, values: dict[str, Any]) -> Callable[..., Any]:
-    """The function with other values for some of the names it closes over."""
+    """Return the function with other values for some of the names it closes over."""
     cells = tuple(
         types.CellType(values[name]) if name in values else cell
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
@@ -355,21 +360,9 @@ _OWN_DICTS = ("_parameters", "_buffers", "_modules")
 _BOOKKEEPING = frozenset(k for k, v in nn.Module().__dict__.items() if isinstance(v, (dict, set))) - {
     *_OWN_DICTS
 }
-"""What every module keeps of its hooks and buffers: what is registered with the copy is not with the model."""
-_OPAQUE = (
-    Tensor,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    type,
-    types.ModuleType,
-)
+"""Dicts and sets of hooks and buffer names in every module: what is registered with the copy is not with the model."""
+_NUMBERS_AND_TEXT = (str, bytes, int, float, complex, type(None))
+_OPAQUE = (Tensor, *_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.Size, type, types.ModuleType)
 _DEPTH = 3
 """How far containers, functions and helper objects are followed for references to modules of the model."""
 
@@ -379,10 +372,10 @@ class _Uncopied(Exception):
 
 
 def structural_copy(model: nn.Module) -> nn.Module:
-    """A model with modules of its own that share parameters, buffers and all else with `model`.
+    """Return a model with modules of its own that share parameters, buffers and all else with `model`.
 
-    References between the modules (attributes, lists, bound methods, closures, hooks) lead to the copies. Where one is
-    held by an object of another kind, or a module is implemented in C++, it is the model itself.
+    References between the modules (attributes, lists, bound methods, closures, hooks) lead to the copies. If an object
+    of another kind has such a reference, or a module is implemented in C++, the model itself is returned.
     """
     modules = list(model.modules())
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):  # pyright: ignore
@@ -418,18 +411,17 @@ class _Redirect:
                 copy.__dict__[name] = self.redirected(value)
 
     def copy_of(self, value: Any, otherwise: Any = None) -> Any:
-        """The copy of a module of the model; `otherwise` for anything else."""
+        """Return the copy of a module of the model; `otherwise` for anything else."""
         own = value.__dict__.get("_modules") if isinstance(value, nn.Module) else None
         copy = None if own is None else self.copies.get(id(own))
         if copy is None:
             return otherwise
         if not (isinstance(copy, type(value)) or isinstance(value, type(copy))):
-            # A wrapper with the children of what it wraps.
-            raise _Uncopied
+            raise _Uncopied  # a wrapper with the children of what it wraps
         return copy
 
     def redirected(self, value: Any, depth: int = 0) -> Any:
-        """A value with references to modules of the model replaced; itself where it has none."""
+        """Return a value with references to modules of the model replaced; the same object if it has none."""
         if isinstance(value, _OPAQUE):
             return value
         if isinstance(value, nn.Module):
@@ -443,8 +435,13 @@ class _Redirect:
             owner = self.redirected(value.__self__, depth + 1)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if isinstance(value, functools.partial):
-            parts = self._parts((value.func, value.args, value.keywords), depth)
-            return value if parts is None else _partial(value, *parts)
+            parts = (value.func, value.args, value.keywords)
+            function, args, keywords = new = tuple(self.redirected(part, depth + 1) for part in parts)
+            if all(a is b for a, b in zip(new, parts, strict=True)):
+                return value
+            partial = functools.partial(function, *args, **keywords)
+            partial.__dict__.update(value.__dict__)
+            return partial
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
         if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
@@ -454,10 +451,6 @@ class _Redirect:
             if any(self.redirected(one, depth + 1) is not one for one in held):
                 raise _Uncopied
         return value
-
-    def _parts(self, values: tuple[Any, ...], depth: int) -> list[Any] | None:
-        found = [self.redirected(one, depth + 1) for one in values]
-        return None if all(a is b for a, b in zip(found, values, strict=True)) else found
 
     def _function(self, value: types.FunctionType, depth: int) -> Any:
         cells: dict[str, Any] = {}
@@ -471,12 +464,12 @@ class _Redirect:
                 cells[name] = new
         if not cells:
             return value
-        made: Any = rebound(value, cells)
-        made.__dict__.update(value.__dict__)
-        return made
+        function: Any = rebound(value, cells)
+        function.__dict__.update(value.__dict__)
+        return function
 
     def _container(self, value: Any, depth: int) -> Any:
-        """Containers of tensors are copied too: some layers keep their weights in one, which is written with them."""
+        """Copy containers of parameters too: some layers have a list of their weights, and assign to its elements."""
         items = list(value.values()) if isinstance(value, dict) else list(value)
         new = [self.redirected(one, depth + 1) for one in items]
         same = all(a is b for a, b in zip(items, new, strict=True))
@@ -491,9 +484,3 @@ class _Redirect:
         if same:
             return value
         raise _Uncopied
-
-
-def _partial(value: Any, function: Any, args: Any, keywords: Any) -> Any:
-    made = functools.partial(function, *args, **keywords)
-    made.__dict__.update(value.__dict__)
-    return made

@@ -1,8 +1,14 @@
-"""What a model does beside computing, noticed while it is traced and undone afterwards."""
+"""Side effects of a model's forward, detected while it is traced and undone afterwards.
+
+`watched` compares attributes, arguments and buffers before and after forward, runs it under `TensorEffects`, and patches
+the few functions of Python and torch whose effect tracing would drop silently. New tensors that forward assigns to
+buffers become writes into the old ones (`BufferAssignments`); caches among the arguments that it updates become results.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import threading
 import types
@@ -14,7 +20,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.autograd.grad_mode import inference_mode
 from torch.utils.checkpoint import CheckpointFunction
 
 from dovetail import torch_compat
@@ -27,8 +32,8 @@ from dovetail.ir import source_location
 Note = Callable[[str, str], None]
 
 
-class Rebinding:
-    """The buffers of a model when its forward begins, so that at the end new tensors can be written into them."""
+class BufferAssignments:
+    """The buffers of a model when its forward begins, so that tensors assigned to them can be written into the old ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = model._buffers
@@ -39,12 +44,12 @@ class Rebinding:
         ]
 
     def settle(self, result: Any, note: Note) -> Any:
-        """Write what buffers were given into the tensors they had; returns what forward returns then.
+        """Write the tensors assigned to buffers into the old ones, and return the result of forward.
 
-        A result that is a buffer's old value becomes a copy, for the write would change it.
+        A result that is a buffer's old value becomes a copy, because the write would change it.
         """
         changed = [
-            (_joined(path, name), holder, name, old, holder.get(name))
+            (f"{path}.{name}" if path else name, holder, name, old, holder.get(name))
             for path, holder, name, old in self._before
             if holder.get(name) is not old
         ]
@@ -52,12 +57,12 @@ class Rebinding:
         for label, holder, name, old, new in changed:
             if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
                 note(
-                    f"forward gives buffer '{label}' a tensor of another form, which a graph cannot do",
+                    f"forward assigns buffer '{label}' a tensor of another shape or dtype, which a graph cannot do",
                     "Keep its shape and dtype, or pass the value in and return it.",
                 )
             elif self._is_tied(old, holder, name):
                 note(
-                    f"forward gives buffer '{label}' a tensor of its own, and others that share it keep the old one",
+                    f"forward assigns buffer '{label}' a new tensor, and other buffers that are the same tensor keep the old one",
                     "Register a buffer of its own for each.",
                 )
             elif holder is not self._own:
@@ -65,14 +70,14 @@ class Rebinding:
                 holder[name] = old
         if not inner:
             return result
-        places = {storage_of(old) for old, _ in inner}
+        storages = {storage_of(old) for old, _ in inner}
 
-        def kept(value: Any) -> Any:
-            is_old = isinstance(value, Tensor) and storage_of(value) in places
+        def cloned(value: Any) -> Any:
+            is_old = isinstance(value, Tensor) and storage_of(value) in storages
             return value.clone() if is_old else value
 
-        result = pytree.tree_map(kept, result)
-        values = [kept(new) for _, new in inner]
+        result = pytree.tree_map(cloned, result)
+        values = [cloned(new) for _, new in inner]
         for (old, _), value in zip(inner, values, strict=True):
             old.copy_(value)
         return result
@@ -82,29 +87,18 @@ class Rebinding:
         return any(h.get(n) is not holder[name] for h, n in here)
 
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-_OWN = frozenset(
-    {
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "training",
-    }
+_MODULE_STATE = (
+    "_forward_hooks _forward_pre_hooks _parameters _buffers _modules _non_persistent_buffers_set training"
 )
+_OWN = frozenset(_MODULE_STATE.split())
 _CONTAINERS = (list, dict, set)
-_BOOKS = frozenset({"_flat_weights", "_flat_weight_refs"})
+_WEIGHT_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 # Set by transformers together with hooks that record outputs, in the first call that returns hidden states or attentions.
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 _MISSING = object()
 
-# Formulas of torch itself that tracing keeps, or that only save memory.
+# Autograd functions of torch itself that tracing keeps, or that only save memory.
 _HARMLESS = (
     "torch._higher_order_ops",
     "torch._functorch",
@@ -117,13 +111,13 @@ _PRINT = torch_compat.TorchName("builtins.print", "notices prints, which tracing
 
 @dataclass
 class SideEffects:
-    """What was noticed while tracing, in order: a description of each, with what to do.
+    """What was detected while tracing: `findings` describe the effects that a graph cannot hold, in order.
 
     `caches` are the arguments, by name or position, that are caches which forward updated or returned, each with the
-    place of its state among the caches in the results; `appended` of these are returned for this alone. `data_line` is
-    where forward last read `.data`, which the exporter follows in few cases and blames on no line; `stride_reads` are
-    the methods it called whose results depend on strides; `function` is the first autograd.Function it applied to values
-    that had no gradients then, and might have some in another call.
+    position of its state among the caches in the results; `appended` of these are returned only for this. `data_line` is
+    where forward last read `.data`, which the exporter supports in few cases and reports without a line; `stride_reads`
+    are the methods it called whose results depend on strides; `function` is the first autograd.Function it applied to
+    values that had no gradients then, and might have some in another call.
     """
 
     findings: list[str] = field(default_factory=list[str])
@@ -134,39 +128,32 @@ class SideEffects:
     function: str = ""
 
     def note(self, what: str, line: source_location.SourceLine | None, advice: str) -> None:
-        self.findings.append(describe(what, line, advice))
+        self.findings.append(source_location.located(what, line, advice))
 
     def refuse(self) -> None:
-        """Raise for the first thing noticed, if any."""
+        """Raise CaptureError for the first finding, if any."""
         if self.findings:
             raise CaptureError(self.findings[0])
 
 
-def describe(what: str, line: source_location.SourceLine | None, advice: str) -> str:
-    """One message: what went wrong, the user's line, and what to do."""
-    where = f"\n  at {line}" if line is not None else ""
-    return f"{what}{where}\n  {advice}"
-
-
 @contextlib.contextmanager
 def watched(model: nn.Module, *, trains: bool = True) -> Generator[SideEffects]:
-    """Notice effects that a graph cannot hold, and put every attribute of the model back at the end.
+    """Detect effects that a graph cannot hold, and restore every attribute of the model at the end.
 
-    Unless the graph `trains`, functions with a backward formula of their own are no such effects.
+    Unless the graph `trains`, functions with a backward formula of their own do not count.
 
-    Only what Python itself runs is seen, on the calling thread: a tracer of bytecode shows nothing here.
+    Only what Python itself runs on the calling thread is detected: a bytecode tracer such as Dynamo runs nothing here.
     """
     seen = SideEffects()
     before = snapshot(model)
-
-    given: list[_Given] = []
+    arguments: list[_Arguments] = []
     effects = TensorEffects(seen.note)
     entered: list[TensorEffects] = []
-    buffers: list[Rebinding] = []
+    buffers: list[BufferAssignments] = []
 
     def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[:] = [_Given(args, kwargs)]
-        buffers[:] = [Rebinding(module)]
+        arguments[:] = [_Arguments(args, kwargs)]
+        buffers[:] = [BufferAssignments(module)]
         effects.begin(module, pytree.tree_leaves((args, kwargs)))
         entered.append(effects.__enter__())
 
@@ -177,11 +164,11 @@ def watched(model: nn.Module, *, trains: bool = True) -> Generator[SideEffects]:
         if not notices_functions:
             _note_functions(result, seen, trains)
         _compare(before, seen)
-        if given:
-            result = given.pop().compare(args, kwargs, result, seen)
+        if arguments:
+            result = arguments.pop().compare(args, kwargs, result, seen)
         return buffers.pop().settle(result, lambda what, advice: seen.note(what, None, advice))
 
-    # Compared as soon as forward is done, for the exporter restores attributes itself, without a word.
+    # Compared as soon as forward returns, because the exporter silently restores attributes itself.
     hooks = [
         model.register_forward_pre_hook(at_start, with_kwargs=True, prepend=True),
         model.register_forward_hook(at_end, with_kwargs=True, always_call=True),
@@ -190,7 +177,7 @@ def watched(model: nn.Module, *, trains: bool = True) -> Generator[SideEffects]:
         try:
             yield seen
         finally:
-            # A forward that raised while exporting is followed by no hook. Modes are popped by number, so one is left.
+            # No hook runs after a forward that raised, so that its mode is still active.
             for mode in entered:
                 mode.__exit__(None, None, None)
             effects.restore()
@@ -200,14 +187,14 @@ def watched(model: nn.Module, *, trains: bool = True) -> Generator[SideEffects]:
             restore(before)
 
 
-class _Given:
+class _Arguments:
     """The arguments of forward as they were when it began."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs), is_leaf=calling_convention.is_cache)
         self._caches = [
             (where, value, pytree.tree_flatten(value))
-            for where, value in _named(args, kwargs)
+            for where, value in [*enumerate(args), *kwargs.items()]
             if calling_convention.is_cache(value)
         ]
         self._nested = [
@@ -217,16 +204,16 @@ class _Given:
         ]
 
     def compare(self, args: Any, kwargs: Any, result: Any, seen: SideEffects) -> Any:
-        """Notice lists, dicts and other objects that forward changed; returns its result.
+        """Note lists, dicts and other objects that forward changed, and return its result.
 
-        Caches that it updated are part of the result, those that it does not return appended in a tuple.
+        Caches that it updated are part of the result; those that it does not return are appended in a tuple.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=calling_convention.is_cache)
         if not _are_same((leaves, spec), (self._leaves, self._spec)) or not all(
             _are_same(pytree.tree_flatten(cache), before) for cache, before in self._nested
         ):
             seen.note(
-                "forward changes a list, dict or other object that it was given, which a graph cannot do",
+                "forward changes a list, dict or other object among its arguments, which a graph cannot do",
                 None,
                 "Return the new values instead.",
             )
@@ -236,20 +223,16 @@ class _Given:
             for v in pytree.tree_leaves(result, is_leaf=calling_convention.is_cache)
             if calling_convention.is_cache(v)
         ]
-        places: list[tuple[str | int, int]] = []
+        positions: list[tuple[str | int, int]] = []
         appended: list[Any] = []
         for where, cache, before in self._caches:
             at = [i for i, value in enumerate(returned) if value is cache]
-            places += [(where, i) for i in at]
+            positions += [(where, i) for i in at]
             if not at and not _are_same(pytree.tree_flatten(cache), before):
-                places.append((where, len(returned) + len(appended)))
+                positions.append((where, len(returned) + len(appended)))
                 appended.append(cache)
-        seen.caches, seen.appended = tuple(places), len(appended)
+        seen.caches, seen.appended = tuple(positions), len(appended)
         return (result, *appended) if appended else result
-
-
-def _named(args: Any, kwargs: Any) -> list[tuple[int | str, Any]]:
-    return [*enumerate(args), *kwargs.items()]
 
 
 def _are_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
@@ -265,31 +248,27 @@ Snapshot = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    """Attributes of a model's modules that are no parameters, buffers or modules, and what plain containers hold."""
-    return [
-        (path, module, {k: v for k, v in module.__dict__.items() if k not in _OWN}, _contents(module))
-        for path, module in model.named_modules()
-    ]
+    """Return the attributes of a model's modules other than parameters, buffers and modules, and copies of containers.
 
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the plain containers among the attributes, which can change without being assigned."""
-    return {
-        k: v.copy()
-        for k, v in module.__dict__.items()
-        if k not in _OWN and isinstance(v, _CONTAINERS) and type(v) in _CONTAINERS
-    }
+    Lists, dicts and sets can change without being assigned.
+    """
+    saved: Snapshot = []
+    for path, module in model.named_modules():
+        attributes = {k: v for k, v in module.__dict__.items() if k not in _OWN}
+        contents: dict[str, Any] = {k: v.copy() for k, v in attributes.items() if type(v) in _CONTAINERS}
+        saved.append((path, module, attributes, contents))
+    return saved
 
 
 def _compare(before: Snapshot, seen: SideEffects) -> None:
     for path, module, attributes, contents in before:
         if type(module).__module__.startswith("torch."):
-            continue  # torch's own layers keep books on their weights, which the exporter swaps
+            continue  # torch's own layers keep lists of their weights, which the exporter swaps
         now = module.__dict__
         for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
             _note_attribute(seen, path, module, name, now[name])
         for name, old in attributes.items():
-            if name in _BOOKS:
+            if name in _WEIGHT_LISTS:
                 continue
             new = now.get(name, _MISSING)
             if new is not old and not _same(old, new):
@@ -299,7 +278,7 @@ def _compare(before: Snapshot, seen: SideEffects) -> None:
 
 
 def restore(before: Snapshot) -> None:
-    """Put every attribute back."""
+    """Restore every attribute."""
     for _, module, attributes, contents in before:
         now = module.__dict__
         for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
@@ -351,7 +330,7 @@ def _note_attribute(seen: SideEffects, path: str, module: nn.Module, name: str, 
 
 @contextlib.contextmanager
 def _intercepted(seen: SideEffects, effects: TensorEffects, trains: bool) -> Generator[bool]:
-    """Patch the few calls whose effect tracing would drop without a word; yields whether functions are noticed."""
+    """Patch the few calls whose effect tracing would drop silently; yields whether autograd functions are detected."""
     here = threading.get_ident()
     dispatches = _dispatch_codes()
 
@@ -369,37 +348,36 @@ def _intercepted(seen: SideEffects, effects: TensorEffects, trains: bool) -> Gen
 
         return show
 
-    def entering(original: Any) -> Any:
-        def enter(self: inference_mode) -> None:
-            if self.mode and from_forward():
-                seen.note(
-                    "forward enters torch.inference_mode(), which tracing drops, so gradients would differ",
-                    source_location.of_caller(),
-                    "Use torch.no_grad() inside the model.",
-                )
-            original(self)
+    def before(
+        note: Callable[[], None], applies: Callable[..., bool] = lambda *_: True
+    ) -> Callable[[Any], Any]:
+        """Return what replaces a function by one that calls `note` first if forward calls it."""
 
-        return enter
+        def replace(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if applies(*args) and from_forward():
+                    note()
+                return original(*args, **kwargs)
 
-    def hooking(original: Any) -> Any:
-        def hook_on(self: Tensor, hook: Any) -> Any:
-            if from_forward():
-                seen.note(
-                    "forward registers a hook on a gradient, which a graph cannot hold",
-                    source_location.of_caller(),
-                    "Change the gradient with a custom operator (torch.library.custom_op with register_autograd).",
-                )
-            return original(self, hook)
+            return call
 
-        return hook_on
+        return replace
 
-    def seeding(original: Any) -> Any:
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            if effects.is_running and from_forward():
-                effects.note_reseeding()
-            return original(*args, **kwargs)
+    def note_inference_mode() -> None:
+        seen.note(
+            "forward enters torch.inference_mode(), which tracing drops, so gradients would differ",
+            source_location.of_caller(),
+            "Use torch.no_grad() inside the model.",
+        )
 
-        return seed
+    def note_hook() -> None:
+        seen.note(
+            "forward registers a hook on a gradient, which a graph cannot hold",
+            source_location.of_caller(),
+            "Change the gradient with a custom operator (torch.library.custom_op with register_autograd).",
+        )
+
+    seeding = before(effects.note_reseeding, lambda *_: effects.is_running)
 
     def applying(original: Any) -> Any:
         if not hasattr(type(original), "__get__"):
@@ -415,8 +393,8 @@ def _intercepted(seen: SideEffects, effects: TensorEffects, trains: bool) -> Gen
     with torch_compat.patched(
         [
             (_PRINT, printing),
-            (torch_compat.INFERENCE_MODE, entering),
-            *((name, hooking) for name in torch_compat.GRADIENT_HOOKS),
+            (torch_compat.INFERENCE_MODE, before(note_inference_mode, operator.attrgetter("mode"))),
+            *((name, before(note_hook)) for name in torch_compat.GRADIENT_HOOKS),
             *((name, seeding) for name in torch_compat.SEEDING),
             (torch_compat.FUNCTION_APPLY, applying),
         ]
@@ -433,7 +411,7 @@ def _note_function(cls: Any, args: tuple[Any, ...], seen: SideEffects, trains: b
 
 
 def _is_traced_through(cls: Any) -> bool:
-    """Whether a function of torch itself has no backward formula that tracing drops."""
+    """Return whether a function of torch itself has no backward formula that tracing drops."""
     # A reentrant checkpoint runs its forward without gradients and records them in backward.
     return cls is not CheckpointFunction and cls.__module__.startswith(_HARMLESS)
 
@@ -455,7 +433,7 @@ def _note_dropped_formula(cls: Any, line: source_location.SourceLine | None, see
 
 
 def _note_functions(results: Any, seen: SideEffects, trains: bool) -> None:
-    """Notice functions with a backward formula of their own in the autograd history of results."""
+    """Note functions with a backward formula of their own in the autograd history of results."""
     for node in autograd_history(pytree.tree_leaves(results)):
         cls = getattr(node, "_forward_cls", None)
         if cls is not None and not _is_traced_through(cls):
@@ -465,7 +443,7 @@ def _note_functions(results: Any, seen: SideEffects, trains: bool) -> None:
 
 
 def _dispatch_codes() -> frozenset[types.CodeType]:
-    """The code of torch that dispatches operators; empty where it is not Python."""
+    """Return the code of torch that dispatches operators; empty if it is not Python."""
     codes: set[types.CodeType] = set()
     for name in torch_compat.DISPATCH:
         code = getattr(name.value, "__code__", None)
@@ -477,9 +455,9 @@ def _dispatch_codes() -> frozenset[types.CodeType]:
 
 
 def _within_operator(dispatches: frozenset[types.CodeType]) -> bool:
-    """Whether an operator of torch.library is being dispatched on this thread.
+    """Return whether an operator of torch.library is being dispatched on this thread.
 
-    Tracing keeps those whole, so what their kernels do, derivatives above all, is done wherever the graph calls them.
+    Tracing keeps those whole, so that their kernels and derivatives run wherever the graph calls them.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,8 @@
-"""Calls in forward whose effect on tensors or random streams torch.export drops without a word."""
+"""Calls in forward whose effect on tensors or random streams torch.export drops silently.
+
+`TensorEffects` is a torch function mode that is active while forward is traced: it reports changes of tensor metadata,
+tensors and generators that the model does not own, seeding, and values that are made to require gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,40 +27,28 @@ from dovetail.ir import source_location
 Note = Callable[[str, "source_location.SourceLine | None", str], None]
 _REAL = (Tensor, nn.Parameter)
 
-# What threads of executors and of queues between processes run.
+# The code that threads of executors and of queues between processes run.
 _EXECUTOR = cast(Any, concurrent.futures.thread)._worker.__code__
 _FEEDER = cast(Any, multiprocessing.queues.Queue)._feed.__code__
 
 # In-place operators that change sizes, strides or storage of the tensor object itself.
-_METADATA_METHODS = frozenset(
-    [
-        "t_",
-        "squeeze_",
-        "unsqueeze_",
-        "transpose_",
-        "swapaxes_",
-        "swapdims_",
-        "as_strided_",
-        "resize_",
-        "resize_as_",
-        "set_",
-        "detach_",
-    ]
+_IN_PLACE = (
+    "t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_ detach_"
 )
+_METADATA_METHODS = frozenset(_IN_PLACE.split())
 _STRIDE_READS = frozenset(["stride", "is_contiguous", "contiguous"])
 _METADATA_SETTERS = frozenset({"data", "grad"})
 
-# The first of the seeds that no model gives: a generator that has another one was seeded, or set to an older state.
+# The first of the seeds that no model sets: a generator that has another one was seeded, or set to an older state.
 _SENTINEL_SEED = 0x5DEECE66D_1CE4E5B9 & (2**63 - 1)
 
 
 class TensorEffects(TorchFunctionMode):
-    """Notices uses of tensors and generators that a graph of the model cannot repeat.
+    """Reports uses of tensors and generators that a graph of the model cannot repeat.
 
     `begin` and `end` are called when forward starts and returns. In between every generator gets another seed at each
-    call, so that seeding one and going back to an earlier state are seen; `restore` puts every stream back. Where there
-    are other threads, which may draw from the default generator meanwhile, that one is left alone and only another seed
-    is seen.
+    call, so that seeding it and restoring an earlier state are detected; `restore` restores every stream. If other
+    threads may draw from the default generator meanwhile, that one is not changed, and only another seed is detected.
     """
 
     def __init__(self, note: Note) -> None:
@@ -74,6 +66,9 @@ class TensorEffects(TorchFunctionMode):
         self._host_state: Any = None
         self._forward_line: source_location.SourceLine | None = None
         self._lifts_generators = torch_compat.GENERATOR_METACLASS.value is not None
+
+    def _note_here(self, what: str, advice: str) -> None:
+        self.note(what, source_location.of_caller(), advice)
 
     def begin(self, model: nn.Module, inputs: Sequence[Any]) -> None:
         self._visible = {id(x): "an input" for x in inputs if isinstance(x, Tensor)}
@@ -94,8 +89,8 @@ class TensorEffects(TorchFunctionMode):
         )
 
     def end(self, results: Any) -> None:
-        is_left_alone = not self._is_watched(torch.default_generator)
-        reseeded = is_left_alone and torch.default_generator.initial_seed() != self._default_seed
+        default = torch.default_generator
+        reseeded = not self._is_watched(default) and default.initial_seed() != self._default_seed
         if reseeded or self._is_reseeded():
             self._note_seeding(self._forward_line)
         if self._host_state is not None and self._host_state != _host_random_state():
@@ -117,18 +112,18 @@ class TensorEffects(TorchFunctionMode):
 
     @property
     def is_running(self) -> bool:
-        """Whether forward has begun and not returned."""
+        """Return whether forward has begun and not returned."""
         return self._is_running
 
     def restore(self) -> None:
-        """Put back the state of every generator."""
+        """Restore the state of every generator."""
         for generator, state in self._generators:
             generator.set_state(state)
         self._generators.clear()
         self._is_running = False
 
     def _advance(self) -> None:
-        """Give every generator another seed, so that a state from before is not taken for the present one."""
+        """Give every generator another seed, so that an earlier state differs from the present one."""
         self._last_seed -= len(self._generators)
         for number, (generator, _) in enumerate(self._generators):
             generator.manual_seed(self._last_seed + number)
@@ -152,9 +147,9 @@ class TensorEffects(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Dynamo, which traces the branches of control flow, traces this as well, and shows fake tensors as real ones.
+        # Dynamo, which traces the branches of control flow, traces this too, where fake tensors look like real ones.
         in_dynamo = torch.compiler.is_dynamo_compiling()
-        # Between that it runs code of its own here, and restores the state of the default generator afterwards.
+        # It also runs code of its own here, and restores the state of the default generator afterwards.
         if not in_dynamo and CompileContext.current_compile_id() == self._compile_id:
             if self._is_reseeded():
                 self._note_seeding(source_location.of_caller())
@@ -164,7 +159,11 @@ class TensorEffects(TorchFunctionMode):
             for part in parts:
                 if type(part) in _REAL:
                     if not in_dynamo and part.requires_grad:
-                        self._note_stranger()
+                        self._note_here(
+                            "forward uses a tensor that requires gradients and that the model does not own",
+                            "Make it an attribute of the module (in a ParameterList or ModuleList if it is in a list), "
+                            "or pass the module that owns it.",
+                        )
                 elif isinstance(part, torch.Generator):
                     self._check_generator(part)
         if not self._lifts_generators and kwargs.get("generator") is torch.default_generator:
@@ -175,28 +174,18 @@ class TensorEffects(TorchFunctionMode):
             self._leaves[id(result)] = (result, source_location.of_caller())
         return result
 
-    def _note_stranger(self) -> None:
-        self.note(
-            "forward uses a tensor that requires gradients and that the model does not own",
-            source_location.of_caller(),
-            "Make it an attribute of the module (in a ParameterList or ModuleList if it is in a list), "
-            "or pass the module that owns it.",
-        )
-
     def _check_generator(self, generator: torch.Generator) -> None:
         if generator in torch.cuda.default_generators:
             return
         if not self._is_watched(generator) and generator is not torch.default_generator:
-            self.note(
-                "forward draws from a torch.Generator that is not an attribute of the model, which a graph would go on "
-                "drawing from instead of making it anew",
-                source_location.of_caller(),
+            self._note_here(
+                "forward draws from a torch.Generator that is not an attribute of the model, and a graph would "
+                "continue its stream instead of creating it in every call",
                 "Make the generator in __init__ and keep it on the module, or draw the numbers outside and pass them in.",
             )
         elif not self._lifts_generators and generator is not torch.default_generator:
-            self.note(
+            self._note_here(
                 f"forward draws from a torch.Generator, which torch {torch.__version__} cannot lift into a graph",
-                source_location.of_caller(),
                 "Draw from the default generator, draw the numbers outside and pass them in, or use torch 2.13.",
             )
 
@@ -218,15 +207,13 @@ class TensorEffects(TorchFunctionMode):
         elif name == "requires_grad_":
             self._check_requires_grad(first, bool((*args[1:], kwargs.get("requires_grad", True))[0]))
         elif name == "retain_grad" and isinstance(first, Tensor) and not first.is_leaf:
-            self.note(
+            self._note_here(
                 "forward calls retain_grad(), which a graph cannot repeat",
-                source_location.of_caller(),
                 "Return the value and call retain_grad() on the result.",
             )
         elif name == "random_" and len(args) + len(kwargs) > 2:
-            self.note(
+            self._note_here(
                 "forward calls random_(from, to), which torch.export cannot write down",
-                source_location.of_caller(),
                 "Use torch.randint(from, to, size) and copy_ the result.",
             )
 
@@ -234,9 +221,8 @@ class TensorEffects(TorchFunctionMode):
         owner = self._visible.get(id(tensor))
         if owner is None and not any_tensor:
             return
-        self.note(
+        self._note_here(
             f"forward changes {owner or 'a tensor'} itself by `{what}`, which a graph cannot do to a tensor of its caller",
-            source_location.of_caller(),
             "Use the operator that returns a new tensor (t, squeeze, detach, ...), and copy_ values where they must be "
             "written.",
         )
@@ -246,9 +232,8 @@ class TensorEffects(TorchFunctionMode):
             return
         owner = self._visible.get(id(tensor))
         if owner is not None:
-            self.note(
+            self._note_here(
                 f"forward sets requires_grad of {owner}, which a graph cannot do to a tensor of its caller",
-                source_location.of_caller(),
                 "Set requires_grad before the model is called.",
             )
         elif value:
@@ -256,10 +241,10 @@ class TensorEffects(TorchFunctionMode):
 
 
 def _is_alone() -> bool:
-    """Whether no other thread may draw random numbers.
+    """Return whether no other thread may draw random numbers.
 
-    Imports start some that do not: the monitor of tqdm, and workers of executors, like Inductor's, that have no task.
-    Nor do those that feed the queues of processes.
+    Some threads never do: the monitor of tqdm, workers of executors, like Inductor's, that have no task, and those that
+    feed the queues of processes.
     """
     running = sys._current_frames()
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
@@ -278,8 +263,8 @@ def _is_idle_worker(frame: types.FrameType | None) -> bool:
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
-    """Generators among the attributes of a model's modules, also in lists, tuples and dicts."""
-    held: dict[int, torch.Generator] = {}
+    """Return the generators among the attributes of a model's modules, also in lists, tuples and dicts."""
+    generators: dict[int, torch.Generator] = {}
     for module in model.modules():
         for value in vars(module).values():
             parts: Any = (value,)
@@ -289,8 +274,8 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
                 parts = cast("dict[Any, Any]", value).values()
             for part in parts:
                 if isinstance(part, torch.Generator) and part is not torch.default_generator:
-                    held[id(part)] = part
-    return list(held.values())
+                    generators[id(part)] = part
+    return list(generators.values())
 
 
 def _host_random_state() -> Any:
@@ -302,7 +287,7 @@ def _host_random_state() -> Any:
 def _only_sources(
     result: Tensor, sources: dict[int, source_location.SourceLine | None]
 ) -> list[source_location.SourceLine | None]:
-    """The lines of `sources` if the gradient of a result reaches no other leaf; none otherwise."""
+    """Return the lines of `sources` if the gradient of a result reaches no other leaf, else an empty list."""
     if not sources or not result.requires_grad:
         return []
     if result.grad_fn is None:
@@ -318,7 +303,7 @@ def _only_sources(
 
 
 def autograd_history(results: Iterable[Any], end: Iterable[Any] = ()) -> Iterator[Any]:
-    """Every autograd node that the gradients of the tensors among `results` reach before those of `end`, each once."""
+    """Yield every autograd node that the gradients of the tensors among `results` reach before those of `end`, once each."""
     waiting: list[Any] = [result.grad_fn for result in results if isinstance(result, Tensor)]
     visited = set(end)
     while waiting:

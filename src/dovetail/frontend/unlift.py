@@ -1,4 +1,4 @@
-"""From an exported program, whose weights are inputs, to a graph that owns its weights and updates them."""
+"""Unlifting: from an exported program, whose parameters are inputs, to a graph that owns and updates them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from dovetail.errors import CaptureError
 from dovetail.frontend import model_copy
 from dovetail.frontend.export import Exported
-from dovetail.frontend.export_aliases import fresh_like, storage_of
+from dovetail.frontend.export_aliases import fresh_like, refused, storage_of
 from dovetail.frontend.input_guards import overlaps_itself
 from dovetail.ir import source_location
 from dovetail.ir.graph_module import Program, copy_node, rebuild
@@ -27,23 +27,23 @@ _CLONE = torch.ops.aten.clone.default
 _DETACH = torch.ops.aten.detach.default
 _WITHOUT_VALUE = frozenset({"_assert_scalar", "_assert_async", "sym_constrain_range", "copy_"})
 
-# Operators whose derivative does not need the operand itself: no copy of it must be kept for a backward pass.
-_NAMES = """
+# Operators whose derivative does not need the operand itself: autograd saves no reference to it.
+_SAVES_NOTHING = """
     add sub rsub neg clone copy alias detach view reshape _unsafe_view expand permute transpose t slice select
     squeeze unsqueeze flatten unflatten cat stack index_copy index_put slice_scatter select_scatter
     diagonal_scatter scatter scatter_add index_add as_strided _to_copy to sum mean lerp zeros_like ones_like
     full_like empty_like eq ne lt le gt ge fill zero constant_pad_nd roll flip split chunk unbind
     sym_size bitwise_and bitwise_or logical_and logical_or logical_not where
 """
-_FORGETS_OPERANDS = frozenset(_NAMES.split())
+_SAVES_NO_OPERAND = frozenset(_SAVES_NOTHING.split())
 
 
 @dataclass(frozen=True)
 class Unlifted:
-    """The program, its inputs in order, and the positions of those inputs that it writes to.
+    """The program, its inputs in order, and the positions of the inputs that it writes to.
 
-    `ungraded` are inputs that must not require gradients: it would write or read values without their history. `graded`
-    are those that did when it was exported.
+    `ungraded` are inputs that must not require gradients: the program would write or read values without their history.
+    `graded` are those that did when it was exported.
     """
 
     program: Program
@@ -54,10 +54,10 @@ class Unlifted:
 
 
 def unlift(exported: Exported, root: nn.Module) -> Unlifted:
-    """A Program on `root` (which it takes over) that computes what `exported` does.
+    """Return a Program on `root`, which becomes its own, that computes what `exported` does.
 
-    Weights and buffers become `get_attr` nodes under their own names, updates of buffers and inputs trailing
-    `copy_` nodes. What shared memory with a written input in the model shares it here too.
+    Parameters and buffers become `get_attr` nodes under their own names, updates of buffers and inputs trailing
+    `copy_` nodes. Results that share memory with a written input in the model share it here too.
     """
     return _Unlifting(exported, root).run()
 
@@ -71,7 +71,7 @@ class _Unlifting:
         self.count = exported.out_spec.num_leaves
         self.root = root
         self.graph = Graph()
-        self.made: dict[Node, Node] = {}
+        self.new_of: dict[Node, Node] = {}
         self.renamed: dict[str, str] = {}
 
     def run(self) -> Unlifted:
@@ -79,12 +79,12 @@ class _Unlifting:
         nodes = list(self.source.graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
         specs = list(zip(placeholders, signature.input_specs, strict=True))
-        given = [node for node, spec in specs if spec.kind.name == "USER_INPUT"]
-        inputs = [self._input(node, name) for node, name in zip(given, self.names, strict=True)]
+        user_inputs = [node for node, spec in specs if spec.kind.name == "USER_INPUT"]
+        inputs = [self._input(node, name) for node, name in zip(user_inputs, self.names, strict=True)]
         owners = {spec.target: node for node, spec in specs if spec.target is not None}
-        needed = {spec.target for spec in signature.output_specs if "MUTATION" in spec.kind.name}
+        mutated_targets = {spec.target for spec in signature.output_specs if "MUTATION" in spec.kind.name}
         for node, spec in specs:
-            if spec.kind.name != "USER_INPUT" and (node.users or spec.target in needed):
+            if spec.kind.name != "USER_INPUT" and (node.users or spec.target in mutated_targets):
                 self._attribute(node, spec)
         for node in nodes:
             if node.op == "get_attr":
@@ -94,7 +94,7 @@ class _Unlifting:
         output = self.source.graph.output_node()
         results = cast("tuple[Any, ...]", output.args[0])
         by_name = {node.name: node for node in placeholders}
-        self.renamed = {node.name: name for node, name in zip(given, self.names, strict=True)}
+        self.renamed = {node.name: name for node, name in zip(user_inputs, self.names, strict=True)}
         writes: list[tuple[Node, Node]] = []
         returned: list[Any] = []
         for spec, result in zip(signature.output_specs, results, strict=True):
@@ -106,16 +106,17 @@ class _Unlifting:
             elif kind == "USER_INPUT_MUTATION":
                 writes.append((by_name[cast(str, spec.target)], result))
             else:
-                raise CaptureError(f"the exported program returns a {kind}, which no graph of ours can hold.")
-        # What stands after the model's own results was only returned to keep it.
-        final = self._finish(writes, returned[: self.count])
-        last = self.graph.output(tuple(final))
+                raise CaptureError(
+                    f"the exported program returns a {kind}, which a captured graph cannot hold."
+                )
+        # What follows the model's own results was returned only so that decomposition does not drop it.
+        last = self.graph.output(tuple(self._finish(writes, returned[: self.count])))
         last.meta = {**output.meta, "val": None}
         _drop_values(self.graph)
         program = rebuild(self.root, self.graph)
-        written = {self.made[target] for target, _ in writes}
+        written = {self.new_of[target] for target, _ in writes}
         mutated = frozenset(i for i, node in enumerate(inputs) if node in written)
-        names = list(map(self._name, given))
+        names = list(map(self._name, user_inputs))
         ungraded = frozenset(
             i
             for i, name in enumerate(names)
@@ -128,12 +129,12 @@ class _Unlifting:
         new = self.graph.create_node("placeholder", name, name=name)
         new.target = new.name
         new.meta = dict(node.meta)
-        self.made[node] = new
+        self.new_of[node] = new
         return new
 
     def _copied(self, node: Node) -> Node:
-        new = copy_node(self.graph, node, self.made.__getitem__)
-        self.made[node] = new
+        new = copy_node(self.graph, node, self.new_of.__getitem__)
+        self.new_of[node] = new
         return new
 
     def _attribute(self, node: Node, spec: Any) -> None:
@@ -147,18 +148,16 @@ class _Unlifting:
             )
         new = self.graph.create_node("get_attr", target, name=None)
         new.meta = {"val": node.meta.get("val")}
-        self.made[node] = new
+        self.new_of[node] = new
 
     def _constant(self, target: str, node: Node) -> object:
         value = self.source.constants[target]
         fake = node.meta.get("val")
         if isinstance(value, Tensor) and (value.requires_grad or getattr(fake, "requires_grad", False)):
             line = next((source_location.of_node(user) for user in node.users), None)
-            where = f"\n  at {line}" if line is not None else ""
-            raise CaptureError(
-                f"the model uses a tensor that requires gradients and that it does not own{where}\n"
-                f"  Make it an attribute of the module that is captured, or pass the module that has it."
-            )
+            what = "the model uses a tensor that requires gradients and that it does not own"
+            advice = "Make it an attribute of the module that is captured, or pass the module that has it."
+            raise CaptureError(source_location.located(what, line, advice))
         return value
 
     def _subgraph(self, target: str) -> str:
@@ -168,36 +167,35 @@ class _Unlifting:
         )
 
     def _finish(self, writes: Sequence[tuple[Node, Node]], returned: Sequence[Any]) -> list[Any]:
-        """Append the writes; returns the results, safe from them and aliasing what they did in the model."""
+        """Append the writes, and return the results: unaffected by the writes, unless they alias what is written."""
         real = [(target, source) for target, source in writes if source is not target]
         if not real:
-            return [map_arg(result, self.made.__getitem__) for result in returned]
+            return [map_arg(result, self.new_of.__getitem__) for result in returned]
         self._refuse_trained(real)
         overwritten = {storage_of(t.meta["val"]) for t, _ in real if isinstance(t.meta.get("val"), Tensor)}
         saved: dict[Node, Node] = {}
 
-        def kept(node: Node) -> Node:
-            """The value that `node` has now, also after the writes."""
+        def value_before_writes(node: Node) -> Node:
+            """Return a node that has the value of `node` before the writes, also after them."""
             value = node.meta.get("val")
             if not isinstance(value, Tensor) or storage_of(value) not in overwritten:
-                return self.made[node]
+                return self.new_of[node]
             if node not in saved:
-                saved[node] = self._cloned(self.made[node])
+                saved[node] = self._cloned(self.new_of[node])
             return saved[node]
 
         for target, _ in real:
             self._protect_operands(target)
         views = [self._path_to_write(i, result, real) for i, result in enumerate(returned)]
-        sources = [kept(source) for _, source in real]
+        sources = [value_before_writes(source) for _, source in real]
         results = [
-            None if view is not None else map_arg(result, kept)
+            None if view is not None else map_arg(result, value_before_writes)
             for view, result in zip(views, returned, strict=True)
         ]
         for (target, origin), source in zip(real, sources, strict=True):
             self._refuse_overlapping(target, origin)
-            into = (
-                self._detached(target) if self._name(target) in self.detached.written else self.made[target]
-            )
+            is_detached = self._name(target) in self.detached.written
+            into = self._detached(target) if is_detached else self.new_of[target]
             write = self.graph.create_node("call_function", _COPY, (into, source), {}, "copy_")
             write.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack")}
         for i, view in enumerate(views):
@@ -206,8 +204,8 @@ class _Unlifting:
         return results
 
     def _detached(self, target: Node) -> Node:
-        """An alias without history of an input that the model writes through one: the input may be a leaf."""
-        owner = self.made[target]
+        """Return an alias without history of an input that the model writes through one: the input may be a leaf."""
+        owner = self.new_of[target]
         new = self.graph.create_node("call_function", _DETACH, (owner,), {}, "detach")
         new.meta = dict(owner.meta)
         return new
@@ -216,26 +214,20 @@ class _Unlifting:
         value = target.meta.get("val")
         if not isinstance(value, Tensor) or not overlaps_itself(value):
             return
-        line = source_location.of_node(origin)
-        where = f"\n  at {line}" if line is not None else ""
-        raise CaptureError(
-            f"forward writes to '{self._name(target)}', elements of which overlap in memory (an expanded input){where}\n"
-            f"  Pass a clone of it."
-        )
+        name = self._name(target)
+        what = f"forward writes to '{name}', elements of which overlap in memory (an expanded input)"
+        raise refused(what, origin, "Pass a clone of it.")
 
     def _refuse_trained(self, writes: Sequence[tuple[Node, Node]]) -> None:
         for target, source in writes:
-            owner = self.made[target]
+            owner = self.new_of[target]
             if owner.op != "get_attr":
                 continue
             value = operator.attrgetter(cast(str, owner.target))(self.root)
             if isinstance(value, Tensor) and value.requires_grad:
-                line = source_location.of_node(source)
-                where = f"\n  at {line}" if line is not None else ""
-                raise CaptureError(
-                    f"forward writes to '{owner.target}', which requires gradients{where}\n"
-                    f"  Make it a buffer, update it outside the model, or call requires_grad_(False) on it."
-                )
+                what = f"forward writes to '{owner.target}', which requires gradients"
+                advice = "Make it a buffer, update it outside the model, or call requires_grad_(False) on it."
+                raise refused(what, source, advice)
 
     def _cloned(self, node: Node) -> Node:
         new = self.graph.create_node("call_function", _CLONE, (node,), {"memory_format": None}, "clone")
@@ -243,9 +235,9 @@ class _Unlifting:
         return new
 
     def _protect_operands(self, target: Node) -> None:
-        """Let operators that may keep `target` for their backward keep a clone, which the write spares."""
-        owner = self.made[target]
-        if not isinstance(target.meta.get("val"), Tensor) or not _may_be_kept(owner):
+        """Let operators that may save `target` for backward read a clone, which the write does not change."""
+        owner = self.new_of[target]
+        if not isinstance(target.meta.get("val"), Tensor) or not _may_be_saved(owner):
             return
         readers = list(owner.users)
         first = min(readers)
@@ -253,37 +245,37 @@ class _Unlifting:
             clone = self._cloned(owner)
         clone.meta.update({k: first.meta[k] for k in ("stack_trace", "nn_module_stack") if k in first.meta})
         for reader in readers:
-            if not _forgets(reader) or viewed_operand(reader) is owner:
+            if not _saves_nothing(reader) or viewed_operand(reader) is owner:
                 reader.replace_input_with(owner, clone)
 
     def _path_to_write(
         self, position: int, result: Any, writes: Sequence[tuple[Node, Node]]
     ) -> tuple[Node, list[Node]] | None:
-        """How a result that shares memory with a written input is a view of it: the input, then the views."""
+        """Return the written input that a result shares memory with, and the views from it to the result."""
         owner = self.aliases.get(position)
-        wanted = {source: target for target, source in writes if self._name(target) == owner}
-        if not wanted or not isinstance(result, Node):
+        targets = {source: target for target, source in writes if self._name(target) == owner}
+        if not targets or not isinstance(result, Node):
             return None
         path: list[Node] = []
         at = result
-        while at not in wanted:
+        while at not in targets:
             path.append(at)
             base = _base(at)
             if base is None:
                 return None
             at = base
-        return wanted[at], path[::-1]
+        return targets[at], path[::-1]
 
     def _name(self, placeholder: Node) -> str:
-        """The name that the exporter gave a placeholder before decomposition."""
+        """Return the name of a placeholder before decomposition."""
         return self.renamed.get(placeholder.name, placeholder.name)
 
     def _replayed(self, target: Node, path: Sequence[Node]) -> Node:
-        at = self.made[target]
+        at = self.new_of[target]
         mode = at.meta["val"].fake_mode
         for old in path:
             base = cast(Node, _base(old))
-            operands = {n: self.made[n] for n in old.all_input_nodes if n is not base} | {base: at}
+            operands = {n: self.new_of[n] for n in old.all_input_nodes if n is not base} | {base: at}
             new = copy_node(self.graph, old, operands.__getitem__)
             arguments: Any = map_arg((new.args, new.kwargs), lambda n: n.meta.get("val"))
             with mode:
@@ -293,46 +285,43 @@ class _Unlifting:
 
 
 def _base(node: Node) -> Node | None:
-    """What a value is a view of; one of several views is taken out of all of them."""
+    """Return what a value is a view of; for one of several views, the operator that returns all of them."""
     if node.target is not operator.getitem:
         return viewed_operand(node)
     source = cast(Node, node.args[0])
     return source if viewed_operand(source) is not None else None
 
 
-def _may_be_kept(owner: Node) -> bool:
-    """Whether an operator that reads the node, or a view of it, may keep it for its backward."""
+def _may_be_saved(owner: Node) -> bool:
+    """Return whether an operator that reads the node, or a view of it, may save it for backward."""
     queue = [owner]
     for at in queue:
         for user in at.users:
-            if not _forgets(user):
+            if not _saves_nothing(user):
                 return True
             if viewed_operand(user) is at:
                 queue.append(user)
     return False
 
 
-def _forgets(user: Node) -> bool:
+def _saves_nothing(user: Node) -> bool:
     if user.op != "call_function" or not isinstance(user.target, OpOverload):
         return user.op == "output"
-    name = op_name(user.target)
     value = user.meta.get("val")
-    exact = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    return exact or name in _FORGETS_OPERANDS
+    is_discrete = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return is_discrete or op_name(user.target) in _SAVES_NO_OPERAND
 
 
 def _drop_values(graph: Graph) -> None:
-    """Give every node a `val`: None where an operator returns nothing of use."""
+    """Set `val` of every node, to None if an operator returns nothing of use."""
     for node in graph.nodes:
-        target = node.target
-        if op_name(target) in _WITHOUT_VALUE:
+        node.meta.setdefault("val", None)
+        if op_name(node.target) in _WITHOUT_VALUE:
             node.meta["val"] = None
-        else:
-            node.meta.setdefault("val", None)
 
 
 def as_program(module: GraphModule) -> Program:
-    """A sub-graph as a Program, those inside it too, each node with a `val`."""
+    """Return a sub-graph as a Program, nested ones too, with a `val` on each node."""
     inner = {
         name: as_program(child) for name, child in module._modules.items() if isinstance(child, GraphModule)
     }
