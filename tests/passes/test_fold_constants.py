@@ -58,7 +58,7 @@ def test_a_view_whose_elements_lie_over_each_other_is_taken_of_a_constant() -> N
     told = [str(f) for f in FoldConstants().explain(gm)]
     assert told == [
         "mul: it is computed once",
-        "expand: left alone: its elements do not lie next to each other",
+        "expand: left alone: its elements are not dense in memory",
     ]
 
 
@@ -240,5 +240,5 @@ def test_a_careless_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
                 known.add(node)
         return known
 
-    monkeypatch.setattr(fold_constants, "_computable", careless)
+    monkeypatch.setattr(fold_constants, "_constant_nodes", careless)
     assert any(unlike(gm, inputs)[0] for gm, inputs in programs("memory", 150))

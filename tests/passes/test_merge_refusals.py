@@ -134,7 +134,7 @@ def test_a_write_or_a_switch_between_the_products_keeps_them_apart() -> None:
 def test_min_branches() -> None:
     gm = captured(QKV(), X)
     assert MergeParallel(min_branches=3)(gm) is not gm
-    assert "3 such products read this value, and 4 are wanted" in left_alone(
+    assert "3 such products read this value, and the minimum is 4" in left_alone(
         MergeParallel(min_branches=4), gm
     )
 
@@ -161,7 +161,7 @@ def test_a_guard_sees_the_sizes_and_declines_with_a_reason() -> None:
 @pytest.mark.parametrize(
     ("guard", "words"),
     [
-        (lambda b: b.nothing, "could not ask its guard about linear, linear_1"),
+        (lambda b: b.nothing, "has a guard that raised on linear, linear_1"),
         (lambda b: False, "returned False"),
     ],
 )

@@ -302,12 +302,12 @@ def test_a_pipeline_checks_after_every_pass_when_asked() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Pipeline([Cleanup]), "is no Pass; `Cleanup\\(\\)` makes one"),
+        (lambda: Pipeline([Cleanup]), "is not a Pass; `Cleanup\\(\\)` makes one"),
         (lambda: Pipeline(Cleanup()), "takes a list of passes"),
         (lambda: Pipeline([lambda gm: gm]), "number 1 is"),
         (lambda: Repeat(Cleanup(), most=0), "most=0"),
         (lambda: Repeat(Cleanup(), until_unchanged=False), "needs `most`"),
-        (lambda: Repeat(3), "is no Pass"),
+        (lambda: Repeat(3), "is not a Pass"),
         (lambda: MergeParallel(min_branches=1), "min_branches 1"),
         (lambda: MergeParallel(guard=3), "guard 3"),
         (lambda: MergeParallel(fuel=-1), "fuel -1"),

@@ -1,4 +1,9 @@
-"""Taking away what nobody can miss: dead code, expressions computed twice, views that change nothing."""
+"""Cleanup: dead code elimination, common subexpression elimination by value numbering, and removal of no-op views.
+
+One backward sweep marks live nodes, one forward sweep numbers values by operator, arguments and effect edges (Alpern,
+Wegman and Zadeck, "Detecting equality of variables in programs", POPL 1988, in the local hash-based form). Linear in
+the nodes and edges.
+"""
 
 from __future__ import annotations
 
@@ -27,40 +32,40 @@ from dovetail.passes.pass_manager import Pass
 @checked_init()
 @dataclass(frozen=True, repr=False)
 class Cleanup(Pass):
-    """Drop dead code, compute equal things once, and leave out views that change nothing.
+    """Remove dead code, compute equal expressions once, and remove views that change nothing.
 
-    Needs: nothing; where memory or values are not known it leaves more alone. Leaves: every value, effect, random
-    draw, write and result as it was, bit for bit; results that were tensors of their own still are. An operation
-    that draws at random or acts on anything stays even if nobody reads it. Doing it twice changes nothing more.
+    Needs: nothing; where memory or values are not known it changes less. Leaves: every value, effect, random draw,
+    write and result as it was, bit for bit; results that were separate tensors still are. An operation that draws at
+    random or has an effect stays even if nothing reads it. The pass is idempotent.
     """
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph without what nobody can miss; the very graph it was given if there is nothing of that."""
+        """Return the cleaned-up graph; the input graph itself if there is nothing to remove."""
         return clean_up(gm)
 
 
 def clean_up(gm: GraphModule) -> GraphModule:
-    """What `Cleanup` does."""
+    """Return the graph that `Cleanup` makes."""
     require_graph(gm)
     with pause_gc():
         index = Index(gm)
         index.require_order()
         live = _live(index)
         if not all(live):
-            gm = _kept(gm, index, live)
+            gm = _without_dead(gm, index, live)
             index = Index(gm)
         sweep = _Sweep(index)
         sweep.run()
         if not sweep.merged:
             return gm
-        new = rebuild(gm, sweep.graph, meta=_remembered(gm, sweep.graph))
+        new = rebuild(gm, sweep.graph, meta=_meta_with_ranks(gm, sweep.graph))
         index = Index(new)
         live = _live(index)
-        return new if all(live) else _kept(new, index, live)
+        return new if all(live) else _without_dead(new, index, live)
 
 
 def _live(index: Index) -> list[bool]:
-    """For each position whether something depends on it, or it does more than make a value."""
+    """Return for each position whether something depends on it, or it has an effect."""
     effects = index.dependencies.effects
     live = [False] * len(index)
     for i in range(len(index) - 1, -1, -1):
@@ -71,18 +76,18 @@ def _live(index: Index) -> list[bool]:
     return live
 
 
-def _kept(gm: GraphModule, index: Index, live: Sequence[bool]) -> Program:
+def _without_dead(gm: GraphModule, index: Index, live: Sequence[bool]) -> Program:
     graph = Graph(tracer_cls=gm.graph._tracer_cls)
-    made: dict[Node, Node] = {}
+    env: dict[Node, Node] = {}
     for node, keep in zip(index.nodes, live, strict=True):
         if keep:
-            made[node] = copy_node(graph, node, made.__getitem__)
+            env[node] = copy_node(graph, node, env.__getitem__)
     graph.set_codegen(gm.graph._codegen)
-    return rebuild(gm, graph, meta=_remembered(gm, graph))
+    return rebuild(gm, graph, meta=_meta_with_ranks(gm, graph))
 
 
-def _remembered(gm: GraphModule, graph: Graph) -> dict[str, Any]:
-    """The graph's meta, with the original order of what is left: taking nodes away is no edit that upsets it."""
+def _meta_with_ranks(gm: GraphModule, graph: Graph) -> dict[str, Any]:
+    """Return the graph's meta with the original ranks of the remaining nodes, which removing nodes does not invalidate."""
     state = state_of(gm)
     if state.ranks is None or list(state.ranks) != [node.name for node in gm.graph.nodes]:
         return gm.meta
@@ -91,7 +96,7 @@ def _remembered(gm: GraphModule, graph: Graph) -> dict[str, Any]:
 
 
 class _Sweep:
-    """One forward sweep that copies the graph and gives equal computations one node."""
+    """One forward sweep that copies the graph with one node for equal computations."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -100,12 +105,12 @@ class _Sweep:
         nodes = index.nodes
         self.classes = alias_classes(index.gm, nodes, [self.effects.get(i, PURE) for i in range(len(nodes))])
         self.outgoing = {self.classes.of(node) for node in nodes[-1].all_input_nodes}
-        self.handed_out = self._handed_out()
-        # A sub-graph whose results share memory with its operands keeps values of its own for both.
-        sharing = [nodes[i] for i, told in self.effects.items() if told.aliases]
+        self.returned = self._returned()
+        # A sub-graph whose results alias its operands has its own values for both.
+        sharing = [nodes[i] for i, e in self.effects.items() if e.aliases]
         self.held = {self.classes.of(node) for node in sharing if _calls_graph(index.gm, node)}
         self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
-        self.made: dict[Node, Node] = {}
+        self.env: dict[Node, Node] = {}
         self.known: dict[Any, Node] = {}
         self.onto: dict[int, Tensor] = {}
         self.merged = 0
@@ -117,31 +122,31 @@ class _Sweep:
                 if same is None:
                     self._copy(node)
                 else:
-                    self.made[node] = same
+                    self.env[node] = same
                     self.merged += 1
         self.graph.set_codegen(self.index.gm.graph._codegen)
 
-    def _handed_out(self) -> set[Node]:
-        """What is returned, and what that may be a part or a view of: some operations return their very operand."""
-        found = set(self.index.nodes[-1].all_input_nodes)
+    def _returned(self) -> set[Node]:
+        """Return the graph's results and what they may alias: some operations return their operand itself."""
+        returned = set(self.index.nodes[-1].all_input_nodes)
         for i in range(len(self.index) - 1, -1, -1):
-            if self.index.nodes[i] in found:
-                found.update(self.effects.get(i, PURE).aliases)
-        return found
+            if self.index.nodes[i] in returned:
+                returned.update(self.effects.get(i, PURE).aliases)
+        return returned
 
     def _copy(self, node: Node) -> None:
-        new = self.made[node] = copy_node(self.graph, node, self.made.__getitem__)
+        new = self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
         if self.onto and node.op != "output":
             value = node.meta.get("val")
             if not self.onto.keys().isdisjoint(storage_keys(value)):
                 new.meta["val"] = rebase_storages(value, self.onto)
 
     def _unchanged(self, i: int, node: Node) -> Node | None:
-        """The operand, if the node is a view that changes nothing and nobody could tell the two apart."""
+        """Return the operand, if the node is a view that changes nothing and the two are indistinguishable."""
         if node.op not in ("call_function", "call_method") or base_name(node) not in MAY_RETURN_OPERAND:
             return None
         operand = node.args[0] if node.args else None
-        if not isinstance(operand, Node) or node in self.handed_out or i in self.written:
+        if not isinstance(operand, Node) or node in self.returned or i in self.written:
             return None
         if not self.effects.get(i, PURE).pure or self.index.dependencies.switches_modes:
             return None
@@ -150,10 +155,10 @@ class _Sweep:
             return None
         if storage_key(old) != storage_key(new) or not same_geometry(old, new):
             return None
-        return self.made[operand]
+        return self.env[operand]
 
     def _equal(self, i: int, node: Node) -> Node | None:
-        """The node that computes the same already, if the two may be one."""
+        """Return the node that computes the same value, if the two may be merged."""
         key = self._key(i, node)
         if key is None:
             return None
@@ -161,14 +166,14 @@ class _Sweep:
         if first is node:
             return None
         # An attribute is one object under one name, however often it is fetched.
-        share = self._lay_onto if node.op == "get_attr" else self._may_share
-        return self.made[first] if share(first, node) else None
+        share = self._rebase if node.op == "get_attr" else self._may_share
+        return self.env[first] if share(first, node) else None
 
     def _key(self, i: int, node: Node) -> Any:
-        """What equal computations have in common; None for what is never merged.
+        """Return the value number of a node; None for a node that is never merged.
 
-        Effect edges are part of it: two reads of one memory are equal only if no write and no switch of modes lies
-        between them.
+        Effect edges are part of it: two reads of one memory are equal only if no write and no mode switch comes between
+        them.
         """
         if node.op in ("placeholder", "output"):
             return None
@@ -183,9 +188,9 @@ class _Sweep:
         return (node.op, node.target, region, *arguments, before)
 
     def _argument(self, value: Any) -> Any:
-        """An argument as something that hashes; equal for what is written alike, types and signs included."""
+        """Return an argument as a hashable value that distinguishes types and signs of zero."""
         if isinstance(value, Node):
-            return self.made[value]
+            return self.env[value]
         if isinstance(value, (tuple, list)):
             return (type(value), *map(self._argument, cast("Iterable[Any]", value)))
         if isinstance(value, dict):
@@ -202,15 +207,15 @@ class _Sweep:
         return id(value)
 
     def _may_share(self, first: Node, second: Node) -> bool:
-        """Whether two equal results may be one tensor: no caller can tell, and no value is left behind."""
+        """Whether two equal results may be one tensor: no caller can observe it, and all values stay consistent."""
         classes = self.classes
         a, b = classes.of(first), classes.of(second)
         if a == b:
-            if first in self.handed_out and second in self.handed_out:
-                return False  # two tensors over one memory, and a caller might get one tensor twice
+            if first in self.returned and second in self.returned:
+                return False  # a caller would get one tensor twice instead of two that share memory
         elif (a in self.outgoing and b in self.outgoing) or b in self.held:
             return False
-        if not self._lay_onto(first, second):
+        if not self._rebase(first, second):
             return False
         classes.join(a, b)
         joint = classes.of(first)
@@ -218,13 +223,13 @@ class _Sweep:
             self.outgoing.add(joint)
         if a in self.held:
             self.held.add(joint)
-        if second in self.handed_out:
-            self.handed_out.add(first)
+        if second in self.returned:
+            self.returned.add(first)
         return True
 
-    def _lay_onto(self, first: Node, second: Node) -> bool:
-        """Note where the values of the second lie from now on, so that views of it are views of the first."""
-        ours, theirs = self.made[first].meta.get("val"), second.meta.get("val")
+    def _rebase(self, first: Node, second: Node) -> bool:
+        """Map the storages of the second to those of the first, so that views of it are views of the first."""
+        ours, theirs = self.env[first].meta.get("val"), second.meta.get("val")
         if isinstance(ours, (tuple, list)) and isinstance(theirs, (tuple, list)):
             pairs = list(zip(cast("Sequence[Any]", ours), cast("Sequence[Any]", theirs), strict=False))
         else:

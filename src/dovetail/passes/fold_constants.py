@@ -1,4 +1,4 @@
-"""What depends on nothing but numbers, computed once."""
+"""Constant folding, and the buffers that passes add to a graph for what they compute once."""
 
 from __future__ import annotations
 
@@ -32,86 +32,86 @@ class UniqueNames:
     """Names that neither a node nor an attribute of a graph has."""
 
     def __init__(self, gm: GraphModule) -> None:
-        self._taken = {node.name for node in gm.graph.nodes}
-        self._taken.update(gm._modules, gm._parameters, gm._buffers, vars(gm), dir(type(gm)))
+        self._used = {node.name for node in gm.graph.nodes}
+        self._used.update(gm._modules, gm._parameters, gm._buffers, vars(gm), dir(type(gm)))
         self._next: dict[str, int] = {}
 
     def new(self, stem: str) -> str:
         number = self._next.get(stem, 0)
-        while (name := f"{stem}_{number}") in self._taken:
+        while (name := f"{stem}_{number}") in self._used:
             number += 1
         self._next[stem] = number + 1
-        self._taken.add(name)
+        self._used.add(name)
         return name
 
 
 class Constants:
-    """Constants on their way into a graph: buffers that move with it, and that no `state_dict` has."""
+    """Constants to be added to a graph: buffers that move with it and are not in its `state_dict`."""
 
     def __init__(self, gm: GraphModule, names: UniqueNames) -> None:
         self._gm, self._names = gm, names
-        self._made: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}
         self._derivations: list[Derivation] = []
 
     def add(self, stem: str, compute: Callable[[], Tensor]) -> str:
-        """Compute a constant now, on the numbers as they are, and return the attribute it will have."""
+        """Compute a constant now and return the name of its attribute."""
         return self.add_all([stem], lambda: (compute(),))[0]
 
     def add_all(self, stems: Sequence[str], compute: Callable[[], Sequence[Tensor]]) -> list[str]:
-        """The same for several that are computed together."""
-        # Inference tensors could not be saved for a backward later.
+        """Compute several constants together and return the names of their attributes."""
+        # Inference tensors cannot be saved for a later backward.
         with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
             values = [value.detach() for value in compute()]
         names = [self._names.new(stem) for stem in stems]
-        self._made.update(zip(names, values, strict=True))
+        self._values.update(zip(names, values, strict=True))
         return names
 
     def derive(self, stems: Sequence[str], sources: Sequence[str | None], compute: Compute) -> list[str]:
-        """Constants that are a function of weights of the graph, and are computed again where these are written."""
+        """Add constants that are a function of weights of the graph, recomputed after these are written."""
         held = {source: attribute(self._gm, source) for source in sources if source is not None}
         counters = dict.fromkeys(filter(None, map(version_sentinel, held)))
         held |= {c: value for c in counters if isinstance(value := attribute(self._gm, c), Tensor)}
         names = [self._names.new(stem) for stem in stems]
-        made = Derivation(names, sources, compute, [c for c in counters if c in held])
-        self._made.update(zip(names, made.evaluate(held), strict=True))
-        self._derivations.append(made)
+        derivation = Derivation(names, sources, compute, [c for c in counters if c in held])
+        self._values.update(zip(names, derivation.evaluate(held), strict=True))
+        self._derivations.append(derivation)
         return names
 
     def installed(self, program: Program) -> Program:
-        """The program with the constants registered on it."""
-        for name, value in self._made.items():
+        """Register the constants on a program and return it."""
+        for name, value in self._values.items():
             program.register_buffer(name, value, persistent=False)
         record_derivations(program, self._derivations)
         return program
 
 
 def record_derivations(program: Program, derivations: Sequence[Derivation]) -> None:
-    """Let a program keep some of its buffers up to date with what they are computed from."""
+    """Record that buffers of a program are recomputed when their sources are written."""
     if derivations:
         program.meta = {**program.meta, DERIVED: (*program.meta.get(DERIVED, ()), *derivations)}
 
 
 @dataclass(frozen=True)
 class Concatenated:
-    """Weights side by side, each viewed or cast as it was in the graph, and zeros of some width in between."""
+    """Concatenates weights, each viewed or cast as it was in the graph, and zeros of some width in between."""
 
     dim: int
     parts: tuple[Part, ...]
 
     def __call__(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor]:
         values = iter(source for source in sources if source is not None)
-        known = [part if isinstance(part, int) else _dressed(next(values), part) for part in self.parts]
+        known = [part if isinstance(part, int) else _apply_steps(next(values), part) for part in self.parts]
         like = next(value for value in known if isinstance(value, Tensor))
         return [torch.cat([like.new_zeros(v) if isinstance(v, int) else v for v in known], self.dim)]
 
 
 Steps = tuple[tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-"""Operators by name or functions, each with its arguments; `...` is where the value goes."""
+"""Operators by name or functions, each with its arguments; `...` stands for the value."""
 Part = int | Steps
 
 
 def chain_of(node: Node) -> tuple[str, Steps]:
-    """The attribute behind a node, and the views and casts between them."""
+    """Return the attribute that a node reads, and the views and casts between the two."""
     steps: list[Any] = []
     while node.op != "get_attr":
         args, kwargs = (map_arg(g, lambda _: cast("Any", ...)) for g in (node.args, dict(node.kwargs)))
@@ -122,7 +122,7 @@ def chain_of(node: Node) -> tuple[str, Steps]:
     return cast("str", node.target), tuple(reversed(steps))
 
 
-def _dressed(value: Tensor, steps: Steps) -> Tensor:
+def _apply_steps(value: Tensor, steps: Steps) -> Tensor:
     for target, args, kwargs in steps:
         call = overload_by_name(target) if isinstance(target, str) else target
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -131,8 +131,8 @@ def _dressed(value: Tensor, steps: Steps) -> Tensor:
     return value
 
 
-# What these give is whatever lay in memory before.
-_UNSET = frozenset(
+# Their results are uninitialized memory.
+_UNINITIALIZED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 )
 
@@ -140,12 +140,12 @@ _UNSET = frozenset(
 @checked_init()
 @dataclass(frozen=True, repr=False)
 class FoldConstants(Pass):
-    """Compute masks, positions and the like once, where they depend on nothing but numbers in the graph.
+    """Compute masks, positions and the like once, where they depend on constants of the graph only.
 
-    Needs: values, as `capture` gives them. Leaves: each as a buffer that no `state_dict` has, bit for bit what was
-    computed in every call. Not folded are parameters and buffers and what comes of them, for they may be loaded or
-    trained; what is returned or written, for every call has its own; single operations that make a tensor of numbers;
-    and results of more than `limit` bytes. `fuel` stops after so many.
+    Needs: values, as `capture` records them. Leaves: each as a buffer that is not in the `state_dict`, bit for bit equal
+    to what every call computed. Not folded are parameters, buffers and what depends on them, because they may be loaded
+    or trained; what is returned or written, because every call has its own; single operations without operands; and
+    results of more than `limit` bytes. `fuel` is the largest number of changes.
     """
 
     limit: int = 2**24
@@ -157,15 +157,15 @@ class FoldConstants(Pass):
         require_fuel(self.fuel)
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph with constants in it; the very graph it was given if nothing is constant."""
+        """Return the graph with constants folded; the input graph itself if nothing is constant."""
         with pause_gc():
             index = Index(require_graph(gm))
             index.require_order()
-            found = [node for node, reason in self._find(index) if not reason][: self.fuel]
-            return _written(index, found) if found else gm
+            constants = [node for node, reason in self._find(index) if not reason][: self.fuel]
+            return _fold(index, constants) if constants else gm
 
     def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
-        """What would be computed once, and what could be but is not."""
+        """Return what would be computed once, and what could be but is not."""
         findings: list[Finding] = []
         folded = 0
         for node, reason in self._find(Index(require_graph(gm))):
@@ -176,19 +176,19 @@ class FoldConstants(Pass):
         return tuple(findings)
 
     def _find(self, index: Index) -> Iterator[tuple[Node, str]]:
-        """Values that others need and that depend on numbers alone, in order, each with why it is not folded."""
-        known = _computable(index)
-        wanted: set[Node] = set()
-        found: list[tuple[Node, str]] = []
+        """Yield the constant values that other nodes read, in order, each with the reason why it is not folded, or ""."""
+        constant = _constant_nodes(index)
+        read: set[Node] = set()
+        candidates: list[tuple[Node, str]] = []
         for node in reversed(index.nodes):
-            if node not in known:
-                wanted.update(given for given in node.all_input_nodes if given in known)
-            elif node in wanted and node.all_input_nodes:
+            if node not in constant:
+                read.update(operand for operand in node.all_input_nodes if operand in constant)
+            elif node in read and node.all_input_nodes:
                 reason = self._why_not(node)
-                found.append((node, reason))
+                candidates.append((node, reason))
                 if reason:
-                    wanted.update(node.all_input_nodes)
-        yield from reversed(found)
+                    read.update(node.all_input_nodes)
+        yield from reversed(candidates)
 
     def _why_not(self, node: Node) -> str:
         value = cast("Tensor", node.meta["val"])
@@ -196,12 +196,12 @@ class FoldConstants(Pass):
         if size > self.limit:
             return f"it has {size} bytes, more than {self.limit}"
         if not is_dense(value):
-            return "its elements do not lie next to each other"
+            return "its elements are not dense in memory"
         return ""
 
 
-def _computable(index: Index) -> set[Node]:
-    """The nodes that could be computed now, and that nobody writes or is handed."""
+def _constant_nodes(index: Index) -> set[Node]:
+    """Return the nodes that can be computed now and are neither written nor returned."""
     effects, written = index.dependencies.effects, index.dependencies.written
     if index.dependencies.switches_modes:
         return set()
@@ -213,56 +213,52 @@ def _computable(index: Index) -> set[Node]:
         if (
             node.op == "call_function"
             and isinstance(node.target, OpOverload)
-            and op_name(node.target) not in _UNSET
-            and all(given in known for given in node.all_input_nodes)
+            and op_name(node.target) not in _UNINITIALIZED
+            and all(operand in known for operand in node.all_input_nodes)
             and effects.get(i, PURE).pure
             and i not in written
             and classes.of(node) not in outgoing
-            and _is_plain(node.meta.get("val"))
+            and _has_static_layout(node.meta.get("val"))
         ):
             known.add(node)
     return known
 
 
-def _is_plain(value: Any) -> bool:
+def _has_static_layout(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized:
         return False
     fixed = all(isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset()))
     return fixed and not value.is_complex() and value.device.type != "meta"
 
 
-def _written(index: Index, found: list[Node]) -> Program:
-    gm, folded = index.gm, set(found)
-    needed = set(found)
+def _fold(index: Index, nodes: list[Node]) -> Program:
+    gm, folded = index.gm, set(nodes)
+    needed = set(nodes)
     for node in reversed(index.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    made: dict[Node, Tensor] = {}
 
     def compute() -> list[Tensor]:
+        values: dict[Node, Tensor] = {}
         for node in index.nodes:
             if node in needed:
-                made[node] = call_with_values(node, made.__getitem__)
-        return [made[node] for node in found]
+                values[node] = call_with_values(node, values.__getitem__)
+        return [values[node] for node in nodes]
 
     constants = Constants(gm, UniqueNames(gm))
-    stems = [f"folded_{op_name(cast('OpOverload', node.target))}" for node in found]
-    names = dict(zip(found, constants.add_all(stems, compute), strict=True))
-    gone: set[Node] = set()
+    stems = [f"folded_{op_name(cast('OpOverload', node.target))}" for node in nodes]
+    names = dict(zip(nodes, constants.add_all(stems, compute), strict=True))
+    dead: set[Node] = set()
     for node in reversed(index.nodes):
-        if (
-            node in needed
-            and node not in folded
-            and all(user in gone or user in folded for user in node.users)
-        ):
-            gone.add(node)
+        if node in needed and node not in folded and all(u in dead or u in folded for u in node.users):
+            dead.add(node)
     graph = Graph(tracer_cls=gm.graph._tracer_cls)
     env: dict[Node, Node] = {}
     for node in index.nodes:
         if node in folded:
             new = env[node] = graph.create_node("get_attr", names[node], name=node.name)
             new.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
-        elif node not in gone:
+        elif node not in dead:
             env[node] = copy_node(graph, node, env.__getitem__)
     graph.set_codegen(gm.graph._codegen)
     return constants.installed(rebuild(gm, graph))

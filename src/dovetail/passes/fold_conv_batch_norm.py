@@ -1,4 +1,8 @@
-"""Batch norm with fixed statistics folded into the convolution before it."""
+"""Folding batch norm with fixed statistics into the convolution or linear layer before it.
+
+`fold_pairs` writes the graph and `folded_weights` has the arithmetic (Jacob et al., "Quantization and Training of Neural
+Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018, section 3.2); scheduling folds its chains with them.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +61,13 @@ class FoldConvBatchNorm(Pass):
     """Fold batch norm in eval mode into the weights of the convolution before it.
 
     Needs: a convolution that only the norm reads, with weights, scale and statistics that are attributes of the graph
-    and not written in it. Leaves: the convolution with a weight and a bias computed once, in buffers that no
-    `state_dict` has; the parameters stay where they are. When one of them or a statistic is written, the buffers are
-    computed again before the next call; writes that no version counter shows are noticed within
-    `weight_check_interval` calls. Gradients do not reach the parameters: for inference only.
+    and not written in it. Leaves: the convolution with a weight and a bias computed once, in buffers that are not in
+    the `state_dict`; the parameters stay. When one of them or a statistic is written, the buffers are recomputed
+    before the next call; writes that no version counter shows are detected within `weight_check_interval` calls.
+    Gradients do not reach the parameters: for inference only.
 
-    Values are equal within float tolerance: the scale is applied to the weights instead of the results. `fuel` stops
-    after so many.
+    Values are equal within float tolerance: the scale is applied to the weights instead of the results. `fuel` is the
+    largest number of changes.
     """
 
     fuel: int | None = None
@@ -72,22 +76,22 @@ class FoldConvBatchNorm(Pass):
         require_fuel(self.fuel)
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph with norms folded; the very graph it was given if there is none to fold."""
+        """Return the graph with norms folded; the input graph itself if no norm can be folded."""
         with pause_gc():
             index = Index(require_graph(gm))
             index.require_order()
-            pairs = [found for found in _find(index) if isinstance(found, FoldPair)][: self.fuel]
+            pairs = [match for match in _find(index) if isinstance(match, FoldPair)][: self.fuel]
             return fold_pairs(index, pairs) if pairs else gm
 
     def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
-        """Which norms would be folded, and why others that follow a convolution would not."""
+        """Return which norms would be folded, and why others that follow a convolution would not."""
         findings: list[Finding] = []
         folded = 0
-        for found in _find(Index(require_graph(gm))):
-            if isinstance(found, Finding):
-                findings.append(found)
+        for match in _find(Index(require_graph(gm))):
+            if isinstance(match, Finding):
+                findings.append(match)
                 continue
-            names = (found.convolution.name, found.norm.name)
+            names = (match.convolution.name, match.norm.name)
             spent = self.fuel is not None and folded >= self.fuel
             reason = f"the fuel of {self.fuel} is spent" if spent else ""
             findings.append(Finding(names, "the norm is folded into the convolution", reason))
@@ -203,12 +207,12 @@ class _Folding:
         return self.constants.installed(rebuild(gm, self.graph))
 
     def _unread(self, rewritten: set[Node]) -> set[Node]:
-        """Attributes that only what is folded reads."""
+        """Return the attributes that only folded nodes read."""
         read = {n for node in rewritten for n in node.all_input_nodes if n.op == "get_attr"}
         return {n for n in read if all(user in rewritten for user in n.users)} - self._values()
 
     def _values(self) -> set[Node]:
-        """What the convolutions are applied to, which stays whatever it is."""
+        """Return the inputs of the convolutions, which are always kept."""
         return {cast("Node", named_arguments(pair.convolution)["input"]) for pair in self.pairs}
 
     def _fold(self, pair: FoldPair) -> Node:
@@ -218,7 +222,7 @@ class _Folding:
         arguments |= {"input": self.env[cast("Node", arguments["input"])], "weight": weight, "bias": bias}
         args, kwargs = to_args_kwargs(target, arguments)
         new = self.graph.create_node("call_function", target, args, kwargs, old.name, old.type)
-        # The value is the norm's, and so is its place in memory; where it comes from is the convolution.
+        # The value and its layout are the norm's, the source location is the convolution's.
         new.meta = {**old.meta, "val": pair.result.meta["val"]}
         return new
 
@@ -262,8 +266,8 @@ class Folded:
         groups, (inputs, outputs, *kernel) = self.groups, weight.shape
         grouped = weight.reshape(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
         upright = grouped.reshape(groups * outputs, inputs // groups, *kernel)
-        made, offset = folded_weights(upright, bias, scale, shift, mean, variance, self.eps)
-        back = made.reshape(groups, outputs, inputs // groups, *kernel).transpose(1, 2)
+        folded, offset = folded_weights(upright, bias, scale, shift, mean, variance, self.eps)
+        back = folded.reshape(groups, outputs, inputs // groups, *kernel).transpose(1, 2)
         return back.reshape(weight.shape), offset
 
 
@@ -276,7 +280,7 @@ def folded_weights(
     variance: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution that does what a convolution and a norm with these numbers do."""
+    """Return the weight and bias of the convolution that computes a convolution followed by a norm."""
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
     factor = torch.rsqrt(variance.to(wide) + eps)
     if scale is not None:

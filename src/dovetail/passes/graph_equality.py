@@ -1,4 +1,4 @@
-"""Whether two graphs are the same, and whether a graph was edited: derived from the graphs, never claimed."""
+"""Graph equality: whether two graphs are the same, and whether a graph was edited in place."""
 
 from __future__ import annotations
 
@@ -8,34 +8,31 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from dovetail.ir.alias_analysis import storage_key
-from dovetail.ir.effects import declared_in
+from dovetail.ir.effects import declared_targets
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.meta_keys import REGION
-from dovetail.ir.nodes import describe
-from dovetail.ir.schema import same_number
-from dovetail.outlining.region_call import call_of
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from dovetail.ir.nodes import SYMBOLIC, storage_key, value_signature
+from dovetail.ir.schema import same_size
+from dovetail.outlining.region import call_of
 
 
 def same_graph(a: GraphModule, b: GraphModule) -> bool:
     """Whether two graphs have the same nodes, meta, bodies and state, in the same order.
 
-    Names of nodes, places of bodies and what the graph's own meta remembers of past steps are left out: a pass that
-    only renames or only keeps books has changed nothing. Linear in the number of nodes.
+    Names of nodes, attribute names of bodies and the graph's own meta are not compared: a pass that only renames or
+    records something changes nothing. Linear in the number of nodes.
     """
     if a is b:
         return True
-    if _state(a) != _state(b) or declared_in(a) != declared_in(b):
+    if _state(a) != _state(b) or declared_targets(a) != declared_targets(b):
         return False
-    seen: set[tuple[int, int]] = set()
+    compared: set[tuple[int, int]] = set()
     pairs: list[tuple[GraphModule, GraphModule]] = [(a, b)]
     while pairs:
         left, right = pairs.pop()
-        if left is right or (id(left), id(right)) in seen:
+        if left is right or (id(left), id(right)) in compared:
             continue
-        seen.add((id(left), id(right)))
+        compared.add((id(left), id(right)))
         if not _same_nodes(left, right, pairs):
             return False
     return True
@@ -51,17 +48,15 @@ def _same_nodes(a: GraphModule, b: GraphModule, pairs: list[tuple[GraphModule, G
     """Whether two node lists agree; bodies still to be compared are added to `pairs`."""
     if len(a.graph.nodes) != len(b.graph.nodes):
         return False
-    stands_for: dict[Node, Node] = {}
+    image: dict[Node, Node] = {}
     for x, y in zip(a.graph.nodes, b.graph.nodes, strict=True):
         if x.op != y.op or not _same_callee(a, b, x, y, pairs):
             return False
-        if not _same_argument(x.args, y.args, stands_for) or not _same_argument(
-            x.kwargs, y.kwargs, stands_for
-        ):
+        if not _same_argument(x.args, y.args, image) or not _same_argument(x.kwargs, y.kwargs, image):
             return False
         if not _same_meta(x.meta, y.meta):
             return False
-        stands_for[x] = y
+        image[x] = y
     return True
 
 
@@ -77,23 +72,22 @@ def _same_callee(
     return left is right and x.target == y.target
 
 
-def _same_argument(a: Any, b: Any, stands_for: Mapping[Node, Node]) -> bool:
+def _same_argument(a: Any, b: Any, image: Mapping[Node, Node]) -> bool:
     if isinstance(a, Node):
-        return stands_for.get(a) is b
+        return image.get(a) is b
     if type(a) is not type(b):
         return False
     if isinstance(a, (tuple, list)):
         left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
         return len(left) == len(right) and all(
-            _same_argument(x, y, stands_for) for x, y in zip(left, right, strict=True)
+            _same_argument(x, y, image) for x, y in zip(left, right, strict=True)
         )
     if isinstance(a, dict):
         one, other = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
-        return one.keys() == other.keys() and all(_same_argument(one[k], other[k], stands_for) for k in one)
+        return one.keys() == other.keys() and all(_same_argument(one[k], other[k], image) for k in one)
     if isinstance(a, slice):
         return all(
-            _same_argument(x, y, stands_for)
-            for x, y in ((a.start, b.start), (a.stop, b.stop), (a.step, b.step))
+            _same_argument(x, y, image) for x, y in ((a.start, b.start), (a.stop, b.stop), (a.step, b.step))
         )
     return _same_value(a, b)
 
@@ -106,7 +100,7 @@ def _same_meta(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _same_entry(key: str, a: Any, b: Any) -> bool:
     if key == REGION:
-        # Ranks and names of members say where a region came from; what it is, and its body, are compared.
+        # Ranks and names of members are history; identity, backend and body are compared.
         one, other = call_of({REGION: a}), call_of({REGION: b})
         if one is None or other is None:
             return False
@@ -120,11 +114,11 @@ def _same_value(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return describe(a) == describe(b)
+        return value_signature(a) == value_signature(b)
     if isinstance(a, float):
         return repr(a) == repr(b)  # NaN is NaN, and -0.0 is not 0.0
-    if isinstance(a, _SYMBOLS):
-        return same_number(a, b) if isinstance(a, torch.SymInt) else str(a) == str(b)
+    if isinstance(a, SYMBOLIC):
+        return same_size(a, b) if isinstance(a, torch.SymInt) else str(a) == str(b)
     if isinstance(a, (tuple, list)):
         left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
         return len(left) == len(right) and all(_same_value(x, y) for x, y in zip(left, right, strict=True))
@@ -133,19 +127,19 @@ def _same_value(a: Any, b: Any) -> bool:
         return one.keys() == other.keys() and all(_same_value(one[k], other[k]) for k in one)
     try:
         return bool(a == b)
-    except Exception:  # what another tool keeps in meta may refuse to be compared
+    except Exception:  # values that other tools store in meta may not support comparison
         return False
 
 
 class Snapshot:
-    """A graph as an object at one moment: its very nodes, what is on them, and the state it owns."""
+    """The identity of a graph at one moment: its nodes, what they refer to, and the state it owns."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
         self._facts = list(_facts(gm))
 
     def edited(self) -> str | None:
-        """What was edited since, in a few words; None if nothing was."""
+        """Return what was edited since, in a few words; None if nothing was."""
         now = _facts(self._gm)
         for old in self._facts:
             new = next(now, None)
@@ -159,21 +153,21 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _facts(gm: GraphModule) -> Iterator[tuple[Any, ...]]:
-    """One tuple for each thing that a pass must not touch, the same item by item while it is untouched."""
+    """Yield a tuple for each thing that a pass must not edit, equal item by item while it is not edited."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                filed = node.meta.values()
-                # What is filed is told by identity, and where more can be filed in it, by how much that is.
-                sizes = [len(cast("Any", v)) for v in filed if isinstance(v, (list, dict))]
-                yield (node, node.name, node.op, node.target, node.args, node.kwargs, *filed, *sizes)
+                values = node.meta.values()
+                # Values are compared by identity, containers by their size as well.
+                sizes = [len(cast("Any", v)) for v in values if isinstance(v, (list, dict))]
+                yield (node, node.name, node.op, node.target, node.args, node.kwargs, *values, *sizes)
             yield ("its signature", module.graph._codegen)
             yield ("its meta", *module.meta.values())
         yield ("its mode", module.training)
         yield ("a sub-module", *module._modules.values())
-        plain = [v for v in module.__dict__.values() if isinstance(v, torch.Tensor)]
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
+        unregistered = [v for v in module.__dict__.values() if isinstance(v, torch.Tensor)]
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *unregistered):
             if tensor is not None:
-                # The version is raised by every write in place, but not by putting other memory behind a tensor.
+                # Every write in place raises the version, but replacing the storage does not.
                 version = 0 if tensor.is_inference() else tensor._version
                 yield ("its state", tensor, version, storage_key(tensor))

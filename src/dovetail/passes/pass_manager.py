@@ -1,4 +1,4 @@
-"""What a pass is: a value that takes a graph and returns a graph."""
+"""Passes and pipelines: steps from graph to graph, run in order, checked, traced and dumped."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, InvalidGraph, PassError, checked_init
-from dovetail.ir.graph_module import require_graph, without_collector
+from dovetail.ir.graph_module import pause_gc, require_graph
 from dovetail.ir.op_traits import qualified_name
 from dovetail.ir.printer import text
 from dovetail.ir.verifier import check as check_graph
-from dovetail.outlining.region_call import call_of
+from dovetail.outlining.region import call_of
 from dovetail.passes.graph_equality import Snapshot, same_graph
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a pass makes of one place in a graph: it changes it, or it has a reason not to.
+    """What a pass does at one place in a graph, or the reason why it leaves it unchanged.
 
-    `nodes` are the names of the operations it is about. `reason` is empty where it changes them.
+    `nodes` are the names of the operations concerned. `reason` is empty if the pass changes them.
     """
 
     nodes: tuple[str, ...]
@@ -46,21 +46,21 @@ class Finding:
 class Pass(ABC):
     """A step from graph to graph, as a value: its fields are its options, so it prints and compares by them.
 
-    Write one as a frozen dataclass with a `run`. A pass never edits the graph it is given; it may return that very
-    graph where there is nothing to do. Calling a pass checks both.
+    Write one as a frozen dataclass with a `run`. A pass never edits its input graph; it may return that graph itself
+    if there is nothing to do. Calling a pass checks both.
     """
 
     @property
     def name(self) -> str:
-        """What records and errors call it."""
+        """The name in records and errors."""
         return type(self).__name__
 
     @abstractmethod
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph that comes of `gm`, which is left as it is. Called through `__call__`."""
+        """Return the new graph; `gm` is not changed. Called through `__call__`."""
 
     def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
-        """What the pass would change in `gm` and what it would leave alone, with reasons, as far as it tells."""
+        """Return what the pass would change in `gm` and what it would leave unchanged, with reasons; empty by default."""
         return ()
 
     def __call__(self, gm: GraphModule) -> GraphModule:
@@ -71,9 +71,9 @@ class Pass(ABC):
 
 
 def apply(step: Pass, gm: GraphModule) -> tuple[GraphModule, float]:
-    """Run one pass: what it returned, and the seconds that took. PassError if it did not keep to the rules."""
+    """Run one pass; return its graph and the seconds it took. Raise PassError if it breaks the contract of `Pass`."""
     require_graph(gm)
-    with without_collector():
+    with pause_gc():
         before = Snapshot(gm)
     start = time.perf_counter()
     new: object = step.run(gm)
@@ -82,7 +82,7 @@ def apply(step: Pass, gm: GraphModule) -> tuple[GraphModule, float]:
         raise PassError(
             step.name, f"returned {type(new).__name__} instead of a GraphModule; let `run` return one"
         )
-    with without_collector():
+    with pause_gc():
         edited = before.edited()
     if edited is not None:
         raise PassError(
@@ -99,7 +99,7 @@ def require_fuel(fuel: object) -> None:
 
 
 def _options(step: Pass) -> list[str]:
-    """The fields that differ from their defaults, as they would be written."""
+    """Return the fields that differ from their defaults, as keyword arguments."""
     return [
         f"{field.name}={shown(value)}"
         for field in dataclasses.fields(step)
@@ -116,21 +116,20 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """An option as text; functions by name, since where they lie in memory says nothing."""
+    """Return an option as text; functions by name, without their address."""
     if isinstance(value, (tuple, list)):
         items = [shown(v) for v in cast("list[object]", value)]
         if isinstance(value, list):
             return f"[{', '.join(items)}]"
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    written = repr(value)
-    if " at 0x" in written and isinstance(value, Callable):
-        return qualified_name(value)
-    return written
+    shown_value = repr(value)
+    is_function = " at 0x" in shown_value and isinstance(value, Callable)
+    return qualified_name(value) if is_function else shown_value
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pass as it ran. `place` is where it stands in the pipeline, counted from 1, with the rounds it is in."""
+    """The record of one pass that ran. `place` is its place in the pipeline, counted from 1, with its rounds."""
 
     number: int
     place: str
@@ -148,7 +147,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What came of a pipeline, and how. `str()` is a table with a row for each pass."""
+    """The result of a pipeline and the record of its steps. `str()` is a table with a row for each pass."""
 
     graph: GraphModule = field(repr=False)
     steps: tuple[Step, ...]
@@ -160,7 +159,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """What the passes took together, checks and dumps aside."""
+        """The time of all passes, without checks and dumps."""
         return sum(step.seconds for step in self.steps)
 
     def __str__(self) -> str:
@@ -187,16 +186,16 @@ def _from_to(counts: tuple[int, int]) -> str:
     return str(before) if before == after else f"{before} -> {after}"
 
 
-# A set of passes that is still not done then will hardly ever be.
-_ENDLESS = 100
+# After so many rounds without a fixed point, the passes are assumed to undo each other.
+_MOST_ROUNDS = 100
 
-# What `dump` calls its files.
-_DUMPED = re.compile(r"\d{3,}_[\w-]+\.txt")
+# The names of the files that `dump` writes.
+_DUMP_FILE = re.compile(r"\d{3,}_[\w-]+\.txt")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a pass stands: its number, and those of the pipelines around it, and the rounds it is in."""
+    """The place of a pass: its number, those of the pipelines around it, and the rounds it is in."""
 
     numbers: tuple[int, ...] = ()
     rounds: tuple[int, ...] = ()
@@ -216,25 +215,25 @@ Leaf = Callable[[Pass, GraphModule, Place], GraphModule]
 
 
 class Watcher:
-    """Is shown every pass as it runs; this one looks away."""
+    """Callbacks for every pass that runs; the base class does nothing."""
 
     def started(self, step: Pass, place: Place) -> None:
-        """A pass is about to run."""
+        """Called before a pass runs."""
 
     def finished(self, step: Pass, row: Step, before: GraphModule, after: GraphModule) -> None:
-        """A pass has run."""
+        """Called after a pass has run."""
 
 
 @dataclass(frozen=True)
 class Composite(Pass):
-    """A pass made of passes. What it does is said in terms of them, so that each is recorded by itself."""
+    """A pass made of passes, each of which is recorded by itself."""
 
     @abstractmethod
     def walk(self, gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:
         """Run the parts in order through `leaf`."""
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph after all of its passes."""
+        """Return the graph after all of its passes."""
         return trace(self, gm).graph
 
     def __call__(
@@ -253,7 +252,8 @@ class Composite(Pass):
         """Run it and record each pass: time, nodes and regions before and after, and whether it changed anything.
 
         With `check` the graph is checked first and after every pass. With `dump` the text of each step is written to
-        a folder, numbered, in place of what an earlier run wrote there. With `explain` each pass also tells what it left alone and why.
+        a folder, numbered, replacing the files of an earlier run. With `explain` the findings of each pass are
+        recorded, too.
         """
         return trace(self, gm, check=check, dump=dump, explain=explain)
 
@@ -263,7 +263,7 @@ class Composite(Pass):
 class Pipeline(Composite):
     """Passes one after the other; itself a pass, so pipelines nest.
 
-    Equal if its passes are; `passes` is a tuple, so a pipeline can be taken apart and put together anew.
+    Pipelines are equal if their passes are; `passes` is a tuple, from which another pipeline can be built.
     """
 
     passes: tuple[Pass, ...] = ()
@@ -288,10 +288,10 @@ class Pipeline(Composite):
 @checked_init()
 @dataclass(frozen=True, repr=False, init=False)
 class Repeat(Composite):
-    """Passes over and over, until a round leaves the graph as it found it.
+    """Passes repeated until a round does not change the graph.
 
-    `most` stops earlier; without it, a graph that still changes after a hundred rounds is a PassError. With
-    `until_unchanged=False` there are `most` rounds, whatever they do.
+    `most` limits the rounds; without it, a graph that still changes after a hundred rounds raises a PassError. With
+    `until_unchanged=False` there are exactly `most` rounds.
     """
 
     passes: tuple[Pass, ...] = ()
@@ -305,14 +305,17 @@ class Repeat(Composite):
             raise InvalidArgument(f"Repeat: most={most!r}: give the number of rounds, 1 and more, or None.")
         if not until_unchanged and most is None:
             raise InvalidArgument("Repeat: until_unchanged=False needs `most`, the number of rounds.")
-        flat = [p for given in passes for p in ([given] if isinstance(given, Pass) else _listed(given))]
+        flat: list[Any] = []
+        for item in passes:
+            is_group = isinstance(item, Iterable) and not isinstance(item, (str, Pass))
+            flat += cast("Iterable[Pass]", item) if is_group else [item]
         object.__setattr__(self, "passes", as_passes(flat, "Repeat"))
         object.__setattr__(self, "until_unchanged", until_unchanged)
         object.__setattr__(self, "most", most)
 
     def walk(self, gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:
         """Run rounds of the passes through `leaf`."""
-        for number in range(1, (self.most or _ENDLESS) + 1):
+        for number in range(1, (self.most or _MOST_ROUNDS) + 1):
             before = gm
             gm = _in_order(self.passes, gm, leaf, place.in_round(number))
             if self.until_unchanged and same_graph(before, gm):
@@ -320,7 +323,7 @@ class Repeat(Composite):
         if self.most is None:
             raise PassError(
                 self.name,
-                f"still changes the graph after {_ENDLESS} rounds; its passes undo each other, or give `most`",
+                f"still changes the graph after {_MOST_ROUNDS} rounds; its passes undo each other, or give `most`",
             )
         return gm
 
@@ -330,23 +333,17 @@ class Repeat(Composite):
         return f"Repeat({', '.join([*map(repr, self.passes), *options])})"
 
 
-def _listed(passes: object) -> list[Pass]:
-    if isinstance(passes, Iterable) and not isinstance(passes, str):
-        return list(cast("Iterable[Pass]", passes))
-    return [cast("Pass", passes)]
-
-
 def as_passes(passes: Iterable[Pass], owner: str) -> tuple[Pass, ...]:
-    """The passes as a tuple, or InvalidArgument saying which of them is none."""
+    """Return the passes as a tuple; raise InvalidArgument naming the first item that is not a pass."""
     if isinstance(passes, Pass) or not isinstance(passes, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"{owner} takes a list of passes, got {type(passes).__name__}.")
-    listed = tuple(passes)
-    for i, step in enumerate(listed):
+    steps = tuple(passes)
+    for i, step in enumerate(steps):
         if not isinstance(step, Pass):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(
-                f"{owner}: number {i + 1} is {step!r}, which is no Pass; `Cleanup()` makes one, `Cleanup` is a class."
+                f"{owner}: number {i + 1} is {step!r}, which is not a Pass; `Cleanup()` makes one, `Cleanup` is a class."
             )
-    return listed
+    return steps
 
 
 def _in_order(passes: tuple[Pass, ...], gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:
@@ -365,7 +362,7 @@ def trace(
     explain: bool = False,
     watcher: Watcher | None = None,
 ) -> Run:
-    """Run a pipeline and record each pass; the watcher is shown every step with the graph before and after it."""
+    """Run a pipeline and record each pass; the watcher is called with every step and the graph before and after it."""
     require_graph(gm)
     runner = _Runner(check, _as_folder(dump), explain, watcher or Watcher())
     runner.begin(gm)
@@ -414,12 +411,12 @@ class _Runner:
         return new
 
     def _write(self, name: str, gm: GraphModule) -> None:
-        plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
-        (cast("Path", self.dump) / f"{len(self.steps):03}_{plain}.txt").write_text(text(gm))
+        stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+        (cast("Path", self.dump) / f"{len(self.steps):03}_{stem}.txt").write_text(text(gm))
 
 
 def _as_folder(dump: object) -> Path | None:
-    """The folder to write to, made if need be; what an earlier run has left there is taken away."""
+    """Return the folder to write to, created if necessary, without the files of an earlier run."""
     if dump is None:
         return None
     if not isinstance(dump, (str, Path)):
@@ -428,7 +425,7 @@ def _as_folder(dump: object) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
-            if _DUMPED.fullmatch(old.name) and old.is_file() and old.read_bytes().startswith(b"graph:"):
+            if _DUMP_FILE.fullmatch(old.name) and old.is_file() and old.read_bytes().startswith(b"graph:"):
                 old.unlink()
     except OSError as error:
         raise InvalidArgument(f"dump: '{folder}' cannot be a folder to write to: {error}.") from error

@@ -1,4 +1,4 @@
-"""Fusion by rules, as a pass."""
+"""Fusing, outlining and inlining as passes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from dovetail.fusion.fuse import (
     require_priorities,
 )
 from dovetail.outlining.inline import inline
-from dovetail.outlining.outline import outline
+from dovetail.outlining.outline import Request, outline
 from dovetail.outlining.region import regions
-from dovetail.outlining.request import Request
 from dovetail.passes.pass_manager import Pass
 from dovetail.rules.rule import Limits, Rule, RuleSet, as_rules
 
@@ -29,10 +28,10 @@ from dovetail.rules.rule import Limits, Rule, RuleSet, as_rules
 @checked_init(strict="on_error='raise'")
 @dataclass(frozen=True, repr=False)
 class Fuse(Pass):
-    """Make regions of what the rules ask for, as `dovetail.fuse` does; its options are the same.
+    """Make regions of the candidates of rules, as `dovetail.fuse` does; its options are the same.
 
     Needs: nothing. Leaves: regions, values equal bit for bit, and the ledger in the graph, which `dovetail.explain`
-    reads. Bad options are refused when the pass is made, as far as that can be told without a graph.
+    reads. Invalid options are refused when the pass is constructed, as far as they can be checked without a graph.
     """
 
     rules: Rule | RuleSet | Iterable[Any] | None = None
@@ -62,7 +61,7 @@ class Fuse(Pass):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph with what the rules asked for as regions."""
+        """Return the fused graph."""
         return fuse(
             gm,
             self.rules,
@@ -77,20 +76,20 @@ class Fuse(Pass):
         )
 
 
-def _frozen(given: Any) -> Any:
-    """Lists as tuples, also those inside, so that a pass can be hashed."""
-    if not isinstance(given, (list, tuple, set, frozenset)):
-        return given
-    return tuple(_frozen(one) for one in cast("list[Any]", given))
+def _frozen(value: Any) -> Any:
+    """Return nested lists as tuples, so that a pass can be hashed."""
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    return tuple(_frozen(one) for one in cast("list[Any]", value))
 
 
 @checked_init()
 @dataclass(frozen=True, repr=False)
 class Inline(Pass):
-    """Open regions: all, the one called `region`, or all of a `kind`, as `dovetail.inline` does.
+    """Inline regions: all, the one named `region`, or all of a `kind`, as `dovetail.inline` does.
 
-    Needs: nothing; a graph without regions, or with none of the kind, stays as it is, so that it can be repeated. A
-    `region` that is not there is an error. Leaves: the operations where they stood, under their names.
+    Needs: nothing; a graph without such regions is not changed, so that the pass can be repeated. A `region` that does
+    not exist is an error. Leaves: the operations in their original places, under their names.
     """
 
     region: str | None = None
@@ -98,7 +97,7 @@ class Inline(Pass):
     depth: int | None = None
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph with the regions opened; the very graph it was given if there are none."""
+        """Return the graph with the regions inlined; the input graph itself if it has no such region."""
         if self.region is None and not regions(gm, kind=self.kind, nested=self.kind is not None):
             return gm
         return inline(gm, self.region, kind=self.kind, depth=self.depth)
@@ -107,16 +106,20 @@ class Inline(Pass):
 @checked_init()
 @dataclass(frozen=True, repr=False, init=False)
 class Outline(Pass):
-    """Make the regions that are asked for, all in one sweep, as `dovetail.outline` does.
+    """Outline the requested regions, all at once, as `dovetail.outline` does.
 
-    Needs: operations by name, for a node belongs to one graph only. Leaves: a call of each region where its
-    operations stood. A request that cannot be met raises, and nothing has changed.
+    Needs: operations by name, because a node belongs to one graph only. Leaves: a call of each region in place of its
+    operations. A request that cannot be met raises, and nothing is changed.
     """
 
     requests: tuple[Request, ...] = ()
 
     def __init__(self, *requests: Request | Iterable[Request]) -> None:
-        flat = [r for given in requests for r in ([given] if isinstance(given, Request) else _listed(given))]
+        flat: list[Request] = []
+        for item in requests:
+            if not isinstance(item, (Request, Iterable)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InvalidArgument(f"Outline takes requests, not {type(item).__name__}.")
+            flat += [item] if isinstance(item, Request) else item
         for request in flat:
             if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InvalidArgument(f"Outline takes requests, not {type(request).__name__}.")
@@ -129,11 +132,5 @@ class Outline(Pass):
         object.__setattr__(self, "requests", tuple(flat))
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph with the regions made."""
+        """Return the graph with the regions outlined."""
         return outline(gm, list(self.requests))
-
-
-def _listed(requests: object) -> list[Request]:
-    if not isinstance(requests, Iterable):
-        raise InvalidArgument(f"Outline takes requests, not {type(requests).__name__}.")
-    return list(requests)

@@ -1,4 +1,14 @@
-"""Sibling products as one wider product."""
+"""`MergeParallel`: sibling products as one wider product, and the rewriting of the graph.
+
+Horizontal fusion of matrix products: products that read the same value and agree in everything but their width become
+one product of the concatenated weights, whose result is split. Siblings are grouped by the value they read and by their
+options (`products`); elementwise operations that follow every branch alike are lifted above the split
+(`sibling_groups`); values, strides and copies are decided by running the operators on fake tensors (`merge_plan`); and
+the graph is written once. Each step is linear in the operations concerned, apart from a heap ordered by position.
+
+Reference: Li et al., "Automatic Horizontal Fusion for GPU Kernels", CGO 2022; TASO's "merge parallel" substitutions
+(Jia et al., SOSP 2019).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +23,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import Program, copy_node, rebuild, require_graph, without_collector
-from dovetail.ir.schema import by_name, op_name
-from dovetail.ir.shape_prop import fake_mode, inferring
+from dovetail.ir.graph_module import Program, copy_node, pause_gc, rebuild, require_graph
+from dovetail.ir.schema import named_arguments, op_name
+from dovetail.ir.shape_prop import fake_inference, fake_mode
 from dovetail.outlining.bodies import common_module_stack
 from dovetail.passes.fold_constants import Concatenated, Constants, UniqueNames, chain_of
 from dovetail.passes.merge_parallel.merge_plan import Guard, Joint, MergePlan, make_plan, pays
@@ -28,8 +38,8 @@ _NAMES = {"_native_batch_norm_legit_no_training": "batch_norm"}
 
 
 def write_plan(index: Index, plan: MergePlan, *, materialise: bool) -> Program:
-    """A graph in which each planned group is one product, and everything else is as it was."""
-    with inferring(fake_mode(index.nodes)):
+    """Return a graph in which each planned group is one product, all else unchanged."""
+    with fake_inference(fake_mode(index.nodes)):
         return _MergeRewriter(index, plan, materialise).write()
 
 
@@ -63,7 +73,7 @@ class _MergeRewriter:
         return new
 
     def _fetch(self, node: Node) -> Node:
-        """A node on the new graph; a parameter that stands later in the listing is written now."""
+        """Return the image of a node in the new graph; a parameter that comes later is written now."""
         chain: list[Node] = []
         while node not in self.env:
             chain.append(node)
@@ -75,17 +85,17 @@ class _MergeRewriter:
         return self.env[chain[0] if chain else node]
 
     def _joint(self, joint: Joint) -> None:
-        made: list[Node] = []
+        rows: list[Node] = []
         for number, row in enumerate(joint.group.rows):
             self.about = row.operations
             self.stem = f"merged_{_NAMES.get(name := op_name(row.operations[0].target), name)}"
             if number == 0:
                 args, kwargs = product_arguments(joint.group, self._fetch, self._joined)
             else:
-                args, kwargs = row_arguments(row, made.__getitem__, self._fetch, self._joined)
-            made.append(self._operation(joint, number, row, args, kwargs))
+                args, kwargs = row_arguments(row, rows.__getitem__, self._fetch, self._joined)
+            rows.append(self._operation(joint, number, row, args, kwargs))
             if number in joint.slices:
-                self._slice(joint, number, row, made[-1])
+                self._slice(joint, number, row, rows[-1])
 
     def _operation(self, joint: Joint, number: int, row: Row, args: Any, kwargs: Any) -> Node:
         value = joint.tuples[number] if row.inner else joint.values[number]
@@ -101,35 +111,35 @@ class _MergeRewriter:
         for branch, cut in joint.slices[number].items():
             node = row.nodes[branch]
             if cut.copied is None:
-                self.env[node] = self._stand_in(node, operator.getitem, (parts, branch), {}, cut.value)
+                self.env[node] = self._replacement(node, operator.getitem, (parts, branch), {}, cut.value)
                 continue
             self.about = (node,)
             part = self._call("merged_part", operator.getitem, (parts, branch), {}, cut.value)
             options = {"memory_format": cut.copied}
-            self.env[node] = self._stand_in(node, _aten.clone.default, (part,), options, cut.copy)
+            self.env[node] = self._replacement(node, _aten.clone.default, (part,), options, cut.copy)
 
-    def _stand_in(self, node: Node, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
-        """A node that has the name and the meta of the one whose value it is."""
+    def _replacement(self, node: Node, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
+        """Return a node with the name and the meta of the one that it replaces."""
         new = self.graph.create_node("call_function", target, args, kwargs, node.name, node.type)
         new.meta = {**node.meta, "val": value}
         return new
 
     def _joined(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Node:
-        """Parameters side by side, as a node: concatenated at each call, or once and for all."""
+        """Return a node for the concatenated parameters: computed at each call, or once."""
         fixed = all(isinstance(p, Missing) or source_of(p).op == "get_attr" for p in parts)
         given = [p for p in parts if isinstance(p, Node)]
         self.parts_used += given
         if self.materialise and fixed:
             return self._constant(parts, dim, role)
-        swaps = [_swapped(p) for p in given]
+        swaps = [_untransposed(p) for p in given]
         if len(given) == len(parts) and all(s is not None for s in swaps):
             inner = self._joined([cast("Node", s) for s in swaps], 1 - dim, role)
-            return self._dressed(given[0], inner)
+            return self._transposed(given[0], inner)
         nodes = [self._zeros(p) if isinstance(p, Missing) else self._fetch(p) for p in parts]
         value = torch.cat([n.meta["val"] for n in nodes], dim)
         return self._call(f"{self.stem}_{role}", _aten.cat.default, (nodes, dim), {}, value)
 
-    def _dressed(self, like: Node, inner: Node) -> Node:
+    def _transposed(self, like: Node, inner: Node) -> Node:
         args = (inner, *like.args[1:])
         value = cast("Any", like.target)(inner.meta["val"], *like.args[1:], **like.kwargs)
         return self._call(f"{self.stem}_turned", like.target, args, dict(like.kwargs), value)
@@ -137,11 +147,11 @@ class _MergeRewriter:
     def _zeros(self, missing: Missing) -> Node:
         options = {"dtype": missing.like.dtype, "device": missing.like.device}
         return self._call(
-            f"{self.stem}_zeros", _aten.zeros.default, ([missing.width],), options, missing.made()
+            f"{self.stem}_zeros", _aten.zeros.default, ([missing.width],), options, missing.zeros()
         )
 
     def _constant(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Node:
-        value = torch.cat([p.made() if isinstance(p, Missing) else p.meta["val"] for p in parts], dim)
+        value = torch.cat([p.zeros() if isinstance(p, Missing) else p.meta["val"] for p in parts], dim)
 
         given = [p.width if isinstance(p, Missing) else chain_of(p)[1] for p in parts]
         sources = [chain_of(p)[0] for p in parts if isinstance(p, Node)]
@@ -151,7 +161,7 @@ class _MergeRewriter:
         return new
 
     def _call(self, stem: str, target: Any, args: Any, kwargs: dict[str, Any], value: Any) -> Node:
-        """A new node with the meta that the operations it stands for have in common."""
+        """Return a new node with the meta that the operations it replaces have in common."""
         new = self.graph.create_node("call_function", target, args, kwargs, self.names.new(stem))
         new.meta["val"] = value
         traces = [t for node in self.about if (t := node.meta.get("stack_trace"))]
@@ -163,7 +173,7 @@ class _MergeRewriter:
         return new
 
     def _drop_unused(self) -> None:
-        """Take away what only led to the products, views of parameters and the fetching of them."""
+        """Remove parameters and views of them that only the merged products read."""
         for node in self.parts_used:
             at: Node | None = node
             while at is not None and at.op != "placeholder":
@@ -174,14 +184,14 @@ class _MergeRewriter:
                 at = at.all_input_nodes[0] if at.all_input_nodes else None
 
 
-def _swapped(node: Node) -> Node | None:
-    """The matrix that a node is the transpose of."""
+def _untransposed(node: Node) -> Node | None:
+    """Return the matrix that a node is the transpose of, None if it is not a transpose."""
     if node.op != "call_function" or not isinstance(node.args[0], Node):
         return None
     value = node.args[0].meta.get("val")
     if not isinstance(value, Tensor) or value.dim() != 2:
         return None
-    name, arguments = op_name(node.target), by_name(node)
+    name, arguments = op_name(node.target), named_arguments(node)
     if name == "t":
         return node.args[0]
     if name == "transpose" and {arguments.get("dim0"), arguments.get("dim1")} in ({0, 1}, {-1, -2}):
@@ -197,23 +207,23 @@ class MergeParallel(Pass):
     """Run sibling linears or convolutions as one wider product.
 
     Needs: a graph with values, and products that read the same value and agree in everything but their width; their
-    weights are parameters, buffers, constants or inputs. Operations of a region are not touched. Run `Cleanup` first
-    where the shared value may be computed twice.
+    weights are parameters, buffers, constants or inputs. Operations of a region are not changed. Run `Cleanup` first
+    if the shared value may be computed twice.
 
-    Leaves: one product of the joined weights, and each result as a slice of it. What follows every branch alike and
-    works column by column (activations, batch norm in eval mode, a scale for each column) is done before slicing. A
-    slice is copied where it must be memory of its own: returned, written, read by a region. Values are equal within
-    float tolerance, not bit for bit: a wider product may sum in another order.
+    Leaves: one product of the concatenated weights, and each result as a slice of it. Operations that follow every
+    branch alike and work column by column (activations, batch norm in eval mode, a scale for each column) run before
+    slicing. A slice is copied if it must have its own memory: returned, written, read by a region. Values are equal
+    within float tolerance, not bit for bit: a wider product may sum in another order.
 
-    Weights are joined by a `cat` in the graph, so parameters, `state_dict` and training stay as they are, and the
-    joining is paid at each call. Frozen weights are not joined with trained ones. A branch that no loss reaches gets
-    gradients of zero where it had none. With `materialise` weights are joined once, into buffers that no `state_dict`
-    has: the way to go for inference, where reading the weights is what costs. They are joined again before the next
-    call when a weight was written, and within `weight_check_interval` calls where no version counter shows it;
-    gradients do not reach the parameters.
+    Weights are concatenated by a `cat` in the graph at each call, so parameters, `state_dict` and training are not
+    affected. Frozen weights are not joined with trained ones. A branch that no loss reaches gets gradients of zero
+    instead of none. With `materialise` weights are joined once, into buffers that are not in the `state_dict`: for
+    inference, where the cost is reading the weights. They are joined again before the next call after a weight was
+    written, and within `weight_check_interval` calls if no version counter shows it; gradients do not reach the
+    parameters.
 
-    `guard` is shown the branches (`Branch`) and returns None or a `Decline`; None for no guard. The default, `pays`,
-    declines what is clearly no gain. `fuel` stops after so many merges.
+    `guard` takes the branches (`Branch`) and returns None or a `Decline`; None for no guard. The default, `pays`,
+    declines where merging clearly saves nothing. `fuel` is the largest number of merges.
     """
 
     min_branches: int = 2
@@ -230,15 +240,15 @@ class MergeParallel(Pass):
         require_fuel(self.fuel)
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph with sibling products merged; the very graph it was given if there are none."""
-        with without_collector():
+        """Return the graph with sibling products merged; the input graph itself if it has no such products."""
+        with pause_gc():
             index = Index(require_graph(gm))
             index.require_order()
             plan = self._plan(index)
             return write_plan(index, plan, materialise=self.materialise) if plan.joints else gm
 
     def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
-        """Which products would be merged, and why others that read the same value would not."""
+        """Return which products would be merged, and why others that read the same value would not."""
         return tuple(self._plan(Index(require_graph(gm))).findings)
 
     def _plan(self, index: Index) -> MergePlan:

@@ -1,4 +1,4 @@
-"""Everything that is decided before a joint product is written: which groups, their values, and where copies stay."""
+"""The plan of `MergeParallel`: which groups are merged, their values, and where slices are copied."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.fx import Node
 from dovetail.errors import PassError
 from dovetail.ir.dependencies import Index
 from dovetail.ir.effects import PURE
-from dovetail.ir.nodes import nbytes
+from dovetail.ir.nodes import nbytes, storage_keys
 from dovetail.ir.op_traits import target_name
 from dovetail.ir.schema import same_geometry
-from dovetail.ir.shape_prop import fake_mode, inferring, run_on, same_form, storage_keys
+from dovetail.ir.shape_prop import call_with_values, fake_inference, fake_mode, same_layout
 from dovetail.passes.merge_parallel.products import (
     WRITTEN_BEFORE,
     Product,
@@ -50,9 +50,9 @@ _TOO_MUCH_TO_JOIN = 16 * 2**20
 class Branch:
     """One of the products to be merged, by its sizes: `rows` × `depth` times `depth` × `width`.
 
-    For a convolution `rows` are the positions it computes and `depth` is what each sums over. Symbolic sizes are
-    given by their hints, None where there is none. `each_call` says whether its weight, of `weight_bytes`, will be
-    joined with the others at each call, and not once.
+    For a convolution `rows` are the positions it computes and `depth` is the number of terms of each. Symbolic sizes
+    are given by their hints, None if they have none. `each_call` is whether its weight, of `weight_bytes`, will be
+    joined with the others at each call instead of once.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Branch:
 
     @property
     def work(self) -> int | None:
-        """How many multiplications it takes."""
+        """The number of multiplications."""
         if self.rows is None or self.depth is None:
             return None
         return self.rows * self.depth * self.width
@@ -77,7 +77,7 @@ Guard = Callable[[Sequence[Branch]], Decline | None]
 
 
 def pays(branches: Sequence[Branch]) -> Decline | None:
-    """Decline only where merging clearly saves nothing: products that fill a device alone, or too much to join.
+    """Decline where merging clearly saves nothing: products that each fill a device, or too many bytes to join.
 
     Merging saves launches and reads the shared value once. On an H200, q, k and v of a width of 2048 take a third of
     their time as one product with 16 rows, half with 512 and nine tenths with 2048; gate and up six and nine tenths
@@ -86,7 +86,7 @@ def pays(branches: Sequence[Branch]) -> Decline | None:
     """
     work = [branch.work for branch in branches]
     if all(amount is not None and amount >= _FILLS_A_DEVICE for amount in work):
-        return Decline("each product is large enough by itself: merging them saves nothing to speak of")
+        return Decline("each product is large enough by itself: merging them saves almost nothing")
     joined = sum(branch.weight_bytes or 0 for branch in branches if branch.each_call)
     if joined > _TOO_MUCH_TO_JOIN:
         return Decline(
@@ -103,7 +103,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 class Slice:
     """One branch's part of a joint value.
 
-    Where the part must be memory of its own, `copied` says in which format, and `copy` is the value of the copy.
+    If the part must have its own memory, `copied` is the memory format of the copy and `copy` its value.
     """
 
     value: Any
@@ -113,10 +113,10 @@ class Slice:
 
 @dataclass
 class Joint:
-    """A group with what was worked out for each of its rows.
+    """A group with the values of each of its rows.
 
-    `values` are the joint ones, `tuples` those of operations that return several, `parts` what splitting gives, and
-    `slices` what is taken of that, by branch.
+    `values` are the joint ones, `tuples` those of operations that return a tuple, `parts` the results of the split, and
+    `slices` the parts that are used, by branch.
     """
 
     group: SiblingGroup
@@ -128,7 +128,7 @@ class Joint:
 
 @dataclass
 class MergePlan:
-    """What is to be merged, and what was looked at and left alone. `values` are those that change downstream."""
+    """The groups to merge, and the findings about all candidates. `values` are those that change downstream."""
 
     joints: list[Joint] = field(default_factory=list[Joint])
     findings: list[Finding] = field(default_factory=list[Finding])
@@ -138,23 +138,23 @@ class MergePlan:
 def make_plan(
     index: Index, *, min_branches: int, guard: Guard | None, fuel: int | None, materialise: bool
 ) -> MergePlan:
-    """Decide everything; the graph is only looked at."""
+    """Return the plan; the graph is not changed."""
     planner = _Planner(index, guard, materialise)
-    with inferring(fake_mode(index.nodes)):
+    with fake_inference(fake_mode(index.nodes)):
         for candidates in _siblings(index):
             planner.consider(candidates, min_branches, fuel)
     return planner.plan
 
 
 def _siblings(index: Index) -> list[list[int]]:
-    """Positions of products that read the same value, by the place of the first; only those that are not alone."""
-    found: dict[Node, list[int]] = {}
+    """Return the positions of products that read the same value, in groups of two or more, by the first position."""
+    readers: dict[Node, list[int]] = {}
     for i, node in enumerate(index.nodes):
         if is_product(node) and node.users:
             value = value_read(node)
             if value is not None:
-                found.setdefault(value, []).append(i)
-    return [positions for positions in found.values() if len(positions) > 1]
+                readers.setdefault(value, []).append(i)
+    return [positions for positions in readers.values() if len(positions) > 1]
 
 
 class _Planner:
@@ -165,7 +165,7 @@ class _Planner:
         self.trial: dict[Node, Any] = {}
 
     def consider(self, positions: list[int], min_branches: int, fuel: int | None) -> None:
-        """Merge what can be merged of the products of one value."""
+        """Plan merges among the products that read one value."""
         groups: dict[Any, list[Product]] = {}
         known: dict[Any, Product] = {}
         for i in positions:
@@ -204,10 +204,10 @@ class _Planner:
         if len({bias.meta["val"].dtype for bias in biases}) > 1:
             return "their biases have different dtypes"
         if not all(may_move(self.index, n, anchor) for p in products for n in (p.weight, p.bias) if n):
-            return "one of their weights cannot be had where the first of them stands"
+            return "one of their weights is not available where the first of them is computed"
         if self.guard is None:
             return ""
-        return _asked(self.guard, tuple(self._branch(product) for product in products))
+        return _guard_reason(self.guard, tuple(self._branch(product) for product in products))
 
     def _branch(self, product: Product) -> Branch:
         weight: Tensor = product.weight.meta["val"]
@@ -224,14 +224,14 @@ class _Planner:
         )
 
     def _join(self, products: Sequence[Product]) -> str:
-        """Plan the joint values and slices of a group; the reason if they cannot be had."""
+        """Plan the joint values and slices of a group; return the reason if it is impossible."""
         group = lift(self.index, products, self.claimed, by_training=not self.materialise)
         joint = Joint(group)
         self.trial = {}
         try:
             for number in range(len(group.rows)):
                 joint.values.append(self._value(joint, number))
-        except Exception as error:  # whatever the operators have against these values
+        except Exception as error:  # an operator may reject these values
             return f"the joint product does not work on its values: {_first_line(error)}"
         for number, row in enumerate(group.rows):
             if not self._slice(joint, number, row):
@@ -259,36 +259,36 @@ class _Planner:
         return result
 
     def _joined(self, parts: Sequence[Node | Missing], dim: int, role: str) -> Any:
-        values = [part.made() if isinstance(part, Missing) else self._of(part) for part in parts]
+        values = [part.zeros() if isinstance(part, Missing) else self._of(part) for part in parts]
         return torch.cat(values, dim)
 
     def _slice(self, joint: Joint, number: int, row: Row) -> bool:
-        """Plan the slices of a row: for every branch whose value something else still reads."""
+        """Plan the slices of a row: for every branch whose value is read outside the group."""
         members = joint.group.members
-        wanted = [i for i, node in enumerate(row.nodes) if any(u not in members for u in node.users)]
-        if not wanted:
+        used = [i for i, node in enumerate(row.nodes) if any(u not in members for u in node.users)]
+        if not used:
             return True
         joint_value = joint.values[number]
         parts = torch.ops.aten.split_with_sizes.default(joint_value, joint.group.widths, joint.group.dim)
         joint.parts[number] = parts
         slices = joint.slices[number] = {}
-        for i in wanted:
+        for i in used:
             node, part = row.nodes[i], cast("Tensor", parts[i])
-            if self._settles(node, part, members):
+            if self._may_be_slice(node, part, members):
                 slices[i] = Slice(part)
                 continue
             original = self._of(node)
-            kept = next((f for f in _FORMATS if _copies_to(part, f, original)), None)
-            if kept is None:
+            format = next((f for f in _FORMATS if _copies_to(part, f, original)), None)
+            if format is None:
                 return False
-            slices[i] = Slice(part, kept, original)
+            slices[i] = Slice(part, format, original)
         return True
 
-    def _settles(self, node: Node, part: Tensor, members: set[Node]) -> bool:
-        """Whether everything that reads a value can read a slice instead; if so, their values are noted.
+    def _may_be_slice(self, node: Node, part: Tensor, members: set[Node]) -> bool:
+        """Whether all readers of a value can read a slice instead; if so, their new values are recorded.
 
-        Strides differ then, and memory is shared. Both go on through views and end at operations that make memory
-        of their own. What is returned, written, drawn at random or computed by a sub-graph must not see them.
+        A slice has other strides and shares memory. Both propagate through views up to operations that allocate their
+        results. What is returned, written, random or computed by a sub-graph must not be affected.
         """
         at, nodes = self.index.position, self.index.nodes
         if at[node] in self.index.dependencies.written:
@@ -306,10 +306,10 @@ class _Planner:
             if not self._is_recomputable(i):
                 return False
             try:
-                new = run_on(nodes[i], lambda n: trial[n] if n in trial else self._of(n))
+                new = call_with_values(nodes[i], lambda n: trial[n] if n in trial else self._of(n))
             except Exception:  # such as a view that these strides do not allow
                 return False
-            if touched.isdisjoint(storage_keys(new)) and same_form(new, self._of(nodes[i])):
+            if touched.isdisjoint(storage_keys(new)) and same_layout(new, self._of(nodes[i])):
                 continue
             trial[nodes[i]] = new
             touched |= storage_keys(new)
@@ -323,10 +323,7 @@ class _Planner:
         if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
             return False
         if isinstance(node.target, OpOverload):
-            known = node.target.namespace in (
-                "aten",
-                "prims",
-            )  # a kernel of someone else's may rely on strides
+            known = node.target.namespace in ("aten", "prims")  # custom kernels may rely on strides
         else:
             known = node.target is operator.getitem
         if not known or node.meta.get("val") is None or "unbacked_bindings" in node.meta:
@@ -334,11 +331,11 @@ class _Planner:
         return self.index.dependencies.effects.get(position, PURE).pure
 
 
-def _why_too_few(products: Sequence[Product], others: Sequence[Product], wanted: int) -> str:
-    """Why products do not go with the most of their siblings: the first fact in which they differ."""
+def _why_too_few(products: Sequence[Product], others: Sequence[Product], least: int) -> str:
+    """Return why products are not merged with the largest group of siblings: the first property that differs."""
     if not others:
         alike = f"{len(products)} such products read" if len(products) > 1 else "no other such product reads"
-        return f"{alike} this value, and {wanted} are wanted"
+        return f"{alike} this value, and the minimum is {least}"
     for (name, mine), (_, theirs) in zip(products[0].facts, others[0].facts, strict=False):
         if mine != theirs and name == WRITTEN_BEFORE:
             return f"memory is written or a mode is switched between it and '{others[0].node.name}'"
@@ -347,13 +344,13 @@ def _why_too_few(products: Sequence[Product], others: Sequence[Product], wanted:
     return "it takes other options than its siblings"
 
 
-def _asked(guard: Guard, branches: Sequence[Branch]) -> str:
+def _guard_reason(guard: Guard, branches: Sequence[Branch]) -> str:
     try:
         answer: object = guard(branches)
     except Exception as error:
         names = ", ".join(branch.name for branch in branches)
         raise PassError(
-            "MergeParallel", f"could not ask its guard about {names}: {_first_line(error)}"
+            "MergeParallel", f"has a guard that raised on {names}: {_first_line(error)}"
         ) from error
     if answer is None:
         return ""
@@ -362,12 +359,12 @@ def _asked(guard: Guard, branches: Sequence[Branch]) -> str:
     return answer.reason
 
 
-def _copies_to(part: Tensor, wanted: torch.memory_format, original: Any) -> bool:
-    if wanted is torch.channels_last and part.dim() != 4:
+def _copies_to(part: Tensor, memory_format: torch.memory_format, original: Any) -> bool:
+    if memory_format is torch.channels_last and part.dim() != 4:
         return False
-    if wanted is torch.channels_last_3d and part.dim() != 5:
+    if memory_format is torch.channels_last_3d and part.dim() != 5:
         return False
-    return isinstance(original, Tensor) and same_geometry(part.clone(memory_format=wanted), original)
+    return isinstance(original, Tensor) and same_geometry(part.clone(memory_format=memory_format), original)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What a product is: an operation that multiplies a value by a weight, read through its schema."""
+"""Products: operations that multiply a value by a weight, read through their schema."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.fx import GraphModule, Node
 
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.nodes import describe
-from dovetail.ir.schema import as_hint, as_number, by_name, normalised, op_name
+from dovetail.ir.nodes import size_hint, value_signature
+from dovetail.ir.schema import named_arguments, normalized_arguments, op_name, static_size
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The arguments of an operator that are the value, the weight and the bias, and where weights are joined."""
+    """The names of an operator's value, weight and bias, and the dimension along which weights are joined."""
 
     value: str
     weight: str
@@ -48,16 +48,16 @@ _FORMS: dict[Any, _Form] = {
 }
 WRITTEN_BEFORE = "what was written before"
 
-# What may lie between a parameter and the product without making the weight a computed value.
-_DRESSING = frozenset({"t", "transpose", "permute", "_to_copy", "to", "detach", "alias", "clone"})
+# Operators that may come between a parameter and the product; the weight still counts as fixed.
+_VIEWS_AND_CASTS = frozenset({"t", "transpose", "permute", "_to_copy", "to", "detach", "alias", "clone"})
 
 
 @dataclass(frozen=True)
 class Product:
-    """One product: what it reads, and the facts in which siblings must agree, each under its name.
+    """One product: its operands, and the properties in which siblings must agree, by name.
 
-    Weights of several are joined along `weight_dim`; their results then lie side by side along `dim`, each `width`
-    wide. `rows` is how many rows of the weight's other side it multiplies, by hint, and `depth` how long each is.
+    Weights are joined along `weight_dim`; their results are then concatenated along `dim`, each of size `width`. `rows`
+    is the number of rows that are multiplied by the weight, by hint, and `depth` their length.
     """
 
     node: Node
@@ -78,7 +78,7 @@ class Product:
     @property
     def arguments(self) -> dict[str, Any]:
         """All arguments by name, defaults filled in."""
-        return normalised(self.node, by_name(self.node))
+        return normalized_arguments(self.node)
 
 
 def is_product(node: Node) -> bool:
@@ -87,19 +87,19 @@ def is_product(node: Node) -> bool:
 
 
 def value_read(node: Node) -> Node | None:
-    """The value that a product multiplies by its weight."""
-    given = by_name(node).get(_FORMS[node.target].value)
-    return given if isinstance(given, Node) else None
+    """Return the value that a product multiplies by its weight."""
+    value = named_arguments(node).get(_FORMS[node.target].value)
+    return value if isinstance(value, Node) else None
 
 
 def read_product(index: Index, position: int, *, by_training: bool) -> Product | str:
-    """The product at a position, or the reason why it can never be one of several.
+    """Return the product at a position, or the reason why it cannot be merged.
 
-    With `by_training`, a frozen and a trained one are no siblings.
+    With `by_training`, frozen and trained weights are not siblings.
     """
     node = index.nodes[position]
     form = _FORMS[node.target]
-    arguments = normalised(node, by_name(node))
+    arguments = normalized_arguments(node)
     value, weight = arguments[form.value], arguments[form.weight]
     bias = arguments.get(form.bias) if form.bias is not None else None
     if not isinstance(value, Node) or not isinstance(weight, Node):
@@ -113,7 +113,7 @@ def read_product(index: Index, position: int, *, by_training: bool) -> Product |
         return reason
     if bias is not None and (not isinstance(bias, Node) or _why_not_weight(index.gm, bias)):
         return "its bias is computed, not a parameter"
-    width = as_number(w.shape[form.weight_dim])
+    width = static_size(w.shape[form.weight_dim])
     if width is None:
         return "the width of its weight is not a number"
     if bias is not None and not _is_row(bias.meta.get("val"), width):
@@ -122,7 +122,7 @@ def read_product(index: Index, position: int, *, by_training: bool) -> Product |
     options = {k: v for k, v in arguments.items() if k not in roles}
     spatial = w.dim() - 2 if form.convolves else 0
     dim = result.dim() - 1 - spatial
-    described = cast("tuple[Any, ...]", describe(w))
+    described = cast("tuple[Any, ...]", value_signature(w))
     sizes = tuple(str(s) for i, s in enumerate(w.shape) if i != form.weight_dim)
     facts: tuple[tuple[str, Any], ...] = (
         ("operator", node.target),
@@ -130,7 +130,7 @@ def read_product(index: Index, position: int, *, by_training: bool) -> Product |
         ("dtype of the weight", w.dtype),
         ("device of the weight", described[4]),
         ("training of the weight", by_training and any(trains(index.gm, n) for n in (weight, bias) if n)),
-        *((name, _plain(given)) for name, given in options.items()),
+        *((name, tuple(v) if isinstance(v, list) else v) for name, v in options.items()),
         (WRITTEN_BEFORE, frozenset(index.dependencies.before.get(position, ()))),
     )
     rows = _product_of(s for i, s in enumerate(result.shape) if i != dim)
@@ -154,11 +154,11 @@ def read_product(index: Index, position: int, *, by_training: bool) -> Product |
 
 
 def _why_not_form(node: Node, form: _Form, arguments: dict[str, Any], x: Tensor, w: Tensor) -> str:
-    """Why an operator of this form cannot be widened at this call, empty if it can."""
+    """Return why a call of an operator of this form cannot be widened, "" if it can."""
     if x.layout is not torch.strided or w.layout is not torch.strided:
         return "its operands are not plain strided tensors"
     roles = {form.value, form.weight, form.bias}
-    if any(isinstance(given, Node) for name, given in arguments.items() if name not in roles):
+    if any(isinstance(value, Node) for name, value in arguments.items() if name not in roles):
         return "one of its options is computed"
     if not form.convolves:
         return "" if w.dim() == 2 else f"its weight has {w.dim()} dimensions, not 2"
@@ -171,7 +171,7 @@ def _why_not_form(node: Node, form: _Form, arguments: dict[str, Any], x: Tensor,
 
 def _why_not_weight(gm: GraphModule, node: Node) -> str:
     source = node
-    while source.op == "call_function" and op_name(source.target) in _DRESSING:
+    while source.op == "call_function" and op_name(source.target) in _VIEWS_AND_CASTS:
         if len(source.all_input_nodes) != 1:
             return "its weight is computed, not a parameter"
         source = source.all_input_nodes[0]
@@ -191,27 +191,23 @@ def is_fixed(gm: GraphModule, node: Node) -> bool:
 
 
 def trains(gm: GraphModule, node: Node) -> bool:
-    """Whether gradients are asked for: joined with one that is trained, a frozen weight would be given some."""
+    """Whether a value requires gradients: a frozen weight joined with a trained one would get some."""
     source = source_of(node)
     held = attribute(gm, cast("str", source.target)) if source.op == "get_attr" else source.meta.get("val")
     return isinstance(held, Tensor) and held.requires_grad
 
 
 def source_of(node: Node) -> Node:
-    """The attribute or input that a fixed value is made of."""
+    """Return the attribute or input that a fixed value is a view or cast of."""
     while node.op == "call_function":
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_row(value: Any, width: int) -> bool:
-    return isinstance(value, FakeTensor) and value.dim() == 1 and as_number(value.shape[0]) == width
-
-
-def _plain(value: Any) -> Any:
-    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+    return isinstance(value, FakeTensor) and value.dim() == 1 and static_size(value.shape[0]) == width
 
 
 def _product_of(sizes: Iterator[Any]) -> int | None:
-    hints = [as_hint(size) for size in sizes]
+    hints = [size_hint(size) for size in sizes]
     return None if None in hints else math.prod(cast("list[int]", hints))

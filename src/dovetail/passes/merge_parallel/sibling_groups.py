@@ -1,4 +1,4 @@
-"""Which products become one, and how far what follows them goes along."""
+"""Groups of sibling products, and the operations after them that are lifted above the split."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.fx.node import map_arg
 
 from dovetail.ir.dependencies import Index
 from dovetail.ir.effects import PURE
-from dovetail.ir.nodes import describe
-from dovetail.ir.schema import as_number, by_name, same_number, written
+from dovetail.ir.nodes import value_signature
+from dovetail.ir.schema import named_arguments, same_size, static_size, to_args_kwargs
 from dovetail.passes.merge_parallel.products import Product, is_fixed, trains
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
 
-# Stands for an operation whose results are read one by one, never as a whole.
+# The row of an operation whose results are read one by one, never as a tuple.
 _NOT_READ = -1
 _PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
 
@@ -92,15 +92,15 @@ class SiblingGroup:
 
     @property
     def members(self) -> set[Node]:
-        """Every operation that the joint ones stand for."""
+        """Every operation that the joint ones replace."""
         return {node for row in self.rows for node in (*row.nodes, *row.inner)}
 
 
 def lift(index: Index, products: Sequence[Product], claimed: set[Node], *, by_training: bool) -> SiblingGroup:
-    """A group with everything that follows its products alike, as far as each operation works column by column.
+    """Return a group with the operations that follow all its products alike and work column by column.
 
     An operation is lifted if every branch has one with the same operator and the same literals, and its other
-    operands are the same for all, or a parameter for each column. What other groups have `claimed` is left to them.
+    operands are the same for all, or a parameter for each column. Operations `claimed` by other groups are not lifted.
     """
     group = SiblingGroup(tuple(products), [Row(tuple(p.node for p in products))])
     _Lifting(index, group, claimed, by_training).run()
@@ -126,16 +126,16 @@ class _Lifting:
             alike = [first]
             for branch in range(1, len(self.columns)):
                 users = self._users_of_row(signature, branch)
-                found = next((u for u in users if self._signature(u, branch) == signature), None)
-                if found is None or found in alike:
+                match = next((u for u in users if self._signature(u, branch) == signature), None)
+                if match is None or match in alike:
                     break
-                alike.append(found)
+                alike.append(match)
             if len(alike) == len(self.columns):
                 self._lift(alike)
 
     def _lift(self, alike: list[Node]) -> None:
-        listed = [self._operands(node, i) for i, node in enumerate(alike)]
-        operands = [_together(parts) for parts in zip(*cast("list[list[Operand]]", listed), strict=True)]
+        by_branch = [self._operands(node, i) for i, node in enumerate(alike)]
+        operands = [_together(parts) for parts in zip(*cast("list[list[Operand]]", by_branch), strict=True)]
         if alike[0].target is _BATCH_NORM:
             results = tuple(next(iter(node.users)) for node in alike)
             row = Row(results, tuple(operands), tuple(alike))
@@ -153,7 +153,7 @@ class _Lifting:
             heapq.heappush(self.waiting, self.index.position[user])
 
     def _users_of_row(self, signature: Any, branch: int) -> Iterator[Node]:
-        """What reads, in another branch, the joint value that an operation of the first branch reads."""
+        """Yield what reads, in another branch, the joint value that an operation of the first branch reads."""
         row = next(part[1] for part in signature[2] if part[0] == "row")
         source = self.group.rows[row].nodes[branch]
         for user in sorted(source.users, key=self.index.position.__getitem__):
@@ -161,7 +161,7 @@ class _Lifting:
                 yield user
 
     def _signature(self, node: Node, branch: int) -> Any:
-        """What operations that become one have in common; None for one that cannot be lifted."""
+        """Return a value that is equal for operations that can be merged; None for one that cannot be lifted."""
         if node in self.claimed or not self._is_liftable(node, branch):
             return None
         operands = self._operands(node, branch)
@@ -170,7 +170,7 @@ class _Lifting:
         return (
             node.target,
             (_literal(node.args), _literal(node.kwargs)),
-            tuple(self._written(operand) for operand in operands),
+            tuple(self._operand_key(operand) for operand in operands),
         )
 
     def _is_liftable(self, node: Node, branch: int) -> bool:
@@ -181,7 +181,7 @@ class _Lifting:
         if i in dependencies.written or frozenset(dependencies.before.get(i, ())) != self.before:
             return False
         if any(user.op in ("output", "call_module") for user in node.users):
-            return False  # it makes memory of its own for whoever needs that; a slice would have to be copied
+            return False  # it allocates its result for them; a slice would have to be copied
         lead: Tensor = self.group.products[branch].node.meta["val"]
         value = node.meta.get("val")
         if node.target is _BATCH_NORM:
@@ -191,43 +191,43 @@ class _Lifting:
             return self.group.dim == 1 and lead.dim() > 1
         if torch.Tag.pointwise not in node.target.tags or not isinstance(value, Tensor):
             return False
-        same = value.dim() == lead.dim() and all(map(same_number, value.shape, lead.shape))
+        same = value.dim() == lead.dim() and all(map(same_size, value.shape, lead.shape))
         return same and value.layout is torch.strided
 
     def _operands(self, node: Node, branch: int) -> list[Operand] | None:
-        found: list[Operand] = []
-        roles = {given: name for name, given in by_name(node).items() if isinstance(given, Node)}
+        operands: list[Operand] = []
+        roles = {value: name for name, value in named_arguments(node).items() if isinstance(value, Node)}
         for used in leaves(node):
             row = self.columns[branch].get(used)
             if row is not None:
                 if row == _NOT_READ:
                     return None
-                found.append(FromRow(row))
+                operands.append(FromRow(row))
                 continue
             role = roles.get(used, "part")
             per_channel = node.target is _BATCH_NORM and role in _PER_CHANNEL
             operand = self._outside(used, branch, role, per_channel=per_channel)
             if operand is None:
                 return None
-            found.append(operand)
-        return found
+            operands.append(operand)
+        return operands
 
     def _outside(self, node: Node, branch: int, role: str, *, per_channel: bool) -> Operand | None:
-        """An operand that the group does not compute: the same for every column, or one entry for each."""
+        """Return an operand that the group does not compute: the same for every column, or one entry for each."""
         product, value = self.group.products[branch], node.meta.get("val")
         early = self.index.position[node] < self.group.anchor
         if not isinstance(value, Tensor):
             return Shared(node) if early else None
         dim = 0 if per_channel else product.dim - (product.node.meta["val"].dim() - value.dim())
-        if not per_channel and (dim < 0 or as_number(value.shape[dim]) == 1):
+        if not per_channel and (dim < 0 or static_size(value.shape[dim]) == 1):
             return Shared(node) if early else None
-        if dim >= value.dim() or as_number(value.shape[dim]) != product.width:
+        if dim >= value.dim() or static_size(value.shape[dim]) != product.width:
             return None
         fixed = is_fixed(self.index.gm, node) and may_move(self.index, node, self.group.anchor)
         return Own((node,), dim, role) if fixed else None
 
-    def _written(self, operand: Operand) -> tuple[Any, ...]:
-        """What operands of different branches must agree in to be one, in terms that compare."""
+    def _operand_key(self, operand: Operand) -> tuple[Any, ...]:
+        """Return a value that is equal for operands of different branches that can be merged."""
         if isinstance(operand, FromRow):
             return ("row", operand.row)
         if isinstance(operand, Shared):
@@ -235,13 +235,13 @@ class _Lifting:
         node = operand.nodes[0]
         value: Tensor = node.meta["val"]
         sizes = tuple(str(size) for i, size in enumerate(value.shape) if i != operand.dim)
-        described = cast("tuple[Any, ...]", describe(value))
+        described = cast("tuple[Any, ...]", value_signature(value))
         trained = self.by_training and trains(self.index.gm, node)
         return ("own", operand.dim, sizes, value.dtype, described[4], trained)
 
 
 def may_move(index: Index, node: Node, anchor: int) -> bool:
-    """Whether a fixed value can be had at an earlier position: nothing is written and no mode switched between."""
+    """Whether a fixed value can be computed at an earlier position: no write and no mode switch comes between."""
     while index.position[node] > anchor and node.op == "call_function":
         if any(j > anchor for j in index.dependencies.before.get(index.position[node], ())):
             return False
@@ -250,10 +250,10 @@ def may_move(index: Index, node: Node, anchor: int) -> bool:
 
 
 def leaves(node: Node) -> list[Node]:
-    """The nodes among a call's arguments, one for each place they stand in, in the order they are walked."""
-    found: list[Node] = []
-    map_arg((node.args, dict(node.kwargs)), lambda n: (found.append(n), n)[1])
-    return found
+    """Return the nodes among a call's arguments, once per occurrence, in the order of `map_arg`."""
+    nodes: list[Node] = []
+    map_arg((node.args, dict(node.kwargs)), lambda n: (nodes.append(n), n)[1])
+    return nodes
 
 
 def _together(parts: Sequence[Operand]) -> Operand:
@@ -264,7 +264,7 @@ def _together(parts: Sequence[Operand]) -> Operand:
 
 
 def _literal(value: Any) -> Any:
-    """An argument with its nodes left out, as something that compares: types and signs of numbers included."""
+    """Return an argument without its nodes as a comparable value that distinguishes types and signs of zero."""
     if isinstance(value, Node):
         return Node
     if isinstance(value, (tuple, list)):
@@ -280,50 +280,49 @@ Joiner = Callable[["Sequence[Node | Missing]", int, str], Any]
 
 @dataclass(frozen=True)
 class Missing:
-    """The bias of a product that has none, where others of its group do: zeros like theirs."""
+    """The bias of a product without one in a group with biases: zeros like theirs."""
 
     width: int
     like: Tensor
 
-    def made(self, like: Tensor | None = None) -> Tensor:
-        other = self.like if like is None else like
-        return torch.zeros(self.width, dtype=other.dtype, device=other.device)
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.width, dtype=self.like.dtype, device=self.like.device)
 
 
 def biases(group: SiblingGroup) -> list[Node | Missing]:
-    """The bias of each product of a group, empty if none has one."""
-    given = [p.bias for p in group.products if p.bias is not None]
-    if not given:
+    """Return the bias of each product of a group, empty if none has one."""
+    first = next((p.bias for p in group.products if p.bias is not None), None)
+    if first is None:
         return []
-    like: Tensor = given[0].meta["val"]
+    like: Tensor = first.meta["val"]
     return [p.bias if p.bias is not None else Missing(p.width, like) for p in group.products]
 
 
 def product_arguments(group: SiblingGroup, of: Callable[[Node], Any], joined: Joiner) -> Arguments:
-    """The arguments of the joint product; `of` gives an operand, `joined` several along a dimension."""
+    """Return the arguments of the joint product; `of` maps an operand, `joined` concatenates several."""
     first = group.products[0]
     arguments = dict(first.arguments)
     arguments[first.value_name] = of(first.value)
     arguments[first.weight_name] = joined([p.weight for p in group.products], first.weight_dim, "weight")
     if first.bias_name is not None:
-        given = biases(group)
-        arguments[first.bias_name] = joined(given, 0, "bias") if given else None
-    return written(cast("OpOverload", first.node.target), arguments)
+        group_biases = biases(group)
+        arguments[first.bias_name] = joined(group_biases, 0, "bias") if group_biases else None
+    return to_args_kwargs(cast("OpOverload", first.node.target), arguments)
 
 
 def row_arguments(
     row: Row, of_row: Callable[[int], Any], of: Callable[[Node], Any], joined: Joiner
 ) -> Arguments:
-    """The arguments of a lifted operation: those of the first branch's, with its operands replaced one by one."""
-    made: list[Any] = []
+    """Return the arguments of a lifted operation: those of the first branch, with its operands replaced one by one."""
+    operands: list[Any] = []
     for operand in row.operands:
         if isinstance(operand, FromRow):
-            made.append(of_row(operand.row))
+            operands.append(of_row(operand.row))
         elif isinstance(operand, Shared):
-            made.append(of(operand.node))
+            operands.append(of(operand.node))
         else:
-            made.append(joined(operand.nodes, operand.dim, operand.role))
-    rest = iter(made)
+            operands.append(joined(operand.nodes, operand.dim, operand.role))
+    rest = iter(operands)
     node = row.operations[0]
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda _: next(rest))
     return tuple(args), dict(kwargs)
