@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import dovetail
 from dovetail.backends.aoti import Aoti
-from dovetail.lowering.backend_protocol import by_name, saves
+from dovetail.lowering.backend_protocol import by_name
 from tests.lowering.helpers import Blocks, events, fused
 
 
@@ -25,7 +25,7 @@ def whole(function: Any, *args: Any, **options: Any) -> dovetail.Region:
 def test_what_it_takes() -> None:
     x = torch.randn(4, 8)
     backend = by_name("aoti")
-    assert saves(backend)
+    assert backend.can_save
     assert backend.supports(whole(lambda x: x.relu() + 1, x)) is True
     random = backend.supports(whole(lambda x: F.dropout(x.relu(), 0.5), x))
     assert "(random)" in random.reason

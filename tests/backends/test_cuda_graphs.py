@@ -14,7 +14,7 @@ from torch import Tensor
 import dovetail
 from dovetail.backends.cuda_graphs import CudaGraphs, RecordedGraph
 from dovetail.errors import InvalidArgument
-from dovetail.lowering.backend_protocol import by_name, identity, saves
+from dovetail.lowering.backend_protocol import by_name, identity
 from dovetail.lowering.failures import LoweringFailure
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
@@ -32,8 +32,8 @@ def test_it_is_named_after_what_it_goes_around() -> None:
 
 
 def test_it_is_what_the_other_one_is() -> None:
-    assert saves(CudaGraphs("torchscript"))
-    assert not saves(CudaGraphs("eager"))
+    assert CudaGraphs("torchscript").can_save
+    assert not CudaGraphs("eager").can_save
     assert identity(CudaGraphs("eager")) != identity(CudaGraphs("eager", reuse_outputs=True))
     again = pickle.loads(pickle.dumps(CudaGraphs("torchscript", reuse_outputs=True)))
     assert (again.inner.name, again.reuse_outputs) == ("torchscript", True)
@@ -96,7 +96,7 @@ def recorded(
     run: Any, *operands: Tensor, constants: frozenset[int] = frozenset(), **options: Any
 ) -> RecordedGraph:
     made = RecordedGraph(run, operands, constants, **options)
-    Pretended.latest.recorded = (run, made.static, made.made)
+    Pretended.latest.recorded = (run, made.static, made.results)
     return made
 
 
@@ -159,5 +159,5 @@ def test_what_copies_would_not_be_is_not_recorded() -> None:
 
     with pytest.raises(LoweringFailure, match="two of its results share memory"):
         recorded(share, x)
-    with pytest.raises(LoweringFailure, match="lies in memory as no copy of it would"):
+    with pytest.raises(LoweringFailure, match="has strides that a copy of it would not have"):
         recorded(lambda x: ((x + 1)[:1].expand(3, 4),), x)

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail import Backend, Decline, Region
-from dovetail.lowering.lowered_state import Event, lowering_of
+from dovetail.lowering.lowered_state import Event, lowered_state_of
 
 
 class Counting(Backend):
@@ -56,6 +56,6 @@ def fused(model: nn.Module, *args: Any, rules: Any = None, **options: Any) -> Gr
 
 
 def events(gm: GraphModule) -> list[Event]:
-    lowering = lowering_of(gm)
+    lowering = lowered_state_of(gm)
     assert lowering is not None
     return lowering.events

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 import dovetail
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.bisect_lowering import bisect_lowering
-from dovetail.lowering.lowered_state import lowering_of
+from dovetail.lowering.lowered_state import lowered_state_of
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
 X = torch.randn(3, 8)
@@ -98,7 +98,7 @@ def test_two_that_only_break_it_together_are_one_breakage() -> None:
     lowered = dovetail.lower(regions_of(model), [Spoils("block_3", "block_6")])
 
     def good(gm: GraphModule) -> bool:
-        lowering = lowering_of(gm)
+        lowering = lowered_state_of(gm)
         assigned = set() if lowering is None else set(lowering.assigned)
         return not {"block_3", "block_6"} <= assigned
 

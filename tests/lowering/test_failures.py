@@ -22,7 +22,7 @@ from tests.lowering.helpers import Counting, events
 # What goes wrong, where it shows, and what is said of it.
 FAULTS = [
     (faulty.RaisesInSupports, "supports", "ValueError: no idea"),
-    (faulty.AnswersNonsense, "supports", "it answered 'perhaps', neither True nor a Decline"),
+    (faulty.AnswersNonsense, "supports", "it returned 'perhaps', neither True nor a Decline"),
     (faulty.RaisesInCompile, "compile", "ValueError: cannot make it"),
     (faulty.ReturnsNoCallable, "compile", "it returned a int, not a callable"),
     (faulty.WrongShape, "trial", "result 0 has shape (1, 2, 3), not (2, 3)"),
@@ -218,7 +218,7 @@ def test_code_that_cannot_be_tried_is_used_and_that_is_told() -> None:
     gm = dovetail.capture(picked_from_the_end, (x, i))
     gm = dovetail.outline(gm, ["rsub", "index_select", "mul"], kind="picked")
     lowered = lower(gm, [faulty.WrongDtype(), faulty.Sound()], cache=False)
-    reason = "the body itself does not take made-up operands: IndexError: index out of range in self"
+    reason = "the body itself rejects sample inputs: IndexError: index out of range in self"
     assert told(lowered) == [
         ("picked_0", "wrong_dtype", "compiled", ""),
         ("picked_0", "wrong_dtype", "untried", reason),
@@ -233,12 +233,12 @@ def test_code_that_cannot_be_tried_is_used_and_that_is_told() -> None:
 
 
 def test_nor_what_is_too_large(program: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artefacts, "_LARGEST_TRIAL", 2 * 2 * 3 * 4)
+    monkeypatch.setattr(artefacts, "_MAX_TRIAL_BYTES", 2 * 2 * 3 * 4)
     assert [outcome for _, _, outcome, _ in told(lower(program, faulty.Sound(), cache=False))] == ["compiled"]
-    monkeypatch.setattr(artefacts, "_LARGEST_TRIAL", 2 * 2 * 3 * 4 - 1)
+    monkeypatch.setattr(artefacts, "_MAX_TRIAL_BYTES", 2 * 2 * 3 * 4 - 1)
     assert told(lower(program, faulty.Sound(), cache=False)) == [
         ("scaled_0", "sound", "compiled", ""),
-        ("scaled_0", "sound", "untried", "its operands are too large to be made up (0.0 GiB)"),
+        ("scaled_0", "sound", "untried", "its operands are too large for sample inputs (0.0 GiB)"),
     ]
 
 

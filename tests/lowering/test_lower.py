@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.lowering.lowered_state import lowering_of
+from dovetail.lowering.lowered_state import lowered_state_of
 from dovetail.zoo.common import RMSNorm
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
@@ -178,8 +178,8 @@ def test_another_tracer_sees_the_operations() -> None:
     [
         ("inducktor", {}, "Did you mean 'inductor'"),
         (["nonsense"], {}, "There are"),
-        (3, {}, "is no backend"),
-        ([object()], {}, "is no backend"),
+        (3, {}, "is not a backend"),
+        ([object()], {}, "is not a backend"),
         (["eager", "eager"], {}, "two backends are named 'eager'"),
         ({"no_such_kind": "eager"}, {}, "Kinds here: block"),
         ("eager", {"on_error": "explode"}, "on_error"),
@@ -228,7 +228,7 @@ def test_nothing_is_kept_of_graphs_that_are_gone() -> None:
     model, x = Blocks().eval(), torch.randn(3, 8)
     lowered = dovetail.lower(fused(model, x), ["torchscript", "eager"], cache=False)
     lowered(x)
-    lowering = lowering_of(lowered)
+    lowering = lowered_state_of(lowered)
     assert lowering is not None
     kept: list[weakref.ref[Any]] = [
         weakref.ref(model.layers[0].weight),

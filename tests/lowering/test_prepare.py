@@ -11,8 +11,8 @@ from torch import Tensor
 
 import dovetail
 from dovetail.errors import LoweringError
-from dovetail.lowering.dispatch import CallSite
-from dovetail.lowering.lowered_state import lowering_of
+from dovetail.lowering.backend_protocol import CallSite
+from dovetail.lowering.lowered_state import lowered_state_of
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
 
@@ -84,7 +84,7 @@ def test_a_call_that_overtakes_does_not_change_the_code_of_another(monkeypatch: 
     x = torch.randn(3, 8)
     lowered = dovetail.lower(fused(Blocks().eval(), x), [Sized()], cache=False, on_error="raise")
     lowered(x)
-    lowering = lowering_of(lowered)
+    lowering = lowered_state_of(lowered)
     assert lowering is not None
     site = lowering.sites["block_0"]
     three, five = ([torch.randn(_sizes(v, n)) for v in site.dispatcher.unit.values] for n in (3, 5))
@@ -99,7 +99,7 @@ def test_a_call_that_overtakes_does_not_change_the_code_of_another(monkeypatch: 
             site(*five)
         return False
 
-    monkeypatch.setattr(site.dispatcher, "aliased", aliased)
+    monkeypatch.setattr(site.dispatcher, "has_aliased_writes", aliased)
     assert site(*three)[0].shape == (3, 8)
     assert overtaken
 
@@ -145,6 +145,6 @@ def test_views_of_weights_are_constants_and_what_may_be_a_copy_is_not(
     for _ in range(4):  # a copy soon lies where the one before it lay
         assert torch.equal(lowered(x), model(x))
         model.weight.mul_(2)
-    lowering = lowering_of(lowered)
+    lowering = lowered_state_of(lowered)
     assert lowering is not None
     assert lowering.sites["piece_0"].constants == held

@@ -18,7 +18,7 @@ from dovetail import LoweringError
 from dovetail.lowering.compile_unit import unit_of
 from dovetail.lowering.guards import specialization_of
 from dovetail.lowering.lower import lower
-from dovetail.lowering.worker import WorkerFailed, Workers, stopped_by
+from dovetail.lowering.worker import WorkerFailed, Workers, cancelled_by
 from tests.lowering import faulty
 from tests.lowering.helpers import Event, events
 
@@ -152,7 +152,7 @@ def test_a_job_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
 
     def run() -> None:
         try:
-            with stopped_by(stop):
+            with cancelled_by(stop):
                 wait()
         except WorkerFailed as error:
             failed.append(str(error))
@@ -166,7 +166,7 @@ def test_a_job_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     assert all(map(is_running, numbers))
     stop.set()
     thread.join(30)
-    assert failed == ["nobody waits for it any more"]
+    assert failed == ["it was cancelled"]
     until = time.monotonic() + 10
     while any(map(is_running, numbers)) and time.monotonic() < until:
         time.sleep(0.05)

@@ -16,7 +16,7 @@ from torch.export import Dim
 import dovetail
 from dovetail import zoo
 from dovetail.lowering.guards import specialization_of
-from dovetail.runtime.cuda_graph_replay import Replay
+from dovetail.runtime.cuda_graph_replay import CudaGraphReplay
 from tests.lowering.helpers import Blocks, Counting, fused
 
 
@@ -235,7 +235,7 @@ def test_options_are_checked_before_the_first_call() -> None:
 
 def test_what_needs_gradients_is_not_replayed() -> None:
     model, x = Blocks().eval().requires_grad_(False), torch.randn(3, 8)
-    replay = Replay(model.forward, dovetail.capture(model, (x,)))
+    replay = CudaGraphReplay(model.forward, dovetail.capture(model, (x,)))
     assert not replay.needs_gradients([x])
     assert replay.needs_gradients([x.clone().requires_grad_()])  # of an input, though all weights are frozen
     with torch.no_grad():
@@ -245,28 +245,28 @@ def test_what_needs_gradients_is_not_replayed() -> None:
 class Played:
     """A recording as a GPU would have one: runs the graph on the inputs kept for it, into results kept for it."""
 
-    def __init__(self, replay: Replay, x: torch.Tensor) -> None:
+    def __init__(self, replay: CudaGraphReplay, x: torch.Tensor) -> None:
         self.owner, self.times = replay, 0
         leaves, spec = pytree.tree_flatten(((x,), {}))
-        replay._static = [x.clone()]
-        replay._spec, replay._situation = spec, specialization_of(leaves).operands
-        replay._made = pytree.tree_flatten(replay.run(x))
-        replay._places = replay._held_state()
+        replay._static_inputs = [x.clone()]
+        replay._spec, replay._specialization = spec, specialization_of(leaves).operands
+        replay._outputs = pytree.tree_flatten(replay.run(x))
+        replay._recorded_state = replay._weight_state()
         replay._graph = self
 
     def replay(self) -> None:
         self.times += 1
-        self.owner._made[0][0].copy_(self.owner.run(*self.owner._static))
+        self.owner._outputs[0][0].copy_(self.owner.run(*self.owner._static_inputs))
 
 
 @torch.no_grad()
 def test_a_replay_that_was_begun_is_used_or_thrown_away() -> None:
     model, x = Blocks().eval(), torch.randn(3, 8)
     fast = dovetail.compile(model, (x,), backends="eager")
-    forms = fast.__dict__["_forms"]
-    program = forms._last.program
-    replay = Replay(program.forward, program)
-    forms._last = forms.made[0] = replace(forms._last, run=replay)
+    cache = fast.__dict__["_cache"]
+    program = cache._last.program
+    replay = CudaGraphReplay(program.forward, program)
+    cache._last = cache.captures[0] = replace(cache._last, run=replay)
     played = Played(replay, x)
     other = torch.randn(3, 8)
     first = fast(x)
@@ -276,7 +276,7 @@ def test_a_replay_that_was_begun_is_used_or_thrown_away() -> None:
     assert played.times == 2
     torch.testing.assert_close(fast(x[:2]), model(x[:2]))  # it does not fit, and nothing is begun
     assert played.times == 2
-    forms._last = forms.made[0]
+    cache._last = cache.captures[0]
     model.train()
     assert torch.equal(fast(x), model(x))
     assert played.times == 3  # begun, and thrown away
@@ -294,7 +294,7 @@ def test_a_replay_of_code_that_copied_a_weight_is_not_used_after_it_was_written(
     model, x = Blocks().eval(), torch.randn(3, 8)
     program = dovetail.lower(fused(model, x), [Copies()], cache=False)
     program(x)
-    replay = Replay(program.forward, program)
+    replay = CudaGraphReplay(program.forward, program)
     played = Played(replay, x)
     assert torch.equal(replay(x), model(x))
     assert played.times == 1
@@ -306,7 +306,7 @@ def test_a_replay_of_code_that_copied_a_weight_is_not_used_after_it_was_written(
 @torch.no_grad()
 def test_a_replay_that_draws_is_not_begun() -> None:
     model, x = nn.Dropout(0.5).train(), torch.randn(3, 8)
-    replay = Replay(model.forward, dovetail.capture(model, (x,)))
+    replay = CudaGraphReplay(model.forward, dovetail.capture(model, (x,)))
     Played(replay, x)
     assert replay.begin((x,), {}) is None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.lowering.lowered_state import lowering_of
+from dovetail.lowering.lowered_state import lowered_state_of
 from tests.lowering.helpers import Counting
 
 
@@ -215,7 +215,9 @@ def test_retained_graphs_and_double_backward(backend: str) -> None:
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
     assert {r.backend for g in fast.graphs for r in dovetail.regions(g)} == {backend}
-    assert not [e for g in fast.graphs for e in getattr(lowering_of(g), "events", []) if e.outcome == "call"]
+    assert not [
+        e for g in fast.graphs for e in getattr(lowered_state_of(g), "events", []) if e.outcome == "call"
+    ]
 
 
 @pytest.mark.long

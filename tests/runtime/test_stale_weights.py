@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail.backends.int8.int8_backend import Int8
-from dovetail.lowering.lowered_state import lowering_of
+from dovetail.lowering.lowered_state import lowered_state_of
 from dovetail.runtime.compiled_module import CompiledModule
 from tests.backends.int8_helpers import needs_int8
 from tests.lowering.helpers import Counting, fused
@@ -238,7 +238,7 @@ def test_specialisations_do_not_hide_a_write_from_each_other() -> None:
     small, large = torch.randn(3, 4), torch.randn(5, 4)
     gm = fused(model, small, rules=dovetail.rules.groups(), dynamic_shapes=dynamic)
     lowered = dovetail.lower(gm, [mine], cache=False, weight_check_interval=None)
-    lowering = lowering_of(lowered)
+    lowering = lowered_state_of(lowered)
     assert lowering is not None
     lowered(small)
     lowered(small.t().contiguous().t())

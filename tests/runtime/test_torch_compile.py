@@ -217,7 +217,7 @@ def test_bad_options() -> None:
     x = torch.randn(2)
     for options, words in (
         ({"bakends": "eager"}, "unknown option 'bakends'"),
-        ({"backends": 3}, "is no backend"),
+        ({"backends": 3}, "is not a backend"),
     ):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=words):

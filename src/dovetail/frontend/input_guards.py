@@ -1,4 +1,9 @@
-"""What a captured graph expects of its inputs, checked cheaply at every call."""
+"""Guards of a captured graph on its inputs, checked cheaply at every call, and how tensors overlap in memory.
+
+`build_input_guards` derives them from the fake inputs of the graph and what the exporter assumed of symbolic sizes.
+`InputGuards.check` raises CallMismatch for a call that the graph was not captured for: conditions on symbols first run as
+one piece of generated code, and only if that fails one by one, to name the condition that does not hold.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,20 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
-from dovetail.ir.nodes import storage_key
 from dovetail.errors import CallMismatch
 from dovetail.ir.graph_module import attribute
+from dovetail.ir.guard_code import GuardCode
+from dovetail.ir.nodes import storage_key
 
 _COPY = torch.ops.aten.copy_.default
 
 
 @dataclass(frozen=True)
-class Owned:
-    """Where a graph has state that it writes, and, if it also writes inputs, state that it reads.
+class GuardedState:
+    """The state that a graph writes and, if it also writes inputs, the state that it reads, by attribute.
 
-    The graph computes with one value of each while the model would see every write through either.
+    Inputs must not share memory with it: the graph computes with one value of each, but in the model a write to one
+    changes the other.
     """
 
     written: tuple[str, ...] = ()
@@ -40,34 +47,28 @@ class Owned:
     def shared(
         self, module: nn.Module, values: Sequence[Any], mutated: Collection[int]
     ) -> tuple[int, str, bool] | None:
-        """An input and the state it shares memory with, and whether it is the state that is written."""
+        """Return an input and the state it shares memory with, and whether it is the state that is written."""
         tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, Tensor)]
-        for target in self.written:
-            held = attribute(module, target)
-            for i, value in tensors:
-                if isinstance(held, Tensor) and overlap(value, held):
-                    return i, target, True
-        for target in self.read:
-            held = attribute(module, target)
-            for i, value in tensors:
-                if i in mutated and isinstance(held, Tensor) and overlap(value, held):
-                    return i, target, False
+        mutable = [(i, value) for i, value in tensors if i in mutated]
+        for targets, inputs, is_written in ((self.written, tensors, True), (self.read, mutable, False)):
+            for target in targets:
+                state = attribute(module, target)
+                for i, value in inputs:
+                    if isinstance(state, Tensor) and overlap(value, state):
+                        return i, target, is_written
         return None
 
 
-NOTHING = Owned()
-
-
-def owned_by(graph: Graph, *, writes_inputs: bool) -> Owned:
-    """The state of a captured graph, whose writes are copies at its end."""
+def guarded_state(graph: Graph, *, writes_inputs: bool) -> GuardedState:
+    """Return the state of a captured graph, whose writes are copies at its end."""
     writes = [node.args[0] for node in graph.nodes if node.target is _COPY]
     written = [str(node.target) for node in writes if isinstance(node, Node) and node.op == "get_attr"]
     read = [str(node.target) for node in graph.find_nodes(op="get_attr")] if writes_inputs else []
-    return Owned(tuple(dict.fromkeys(written)), tuple(dict.fromkeys(read)))
+    return GuardedState(tuple(dict.fromkeys(written)), tuple(dict.fromkeys(read)))
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two strided tensors may share memory."""
+    """Return whether two strided tensors may share memory."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return a is b
     if a.numel() == 0 or b.numel() == 0:
@@ -89,7 +90,7 @@ def _extent(value: Tensor) -> tuple[int, int]:
 
 
 def overlaps_itself(value: Tensor) -> bool:
-    """Whether two elements of a strided tensor may lie in one place, as in an expanded one."""
+    """Return whether two elements of a strided tensor may have the same address, as in an expanded one."""
     if value.layout is not torch.strided:
         return False
     if isinstance(value, FakeTensor) and value._has_symbolic_sizes_strides:
@@ -108,8 +109,8 @@ def overlaps_itself(value: Tensor) -> bool:
     return False
 
 
-def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two values are the same elements of one memory."""
+def same_elements(a: Tensor, b: Tensor) -> bool:
+    """Return whether two values are the same elements of one storage."""
     if a.layout is not torch.strided or b.layout is not torch.strided or a.dim() != b.dim():
         return False
     same = storage_key(a) == storage_key(b) and a.dtype == b.dtype
@@ -123,7 +124,7 @@ _AGAIN = "Capture the model again with such inputs"
 class TensorInput:
     """A tensor with these properties; a size that is text is an expression over symbols.
 
-    `strides` is empty where any will do; one that is None was symbolic.
+    `strides` is empty if any are accepted; one that is None was symbolic.
     """
 
     path: str
@@ -136,7 +137,7 @@ class TensorInput:
 
     @cached_property
     def static(self) -> torch.Size | None:
-        """The whole shape, where no size is symbolic."""
+        """Return the whole shape, or None if a size is symbolic."""
         fixed = [size for size in self.sizes if isinstance(size, int)]
         return torch.Size(fixed) if len(fixed) == len(self.sizes) else None
 
@@ -159,7 +160,7 @@ class ConstantInput:
 
 @dataclass(frozen=True)
 class ObjectInput:
-    """Something opaque that is handed on as it is."""
+    """An opaque object that is passed through."""
 
     path: str
 
@@ -168,14 +169,14 @@ Input = TensorInput | SymbolInput | ConstantInput | ObjectInput
 
 
 @dataclass(frozen=True)
-class Expectations:
-    """All that capture took for granted about the inputs.
+class InputGuards:
+    """All that capture assumed about the inputs.
 
-    `ranges` bounds each symbol, `solved` gives a symbol that no size states plainly as an expression of the
-    `size` it is hidden in, and `guards` are further conditions, as Python over the symbols. `twins` are inputs that
-    were one tensor: the exporter reads only one of them, and a model may do otherwise for two. `owned` is the state
-    that inputs must not share memory with. `function` is an autograd.Function of the model whose backward formula the
-    graph does not have; where there is one, no state but `graded` may require gradients.
+    `ranges` bounds each symbol; `solved` gives a symbol that is not a size by itself as an expression of the `size` that
+    contains it; `guards` are further conditions, as Python over the symbols. `twins` are inputs that were one tensor: the
+    exporter reads only one of them, and the model may compute something else for two. `owned` is the state that inputs
+    must not share memory with. `function` is an autograd.Function of the model whose backward formula the graph does not
+    have; if there is one, only the state in `graded` may require gradients.
     """
 
     inputs: tuple[Input, ...]
@@ -183,14 +184,16 @@ class Expectations:
     solved: tuple[tuple[str, str, str], ...] = ()
     guards: tuple[str, ...] = ()
     twins: tuple[tuple[int, int], ...] = ()
-    owned: Owned = NOTHING
+    owned: GuardedState = GuardedState()
     function: str = ""
     graded: tuple[str, ...] = ()
 
     def check(self, module: nn.Module, values: Sequence[Any]) -> None:
-        """Raise CallMismatch unless the values are such as the graph, which `module` has, was captured for."""
+        """Raise CallMismatch unless the graph of `module` was captured for such values."""
         if len(values) != len(self.inputs):
-            raise CallMismatch(f"the graph takes {len(self.inputs)} inputs and was given {len(values)}.")
+            raise CallMismatch(
+                f"the graph takes {len(self.inputs)} inputs and was called with {len(values)}."
+            )
         symbolic = False
         for expected, value in zip(self.inputs, values, strict=True):
             if type(expected) is TensorInput:
@@ -231,32 +234,21 @@ class Expectations:
 
     @cached_property
     def _holds(self) -> Callable[[Sequence[Any]], bool]:
-        """All that is asked of symbols as one piece of code, which tells that it holds but not what does not."""
+        """Return all conditions on symbols as one function, which does not report which of them fails."""
         if self.solved:
             return lambda values: False
-        lines, tests, bound = ["def holds(values):"], list[str](), set[str]()
+        code = GuardCode(_ARITHMETIC)
         for i, expected in enumerate(self.inputs):
-            stated = [expected.expression] if isinstance(expected, SymbolInput) else []
-            places = [f"values[{i}]"]
-            if isinstance(expected, TensorInput):
-                lines.append(f"    _shape{i} = values[{i}].shape")
-                stated = [size for size in expected.sizes if isinstance(size, str)]
-                places = [f"_shape{i}[{d}]" for d, size in enumerate(expected.sizes) if isinstance(size, str)]
-            for text, place in zip(stated, places, strict=False):
-                if text.isidentifier() and text not in bound:
-                    bound.add(text)
-                    lines.append(f"    {text} = {place}")
-                else:
-                    tests.append(f"{place} == ({text})")
-        for name, low, high in self.ranges:
-            if name in bound:
-                tests += [f"{low} <= {name}"] if low is not None else []
-                tests += [f"{name} <= {high}"] if high is not None else []
-        tests += [f"({guard})" for guard in self.guards]
-        lines.append(f"    return {' and '.join(tests) or 'True'}")
-        names = dict(_ARITHMETIC)
-        exec("\n".join(lines), names)
-        return names["holds"]
+            if isinstance(expected, SymbolInput):
+                code.match(expected.expression, f"values[{i}]")
+            elif isinstance(expected, TensorInput):
+                code.assign(f"_shape{i}", f"values[{i}].shape")
+                for dim, size in enumerate(expected.sizes):
+                    if isinstance(size, str):
+                        code.match(size, f"_shape{i}[{dim}]")
+        code.test_ranges(self.ranges)
+        code.test(*(f"({guard})" for guard in self.guards))
+        return code.compile()
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -297,10 +289,10 @@ class Expectations:
                     f"Capture the model again with a wider dynamic_shapes."
                 )
         for text, actual, place in sizes:
-            wanted = eval(self._compiled[text], _ARITHMETIC, bound)
-            if wanted != actual:
+            required = eval(self._compiled[text], _ARITHMETIC, bound)
+            if required != actual:
                 raise CallMismatch(
-                    f"{place} is {actual}, but must be {wanted} ({_named(text, where)}). {_AGAIN}."
+                    f"{place} is {actual}, but must be {required} ({_named(text, where)}). {_AGAIN}."
                 )
         for guard in self.guards:
             if not eval(self._compiled[guard], _ARITHMETIC, bound):
@@ -364,7 +356,7 @@ _ARITHMETIC: dict[str, Any] = {
 
 
 def _check_tensor(expected: TensorInput, value: Any) -> bool:
-    """Check what one tensor shows by itself; True if its sizes take part in symbols."""
+    """Check the properties of one tensor, and return whether it has symbolic sizes."""
     if not isinstance(value, Tensor):
         raise CallMismatch(
             f"'{expected.path}' was captured as a tensor and is {_shown(value)} here. {_AGAIN}."
@@ -424,53 +416,53 @@ def _check_written(expected: TensorInput, value: Tensor) -> None:
 
 
 def _check_constant(expected: ConstantInput, value: Any) -> None:
-    wanted = expected.value
-    if value is wanted:
+    constant = expected.value
+    if value is constant:
         return
-    same_type = type(value) is type(wanted)
-    if same_type and (value == wanted or (value != value and wanted != wanted)):
+    same_type = type(value) is type(constant)
+    if same_type and (value == constant or (value != value and constant != constant)):
         return
     raise CallMismatch(
-        f"'{expected.path}' was {wanted!r} when the graph was captured and is {_shown(value)} here; the value is baked "
+        f"'{expected.path}' was {constant!r} when the graph was captured and is {_shown(value)} here; the value is baked "
         f"into the graph. {_AGAIN}."
     )
 
 
 def _shown(value: Any) -> str:
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return repr(value) if plain else f"a {type(value).__name__}"
+    has_literal = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if has_literal else f"a {type(value).__name__}"
 
 
 def _stated_sizes(inputs: Sequence[Input], values: Sequence[Any]) -> list[tuple[str, Any, str]]:
-    found: list[tuple[str, Any, str]] = []
+    sizes: list[tuple[str, Any, str]] = []
     for expected, value in zip(inputs, values, strict=True):
         if isinstance(expected, SymbolInput):
-            found.append((expected.expression, value, f"'{expected.path}'"))
+            sizes.append((expected.expression, value, f"'{expected.path}'"))
         elif isinstance(expected, TensorInput):
             for dim, size in enumerate(expected.sizes):
                 if isinstance(size, str):
-                    found.append((size, value.shape[dim], f"size {dim} of '{expected.path}'"))
-    return found
+                    sizes.append((size, value.shape[dim], f"size {dim} of '{expected.path}'"))
+    return sizes
 
 
 def _named(text: str, where: Mapping[str, str]) -> str:
     return re.sub(r"[A-Za-z_]\w*", lambda name: f"({where[name[0]]})" if name[0] in where else name[0], text)
 
 
-def expect(
+def build_input_guards(
     values: Sequence[Any],
     paths: Sequence[str],
     mutated: frozenset[int],
     range_constraints: Mapping[Any, Any],
     guards: Sequence[Any],
     unused: frozenset[int] = frozenset(),
-    owned: Owned = NOTHING,
+    owned: GuardedState = GuardedState(),
     ungraded: frozenset[int] = frozenset(),
     strided: bool = False,
     function: str = "",
     graded: tuple[str, ...] = (),
-) -> Expectations:
-    """The expectations that follow from the fake inputs of a graph and what its exporter assumed.
+) -> InputGuards:
+    """The input_guards that follow from the fake inputs of a graph and what its exporter assumed.
 
     With `strided` floating inputs must have the strides that they were captured with.
     """
@@ -479,8 +471,7 @@ def expect(
         for i, (v, path) in enumerate(zip(values, paths, strict=True))
     )
     expressions = [e for value in values for e in _expressions(value)]
-    plain = {e for e in expressions if isinstance(e, sympy.Symbol)}
-    known = set(plain)
+    known = {e for e in expressions if isinstance(e, sympy.Symbol)}
     solved: list[tuple[str, str, str]] = []
     for expression in expressions:
         hidden = [s for s in expression.free_symbols if s not in known]
@@ -496,24 +487,24 @@ def expect(
         if symbol in known
     )
     kept = tuple(dict.fromkeys(_source(g) for g in guards if g.free_symbols and g.free_symbols <= known))
-    return Expectations(inputs, ranges, tuple(solved), kept, _twins(values, unused), owned, function, graded)
+    return InputGuards(inputs, ranges, tuple(solved), kept, _twins(values, unused), owned, function, graded)
 
 
 def _twins(values: Sequence[Any], unused: frozenset[int]) -> tuple[tuple[int, int], ...]:
-    """Pairs of inputs for which one tensor was given: the same memory, and nothing reads the first."""
-    found: list[tuple[int, int]] = []
+    """Return pairs of inputs that were one tensor: the same memory, and nothing reads the first."""
+    twins: list[tuple[int, int]] = []
     read = [j for j, value in enumerate(values) if isinstance(value, Tensor) and j not in unused]
     for i in sorted(unused):
         if isinstance(values[i], Tensor):
-            found.extend((i, j) for j in read if same_place(values[i], values[j]))
-    return tuple(found)
+            twins.extend((i, j) for j in read if same_elements(values[i], values[j]))
+    return tuple(twins)
 
 
 def _input(value: Any, path: str, mutated: bool, ungraded: bool, strided: bool) -> Input:
     if isinstance(value, Tensor):
         sizes = tuple(_size(s) for s in value.shape)
         strides: tuple[int | None, ...] = ()
-        # Slices of token ids are called with as they are, and every embedding of them is contiguous.
+        # Slices of token ids are common inputs, and every embedding of them is contiguous.
         if strided and value.layout is torch.strided and not _is_index(value):
             strides = tuple(
                 None if isinstance(n, SymInt) else n for n in cast("tuple[Any, ...]", value.stride())

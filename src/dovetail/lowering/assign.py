@@ -1,141 +1,143 @@
-"""Which region goes to which backends: preferences of the caller, answers of the backends, sizes."""
+"""Assignment of regions to backends, by preferences of the caller, answers of the backends and sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, did_you_mean
-from dovetail.lowering.backend_protocol import near_kind, resolve, setting
+from dovetail.lowering.backend_protocol import Backend, near_kind, resolve
 from dovetail.lowering.compile_unit import unit_of
 from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of
-from dovetail.outlining.region import Region, regions
+from dovetail.outlining.region import Region, local_name, regions
 from dovetail.rules.rule import Decline
 
 Granularity = Literal["outer", "inner"]
-Preferences = Mapping[str, tuple[Any, ...]]
+Preferences = Mapping[str, tuple[Backend, ...]]
 ALL = "*"
 
 
-def preferences(backends: Any, found: Iterable[Region]) -> Preferences:
-    """An ordered preference, or one by region, key or kind, as checked backends; `*` stands for all the others."""
+def preferences(backends: Any, candidates: Sequence[Region]) -> Preferences:
+    """Return an ordered preference, or one by region, key or kind, as checked backends; `*` is all the others."""
     if not isinstance(backends, Mapping):
         return {ALL: resolve(backends)}
-    known = {name for r in found for name in (r.name, r.name.rpartition("/")[2], r.kind, r.key)} | {ALL}
-    made: dict[str, tuple[Any, ...]] = {}
-    same: dict[str, Any] = {}
+    known = {name for r in candidates for name in (r.name, local_name(r.name), r.kind, r.key)} | {ALL}
+    chains: dict[str, tuple[Backend, ...]] = {}
+    by_name: dict[str, Backend] = {}
     for key, value in cast("Mapping[Any, Any]", backends).items():
         if not isinstance(key, str) or key not in known:
-            kinds = ", ".join(sorted({r.kind for r in found})) or "none"
-            there = f"Kinds here: {kinds}; '*' is for all others."
-            hint = did_you_mean(str(key), sorted(known), otherwise=there)
+            kinds = ", ".join(sorted({r.kind for r in candidates})) or "none"
+            otherwise = f"Kinds here: {kinds}; '*' is for all others."
+            hint = did_you_mean(str(key), sorted(known), otherwise=otherwise)
             raise InvalidArgument(f"backends for {key!r}: no region has this name, kind or key. {hint}")
         chain = resolve(value)
-        # One backend given by name in two places is one backend.
-        made[key] = tuple(
-            same.setdefault(b.name, b) if isinstance(value, (str, list, tuple)) else b for b in chain
+        # One backend named in two places is one backend.
+        chains[key] = tuple(
+            by_name.setdefault(b.name, b) if isinstance(value, (str, list, tuple)) else b for b in chain
         )
-    return made
+    return chains
 
 
-def chain_for(region: Region, wanted: Preferences) -> tuple[Any, ...]:
-    """The backends for a region: by its name, else its body's key, else its kind, else those for all."""
-    for key in (region.name, region.name.rpartition("/")[2], region.key, region.kind, ALL):
-        if key in wanted:
-            return wanted[key]
+def chain_for(region: Region, preferred: Preferences) -> tuple[Backend, ...]:
+    """Return the backends for a region: by its name, else its body's key, else its kind, else those for all."""
+    for key in (region.name, local_name(region.name), region.key, region.kind, ALL):
+        if key in preferred:
+            return preferred[key]
     return ()
 
 
 @dataclass
 class Assignment:
-    """Regions by name with the backends that will be tried in turn, and the answers of those that will not."""
+    """The backends to try in turn by region, and the reasons of those that declined."""
 
-    chains: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    chains: dict[str, tuple[Backend, ...]] = field(default_factory=dict[str, tuple[Backend, ...]])
     declined: list[LoweringFault] = field(default_factory=list[LoweringFault])
 
 
 class Assigner:
-    """Asks each backend, in the order of preference, about each region that nobody before it has taken.
+    """Asks each backend, in the order of preference, about each region that is not assigned yet.
 
-    With "outer" a region is asked for before those inside it; with "inner" those inside come first. Who takes a
-    region takes all inside it; a region in which something is taken cannot be taken as a whole any more.
+    With "outer" a region is offered before those inside it; with "inner" after them. A region is assigned with all
+    regions inside it; one that contains an assigned region cannot be assigned as a whole.
     """
 
-    def __init__(self, gm: GraphModule, wanted: Preferences, granularity: Granularity, smallest: int) -> None:
-        self.wanted, self.granularity, self.smallest = wanted, granularity, smallest
+    def __init__(
+        self, gm: GraphModule, preferred: Preferences, granularity: Granularity, smallest: int
+    ) -> None:
+        self.preferred, self.granularity, self.smallest = preferred, granularity, smallest
         self.regions = regions(gm, nested=True)
-        self.made = Assignment()
+        self.assignment = Assignment()
         self._answers: dict[tuple[Any, ...], bool] = {}
-        self._taken: set[str] = set()
-        self._holding: set[str] = set()
+        self._assigned: set[str] = set()
+        self._ancestors: set[str] = set()
 
     def assign(self) -> Assignment:
-        chains = {r.name: chain_for(r, self.wanted) for r in self.regions}
+        chains = {r.name: chain_for(r, self.preferred) for r in self.regions}
         order = (
             self.regions
             if self.granularity == "outer"
             else sorted(self.regions, key=lambda r: -r.name.count("/"))
         )
-        # Rank by rank: everybody's first choice is asked before anybody's second.
+        # Rank by rank: the first choice of every region is asked before the second of any.
         for rank in range(max(map(len, chains.values()), default=0)):
             for region in order:
                 chain = chains[region.name]
-                if rank < len(chain) and self._free(region.name):
+                if rank < len(chain) and self._is_free(region.name):
                     self._offer(region, chain, rank)
-        return self.made
+        return self.assignment
 
-    def _free(self, name: str) -> bool:
-        above = name.split("/")
-        return name not in self._holding and not any(
-            "/".join(above[:n]) in self._taken for n in range(1, len(above) + 1)
+    def _is_free(self, name: str) -> bool:
+        path = name.split("/")
+        return name not in self._ancestors and not any(
+            "/".join(path[:n]) in self._assigned for n in range(1, len(path) + 1)
         )
 
-    def _offer(self, region: Region, chain: tuple[Any, ...], rank: int) -> None:
+    def _offer(self, region: Region, chain: tuple[Backend, ...], rank: int) -> None:
         backend = chain[rank]
-        if not self._takes(backend, region):
+        if not self._accepts(backend, region):
             return
-        others = tuple(b for b in chain[rank + 1 :] if self._takes(b, region))
-        self.made.chains[region.name.rpartition("/")[2]] = (backend, *others)
-        self._taken.add(region.name)
-        above = region.name.split("/")
-        self._holding.update("/".join(above[:n]) for n in range(1, len(above)))
+        others = tuple(b for b in chain[rank + 1 :] if self._accepts(b, region))
+        self.assignment.chains[local_name(region.name)] = (backend, *others)
+        self._assigned.add(region.name)
+        path = region.name.split("/")
+        self._ancestors.update("/".join(path[:n]) for n in range(1, len(path)))
 
-    def _takes(self, backend: Any, region: Region) -> bool:
+    def _accepts(self, backend: Backend, region: Region) -> bool:
         unit = unit_of(region)
         key = (id(backend), unit.key, region.kind, unit.roles, region.version, repr(region.attrs))
-        found = self._answers.get(key)
-        if found is None:
+        accepted = self._answers.get(key)
+        if accepted is None:
             reason = unit.obstacle or self._too_small(backend, region) or _answer(backend, unit.region)
-            found = self._answers[key] = reason is None
+            accepted = self._answers[key] = reason is None
             if reason is not None:
                 fault = (
                     reason
                     if isinstance(reason, LoweringFault)
                     else LoweringFault(region.name, backend.name, "supports", reason)
                 )
-                self.made.declined.append(fault)
-        return found
+                self.assignment.declined.append(fault)
+        return accepted
 
-    def _too_small(self, backend: Any, region: Region) -> str | None:
-        least = self.smallest if setting(backend, "smallest") is None else setting(backend, "smallest")
-        if region.kind in setting(backend, "kernels") or len(region.nodes) >= least:
+    def _too_small(self, backend: Backend, region: Region) -> str | None:
+        least = self.smallest if backend.smallest is None else backend.smallest
+        if region.kind in backend.kernels or len(region.nodes) >= least:
             return None
-        hint = near_kind(setting(backend, "kernels"), region.kind)
+        hint = near_kind(backend.kernels, region.kind)
         return f"{len(region.nodes)} operation(s); a call costs more than it saves below {least}{hint}"
 
 
-def _answer(backend: Any, region: Region) -> str | LoweringFault | None:
-    """Why a backend will not take a region; None if it will."""
+def _answer(backend: Backend, region: Region) -> str | LoweringFault | None:
+    """Return why a backend declines a region; None if it accepts it."""
     try:
         answer = backend.supports(region)
     except Exception as error:
         return fault_of(region.name, backend.name, "supports", error)
     if answer is True:
         return None
-    if isinstance(answer, Decline):
+    if isinstance(answer, Decline):  # pyright: ignore[reportUnnecessaryIsInstance]
         return answer.reason
-    error = LoweringFailure(f"it answered {answer!r}, neither True nor a Decline")
+    error = LoweringFailure(f"it returned {answer!r}, neither True nor a Decline")
     return fault_of(region.name, backend.name, "supports", error)

@@ -1,4 +1,4 @@
-"""What a backend is: something that says what it takes, and makes a callable of it."""
+"""The interface of backends, how they are named and resolved, kernels by kind, and checks that backends share."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from dovetail.errors import InvalidArgument, did_you_mean, nearest
-from dovetail.ir.effects import effects, summary
-from dovetail.ir.nodes import is_number
+from dovetail.ir.effects import effects_of, summarize_body
+from dovetail.ir.nodes import is_static_size
 from dovetail.lowering.failures import LoweringFailure
-from dovetail.numerics.compare import expected_of
-from dovetail.numerics.sample_inputs import hint_of
+from dovetail.numerics.compare import expected_outcome
+from dovetail.numerics.sample_inputs import example_size
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
@@ -45,28 +47,26 @@ _BUILT_IN = {
     "xla": ("dovetail.backends.external.xla", "Xla"),
 }
 DEFAULT = ("inductor",)
-"""What `backends=None` stands for wherever backends are given."""
-_AROUND = ("cuda_graphs",)
-"""Backends around another one, whose name stands in brackets."""
+"""The backends for `backends=None`."""
+_WRAPPERS = ("cuda_graphs",)
+"""Backends that wrap another one, whose name is in brackets."""
 
 
 class Backend:
-    """Makes fast code of regions. Subclass it, or pass any object that has `name`, `supports` and `compile`.
+    """Compiles regions. Subclass it, or pass any object that has `name`, `supports` and `compile`.
 
-    `kernels` maps kinds to functions: a backend that has only those need not write either method. A function gets
+    `kernels` maps kinds to functions: a backend that has only those need not override either method. A function gets
     the pattern's arguments by name where the region has them, else the operands in order, and all the region's
-    attributes as keywords, save those it does not take that have the default of a library kind. Its results are copied
-    into the memory layout of the body's where they have another. `trains` says that autograd can go through what
-    `compile` returns; without it, calls that need gradients run the body.
-    `double_backward` says that autograd can also differentiate the backward of that; without it, a backward that is
-    differentiated is computed through the body. `version` is part of cache keys: change it when the generated code
-    changes.
-    With `isolation = "process"` compiling happens in a process of its own, which may crash, or take longer than
-    `timeout` seconds and be killed; `save` and `load` are needed then. Inline, neither can be survived.
+    attributes as keywords, except those it does not accept that have the default of a library kind. Its results are
+    copied into the memory layout of the body's where they have another.
 
-    Code that is not meant to be as exact as the body has a `bound`: how far results may be off, relative to their
-    size, when they are verified. `rules` find the regions it wants in `dovetail.compile`. Regions of `smallest`
-    operations are worth a call to it whatever `lower` was told.
+    `trains`: autograd can go through what `compile` returns; otherwise calls that need gradients run the body.
+    `double_backward`: autograd can also differentiate the backward of that; otherwise such a backward is computed
+    through the body. `version` is part of cache keys: change it when the generated code changes. With `isolation =
+    "process"` compilation happens in a process of its own, which may crash, or exceed `timeout` seconds and be killed;
+    `save` and `load` are required then. Inline, neither can be survived. `bound` is how far results may be off relative
+    to their size when they are verified, for code that is less exact than the body. `rules` find the regions for it in
+    `dovetail.compile`. Regions of `smallest` operations are worth a call to it, whatever option `lower` got.
     """
 
     name: str = ""
@@ -82,12 +82,11 @@ class Backend:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What else the generated code depends on; part of cache keys, so its `repr` must tell all."""
+        """What else the generated code depends on; part of cache keys by its `repr`."""
         return {}
 
     def supports(self, region: Region) -> Answer:
-        """True, or a Decline with the reason."""
-
+        """Return True, or a Decline with the reason."""
         if region.kind not in self.kernels:
             hint = near_kind(self.kernels, region.kind)
             return Decline(f"'{self.name}' has no kernel for kind '{region.kind}'{hint}")
@@ -95,143 +94,214 @@ class Backend:
         return True if reason is None else Decline(reason)
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
-        """A callable that takes the operands of the region's body and returns its results as a tuple.
+        """Return a callable that takes the operands of the region's body and returns its results as a tuple.
 
         `examples` are fake tensors like the operands, with the gradient flags of the calls it will get.
         """
-
         return kernel_call(self.kernels[region.kind], region, examples)
+
+    def prepare(self, site: CallSite) -> Compiled:
+        """Return what runs one call of a region from now on; asked at the first call, and after a weight changed.
+
+        A backend that does not override it has nothing prepared, and weights are not watched for it.
+        """
+        return site.compiled
+
+    def save(self, compiled: Any) -> bytes:
+        """Return what `compile` returned as bytes for the disk cache or another process."""
+        raise NotImplementedError(f"'{self.name}' has no `save`")
+
+    def load(self, data: bytes, region: Region) -> Compiled:
+        """Return the callable that `save` wrote; `region` is the one it was compiled for, or an equal one."""
+        raise NotImplementedError(f"'{self.name}' has no `load`")
+
+    def warm(self) -> None:
+        """Start what every compilation needs, called by `dovetail.compile` before the model is captured."""
+
+    def settle(self, lowered: nn.Module) -> None:
+        """Look at a lowered graph once before it is returned: run it, to measure or to choose."""
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `save` and `load` are implemented."""
+        return self.implements("save") and self.implements("load")
+
+    def implements(self, hook: str) -> bool:
+        """Return whether an optional method is overridden."""
+        method = getattr(self, hook)
+        return callable(method) and getattr(method, "__func__", None) is not getattr(Backend, hook)
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"
 
 
+@dataclass(frozen=True, eq=False)
+class CallSite:
+    """The argument of `Backend.prepare`: one call of a region, its compiled code, and the operands of its first call.
+
+    `constants` are the positions of the operands that are parameters, buffers or constants of the model, or views of
+    those. What is prepared is used until one of them is written or replaced; then it is prepared again. Writes that no
+    version counter shows are noticed by contents within `weight_check_interval` calls: what is prepared is taken to
+    copy all constants except those whose positions are in its attribute `reads_in_place`, if it has one. `notes` is
+    for data needed when it is prepared again, or in copies and pickles of the graph; all calls of a graph share it.
+    `tell` adds a reason to the record.
+    """
+
+    name: str
+    region: Region
+    compiled: Compiled
+    operands: tuple[Any, ...]
+    constants: frozenset[int]
+    notes: dict[str, Any]
+    tell: Callable[[str], None]
+
+
+_HOOKS = frozenset(name for name in vars(Backend) if not name.startswith("_")) - {"can_save", "implements"}
+
+
+class _Adapter(Backend):
+    """A backend that is not a subclass: its own attributes and methods, the defaults of `Backend` for the others."""
+
+    def __init__(self, wrapped: object) -> None:
+        self.wrapped = wrapped
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _HOOKS:
+            wrapped = object.__getattribute__(self, "wrapped")
+            if hasattr(wrapped, name):
+                return getattr(wrapped, name)
+        return object.__getattribute__(self, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _adapted, (self.wrapped,)
+
+    def __repr__(self) -> str:
+        return repr(self.wrapped)
+
+
+_ADAPTERS: WeakValueDictionary[int, _Adapter] = WeakValueDictionary()
+
+
+def _adapted(value: Any) -> Backend:
+    """Return an object with the methods of a backend as a Backend; the same one each time."""
+    if isinstance(value, Backend):
+        return value
+    # The adapter keeps the object alive, so that its id is not used again.
+    return _ADAPTERS.setdefault(id(value), _Adapter(value))
+
+
 def is_backend(value: object) -> bool:
-    """Whether an object can be asked and told to compile."""
+    """Return whether an object has what a backend must have."""
     return isinstance(getattr(value, "name", None), str) and all(
         callable(getattr(value, method, None)) for method in ("supports", "compile")
     )
 
 
-def setting(backend: Any, name: str) -> Any:
-    """An optional attribute of a backend, with the default that `Backend` has."""
-    return getattr(backend, name, getattr(Backend, name))
+def backend_class(backend: Backend) -> type:
+    """Return the class that implements a backend, which need not be a subclass of Backend."""
+    return type(backend.wrapped if isinstance(backend, _Adapter) else backend)
 
 
-def options_of(backend: Any) -> Mapping[str, Any]:
-    return getattr(backend, "options", None) or {}
+def identity(backend: Backend) -> str:
+    """Return what distinguishes the code of one backend from that of another, in any process."""
+    kind = backend_class(backend)
+    options = sorted((backend.options or {}).items())
+    return f"{kind.__module__}.{kind.__qualname__} {backend.name} {backend.version} {options!r}"
 
 
-def saves(backend: Any) -> bool:
-    """Whether what it compiles can be written to disk and read back."""
-    return callable(getattr(backend, "save", None)) and callable(getattr(backend, "load", None))
-
-
-def identity(backend: Any) -> str:
-    """What tells the code of one backend from that of another, in any process."""
-    kind = type(backend)
-    options = sorted(options_of(backend).items())
-    return f"{kind.__module__}.{kind.__qualname__} {backend.name} {setting(backend, 'version')} {options!r}"
-
-
-def resolve(value: Any) -> tuple[Any, ...]:
-    """Backends from a name, a backend, or a list of those; InvalidArgument names what is none."""
+def resolve(value: Any) -> tuple[Backend, ...]:
+    """Return backends for a name, a backend, or a list of those; raise InvalidArgument for anything else."""
     if isinstance(value, str) or is_backend(value):
-        return (_one(value),)
+        return (_resolve_one(value),)
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise InvalidArgument(
-            f"{value!r} is no backend: give a name, or an object with `name`, `supports` and `compile`."
-        )
-    made = tuple(_one(v) for v in cast("Iterable[Any]", value))
-    names = [b.name for b in made]
+        raise _not_a_backend(value)
+    backends = tuple(_resolve_one(v) for v in cast("Iterable[Any]", value))
+    names = [b.name for b in backends]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise InvalidArgument(f"two backends are named '{twice}'; the ledger could not tell them apart.")
-    return made
+    return backends
 
 
-def requested(backends: Any) -> Any:
-    """Backends as they were given, checked: the default for None, and None for none at all."""
+def checked_backends(backends: Any) -> Any:
+    """Return backends as they were passed, after checking them: the default for None, and None for an empty list."""
     if isinstance(backends, (list, tuple)) and not backends:
         return None
     if isinstance(backends, Mapping):
         raise InvalidArgument(
             "a mapping by kind is for `lower` and `compile`; give a backend or a list of them."
         )
-    given: Any = DEFAULT if backends is None else backends
-    resolve(given)
-    return given
+    backends = cast("Any", DEFAULT if backends is None else backends)
+    resolve(backends)
+    return backends
 
 
 def built_in() -> Mapping[str, tuple[str, str]]:
-    """The module and the class of each backend that comes with dovetail, by its name."""
+    """Return the module and the class of each backend that comes with dovetail, by its name."""
     return _BUILT_IN
 
 
-def _one(value: Any) -> Any:
+def _resolve_one(value: Any) -> Backend:
     if isinstance(value, str):
-        return _checked(by_name(value))
-    if is_backend(value):
-        return _checked(value)
-    if isinstance(value, type) and is_backend(value):
-        return _checked(value())
-    raise InvalidArgument(
-        f"{value!r} is no backend: give a name, or an object with `name`, `supports` and `compile`."
-    )
-
-
-def _checked(backend: Any) -> Any:
-    if isinstance(backend, type):
-        backend = backend()
+        backend = by_name(value)
+    elif is_backend(value):
+        backend = _adapted(value() if isinstance(value, type) else value)
+    else:
+        raise _not_a_backend(value)
     if not backend.name:
-        raise InvalidArgument(f"the backend {type(backend).__qualname__} has no name.")
-    isolation = setting(backend, "isolation")
-    if isolation not in ("inline", "process"):
+        kind = value if isinstance(value, type) else type(value)
+        raise InvalidArgument(f"the backend {kind.__qualname__} has no name.")
+    if backend.isolation not in ("inline", "process"):
         raise InvalidArgument(
-            f"backend '{backend.name}': isolation {isolation!r}; give 'inline' or 'process'."
+            f"backend '{backend.name}': isolation {backend.isolation!r}; give 'inline' or 'process'."
         )
-    if isolation == "process" and not saves(backend):
+    if backend.isolation == "process" and not backend.can_save:
         raise InvalidArgument(
             f"backend '{backend.name}' compiles in a process of its own and so needs `save` and `load`."
         )
     return backend
 
 
+def _not_a_backend(value: Any) -> InvalidArgument:
+    return InvalidArgument(
+        f"{value!r} is not a backend: give a name, or an object with `name`, `supports` and `compile`."
+    )
+
+
 @functools.cache
-def by_name(name: str) -> Any:
-    """A backend that comes with dovetail, or that an installed package brings; one object for each name."""
+def by_name(name: str) -> Backend:
+    """Return the built-in backend or the one of an installed package of this name; one object for each name."""
     outer, _, inner = name.partition("(")
-    if outer in _BUILT_IN and (not inner or outer in _AROUND):
+    if outer in _BUILT_IN and (not inner or outer in _WRAPPERS):
         module, attribute = _BUILT_IN[outer]
-        made = getattr(import_module(module), attribute)
-        return made(inner.removesuffix(")")) if inner else made()
-    brought = {point.name: point for point in entry_points(group=GROUP)}
-    if name in brought:
+        built_in_class = getattr(import_module(module), attribute)
+        return built_in_class(inner.removesuffix(")")) if inner else built_in_class()
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if name in installed:
         try:
-            made = brought[name].load()
+            loaded = installed[name].load()
         except Exception as error:
             raise InvalidArgument(
-                f"backend '{name}' ({brought[name].value}) cannot be loaded: {error}"
+                f"backend '{name}' ({installed[name].value}) cannot be loaded: {error}"
             ) from error
-        return made() if isinstance(made, type) or not is_backend(made) else made
-    known = sorted({*_BUILT_IN, *brought})
+        return _adapted(loaded() if isinstance(loaded, type) or not is_backend(loaded) else loaded)
+    known = sorted({*_BUILT_IN, *installed})
     hint = did_you_mean(name, known, otherwise=f"There are {', '.join(known)}.")
     raise InvalidArgument(f"there is no backend '{name}'. {hint}")
 
 
 class Unfit(LoweringFailure):
-    """A kernel cannot be called for a region, or did not give what a region needs; the reason is its text."""
+    """A kernel cannot be called for a region, or did not return what the region needs; the message is the reason."""
 
 
 def kernel_call(
     kernel: Callable[..., Any], region: Region, examples: Sequence[Any] | None = None
 ) -> Compiled:
-    """A callable with the operands of a region's body that calls `kernel` by the names of the pattern's arguments.
+    """Return a callable with the operands of a region's body that calls `kernel` by the pattern's argument names.
 
-    Without names the operands go in order. Attributes go by keyword; one that the kernel does not take is left out
-    where it has the default of the kind. Results are put into the order of the body's and, given `examples` of the
-    operands, into the memory layout of the body's: copied where the kernel's has another order of dimensions. Raises
-    Unfit with the reason that `misfit` gives.
+    Without names the operands are passed in order. Attributes are passed by keyword; one that the kernel does not
+    accept is left out if it has the default of the kind. Results are put into the order of the body's and, with
+    `examples` of the operands, into its memory layout. Raises Unfit with the reason that `misfit` returns.
     """
     reason = misfit(kernel, region)
     if reason is not None:
@@ -247,31 +317,31 @@ def kernel_call(
             results = kernel(**{name: operands[number] for name, number in named}, **keywords)
         else:
             results = kernel(*operands, **keywords)
-        flat = _flat(results)
+        flat = _as_sequence(results)
         if len(flat) < count or (not order and len(flat) > count):
             raise Unfit(f"the kernel returned {len(flat)} results where the region has {count}")
         flat = [flat[k] for k in order] if order else flat
-        return tuple(_laid_out(value, layout) for value, layout in zip(flat, layouts, strict=True))
+        return tuple(_with_layout(value, layout) for value, layout in zip(flat, layouts, strict=True))
 
     return call
 
 
 def _layouts(region: Region, examples: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    """The dimensions of each result of a body from the outermost to the innermost in memory; None for no tensor."""
-    effects = summary(region.body)
-    if effects.world:
+    """Return the dimensions of each result of a body from outermost to innermost in memory; None for other values."""
+    effects = summarize_body(region.body)
+    if effects.host_effect:
         return [None] * len(_results(region))
-    expected = expected_of(region.body, effects, examples, grad=False).outputs
+    expected = expected_outcome(region.body, effects, examples, grad=False).outputs
     return [_dimension_order(value) if isinstance(value, torch.Tensor) else None for value in expected]
 
 
 def _dimension_order(value: torch.Tensor) -> tuple[int, ...]:
-    strides = [hint_of(stride) for stride in value.stride()]
+    strides = [example_size(stride) for stride in value.stride()]
     return tuple(sorted(range(value.dim()), key=lambda i: -strides[i]))
 
 
-def _laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
-    """A result with its dimensions in this order in memory; itself where it has that already, or is none such."""
+def _with_layout(value: Any, order: tuple[int, ...] | None) -> Any:
+    """Return a result with its dimensions in this order in memory, copied only if they are not."""
     if order is None or not isinstance(value, torch.Tensor) or value.dim() != len(order):
         return value
     if order == tuple(range(len(order))):
@@ -284,57 +354,57 @@ def _laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
 
 
 def misfit(kernel: Callable[..., Any], region: Region) -> str | None:
-    """Why a kernel cannot stand for a region; None if it can be called for it.
+    """Return why a kernel cannot replace a region; None if it can be called for it.
 
-    Every operand must have a name or none, sizes aside where the kind is the library's; the kernel must take all of
-    them and every attribute that does not have the default of its kind, for one that it overlooks may be what makes
-    the difference; where it overlooks one, it may have no parameter that the kind does not have, for that may be the
-    same under another name; and no inner value may be used outside, which only the body computes.
+    Either all operands have names or none has, sizes aside where the kind is the library's. The kernel must accept
+    all of them and every attribute that does not have the default of its kind. If it ignores an attribute, it may
+    have no parameter that the kind lacks, for that may be the same one under another name. No inner value may be used
+    outside, which only the body computes.
     """
     operands = [n.name for n in region.body.graph.nodes if n.op == "placeholder"]
     named, contract = region.arguments, contract_of(region)
     unnamed = [name for i, name in enumerate(operands) if i not in named.values()] if named else []
     if unnamed and contract is None:
-        return f"its operand '{unnamed[0]}' is none of the arguments of the pattern ({', '.join(named)})"
+        return f"its operand '{unnamed[0]}' is not an argument of the pattern ({', '.join(named)})"
     both = sorted(named.keys() & region.attrs.keys())
     if both:
         return f"'{both[0]}' is an argument and an attribute at once"
     if any(k is None for k in region.results):
         inner = region.results.index(None)
-        return f"its result {inner} is a value from inside, which a kernel for the whole does not have"
+        return f"its result {inner} is an inner value, which a kernel for the whole region does not compute"
     try:
         signature = inspect.signature(kernel)
     except (TypeError, ValueError):
-        return None  # built in, and without a signature; the trial will tell
+        return None  # a builtin without a signature; the trial run decides
     foreign = _foreign(kernel, region)
-    given, keywords = () if named else tuple(operands), _keywords(kernel, region)
+    positional, keywords = () if named else tuple(operands), _keywords(kernel, region)
     try:
-        signature.bind(*given, **dict.fromkeys(named), **keywords)
+        signature.bind(*positional, **dict.fromkeys(named), **keywords)
     except TypeError as error:
-        has = ", ".join(named or operands) or "nothing"
+        passed = ", ".join(named or operands) or "nothing"
         attrs = f" and the attributes {', '.join(region.attrs)}" if region.attrs else ""
         required = {*named, *keywords} - signature.parameters.keys()
         hint = _near_names(foreign, required)
-        return f"the kernel cannot be called with {has}{attrs}: {error}{hint}"
-    overlooked = region.attrs.keys() - keywords.keys()
-    if overlooked and foreign:
+        return f"the kernel cannot be called with {passed}{attrs}: {error}{hint}"
+    ignored = region.attrs.keys() - keywords.keys()
+    if ignored and foreign:
         return (
-            f"the kernel's parameter '{foreign[0]}' is none of the kind '{region.kind}' and may stand for an attribute "
-            f"that it does not take ({', '.join(sorted(overlooked))}){_near_names(foreign, overlooked)}: use the kind's "
+            f"the kernel's parameter '{foreign[0]}' does not belong to the kind '{region.kind}' and may be an attribute "
+            f"that it ignores ({', '.join(sorted(ignored))}){_near_names(foreign, ignored)}: use the kind's "
             f"names, take **attributes, or bind it by functools.partial"
         )
     return None
 
 
 def _library_kinds() -> Mapping[str, Kind]:
-    # Imported late: tracing the library's patterns is only paid for by backends with kernels by kind.
+    # Imported lazily: only backends with kernels by kind pay for tracing the library's patterns.
     from dovetail.rules.library import KINDS
 
     return KINDS
 
 
 def contract_of(region: Region) -> Kind | None:
-    """The library's kind that a region is of; None if it has none, or has operands, sizes aside, that it does not name."""
+    """Return the library kind of a region; None without one, or if it has unnamed operands other than sizes."""
     contract = _library_kinds().get(region.kind)
     if contract is None or not contract.describes(region.version, region.arguments, region.attrs):
         return None
@@ -344,13 +414,13 @@ def contract_of(region: Region) -> Kind | None:
 
 
 def near_kind(kernels: Collection[str], kind: str) -> str:
-    """A hint for a kind without a kernel: the kinds of a table that are written like it and are no kinds themselves."""
+    """Return a hint for a kind without a kernel: a misspelled kind in the table that is close to it."""
     near = nearest(kind, [name for name in kernels if name not in _library_kinds()], most=1)
     return f"; it has one for '{near[0]}': did you mean '{kind}'?" if near else ""
 
 
 def _foreign(kernel: Callable[..., Any], region: Region) -> list[str]:
-    """The parameters of a kernel, unless bound by `partial`, that are no arguments or attributes of region and kind."""
+    """Return the unbound parameters of a kernel that are not arguments or attributes of the region or its kind."""
     contract = _library_kinds().get(region.kind)
     names = {*region.arguments, *region.attrs, *(contract.arguments if contract is not None else ())}
     names.update(kernel.keywords if isinstance(kernel, functools.partial) else ())
@@ -359,7 +429,7 @@ def _foreign(kernel: Callable[..., Any], region: Region) -> list[str]:
 
 
 def _near_names(foreign: Iterable[str], required: Collection[str]) -> str:
-    """A hint for foreign parameters that are written like a name they leave out."""
+    """Return a hint for foreign parameters whose names are close to a required one."""
     hints: list[str] = []
     for name in foreign:
         abbreviated = [r for r in sorted(required) if name.startswith(r) or r.startswith(name)]
@@ -372,9 +442,9 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _keywords(kernel: Callable[..., Any], region: Region) -> Mapping[str, Any]:
-    """What a kernel is called with besides its operands.
+    """Return the keywords of a kernel call besides the operands.
 
-    That is every attribute, without those it does not take that have the kind's default, and None for each absent
+    These are the attributes, without those it does not accept that have the kind's default, and None for each absent
     argument of the kind that it has a default for, whatever that default is.
     """
     contract = contract_of(region)
@@ -399,42 +469,42 @@ def _keywords(kernel: Callable[..., Any], region: Region) -> Mapping[str, Any]:
 
 
 def _results(region: Region) -> Sequence[Any]:
-    (made,) = region.body.graph.output_node().args
-    return cast("Sequence[Any]", made)
+    (results,) = region.body.graph.output_node().args
+    return cast("Sequence[Any]", results)
 
 
-def _flat(made: Any) -> Sequence[Any]:
-    if isinstance(made, torch.Tensor):
-        return (made,)
-    if isinstance(made, (tuple, list)):
-        return cast("Sequence[Any]", made)
-    raise Unfit(f"the kernel returned a {type(made).__name__}, neither a tensor nor a tuple of them")
+def _as_sequence(results: Any) -> Sequence[Any]:
+    if isinstance(results, torch.Tensor):
+        return (results,)
+    if isinstance(results, (tuple, list)):
+        return cast("Sequence[Any]", results)
+    raise Unfit(f"the kernel returned a {type(results).__name__}, neither a tensor nor a tuple of them")
 
 
-_NOWHERE = torch.nn.Module()
+_NO_MODULE = torch.nn.Module()
 
 
-def why_not_fixed(region: Region) -> str | None:
-    """Why code for the sizes seen once would not do: a size that may vary, an operand that is a number."""
+def why_not_static(region: Region) -> str | None:
+    """Return why a region needs more than static sizes: a symbolic size, or an operand that is a number."""
     for node in region.body.graph.nodes:
         if node.op != "placeholder":
             continue
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
-            return f"its operand '{node.name}' is a {_word(value)}, not a tensor"
+            return f"its operand '{node.name}' is a {_type_name(value)}, not a tensor"
         if any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
             return f"the sizes of its operand '{node.name}' may vary"
     return None
 
 
-def why_not_plain(region: Region, *allowed: str) -> str | None:
-    """Why a region is no plain computation, effects of the words given aside."""
-    found = [word for word in region.effects if word not in allowed]
-    return f"it has effects ({', '.join(found)}) that must stay where they are" if found else None
+def why_effectful(region: Region, *allowed: str) -> str | None:
+    """Return the effects of a region other than the allowed ones, as a reason; None if it has no others."""
+    others = [effect for effect in region.effects if effect not in allowed]
+    return f"it has effects ({', '.join(others)}) that must stay where they are" if others else None
 
 
 def operand_devices(region: Region) -> Iterator[torch.device]:
-    """Where the operands of a region lie, as far as that is known."""
+    """Yield the devices of a region's tensor operands."""
     for node in region.body.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, Tensor):
@@ -442,7 +512,7 @@ def operand_devices(region: Region) -> Iterator[torch.device]:
 
 
 def values_of(*nodes: Node) -> Iterator[Any]:
-    """What nodes compute; parts of tuples one by one, without those that are not there."""
+    """Yield the values of nodes, the elements of tuples one by one without those that are None."""
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, (tuple, list)):
@@ -452,9 +522,9 @@ def values_of(*nodes: Node) -> Iterator[Any]:
 
 
 def why_empty(node: Node) -> str | None:
-    """Why an operation is on tensors without elements, of which compilers make other numbers than torch, or none.
+    """Return which tensor of an operation may be empty: compilers differ from torch there, or fail.
 
-    Of a tuple some may be empty that nobody reads, as the statistics of a norm in eval mode.
+    Elements of tuples do not count: some are empty and unused, as the statistics of a norm in eval mode.
     """
     for one in (node, *node.all_input_nodes):
         value = one.meta.get("val")
@@ -464,7 +534,7 @@ def why_empty(node: Node) -> str | None:
 
 
 def why_denormal(node: Node, name: str) -> str | None:
-    """Why a literal would be zero to a compiler: it is denormal in the dtype that the operation computes in."""
+    """Return which literal a compiler would flush to zero: one denormal in the dtype of the operation."""
     dtypes = [v.dtype for v in values_of(node, *node.all_input_nodes) if isinstance(v, Tensor)]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     dtype = (
@@ -475,50 +545,51 @@ def why_denormal(node: Node, name: str) -> str | None:
     literals = [v for v in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(v, float)]
     for literal in literals:
         if literal and 0 < float(torch.tensor(literal, dtype=dtype).abs()) < torch.finfo(dtype).tiny:
-            return f"{literal} is denormal in {str(dtype).removeprefix('torch.')}, and '{name}' takes that for zero"
+            return f"{literal} is denormal in {str(dtype).removeprefix('torch.')}, and '{name}' flushes that to zero"
     return None
 
 
 def _may_be_zero(size: Any) -> bool:
-    """Whether a size can be zero; those that operands have may not where they vary, for calls are guarded."""
-    if is_number(size):
+    """Return whether a size can be zero; symbolic sizes of operands cannot, for calls are guarded."""
+    if is_static_size(size):
         return size == 0
     node = size.node
     return not node.expr.is_symbol and node.shape_env.bound_sympy(node.expr).lower < 1
 
 
 def why_not_pure(node: Node) -> str | None:
-    """Why a node is no operation of tensors alone."""
+    """Return why a node is not a pure operator; None if it is."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
-        return f"'{node.name}' calls {target}, which is no operator"
-    found = effects(node, _NOWHERE)
-    if found.pure:
+        return f"'{node.name}' calls {target}, which is not an operator"
+    node_effects = effects_of(node, _NO_MODULE)
+    if node_effects.pure:
         return None
-    word = "writes" if found.writes else "draws random numbers" if found.random else "acts on the world"
-    return f"{target} {word}"
+    if node_effects.writes:
+        return f"{target} writes"
+    return f"{target} {'draws random numbers' if node_effects.random else 'acts on the host'}"
 
 
 @contextmanager
-def quiet() -> Generator[None]:
-    """Keep from the user what torch says of its own older parts: that they are deprecated, and how they work."""
+def suppress_warnings() -> Generator[None]:
+    """Suppress warnings of torch about deprecated parts of its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _word(value: object) -> str:
+def _type_name(value: object) -> str:
     return "number" if isinstance(value, (int, float, torch.SymInt)) else type(value).__name__
 
 
 def load_package(name: str) -> Any:
-    """A module of another project, imported when it is needed; what it has is not known here."""
+    """Import an optional package when it is needed."""
     return import_module(name)
 
 
 def package_version(package: str) -> str:
-    """The version of a package, for cache keys."""
+    """Return the version of a package for cache keys."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not package_version"
+        return "not installed"

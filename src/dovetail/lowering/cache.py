@@ -1,4 +1,4 @@
-"""Compiled code on disk: a private folder that any number of processes read and write, bounded in size."""
+"""The disk cache of compiled code: a private folder that any number of processes share, bounded in size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import torch
 
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.lowering import compile_unit
-from dovetail.lowering.backend_protocol import identity
+from dovetail.lowering.backend_protocol import Backend, backend_class, identity
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.outlining import inline
 
@@ -42,48 +42,45 @@ _SWITCHES = (
     "mkldnn.matmul.fp32_precision",
     "mkldnn.conv.fp32_precision",
 )
-"""Attributes of `torch.backends`. The older `allow_tf32` says the same and may not be read after these were set."""
+"""Attributes of `torch.backends`. The older `allow_tf32` is an alias and may not be read after these were set."""
 
 
 def precision() -> dict[str, Any]:
-    """How exact and how repeatable torch is asked to be, as plain values."""
-    found: dict[str, Any] = {
+    """Return torch's settings of precision and determinism."""
+    settings: dict[str, Any] = {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "dtype": torch.get_default_dtype(),
         "matmul": _read(torch.get_float32_matmul_precision),
     }
     for name in _SWITCHES:
-        found[name] = _read(functools.partial(attrgetter(name), torch.backends))
-    return found
+        settings[name] = _read(functools.partial(attrgetter(name), torch.backends))
+    return settings
 
 
-def set_precision(wanted: Mapping[str, Any]) -> None:
-    """Bring torch to what `precision` told in another process."""
+def restore_precision(settings: Mapping[str, Any]) -> None:
+    """Apply what `precision` returned in another process."""
     now = precision()
-    if now["matmul"] != wanted["matmul"] and wanted["matmul"] is not None:
-        torch.set_float32_matmul_precision(wanted["matmul"])
-    torch.use_deterministic_algorithms(wanted["deterministic"], warn_only=wanted["warn_only"])
-    torch.set_default_dtype(wanted["dtype"])
+    if now["matmul"] != settings["matmul"] and settings["matmul"] is not None:
+        torch.set_float32_matmul_precision(settings["matmul"])
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    torch.set_default_dtype(settings["dtype"])
     for name in _SWITCHES:
-        if wanted.get(name) is not None and now[name] != wanted[name]:
+        if settings.get(name) is not None and now[name] != settings[name]:
             place, _, switch = name.rpartition(".")
-            setattr(attrgetter(place)(torch.backends), switch, wanted[name])
+            setattr(attrgetter(place)(torch.backends), switch, settings[name])
 
 
 def _read(get: Callable[[], Any]) -> Any:
     try:
         return get()
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # not in this release, or set in two ways that torch cannot reconcile
+    except (AttributeError, RuntimeError):  # not in this release, or two settings that torch cannot reconcile
         return None
 
 
 @functools.cache
 def toolchain() -> tuple[str, ...]:
-    """The releases, the processor and the C++ compiler that code is made with; found without running anything."""
+    """Return the releases, the processor and the C++ compiler that code depends on, without running anything."""
     processor = (platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor())
     return (
         f"torch {torch.__version__}",
@@ -94,13 +91,13 @@ def toolchain() -> tuple[str, ...]:
 
 
 def _processor() -> str:
-    """The model and the instruction sets of the processor: code made for one may not run on another."""
+    """Return a hash of the processor's model and instruction sets: code for one may not run on another."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     except OSError:
         return platform.processor()
-    wanted = ("model name", "flags", "features", "cpu implementer", "cpu part")
-    lines = [line for line in first.splitlines() if line.lower().startswith(wanted)]
+    keys = ("model name", "flags", "features", "cpu implementer", "cpu part")
+    lines = [line for line in first.splitlines() if line.lower().startswith(keys)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -117,17 +114,19 @@ def _compiler(named: str | None) -> str:
     return f"{named} {at} {facts.st_size} {facts.st_mtime_ns}"
 
 
-def devices(found: Iterable[torch.device]) -> list[str]:
-    """What tells accelerators apart as far as code for them goes."""
-    told: set[str] = set()
-    for device in found:
+def device_identities(devices: Iterable[torch.device]) -> list[str]:
+    """Return what distinguishes accelerators as far as their code goes."""
+    identities: set[str] = set()
+    for device in devices:
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             runtime = torch.version.cuda or torch.version.hip
-            told.add(f"{torch.cuda.get_device_name(device)} {major}.{minor} {runtime} triton {_triton()}")
+            identities.add(
+                f"{torch.cuda.get_device_name(device)} {major}.{minor} {runtime} triton {_triton()}"
+            )
         else:
-            told.add(device.type)
-    return sorted(told)
+            identities.add(device.type)
+    return sorted(identities)
 
 
 @functools.cache
@@ -150,49 +149,49 @@ _IN_USE: ContextVar[Cache | None] = ContextVar("dovetail_cache", default=None)
 class Cache:
     """Compiled code by key, in a folder that only its user can write.
 
-    Entries are loaded by backends that may execute what they hold, so a folder that others own or can write is not
-    used, nor one inside it, nor an entry. Nothing here raises for what a disk does: what cannot be read is a miss, what cannot be written is not kept,
-    and the first such failure is told as a warning. Past `limit` bytes what was unused longest goes first; what was
-    used in the last `spared` seconds stays, for another process may be about to open it.
+    Entries are loaded by backends that may execute them, so a folder or entry that others own or can write is not
+    used. Errors of the disk do not raise: what cannot be read is a miss, what cannot be written is not kept, and the
+    first such failure is a warning. Past `limit` bytes the least recently used entries are removed, except those used
+    in the last `spared` seconds, which another process may be about to open.
     """
 
     def __init__(self, folder: str | Path, *, limit: int = _LIMIT, spared: float = 600.0) -> None:
         self.folder, self.limit, self.spared = Path(folder), limit, spared
         self._entries, self._tools = self.folder / "entries", self.folder / "tools"
         self._numbers = itertools.count()
-        self._told = False
+        self._warned = False
 
-    def key(self, of: CompileUnit, backend: Any, situation: Specialization) -> str:
-        """The name of an entry: a hash of all that the code of a backend for a body depends on."""
-        values = [n.meta.get("val") for n in of.region.body.graph.nodes]
-        found = {v.device for v in values if isinstance(v, torch.Tensor)}
+    def key(self, unit: CompileUnit, backend: Backend, specialization: Specialization) -> str:
+        """Return the key of an entry: a hash of all that the code of a backend for a body depends on."""
+        values = [n.meta.get("val") for n in unit.region.body.graph.nodes]
+        devices = {v.device for v in values if isinstance(v, torch.Tensor)}
         facts = (
-            _written(type(backend)),
+            _source_hash(backend_class(backend)),
             identity(backend),
-            of.key,
-            of.roles,
-            situation,
+            unit.key,
+            unit.roles,
+            specialization,
             toolchain(),
-            devices(found),
+            device_identities(devices),
             torch.get_num_threads(),
             sorted(precision().items()),
         )
         return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
 
     def read(self, key: str) -> bytes | None:
-        """What was written under a key; None where nothing was, or where it is not whole."""
+        """Return what was written under a key; None if there is nothing, or if it is incomplete."""
         path = self._path(key)
         try:
-            if self._refused(path.parent, make=False):
+            if self._is_refused(path.parent, make=False):
                 return None
             with path.open("rb") as file:
                 if _why_not_private(os.fstat(file.fileno()), path) is not None:
                     return None
-                found = file.read()
+                content = file.read()
         except OSError:
             return None
         start = len(_MAGIC) + hashlib.sha256().digest_size
-        head, data = found[:start], found[start:]
+        head, data = content[:start], content[start:]
         if head != _header(key, data):
             _remove(path)
             return None
@@ -201,12 +200,12 @@ class Cache:
         return data
 
     def write(self, key: str, data: bytes) -> None:
-        """Keep bytes under a key; whoever reads sees all of them or what was there before."""
+        """Store bytes under a key atomically: readers see all of them or what was there before."""
         if len(data) > self.limit:
             return
         path = self._path(key)
         try:
-            if self._refused(path.parent):
+            if self._is_refused(path.parent):
                 return
             handle, name = tempfile.mkstemp(prefix=f".{key[:8]}-", suffix=".tmp", dir=path.parent)
             try:
@@ -217,17 +216,17 @@ class Cache:
                 _remove(Path(name))
                 raise
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
             return
         if next(self._numbers) % _WRITES_BETWEEN_TIDYING == 0:
             self.tidy()
 
     def size(self) -> int:
-        """The bytes of all that is kept, what the tools of backends keep included."""
+        """Return the size in bytes, the files of the backends' tools included."""
         return sum(size for _, size, _ in self._files())
 
     def tidy(self) -> None:
-        """Remove what processes that died have left half-written and, past the limit, what was unused longest."""
+        """Remove partial files of processes that died and, past the limit, the least recently used ones."""
         now = time.time()
         files = sorted(self._files())
         for used, _, path in files:
@@ -246,13 +245,13 @@ class Cache:
                 path.parent.rmdir()
 
     def clear(self) -> None:
-        """Remove everything kept; what runs stays as it is."""
+        """Remove all entries; loaded code is not affected."""
         for folder in (self._entries, self._tools):
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """Let backends find a folder for their tools here, as `tool_folder` tells."""
+        """Let `tool_folder` return folders of this cache."""
         token = _IN_USE.set(self)
         try:
             yield
@@ -260,19 +259,19 @@ class Cache:
             _IN_USE.reset(token)
 
     def tools(self, name: str) -> Path | None:
-        """A folder for what a compiler keeps by itself, for this machine and compiler alone; None if there is none."""
+        """Return a folder for files of a compiler, for this machine and compiler alone; None if it cannot be used."""
         digest = hashlib.sha256(repr(toolchain()).encode()).hexdigest()[:16]
         folder = self._tools / f"{name}-{digest}"
         try:
-            return None if self._refused(folder) else folder
+            return None if self._is_refused(folder) else folder
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
             return None
 
-    def _refused(self, folder: Path, *, make: bool = True) -> bool:
-        """Whether a folder inside the cache, or one on the way to it, is not as private as the cache must be.
+    def _is_refused(self, folder: Path, *, make: bool = True) -> bool:
+        """Return whether a folder inside the cache, or one of its parents there, is not private to the user.
 
-        Each is made by itself: `mkdir(parents=True)` would give those on the way whatever rights new folders have.
+        Each is created by itself: `mkdir(parents=True)` would create the parents with default permissions.
         """
         if make:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -281,7 +280,7 @@ class Cache:
                 inner.mkdir(mode=0o700, exist_ok=True)
             reason = _why_not_private(inner.stat(), inner)
             if reason is not None:
-                self._tell(reason)
+                self._warn(reason)
                 return True
         return False
 
@@ -289,40 +288,40 @@ class Cache:
         return self._entries / key[:2] / key
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """When each file was last used, its size, and where it is."""
+        """Yield the time of last use, the size and the path of each file."""
         for top in (self._entries, self._tools):
             for folder, _, names in os.walk(top):
                 for name in names:
                     path = Path(folder, name)
                     try:
                         facts = path.lstat()
-                    except OSError:  # gone meanwhile
+                    except OSError:  # removed meanwhile
                         continue
-                    # Entries are touched when they are read. Files of tools are not; where the file system notes
-                    # when they were read, to the day, that will do, and one that is missing is only made again.
+                    # Entries are touched when they are read. Files of tools are not; the access time, where the file
+                    # system records it, is good enough: one that is missing is only written again.
                     used = facts.st_mtime if top == self._entries else max(facts.st_mtime, facts.st_atime)
                     yield used, facts.st_size, path
 
-    def _tell(self, error: OSError | str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, error: OSError | str) -> None:
+        if not self._warned:
+            self._warned = True
             warnings.warn(f"compiled code is not kept in '{self.folder}': {error}.", stacklevel=2)
 
 
 def tool_folder(name: str) -> Path | None:
-    """While a backend compiles or loads: a folder of the cache for what its compiler keeps by itself.
+    """Return a folder of the cache for files of a compiler, while a backend compiles or loads.
 
-    None where nothing is to be kept. It is counted in the size of the cache, and files in it may vanish between uses.
+    None without a cache. It counts in the size of the cache, and files in it may be removed between uses.
     """
     cache = _IN_USE.get()
     return None if cache is None else cache.tools(name)
 
 
 def default_folder() -> Path:
-    """Where code is kept unless a folder is given: `DOVETAIL_CACHE_DIR`, else in the user's cache folder."""
-    given = os.environ.get("DOVETAIL_CACHE_DIR")
-    if given:
-        return Path(given).expanduser()
+    """Return the default folder of the cache: `DOVETAIL_CACHE_DIR`, else one in the user's cache folder."""
+    configured = os.environ.get("DOVETAIL_CACHE_DIR")
+    if configured:
+        return Path(configured).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path("~/.cache").expanduser()) / "dovetail"
 
@@ -331,12 +330,12 @@ _OPEN: dict[Path, Cache | None] = {}
 
 
 def open_cache(where: bool | str | Path | None) -> Cache | None:
-    """The cache in a folder, or in the default one if True; None, with a warning, where a folder cannot be used."""
+    """Return the cache in a folder, or in the default one if True; None, with a warning, if it cannot be used."""
     if where is None or where is False:
         return None
     try:
         folder = (default_folder() if where is True else Path(where).expanduser()).absolute()
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # the user has no home
         return None
     if folder not in _OPEN:
         reason = _unusable(folder)
@@ -347,7 +346,7 @@ def open_cache(where: bool | str | Path | None) -> Cache | None:
 
 
 def _unusable(folder: Path) -> str | None:
-    """Why nothing may be kept in a folder, which is made if it is missing."""
+    """Return why a folder cannot be used, creating it if it is missing; None if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for inner in (folder, folder / "entries", folder / "tools"):
@@ -360,13 +359,13 @@ def _unusable(folder: Path) -> str | None:
 
 
 def _why_not_private(facts: os.stat_result, path: Path) -> str | None:
-    """Why what lies somewhere may be from someone else; None if only the user can have put it there."""
+    """Return why files there may be from another user; None if only the user can write there."""
     if not hasattr(os, "getuid"):
         return None
     if facts.st_uid != os.getuid():
-        return f"'{path}' belongs to another user, and what lies there would be executed"
+        return f"'{path}' belongs to another user, and files there would be executed"
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others can write to '{path}', and what lies there would be executed; `chmod go-w` it"
+        return f"others can write to '{path}', and files there would be executed; `chmod go-w` it"
     return None
 
 
@@ -380,8 +379,8 @@ def _remove(path: Path) -> None:
 
 
 @functools.cache
-def _written(kind: type) -> str:
-    """Our own release, and the text of what writes bodies out and of a backend: those change between releases."""
+def _source_hash(kind: type) -> str:
+    """Return a hash of our release and of the sources that flatten bodies and of a backend, which may be edited."""
     try:
         release = version("dovetail")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Compiled code, made once for equal bodies in equal situations and tried before it is used."""
+"""Compilation of one region: from memory, disk, a worker process or inline, with a trial run before it is used."""
 
 from __future__ import annotations
 
@@ -8,225 +8,187 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from dovetail.ir.process_state import released_by_fork
+from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
 from dovetail.ir.tensor_spec import Specialization
-from dovetail.lowering.backend_protocol import Compiled, identity, saves, setting
-from dovetail.lowering.cache import open_cache, precision
+from dovetail.lowering.backend_protocol import Backend, Compiled, identity
+from dovetail.lowering.cache import Cache, open_cache, precision
 from dovetail.lowering.compile_unit import CompileUnit
-from dovetail.lowering.failures import LoweringFault, fault_of, in_a_line
+from dovetail.lowering.failures import LoweringFault, fault_of, one_line
 from dovetail.lowering.options import Options
 from dovetail.lowering.verify_region import verify_unit
 from dovetail.lowering.worker import Workers
-from dovetail.numerics.compare import ExpectedOutcome, MutationCheck, expected_of
-from dovetail.numerics.sample_inputs import fake_examples, hint_of, passed, random_state_kept, real_examples
+from dovetail.numerics.compare import ExpectedOutcome, MutationCheck, expected_outcome
+from dovetail.numerics.sample_inputs import as_non_leaf, example_size, fake_inputs, random_inputs
 
 # Inductor and most compilers are not to be entered by two threads at once.
-COMPILING = released_by_fork(threading.RLock())
-_LARGEST_TRIAL = 2**31
+COMPILING = reset_at_fork(threading.RLock())
+_MAX_TRIAL_BYTES = 2**31
 _LOG = logging.getLogger("dovetail")
-
-
-class Store(Protocol):
-    """Where compiled code is kept between processes; it never raises for what a disk does."""
-
-    def read(self, key: str) -> bytes | None: ...
-
-    def write(self, key: str, data: bytes) -> None: ...
-
-    def key(self, of: CompileUnit, backend: Any, situation: Specialization) -> str: ...
-
-    def in_use(self) -> contextlib.AbstractContextManager[None]: ...
-
-
-class Isolated(Protocol):
-    """Compiles in a process of its own: the job is packed, then waited for, and what comes back is `save`'s bytes."""
-
-    def __call__(self, backend: Any, unit: CompileUnit, situation: Specialization) -> Callable[[], bytes]: ...
-
-
-class Verifier(Protocol):
-    """Compares compiled code with the body; None, or what is wrong in words."""
-
-    def __call__(
-        self,
-        unit: CompileUnit,
-        run: Compiled,
-        examples: Sequence[Any],
-        situation: Specialization,
-        bound: float | None,
-    ) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompileContext:
-    """How code is made: where it is kept, how it is checked, and by whom where a process of its own is asked for."""
+    """The services of a compilation: storage, verification, and a compiler in another process."""
 
-    store: Store | None = None
-    verify: Verifier | None = None
-    isolated: Isolated | None = None
+    store: Cache | None
+    workers: Workers
+    verify: bool
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CompiledRegion:
-    """Code for one body in one situation. `source` is "compiled" or "disk".
+    """Code for one body in one specialization. `source` is "compiled" or "disk".
 
-    `untried` says why it was not run on made-up operands first; it is empty where it was.
+    `untried` is why it was not run on sample inputs first; empty if it was.
     """
 
     run: Compiled
-    backend: Any
+    backend: Backend
     seconds: float = 0.0
     source: str = ""
     untried: str = ""
 
 
-_MADE: WeakValueDictionary[tuple[Any, ...], CompiledRegion] = WeakValueDictionary()
-_GATES: WeakValueDictionary[tuple[Any, ...], _Gate] = WeakValueDictionary()
+_COMPILED: WeakValueDictionary[tuple[Any, ...], CompiledRegion] = WeakValueDictionary()
+_LOCKS: WeakValueDictionary[tuple[Any, ...], _KeyLock] = WeakValueDictionary()
 
 
-class _Gate:
-    """Lets one thread at a time make the code of one key."""
+class _KeyLock:
+    """Lets one thread at a time compile for one key."""
 
     def __init__(self) -> None:
-        self.lock = released_by_fork(threading.RLock())
+        self.lock = reset_at_fork(threading.RLock())
 
 
-def obtain(
-    unit: CompileUnit, backend: Any, situation: Specialization, workshop: CompileContext
+def compile_region(
+    unit: CompileUnit, backend: Backend, specialization: Specialization, context: CompileContext
 ) -> CompiledRegion | LoweringFault:
-    """The code of a backend for a body, made now unless it is there already, or what went wrong.
+    """Return the code of a backend for a body, compiled now unless it exists already, or the fault.
 
-    Threads take turns, but not while a process of its own compiles for one of them.
+    Threads take turns, except while a worker process compiles for one of them.
     """
-    job = _Job(unit, backend, situation, workshop)
+    compilation = _Compilation(unit, backend, specialization, context)
     key = (
-        os.getpid(),  # a child does not use what its parent made
+        os.getpid(),  # a child does not use code of its parent
         identity(backend),
         id(backend),
         unit.key,
         unit.roles,
-        situation,
-        _set(),
-        workshop.verify is not None,
+        specialization,
+        repr(sorted(precision().items())),
+        context.verify,
     )
     with COMPILING:
-        gate = _GATES.setdefault(key, _Gate())
-    with gate.lock if job.is_isolated else COMPILING:
+        key_lock = _LOCKS.setdefault(key, _KeyLock())
+    with key_lock.lock if compilation.is_isolated else COMPILING:
         with COMPILING:
-            found = _MADE.get(key)
-        if found is not None:
-            return found
-        made = job.made()
-        if isinstance(made, CompiledRegion):
+            existing = _COMPILED.get(key)
+        if existing is not None:
+            return existing
+        result = compilation.run()
+        if isinstance(result, CompiledRegion):
             with COMPILING:
-                _MADE[key] = made
-        return made
+                _COMPILED[key] = result
+        return result
 
 
-def _set() -> str:
-    return repr(sorted(precision().items()))
-
-
-class _Job:
-    """The making of one artefact, step by step; `stage` is where it is."""
+class _Compilation:
+    """The steps of one compilation; `stage` is the current one."""
 
     def __init__(
-        self, unit: CompileUnit, backend: Any, situation: Specialization, workshop: CompileContext
+        self, unit: CompileUnit, backend: Backend, specialization: Specialization, context: CompileContext
     ) -> None:
-        self.unit, self.backend, self.situation, self.workshop = unit, backend, situation, workshop
-        self.store = workshop.store if saves(backend) else None
-        self.is_isolated = setting(backend, "isolation") == "process"
+        self.unit, self.backend, self.specialization, self.context = unit, backend, specialization, context
+        self.store = context.store if backend.can_save else None
+        self.is_isolated = backend.isolation == "process"
         self.stage = "examples"
         self.key = ""
 
-    def made(self) -> CompiledRegion | LoweringFault:
-        """The artefact, or a fault; whatever a backend raises is one."""
+    def run(self) -> CompiledRegion | LoweringFault:
+        """Return the code, or a fault for whatever a backend raises."""
         start = time.perf_counter()
         try:
-            run, source = self._from_disk(), "disk"
-            if run is None:
+            result, source = self._load_from_disk(), "disk"
+            if result is None:
                 self.stage = "examples"
-                run, source = (self._isolated() if self.is_isolated else self._compiled()), "compiled"
+                result = self._compile_isolated() if self.is_isolated else self._compile_inline()
+                source = "compiled"
         except Exception as error:
             return fault_of(self.unit.region.name, self.backend.name, self.stage, error)
-        return (
-            run
-            if isinstance(run, LoweringFault)
-            else replace(run, seconds=time.perf_counter() - start, source=source)
-        )
+        if isinstance(result, LoweringFault):
+            return result
+        return replace(result, seconds=time.perf_counter() - start, source=source)
 
-    def _from_disk(self) -> CompiledRegion | None:
-        """What another process, or this one before, has kept; None if that is nothing that can be used."""
+    def _load_from_disk(self) -> CompiledRegion | None:
+        """Return code that this or another process stored; None if there is none that works."""
         if self.store is None:
             return None
-        self.key = self.store.key(self.unit, self.backend, self.situation)
+        self.key = self.store.key(self.unit, self.backend, self.specialization)
         data = self.store.read(self.key)
         if data is None:
             return None
         try:
-            with self._place() as (examples, expected):
-                found = self._tried(self.backend.load(data, self.unit.region), examples, expected)
-        except Exception:  # what cannot be read is made anew and written over
+            with self._environment() as (examples, expected):
+                result = self._checked(self.backend.load(data, self.unit.region), examples, expected)
+        except Exception:  # what cannot be read is compiled again and overwritten
             return None
-        return found if isinstance(found, CompiledRegion) else None
+        return result if isinstance(result, CompiledRegion) else None
 
-    def _compiled(self) -> CompiledRegion | LoweringFault:
-        with self._place() as (examples, expected):
+    def _compile_inline(self) -> CompiledRegion | LoweringFault:
+        with self._environment() as (examples, expected):
             self.stage = "compile"
             run = self.backend.compile(self.unit.region, examples)
-            made = self._tried(run, examples, expected)
-            if self.store is not None and isinstance(made, CompiledRegion):
-                self._keep(run)
-            return made
+            result = self._checked(run, examples, expected)
+            if self.store is not None and isinstance(result, CompiledRegion):
+                self._save(run)
+            return result
 
-    def _isolated(self) -> CompiledRegion | LoweringFault:
+    def _compile_isolated(self) -> CompiledRegion | LoweringFault:
         self.stage = "compile"
-        if self.workshop.isolated is None:
-            raise RuntimeError("compiling in a process of its own is not available here")
         with COMPILING:
-            wait = self.workshop.isolated(self.backend, self.unit, self.situation)
+            wait = self.context.workers(self.backend, self.unit, self.specialization)
         data = wait()
-        with self._place() as (examples, expected):
+        with self._environment() as (examples, expected):
             self.stage = "load"
-            made = self._tried(self.backend.load(data, self.unit.region), examples, expected)
-        if self.store is not None and isinstance(made, CompiledRegion):
+            result = self._checked(self.backend.load(data, self.unit.region), examples, expected)
+        if self.store is not None and isinstance(result, CompiledRegion):
             self.store.write(self.key, data)
-        return made
+        return result
 
-    def _keep(self, run: Any) -> None:
-        """Write what was compiled to disk. What cannot be saved is made again next time."""
+    def _save(self, run: Compiled) -> None:
+        """Write code to disk. What cannot be saved is compiled again next time."""
         try:
             data = self.backend.save(run)
         except Exception as error:
-            _LOG.info("%r of '%s' is not kept: %s", self.unit.region.name, self.backend.name, error)
+            _LOG.info("%r of '%s' is not saved: %s", self.unit.region.name, self.backend.name, error)
             return
-        if isinstance(data, bytes) and self.store is not None:
+        if isinstance(data, bytes) and self.store is not None:  # pyright: ignore[reportUnnecessaryIsInstance]
             self.store.write(self.key, data)
 
     @contextlib.contextmanager
-    def _place(self) -> Generator[tuple[list[Any], ExpectedOutcome]]:
-        """Where code is made and tried: nobody else compiles, random numbers and grad mode come back as they were."""
-        kept = self.store.in_use() if self.store is not None else contextlib.nullcontext()
-        with COMPILING, random_state_kept(), torch.set_grad_enabled(self.situation.grad), kept:
-            examples = fake_examples(self.situation, self.unit.values)
+    def _environment(self) -> Generator[tuple[list[Any], ExpectedOutcome]]:
+        """Hold the compilation lock, the random state and the grad mode; yield fake inputs and the expected outcome."""
+        in_use = self.store.in_use() if self.store is not None else contextlib.nullcontext()
+        with COMPILING, preserve_rng_state(), torch.set_grad_enabled(self.specialization.grad), in_use:
+            examples = fake_inputs(self.specialization, self.unit.values)
             body, effects = self.unit.region.body, self.unit.effects
-            if effects.world:
-                # Whatever it does to the world it would do now.
+            if effects.host_effect:
+                # A run would have the effect now.
                 yield examples, ExpectedOutcome((), effects)
                 return
-            yield examples, expected_of(body, effects, examples, grad=self.situation.grad)
+            yield examples, expected_outcome(body, effects, examples, grad=self.specialization.grad)
 
-    def _tried(
+    def _checked(
         self, run: Any, examples: list[Any], expected: ExpectedOutcome
     ) -> CompiledRegion | LoweringFault:
-        """Code that has given what it must on made-up operands, or what was wrong."""
+        """Return code whose results on sample inputs are as expected, or a fault."""
         unit, name, backend = self.unit, self.unit.region.name, self.backend.name
         if not callable(run):
             return LoweringFault(
@@ -236,60 +198,56 @@ class _Job:
         untried = ""
         try:
             reason = _trial(unit, run, examples, expected)
-        except _Untried as why:
-            reason, untried = None, str(why)
-        if reason is None and self.workshop.verify is not None:
+        except _Untried as error:
+            reason, untried = None, str(error)
+        if reason is None and self.context.verify:
             self.stage = "verify"
-            bound = setting(self.backend, "bound")
-            reason = self.workshop.verify(unit, run, examples, self.situation, bound)
+            reason = verify_unit(unit, run, examples, self.specialization, self.backend.bound)
         if reason is not None:
             return LoweringFault(name, backend, self.stage, reason)
         return CompiledRegion(run, self.backend, untried=untried)
 
 
 class _Untried(Exception):
-    """Code cannot be tried, and the text says why."""
+    """Code cannot be run on sample inputs; the message is the reason."""
 
 
 def _trial(
     unit: CompileUnit, run: Compiled, examples: Sequence[Any], expected: ExpectedOutcome
 ) -> str | None:
-    """Run code once on made-up operands, so that what is wrong with it shows before anybody's data are touched."""
-    if unit.effects.world:
-        raise _Untried(f"it acts on the world ({unit.effects.world})")
+    """Run code on sample inputs and return what is wrong with it, before it touches data of the user."""
+    if unit.effects.host_effect:
+        raise _Untried(f"it acts on the host ({unit.effects.host_effect})")
     size = _bytes(examples)
-    if size > _LARGEST_TRIAL:
-        raise _Untried(f"its operands are too large to be made up ({size / 2**30:.1f} GiB)")
-    # The body is asked first: made-up operands may be none that it takes.
+    if size > _MAX_TRIAL_BYTES:
+        raise _Untried(f"its operands are too large for sample inputs ({size / 2**30:.1f} GiB)")
+
+    def operands(inputs: Sequence[Any]) -> list[Any]:
+        return [as_non_leaf(a, i in unit.effects.writes) for i, a in enumerate(inputs)]
+
+    def unwritten() -> list[Any]:
+        return random_inputs(examples, domains=unit.domains) if unit.effects.writes else inputs
+
+    # The body runs first: it may reject sample inputs.
     try:
-        given = _again(unit, examples)
-        unit.region.body(*_passed(unit, _again(unit, examples) if unit.effects.writes else given))
+        inputs = random_inputs(examples, domains=unit.domains)
+        unit.region.body(*operands(unwritten()))
     except Exception as error:
-        raise _Untried(f"the body itself does not take made-up operands: {in_a_line(error)}") from error
-    watch = MutationCheck(given, unit.effects)
-    made = run(*_passed(unit, given))
-    reason = expected.wrong(made) or watch.wrong(made)
+        raise _Untried(f"the body itself rejects sample inputs: {one_line(error)}") from error
+    mutations = MutationCheck(inputs, unit.effects)
+    results = run(*operands(inputs))
+    reason = expected.mismatch(results) or mutations.mismatch(results)
     if reason is not None:
         return reason
-    again = run(*_passed(unit, _again(unit, examples) if unit.effects.writes else given))
-    return watch.kept(made, again)
-
-
-def _again(unit: CompileUnit, examples: Sequence[Any]) -> list[Any]:
-    return real_examples(examples, domains=unit.domains)
-
-
-def _passed(unit: CompileUnit, given: Sequence[Any]) -> list[Any]:
-    return [passed(a, i in unit.effects.writes) for i, a in enumerate(given)]
+    return mutations.reused_memory(results, run(*operands(unwritten())))
 
 
 def _bytes(examples: Sequence[Any]) -> int:
     tensors = [e for e in examples if isinstance(e, torch.Tensor)]
-    return sum(t.element_size() * math.prod(hint_of(n) for n in t.shape) for t in tensors)
+    return sum(t.element_size() * math.prod(example_size(n) for n in t.shape) for t in tensors)
 
 
-def compile_context_of(options: Options) -> CompileContext:
-    """The tools for some options."""
+def make_compile_context(options: Options) -> CompileContext:
+    """Return the services for some options."""
     cache = open_cache(options.cache)
-    verify = verify_unit if options.verify else None
-    return CompileContext(store=cache, verify=verify, isolated=Workers(options.timeout, cache))
+    return CompileContext(cache, Workers(options.timeout, cache), options.verify)

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.ir.effects import BodySummary, summary
+from dovetail.ir.effects import BodySummary, summarize_body
 from dovetail.ir.graph_module import Body, attribute, make_body
 from dovetail.ir.nodes import is_projection
 from dovetail.numerics.sample_inputs import Domain, domains_of
-from dovetail.outlining.bodies import body_key, results
 from dovetail.outlining.inline import Flattener, flat, held_value
-from dovetail.outlining.region import Region
-from dovetail.outlining.region_call import call_of
+from dovetail.outlining.region import Region, body_key, call_of, results
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +78,7 @@ def unit_of(region: Region) -> CompileUnit:
         obstacle = _obstacle(body)
         lifted, targets = _lifted(body) if body.borrows and obstacle is None else (body, ())
         own = None if lifted is body else lifted
-        facts = _FACTS[body] = _Facts(own, targets, body_key(lifted), summary(lifted), obstacle)
+        facts = _FACTS[body] = _Facts(own, targets, body_key(lifted), summarize_body(lifted), obstacle)
     run = facts.lifted_body or body
     return CompileUnit(
         replace(region, body=run), body, facts.lifted, facts.key, facts.effects, facts.obstacle

@@ -1,157 +1,165 @@
-"""Between a call and compiled code: the code whose situation the call is in, made on demand, or the body."""
+"""Dispatch of a region's calls: the code specialized for the call, compiled on demand, or the body."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dovetail.ir.process_state import on_fork, released_by_fork
+from dovetail.ir.guard_code import Guard
+from dovetail.ir.nodes import storage_key
+from dovetail.ir.process_state import register_after_fork, reset_at_fork
 from dovetail.ir.tensor_spec import Specialization
-from dovetail.ir.weight_guard import Checksums, ContentGuard, write_state
-from dovetail.lowering.backend_protocol import Compiled, setting
-from dovetail.lowering.compile_region import CompileContext, CompiledRegion, obtain
+from dovetail.ir.weight_guard import Checksums, ContentGuard, mutation_stamp
+from dovetail.lowering.backend_protocol import Backend, CallSite
+from dovetail.lowering.compile_region import CompileContext, CompiledRegion, compile_region
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.lowering.double_backward import TwiceDifferentiable
 from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of, report
-from dovetail.lowering.guards import Fit, Unguardable, autocast_now, fit_for, nothing_noted, specialization_of
-from dovetail.lowering.options import compilation_limit
-from dovetail.outlining.region import Region
+from dovetail.lowering.guards import (
+    Unguardable,
+    autocast_for,
+    make_guard,
+    specialization_of,
+    suspend_saved_tensor_hooks,
+)
+from dovetail.lowering.options import recompile_limit_of
 
-Tell = Callable[[Any], None]
+Record = Callable[[CompiledRegion | LoweringFault], None]
 
 
-class Entry:
-    """One specialisation: code, or the body where there is none, and the calls it is for.
+class SpecializedEntry:
+    """One specialization of a body: its guard, and compiled code, or the body itself if no backend compiles it.
 
-    `dropped` says that its code has raised in a call, whosever it was, and is not to be used by anybody any more.
+    `invalid` is set once the code has raised in a call of any site; it is not used again.
     """
 
-    __slots__ = ("artefact", "dropped", "fits", "run", "situation")
+    __slots__ = ("compiled", "guard", "invalid", "run", "specialization")
 
     def __init__(
-        self, situation: Specialization, run: Callable[..., Any], artefact: CompiledRegion | None
+        self, specialization: Specialization, run: Callable[..., Any], compiled: CompiledRegion | None
     ) -> None:
-        self.situation, self.run, self.artefact, self.dropped = situation, run, artefact, False
-        self.fits: Fit = fit_for(situation)
+        self.specialization, self.run, self.compiled, self.invalid = specialization, run, compiled, False
+        self.guard: Guard = make_guard(specialization)
 
     @property
     def backend(self) -> str | None:
-        return None if self.artefact is None else self.artefact.backend.name
+        return None if self.compiled is None else self.compiled.backend.name
 
 
 class Dispatcher:
-    """A body behind guards: compiled code where a call fits it, a new specialisation where it does not.
+    """The specializations of one body, shared by all regions with an equal body.
 
-    Up to the recompile limit specialisations are made; then the body runs. In a child process that was forked later, calls run the
-    body. Calls in which another tracer or a dispatch mode looks
-    on, in which autocast is on, or in which a written operand shares memory with another one, run the body too.
+    A call that no specialization covers compiles a new one, up to the recompile limit; after that the body runs. The
+    body also runs in a forked child process, while another tracer or a dispatch mode is active, under autocast, and if
+    an operand that the body writes shares memory with another one.
     """
 
     def __init__(
         self,
         unit: CompileUnit,
-        backends: Sequence[Any],
-        workshop: CompileContext,
-        tell: Tell,
+        backends: Sequence[Backend],
+        context: CompileContext,
+        record: Record,
         *,
         limit: int | None,
         strict: bool,
     ) -> None:
-        self.unit, self.backends, self.workshop, self.tell = unit, tuple(backends), workshop, tell
+        self.unit, self.backends, self.context, self.record = unit, tuple(backends), context, record
         self.limit, self.strict = limit, strict
         self.body = unit.region.body
-        self.entries: dict[Specialization, Entry] = {}
+        self.entries: dict[Specialization, SpecializedEntry] = {}
         self._writes = tuple(sorted(unit.effects.writes))
-        self._lock = released_by_fork(threading.RLock())
-        self._inherited = False
-        on_fork(self)
+        self._lock = reset_at_fork(threading.RLock())
+        self._is_forked = False
+        register_after_fork(self)
         self._warned = False
 
-    def entry_for(self, situation: Specialization) -> Entry:
-        """The specialisation for a situation, made now if there is none."""
-        found = self.entries.get(situation)
-        if found is None:
+    def entry_for(self, specialization: Specialization) -> SpecializedEntry:
+        """Return the entry of a specialization, compiled now if there is no entry yet."""
+        entry = self.entries.get(specialization)
+        if entry is None:
             with self._lock:
-                found = self.entries.get(situation)
-                if found is None:
-                    found = self.entries[situation] = self._made(situation)
-        return found
+                entry = self.entries.get(specialization)
+                if entry is None:
+                    entry = self.entries[specialization] = self._compile_entry(specialization)
+        return entry
 
-    def entry_now(self, situation: Specialization | None = None) -> Entry | None:
-        """The specialisation that there is for a situation, else the one that was foreseen; None without any."""
-        found = self.entries.get(situation) if situation is not None else None
-        return found or next(iter(list(self.entries.values())), None)
+    def current_entry(self, specialization: Specialization | None = None) -> SpecializedEntry | None:
+        """Return the entry of a specialization, else the first one; None without any."""
+        entry = self.entries.get(specialization) if specialization is not None else None
+        return entry or next(iter(list(self.entries.values())), None)
 
-    def _made(self, situation: Specialization, after: Any = None) -> Entry:
-        """An entry by the first backend that has no trouble; with `after`, by the first of those that come after it."""
-        rest = iter(self.backends)
+    def _compile_entry(
+        self, specialization: Specialization, after: Backend | None = None
+    ) -> SpecializedEntry:
+        """Compile by the first backend that succeeds; with `after`, by the first of those that come after it."""
+        backends = iter(self.backends)
         if after is not None:
-            next(backend for backend in rest if backend is after)
-        for backend in rest:
-            if situation.grad and not setting(backend, "trains"):
-                reason = f"autograd cannot go through what '{backend.name}' makes, and gradients are needed"
-                self.tell(LoweringFault(self.unit.region.name, backend.name, "gradients", reason))
+            next(backend for backend in backends if backend is after)
+        for backend in backends:
+            if specialization.grad and not backend.trains:
+                reason = f"autograd cannot go through code of '{backend.name}', and gradients are needed"
+                self.record(LoweringFault(self.unit.region.name, backend.name, "gradients", reason))
                 continue
-            made = obtain(self.unit, backend, situation, self.workshop)
-            self.tell(made)
-            if isinstance(made, CompiledRegion):
-                return Entry(situation, made.run, made)
+            result = compile_region(self.unit, backend, specialization, self.context)
+            self.record(result)
+            if isinstance(result, CompiledRegion):
+                return SpecializedEntry(specialization, result.run, result)
             if self.strict:
-                raise made.raised()
-        return Entry(situation, self.body, None)
+                raise result.as_error()
+        return SpecializedEntry(specialization, self.body, None)
 
-    def find(self, args: tuple[Any, ...]) -> Entry | None:
-        """The specialisation for a call; None if the body is to run."""
-        if self._inherited or autocast_now(args) or self.aliased(args):
+    def lookup(self, args: tuple[Any, ...]) -> SpecializedEntry | None:
+        """Return the entry for a call; None if the body must run."""
+        if self._is_forked or autocast_for(args) or self.has_aliased_writes(args):
             return None
         try:
-            situation = specialization_of(args)
+            specialization = specialization_of(args)
         except Unguardable:
             return None
         for entry in list(self.entries.values()):
-            if not entry.situation.is_static and entry.fits(args):
+            if not entry.specialization.is_static and entry.guard(args):
                 return entry
-        limit = compilation_limit(self.limit)
-        if len(self.entries) >= limit and situation not in self.entries:
-            self._warn(limit)
+        limit = recompile_limit_of(self.limit)
+        if len(self.entries) >= limit and specialization not in self.entries:
+            self._warn_of_limit(limit)
             return None
-        with nothing_noted():
-            return self.entry_for(situation)
+        with suspend_saved_tensor_hooks():
+            return self.entry_for(specialization)
 
     def after_fork(self) -> None:
-        """Run the body from now on. Code of the parent is kept, for its end may wait for threads that are not here."""
-        self._inherited = True
+        """Run the body from now on. The parent's code is kept: releasing it may wait for threads that are not here."""
+        self._is_forked = True
         for entry in self.entries.values():
-            entry.dropped = True
+            entry.invalid = True
 
-    def aliased(self, args: tuple[Any, ...]) -> bool:
-        """Whether an operand that the body writes shares memory with another one."""
+    def has_aliased_writes(self, args: tuple[Any, ...]) -> bool:
+        """Return whether an operand that the body writes shares memory with another one."""
         if not self._writes:
             return False
-        places = [a.untyped_storage()._cdata if isinstance(a, Tensor) else -1 for a in args]
-        return any(places.count(places[i]) > 1 for i in self._writes)
+        storages = [storage_key(a) if isinstance(a, Tensor) else -1 for a in args]
+        return any(storages.count(storages[i]) > 1 for i in self._writes)
 
-    def failed(self, entry: Entry, error: Exception, args: tuple[Any, ...]) -> Any:
-        """What is done after code has raised in a real call: the body now, and from now on the next backend.
+    def recover(self, entry: SpecializedEntry, error: Exception, args: tuple[Any, ...]) -> Any:
+        """Run the body after code has raised in a call, and use the next backend from now on.
 
-        A call that the body does not take either is the caller's mistake, and the code stays. Where the body writes
-        operands or acts on the world it cannot be run after half of that was done, and the error is raised.
+        If the body raises too, the call is at fault and the code stays. Where the body writes operands or has an
+        effect on the host it cannot run after a part of that was done, and the error is raised.
         """
-        if entry.artefact is None:
+        if entry.compiled is None:
             raise error
-        backend = entry.artefact.backend
+        backend = entry.compiled.backend
         fault = fault_of(self.unit.region.name, backend.name, "call", error)
-        runs_again = not (self._writes or self.unit.effects.world or self.strict)
-        made = self.body(*args) if runs_again else None
+        can_rerun = not (self._writes or self.unit.effects.host_effect or self.strict)
+        result = self.body(*args) if can_rerun else None
         with self._lock:
-            if self.entries.get(entry.situation) is entry:
-                self.tell(fault)
+            if self.entries.get(entry.specialization) is entry:
+                self.record(fault)
                 report(
                     "failed",
                     f"code of '{backend.name}' for region '{self.unit.region.name}' raised in a call and is not used any "
@@ -159,13 +167,13 @@ class Dispatcher:
                     f"dovetail.explain(...).lowering has the traceback.",
                 )
                 if not self.strict:
-                    entry.dropped = True
-                    self.entries[entry.situation] = self._made(entry.situation, after=backend)
-        if not runs_again:
-            raise fault.raised()
-        return made
+                    entry.invalid = True
+                    self.entries[entry.specialization] = self._compile_entry(entry.specialization, backend)
+        if not can_rerun:
+            raise fault.as_error()
+        return result
 
-    def _warn(self, limit: int) -> None:
+    def _warn_of_limit(self, limit: int) -> None:
         if not self._warned:
             self._warned = True
             reason = (
@@ -174,37 +182,25 @@ class Dispatcher:
                 f"dovetail.config.recompile_limit."
             )
             names = " or ".join(backend.name for backend in self.backends)
-            self.tell(LoweringFault(self.unit.region.name, names, "recompile limit", reason))
+            self.record(LoweringFault(self.unit.region.name, names, "recompile limit", reason))
             report("limit", reason)
 
 
-@dataclass(frozen=True, eq=False)
-class CallSite:
-    """What `Backend.prepare` gets: one call of a region, the code made for it, and the operands of its first call.
-
-    `constants` are the numbers of the operands that are parameters, buffers or constants of the model, or views of
-    those. What is prepared is used until one of them is written or replaced; then it is prepared again. Writes that no
-    version counter shows are noticed by contents within `weight_check_interval` calls. For that what is prepared is
-    taken to copy all constants but those whose numbers are in its attribute `reads_in_place`, if it has one. `notes` is
-    for what is to be known when it is prepared again, or in copies and pickles of the graph; all calls of a graph share
-    it. `tell` writes a reason into the record.
-    """
-
-    name: str
-    region: Region
-    compiled: Compiled
-    operands: tuple[Any, ...]
-    constants: frozenset[int]
-    notes: dict[str, Any]
-    tell: Callable[[str], None]
-
-
-# It stops a forward that is run again in backward by raising, as soon as all is there that it was run for.
+# Checkpointing stops a forward that is recomputed in backward by raising, as soon as all is there that it needs.
 _CHECKPOINTING = "torch.utils.checkpoint"
+_Stamp = tuple[int, Any]
+_Latest = tuple[Guard, SpecializedEntry | None, Callable[..., Any], _Stamp | None]
 
 
-class Site:
-    """Calls compiled code for one region, or its body; it knows its name, and what was prepared for it."""
+def _never(_: tuple[Any, ...]) -> bool:
+    return False
+
+
+_NO_ENTRY: _Latest = (_never, None, lambda: None, None)
+
+
+class DispatchedCall:
+    """One call of a region in a lowered graph: calls compiled code or the body, and holds what was prepared for it."""
 
     def __init__(
         self,
@@ -219,140 +215,131 @@ class Site:
         self.constants: frozenset[int] = frozenset()
         self.notes = {} if notes is None else notes
         self.__name__ = f"region_{name.replace('/', '__')}"
-        # One value, so that a thread never has the guard of one specialisation and the code of another.
-        self._first: _First = _NONE
-        self._latest: Specialization | None = None
-        self._prepared: dict[Entry, tuple[Callable[..., Any], _State]] = {}
+        # One value, so that a thread never has the guard of one specialization and the code of another.
+        self._latest: _Latest = _NO_ENTRY
+        self._specialization: Specialization | None = None
+        self._prepared: dict[SpecializedEntry, tuple[Callable[..., Any], _Stamp]] = {}
         self._contents = ContentGuard(None) if contents is None else contents
         self._checksums: Checksums | None = None
-        # Numbers of the constants that some prepared state holds copies of.
+        # Constants that prepared code holds copies of, and those that are tensors, by position.
         self._copied: frozenset[int] = frozenset()
-        self._numbers: tuple[int, ...] = ()
+        self._tensor_constants: tuple[int, ...] = ()
         self._generation = 0
 
     @property
-    def entry(self) -> Entry | None:
-        """What runs calls like the last one, or, before there was one, those that were foreseen."""
-        return self.dispatcher.entry_now(self._latest)
+    def entry(self) -> SpecializedEntry | None:
+        """The entry that runs calls like the last one, or the first one compiled before there was a call."""
+        return self.dispatcher.current_entry(self._specialization)
 
     def __call__(self, *args: Any, sentinels: Sequence[Tensor] = ()) -> Any:
-        """Run the region. The version counters of `sentinels` rise where its constants are written unseen."""
-        if torch.compiler.is_compiling() or is_watched():
+        """Run the region. The version counters of `sentinels` rise where its constants are written without their own."""
+        if torch.compiler.is_compiling() or is_traced():
             return self.dispatcher.body(*args)
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
             with torch.profiler.record_function(f"region {self.name}"):
-                return self._called(args, sentinels)
-        return self._called(args, sentinels)
+                return self._dispatch(args, sentinels)
+        return self._dispatch(args, sentinels)
 
-    def _called(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Any:
-        fits, entry, run, state = self._first
+    def _dispatch(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Any:
+        guard, entry, run, stamp = self._latest
         if (
             entry is None
-            or entry.dropped
-            or not fits(args)
-            or (state is not None and self._state(args, sentinels) != state)
+            or entry.invalid
+            or not guard(args)
+            or (stamp is not None and self._stamp(args, sentinels) != stamp)
             or torch.is_autocast_enabled("cpu")
             or torch.is_autocast_enabled("cuda")
-            or self.dispatcher.aliased(args)
+            or self.dispatcher.has_aliased_writes(args)
         ):
-            entry = self.dispatcher.find(args)
+            entry = self.dispatcher.lookup(args)
             if entry is None:
                 return self.dispatcher.body(*args)
-            run = self._take(entry, args, sentinels)
+            run = self._select(entry, args, sentinels)
         try:
             return run(*args)
         except Exception as error:
             if type(error).__module__ == _CHECKPOINTING:
                 raise
             error.add_note(f"in region '{self.name}', lowered by '{entry.backend}'")
-            self._first = _NONE
+            self._latest = _NO_ENTRY
             self._prepared.pop(entry, None)
-            return self.dispatcher.failed(entry, error, args)
+            return self.dispatcher.recover(entry, error, args)
 
-    def _take(self, entry: Entry, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Callable[..., Any]:
-        """Make an entry the one that is tried first."""
-        run, fits, state = entry.run, fit_for(entry.situation, args), None
-        prepare = getattr(entry.artefact.backend, "prepare", None) if entry.artefact else None
-        if prepare is not None:
-            self._numbers = tuple(i for i in sorted(self.constants) if isinstance(args[i], Tensor))
-            run, seen = self._prepared.get(entry, (None, None))
-            state = self._state(args, sentinels)
-            if run is None or seen != state:
-                run, state = self._prepare(prepare, entry, args, sentinels)
-                self._prepared[entry] = (run, state)
-        if entry.artefact and entry.situation.grad and not setting(entry.artefact.backend, "double_backward"):
-            run = TwiceDifferentiable(run, self.dispatcher.unit, entry.artefact.backend.name)
-        self._first = fits, entry, run, state
-        self._latest = entry.situation
+    def _select(
+        self, entry: SpecializedEntry, args: tuple[Any, ...], sentinels: Sequence[Tensor]
+    ) -> Callable[..., Any]:
+        """Make an entry the one whose guard is checked first, and return what runs it."""
+        run, guard, stamp = entry.run, make_guard(entry.specialization, args), None
+        backend = entry.compiled.backend if entry.compiled else None
+        if backend is not None and backend.implements("prepare"):
+            self._tensor_constants = tuple(i for i in sorted(self.constants) if isinstance(args[i], Tensor))
+            run, prepared_for = self._prepared.get(entry, (None, None))
+            stamp = self._stamp(args, sentinels)
+            if run is None or prepared_for != stamp:
+                run, stamp = self._prepare(backend, entry, args, sentinels)
+                self._prepared[entry] = (run, stamp)
+        if backend is not None and entry.specialization.grad and not backend.double_backward:
+            run = TwiceDifferentiable(run, self.dispatcher.unit, backend.name)
+        self._latest = guard, entry, run, stamp
+        self._specialization = entry.specialization
         return run
 
     def _prepare(
-        self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...], sentinels: Sequence[Tensor]
-    ) -> tuple[Callable[..., Any], _State]:
-        """Prepare an entry, and have the contents compared of what it copied; with the state that it is for."""
-        constants = self._numbers
+        self, backend: Backend, entry: SpecializedEntry, args: tuple[Any, ...], sentinels: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], _Stamp]:
+        """Prepare an entry and watch the contents of the weights it copied; return it with the stamp it holds for."""
+        constants = self._tensor_constants
         # All before the weights are read: what is written meanwhile is noticed by the next call.
         checksums = {i: Checksums([args[i]]) for i in constants}
         known, copied = self._checksums, self._copied
         if known is not None and known != Checksums.joined(checksums[i] for i in constants if i in copied):
-            # Another specialisation has copies of what the weights were.
-            self._written()
-        state = self._state(args, sentinels)
-        run = self._ready(prepare, entry, args)
+            # Another specialization has copies of what the weights were.
+            self._invalidate()
+        stamp = self._stamp(args, sentinels)
+        run = self._prepared_code(backend, entry, args)
         in_place = constants if run is entry.run else getattr(run, "reads_in_place", ())
         self._copied = copied | {i for i in constants if i not in in_place}
         if self._copied:
             self._checksums = Checksums.joined(checksums[i] for i in constants if i in self._copied)
-            self._contents.watch(self, self._checksums, self._written)
-        return run, state
+            self._contents.watch(self, self._checksums, self._invalidate)
+        return run, stamp
 
-    def _written(self) -> None:
+    def _invalidate(self) -> None:
         self._generation += 1
 
-    def _ready(self, prepare: Callable[..., Any], entry: Entry, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """What a backend prepares for this call, or its code as it is where that fails."""
+    def _prepared_code(
+        self, backend: Backend, entry: SpecializedEntry, args: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """Return what a backend prepares for this call, or its code as it is if that fails."""
         dispatcher = self.dispatcher
-        backend = str(entry.backend)
-        site = CallSite(
-            self.name,
-            dispatcher.unit.region,
-            entry.run,
-            args,
-            self.constants,
-            self.notes,
-            lambda reason: dispatcher.tell(LoweringFault(self.name, backend, "prepare", reason)),
-        )
+
+        def record(reason: str) -> None:
+            dispatcher.record(LoweringFault(self.name, backend.name, "prepare", reason))
+
+        region = dispatcher.unit.region
+        site = CallSite(self.name, region, entry.run, args, self.constants, self.notes, record)
         try:
-            made = prepare(site)
-            if not callable(made):
-                raise LoweringFailure(f"it returned a {type(made).__name__}, not a callable")
+            prepared = backend.prepare(site)
+            if not callable(prepared):
+                raise LoweringFailure(f"it returned a {type(prepared).__name__}, not a callable")
         except Exception as error:
-            fault = fault_of(self.name, backend, "prepare", error)
+            fault = fault_of(self.name, backend.name, "prepare", error)
             if dispatcher.strict:
-                raise fault.raised() from error
-            dispatcher.tell(fault)
+                raise fault.as_error() from error
+            dispatcher.record(fault)
             return entry.run
-        return made
+        return prepared
 
-    def _state(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> _State:
-        """What prepared state holds for: addresses and version counters of the constants, and no write unseen."""
-        return self._generation, write_state([*[args[i] for i in self._numbers], *sentinels])
+    def _stamp(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> _Stamp:
+        """Return what prepared code holds for: addresses and version counters of the constants, and their contents."""
+        return self._generation, mutation_stamp([*[args[i] for i in self._tensor_constants], *sentinels])
 
 
-def is_watched() -> bool:
-    """Whether a dispatch mode, a transform or forward-mode AD is active: it must see the operations, not one call."""
+def is_traced() -> bool:
+    """Return whether a dispatch mode, a transform or forward-mode AD is active, which must see each operation."""
     transforms: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or transforms.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
-
-
-def _never(_: tuple[Any, ...]) -> bool:
-    return False
-
-
-_State = tuple[Any, ...]
-_First = tuple[Fit, Entry | None, Callable[..., Any], _State | None]
-_NONE: _First = (_never, None, _never, None)

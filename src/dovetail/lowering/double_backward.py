@@ -23,8 +23,9 @@ from torch.fx import Node
 from dovetail.errors import LoweringError
 from dovetail.frontend.tensor_effects import autograd_history
 from dovetail.ir.graph_module import Body
+from dovetail.ir.schema import named_arguments
 from dovetail.lowering.compile_unit import CompileUnit
-from dovetail.lowering.guards import autocast_off, has_saving_hooks
+from dovetail.lowering.guards import disable_autocast, has_saved_tensor_hooks
 from dovetail.outlining.inline import flat
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
@@ -63,8 +64,8 @@ class TwiceDifferentiable:
         effects = self.unit.effects
         if effects.random:
             return "it draws random numbers, and the body would draw others"
-        if effects.world:
-            return f"it acts on the world ({effects.world})"
+        if effects.host_effect:
+            return f"it acts on the world ({effects.host_effect})"
         if effects.writes and _depends_on_written(
             cast("Body", self.unit.region.body), effects.writes, results
         ):
@@ -124,7 +125,9 @@ class _Backward(_Override):
     ) -> None:
         self.code, self.node, self.taps = code, weakref.ref(node), taps
         # Autograd saves tensors so that hooks see them, which costs more than the rest of the call.
-        self.operands: _Saved | _Held | None = _Saved(operands) if has_saving_hooks() else _Held(operands)
+        self.operands: _Saved | _Held | None = (
+            _Saved(operands) if has_saved_tensor_hooks() else _Held(operands)
+        )
 
     def backward(self, grads: Sequence[Any], compiled: Callable[..., Any], given: Sequence[Any]) -> Any:
         held = self.operands
@@ -147,7 +150,7 @@ class _Backward(_Override):
             raise code.refused("one of its operands has been modified by an inplace operation")
         records = torch.is_grad_enabled()
         writes = code.unit.effects.writes
-        with torch.enable_grad(), autocast_off():
+        with torch.enable_grad(), disable_autocast():
             # Of one operand that is computed from another, only what reaches the body directly is wanted.
             fresh = [_fresh(a, i in writes) for i, a in enumerate(operands)]
             results = code.unit.region.body(*fresh)
@@ -281,8 +284,7 @@ def _depends_on_written(body: Body, writes: frozenset[int], results: Sequence[in
         read: Sequence[Node] = node.all_input_nodes
         if node.target is operator.getitem and str(node.args[0].target).startswith(_BATCH_NORM_TRAINING):
             norm = node.args[0]
-            arguments = norm.target._schema.arguments
-            named = {a.name: v for a, v in zip(arguments, norm.args, strict=False)} | norm.kwargs
+            named = named_arguments(norm)
             if named.get("training") and node.args[1] < 3:
                 read = [v for k, v in named.items() if isinstance(v, Node) and k not in _RUNNING]
         if not tainted.isdisjoint(read):

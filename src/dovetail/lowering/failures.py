@@ -1,4 +1,4 @@
-"""What went wrong with a lowering, as values: told in the ledger, raised on request."""
+"""Faults of a lowering as values for the ledger, and diagnostics of compiled models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.errors import LoweringError, user_stacklevel
 
 @dataclass(frozen=True)
 class LoweringFault:
-    """Why a backend's code for a region is not used. `stage` is where it showed."""
+    """Why a backend's code for a region is not used; `stage` is the step that failed."""
 
     region: str
     backend: str
@@ -22,26 +22,26 @@ class LoweringFault:
     trace: str = field(default="", repr=False)
     error: BaseException | None = field(default=None, repr=False, compare=False)
 
-    def raised(self) -> LoweringError:
-        """The error that says so, chained to its cause."""
-        made = LoweringError(self.region, self.backend, f"{self.stage}: {self.reason}")
-        made.__cause__ = self.error
-        return made
+    def as_error(self) -> LoweringError:
+        """Return the fault as an exception, chained to its cause."""
+        error = LoweringError(self.region, self.backend, f"{self.stage}: {self.reason}")
+        error.__cause__ = self.error
+        return error
 
 
 class LoweringFailure(Exception):
-    """Something went wrong with a lowering, and the text says all of it."""
+    """A step of a lowering failed; the message is the whole reason."""
 
 
-def in_a_line(error: BaseException) -> str:
-    """What was raised, without what it says after its first line."""
+def one_line(error: BaseException) -> str:
+    """Return the class of an exception and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def fault_of(region: str, backend: str, stage: str, error: BaseException) -> LoweringFault:
-    """A fault from what was raised."""
-    reason = str(error) if isinstance(error, LoweringFailure) else in_a_line(error)
+    """Return the fault for an exception."""
+    reason = str(error) if isinstance(error, LoweringFailure) else one_line(error)
     return LoweringFault(
         region, backend, stage, reason, "".join(traceback.format_exception(error))[-4000:], error
     )
@@ -53,7 +53,7 @@ Kind = Literal["recompiled", "fallback", "limit", "failed"]
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One such event: its kind, and a message with the cause and what to do about it."""
+    """An event of a compiled model: its kind, and a message with the cause and what to do about it."""
 
     kind: Kind
     message: str
@@ -65,15 +65,15 @@ class Diagnostic:
 class Diagnostics:
     """The events of one compiled model, each of them reported once.
 
-    All are logged as warnings under `dovetail`. Where a model runs as it is, for it cannot be captured or a limit is
-    reached, it is a Python warning too.
+    All are logged as warnings of the logger `dovetail`. Where a model runs uncompiled, because it cannot be captured
+    or a limit is reached, it is a Python warning too.
     """
 
     def __init__(self) -> None:
         self.events: list[Diagnostic] = []
 
     def report(self, kind: Kind, message: str) -> None:
-        """Log an event unless the very same was logged before."""
+        """Log an event unless an equal one was logged before."""
         event = Diagnostic(kind, message)
         if event in self.events:
             return
@@ -82,7 +82,7 @@ class Diagnostics:
 
 
 def report(kind: Kind, message: str) -> None:
-    """Log an event, and warn of it where something runs uncompiled because of it."""
+    """Log an event, and warn of it if something runs uncompiled because of it."""
     is_warned = kind in ("fallback", "limit")
     if not is_warned or _LOG.hasHandlers():
         _LOG.warning("%s", message)
@@ -91,8 +91,8 @@ def report(kind: Kind, message: str) -> None:
 
 
 class UnsupportedOp(Exception):
-    """There is no ONNX form of something; the text says of what and why."""
+    """Something cannot be written as ONNX; the message has what and why."""
 
 
 class UnknownOp(UnsupportedOp):
-    """There is no ONNX form of an operator, whatever its arguments."""
+    """An operator cannot be written as ONNX, whatever its arguments."""

@@ -1,11 +1,11 @@
-"""What compiled code was made for: operands, gradients, grad mode and autocast, and whether a call is like that."""
+"""Specializations of compiled code (operands, gradients, grad mode, autocast), and guards that test a call for one."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
@@ -17,15 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.printers import PythonPrinter
 
 from dovetail import torch_compat
+from dovetail.ir.guard_code import Guard, GuardCode
 from dovetail.ir.tensor_spec import NumberSpec, Size, Spec, Specialization, TensorSpec
 
 _TRIAL: ContextVar[bool] = ContextVar("trial", default=False)
-_PLAIN = (Tensor, torch.nn.Parameter)
+_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @contextlib.contextmanager
 def trial_run() -> Generator[None]:
-    """Calls that tell nothing of those to come: a backend that learns from calls does not learn from these."""
+    """Mark calls as trial runs, which backends that learn from calls ignore."""
     before = _TRIAL.set(True)
     try:
         yield
@@ -34,38 +35,38 @@ def trial_run() -> Generator[None]:
 
 
 def is_trial() -> bool:
-    """Whether a call is part of a trial run."""
+    """Return whether a call is part of a trial run."""
     return _TRIAL.get()
 
 
 class Unguardable(Exception):
-    """An operand of a kind that no guard can tell apart; the reason is its text."""
+    """An operand that no guard can test; the message is the reason."""
 
 
 def specialization_of(args: Sequence[Any]) -> Specialization:
-    """The situation of a real call."""
+    """Return the specialization of a call."""
     flags = [isinstance(a, Tensor) and a.requires_grad for a in args]
     grad = torch.is_grad_enabled() and any(flags)
     return Specialization(
-        tuple(_spec(a, grad and f) for a, f in zip(args, flags, strict=True)), grad, autocast_now(args)
+        tuple(_spec(a, grad and f) for a, f in zip(args, flags, strict=True)), grad, autocast_for(args)
     )
 
 
 def expected_specialization(
     values: Sequence[Any], requires_grad: Sequence[bool], *, grad: bool
 ) -> Specialization:
-    """The situation that fake values foretell; sizes that are symbols may vary."""
+    """Return the specialization of calls with operands like these fake values; symbolic sizes may vary."""
     ranges: dict[str, tuple[str, int | None, int | None]] = {}
     grad = grad and any(requires_grad)
     specs = tuple(_spec(v, grad and r, ranges) for v, r in zip(values, requires_grad, strict=True))
-    return _with_numbered_symbols(Specialization(specs, grad, autocast_now(values), tuple(ranges.values())))
+    return _with_numbered_symbols(Specialization(specs, grad, autocast_for(values), tuple(ranges.values())))
 
 
-def _with_numbered_symbols(situation: Specialization) -> Specialization:
-    """The same with symbols named by the order in which operands show them: equal bodies have symbols of their own."""
-    names = {symbol: f"s{i}" for i, (symbol, _, _) in enumerate(situation.ranges)}
+def _with_numbered_symbols(specialization: Specialization) -> Specialization:
+    """Number symbols in the order of the operands: equal bodies have symbols of different names."""
+    names = {symbol: f"s{i}" for i, (symbol, _, _) in enumerate(specialization.ranges)}
     if not names:
-        return situation
+        return specialization
     pattern = re.compile(rf"\b({'|'.join(names)})\b")
 
     def renamed(size: Any) -> Any:
@@ -75,22 +76,22 @@ def _with_numbered_symbols(situation: Specialization) -> Specialization:
         replace(spec, sizes=tuple(map(renamed, spec.sizes)), strides=tuple(map(renamed, spec.strides)))
         if isinstance(spec, TensorSpec)
         else replace(spec, value=renamed(spec.value))
-        for spec in situation.operands
+        for spec in specialization.operands
     )
-    ranges = tuple((names[symbol], low, high) for symbol, low, high in situation.ranges)
-    return replace(situation, operands=operands, ranges=ranges)
+    ranges = tuple((names[symbol], low, high) for symbol, low, high in specialization.ranges)
+    return replace(specialization, operands=operands, ranges=ranges)
 
 
-def autocast_now(args: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Device types of the operands for which autocast is on, each with its dtype."""
+def autocast_for(args: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Return the device types of operands for which autocast is enabled, each with its dtype."""
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return ()
     kinds = dict.fromkeys(a.device.type for a in args if isinstance(a, Tensor))
     return tuple((k, str(torch.get_autocast_dtype(k))) for k in kinds if torch.is_autocast_enabled(k))
 
 
-def autocasting() -> tuple[tuple[str, torch.dtype], ...]:
-    """Device types for which autocast is on, each with its dtype."""
+def active_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the device types for which autocast is enabled, each with its dtype."""
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return ()
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -98,43 +99,45 @@ def autocasting() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 @contextlib.contextmanager
-def autocast_off() -> Generator[None]:
-    """Run something in which every operation keeps the dtypes it is given."""
-    on = [kind for kind, _ in autocasting()]
-    for kind in on:
+def disable_autocast() -> Generator[None]:
+    """Disable autocast on all devices."""
+    enabled = [kind for kind, _ in active_autocast()]
+    for kind in enabled:
         torch.set_autocast_enabled(kind, False)
     try:
         yield
     finally:
-        for kind in on:
+        for kind in enabled:
             torch.set_autocast_enabled(kind, True)
 
 
-def nothing_noted() -> contextlib.AbstractContextManager[Any]:
-    """Run something that hooks on saved tensors do not notice: those of activation checkpointing count what a call
-    saves, and would miss what is only made on the way to its first run."""
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+def suspend_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Hide what runs from hooks on saved tensors.
+
+    Those of activation checkpointing count what a call saves, and compilation happens in its first run only.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
-def has_saving_hooks() -> bool:
+def has_saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors are active, those of checkpointing among them, other than `nothing_noted`'s."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-    return hooks is not None and hooks[0] is not _as_it_is
+    return hooks is not None and hooks[0] is not _unchanged
 
 
 def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None) -> Spec:
     if isinstance(value, Tensor):
-        # Fake ones stand for plain ones where a situation is foretold; in a call they are somebody's tracing.
-        if type(value) not in _PLAIN and not (ranges is not None and isinstance(value, FakeTensor)):
+        # Fake tensors describe expected calls; in a real call they belong to a tracer.
+        if type(value) not in _TENSOR_TYPES and not (ranges is not None and isinstance(value, FakeTensor)):
             raise Unguardable(f"a tensor of class {type(value).__name__}")
         if value.layout is not torch.strided:
             raise Unguardable(f"a tensor of layout {value.layout}")
         if value.is_conj() or value.is_neg():
-            raise Unguardable("a tensor that stands for the conjugate or the negative of what is in memory")
+            raise Unguardable("a tensor with the conjugate or negative bit set")
         return TensorSpec(
             value.dtype,
             value.device,
@@ -160,35 +163,32 @@ def _size(n: Any, ranges: dict[str, Any] | None) -> Size:
     for symbol in sorted(expr.free_symbols, key=str):
         bounds = n.node.shape_env.var_to_range.get(symbol)
         if bounds is None:
-            raise Unguardable(f"the size {expr}, of which nothing is known")
+            raise Unguardable(f"the size {expr}, whose range is not known")
         ranges[str(symbol)] = (str(symbol), _bound(bounds.lower), _bound(bounds.upper))
     return PythonPrinter().doprint(expr)
 
 
 def _bound(value: Any) -> int | None:
-    # Torch's infinite integers say of themselves that they are finite, and it has huge ones that mean the same.
+    # Torch's infinite integers claim to be finite, and it uses huge ones as infinities too.
     return int(value) if isinstance(value, sympy.Integer) and abs(value) < 2**62 else None
 
 
-Fit = Callable[[tuple[Any, ...]], bool]
+def make_guard(specialization: Specialization, args: Sequence[Any] | None = None) -> Guard:
+    """Return a test whether a call has a specialization, autocast aside.
 
-
-def fit_for(situation: Specialization, args: Sequence[Any] | None = None) -> Fit:
-    """A test whether a call is as the situation says, autocast aside.
-
-    With operands that are known to fit, torch's own check of tensors does most of it, at a tenth of the cost.
+    With operands that are known to have it, torch's own check of tensors does most of it, at a tenth of the cost.
     """
-    if args is not None and situation.is_static:
-        found = _native_fit(situation, args)
-        if found is not None:
-            return found
-    return _written_fit(situation)
+    if args is not None and specialization.is_static:
+        guard = _tensor_guard(specialization, args)
+        if guard is not None:
+            return guard
+    return _generated_guard(specialization)
 
 
-def _native_fit(situation: Specialization, args: Sequence[Any]) -> Fit | None:
-    if not all(isinstance(s, TensorSpec) for s in situation.operands):
+def _tensor_guard(specialization: Specialization, args: Sequence[Any]) -> Guard | None:
+    if not all(isinstance(s, TensorSpec) for s in specialization.operands):
         return None
-    if not args or any(type(a) not in _PLAIN for a in args):
+    if not args or any(type(a) not in _TENSOR_TYPES for a in args):
         return None
     try:
         sizes: Any = [list(a.shape) for a in args]
@@ -198,101 +198,57 @@ def _native_fit(situation: Specialization, args: Sequence[Any]) -> Fit | None:
         ).check
         if not check(*args):
             return None
-    except Exception:  # the check is torch's own business; ours does the same, slower
+    except Exception:  # a private API of torch; generated code does the same, slower
         return None
 
-    # What it holds to is these very operands, gradient flags and all, so grad mode must be what it is now.
-    now, asked = torch.is_grad_enabled(), torch.is_grad_enabled
-    return lambda given: asked() is now and check(*given)
+    # It holds for the gradient flags of these operands, so grad mode must be what it is now.
+    grad, is_grad_enabled = torch.is_grad_enabled(), torch.is_grad_enabled
+    return lambda values: is_grad_enabled() is grad and check(*values)
 
 
-def _written_fit(situation: Specialization) -> Fit:
-    """The test as generated code: one line per operand, symbols bound where they stand alone."""
-    names: dict[str, Any] = {"plain": _PLAIN, "asked": torch.is_grad_enabled, "math": math}
-    bound: set[str] = set()
+def _generated_guard(specialization: Specialization) -> Guard:
+    """Return the test as generated code; all types before any size, for sizes of other values do not exist."""
+    names = {"tensor_types": _TENSOR_TYPES, "is_grad_enabled": torch.is_grad_enabled, "math": math}
+    code = GuardCode(names)
+    code.assign("grad", "is_grad_enabled()")
+    code.require(f"len(values) == {len(specialization.operands)}")
     tests: list[str] = []
-    late: list[str] = []
-    lines = ["def fits(given):", "    grad = asked()"]
-    lines.append(f"    if len(given) != {len(situation.operands)}: return False")
-    for i, spec in enumerate(situation.operands):
+    for i, spec in enumerate(specialization.operands):
+        value = f"values[{i}]"
         if isinstance(spec, NumberSpec):
-            tests.append(f"type(given[{i}]).__name__ == {spec.kind!r}")
-            if isinstance(spec.value, str):
-                _match(spec.value, f"given[{i}]", bound, lines, late)
-            else:
-                names[f"n{i}"] = spec.value
-                tests.append(f"given[{i}] == n{i}")
+            tests.append(f"type({value}).__name__ == {spec.kind!r}")
+            if not isinstance(spec.value, str):
+                code.names[f"n{i}"] = spec.value
+                tests.append(f"{value} == n{i}")
             continue
-        names[f"d{i}"], names[f"v{i}"] = spec.dtype, spec.device
+        code.names[f"d{i}"], code.names[f"v{i}"] = spec.dtype, spec.device
         tests += [
-            f"type(given[{i}]) in plain",
-            f"given[{i}].dtype is d{i}",
-            f"given[{i}].device == v{i}",
-            f"given[{i}].dim() == {len(spec.sizes)}",
-            f"not given[{i}].is_conj() and not given[{i}].is_neg()",
-            f"(grad and given[{i}].requires_grad) is {spec.requires_grad}",
+            f"type({value}) in tensor_types",
+            f"{value}.dtype is d{i}",
+            f"{value}.device == v{i}",
+            f"{value}.dim() == {len(spec.sizes)}",
+            f"not {value}.is_conj() and not {value}.is_neg()",
+            f"(grad and {value}.requires_grad) is {spec.requires_grad}",
         ]
-    if tests:
-        lines.append(f"    if not ({' and '.join(tests)}): return False")
-    for i, spec in enumerate(situation.operands):
+    code.require(*tests)
+    for i, spec in enumerate(specialization.operands):
         if isinstance(spec, TensorSpec):
-            _sizes(i, spec, bound, lines, late)
-    stated = [test.split(" == ", 1) for test in late]
-    for symbol, _, _ in situation.ranges:
-        if symbol not in bound:
-            solution = _solved(symbol, stated, bound)
-            if solution is None:
-                return lambda given: False  # a symbol whose value no operand shows
-            bound.add(symbol)
-            lines.append(f"    {symbol} = {solution}")
-    for symbol, lower, upper in situation.ranges:
-        late += [f"{lower} <= {symbol}"] if lower is not None else []
-        late += [f"{symbol} <= {upper}"] if upper is not None else []
-    lines.append(f"    return {' and '.join(late) or 'True'}")
-    exec("\n".join(lines), names)
-    return names["fits"]
+            _match_sizes(code, i, spec)
+        elif isinstance(spec.value, str):
+            code.match(spec.value, f"values[{i}]")
+    for symbol, _, _ in specialization.ranges:
+        if symbol not in code.bound and not code.solve(symbol):
+            return lambda values: False  # no operand determines the symbol
+    code.test_ranges(specialization.ranges)
+    return code.compile()
 
 
-def _sizes(i: int, spec: TensorSpec, bound: set[str], lines: list[str], late: list[str]) -> None:
-    for what, numbers in (("shape", spec.sizes), ("stride()", spec.strides)):
+def _match_sizes(code: GuardCode, i: int, spec: TensorSpec) -> None:
+    for attribute, numbers in (("shape", spec.sizes), ("stride()", spec.strides)):
         if all(isinstance(n, int) for n in numbers):
-            lines.append(f"    if given[{i}].{what} != {tuple(numbers)!r}: return False")
+            code.require(f"values[{i}].{attribute} == {tuple(numbers)!r}")
             continue
-        local = f"{what.removesuffix('()')}{i}"
-        lines.append(f"    {local} = given[{i}].{what}")
-        for at, n in enumerate(numbers):
-            if isinstance(n, int):
-                late.append(f"{local}[{at}] == {n}")
-            else:
-                _match(n, f"{local}[{at}]", bound, lines, late)
-
-
-def _match(expression: str, place: str, bound: set[str], lines: list[str], late: list[str]) -> None:
-    if expression.isidentifier() and expression not in bound:
-        bound.add(expression)
-        lines.append(f"    {expression} = {place}")
-    else:
-        late.append(f"{place} == {expression}")
-
-
-def _solved(symbol: str, stated: Sequence[Sequence[str]], bound: set[str]) -> str | None:
-    """A symbol as an expression of what is known, from a size that is affine in it; None if there is no such size."""
-    for place, text in stated:
-        names = set(re.findall(r"[A-Za-z_]\w*", text))
-        if symbol not in names or not names <= {symbol, *bound}:
-            continue
-        code = compile(text, "<size>", "eval")
-        others = [dict.fromkeys(names, n) for n in (3, 7)]
-        try:
-            samples = [[eval(code, {}, known | {symbol: n}) for n in (0, 1, 2, 1000)] for known in others]
-        except (ArithmeticError, TypeError):
-            continue
-        slope = samples[0][1] - samples[0][0]
-        is_affine = all(
-            row[1] - row[0] == slope and row[2] - row[0] == 2 * slope and row[3] - row[0] == 1000 * slope
-            for row in samples
-        )
-        if slope and is_affine:
-            constant = re.sub(rf"\b{symbol}\b", "0", text)
-            return f"({place} - ({constant})) // {slope}"
-    return None
+        local = f"{attribute.removesuffix('()')}{i}"
+        code.assign(local, f"values[{i}].{attribute}")
+        for dim, n in enumerate(numbers):
+            code.match(n, f"{local}[{dim}]")

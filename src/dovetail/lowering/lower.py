@@ -1,4 +1,4 @@
-"""Lowering: every distinct region of a graph compiled once, by the backend preferred for it."""
+"""Lowering: every distinct region of a graph is compiled once, by the backend preferred for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,48 +22,47 @@ from dovetail.ir.meta_keys import LEDGER, LOWERING
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.ir.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.assign import ALL, Assigner, Granularity, preferences
-from dovetail.lowering.backend_protocol import DEFAULT, requested, resolve, setting
+from dovetail.lowering.backend_protocol import DEFAULT, checked_backends, resolve
 from dovetail.lowering.compile_unit import GradAnalysis, unit_of
 from dovetail.lowering.dispatch import Dispatcher
 from dovetail.lowering.failures import fault_of
-from dovetail.lowering.guards import Unguardable, autocast_off, expected_specialization
+from dovetail.lowering.guards import Unguardable, disable_autocast, expected_specialization
 from dovetail.lowering.lowered_state import LoweredState
 from dovetail.lowering.options import Options
-from dovetail.lowering.worker import stopped_by
-from dovetail.outlining.region import Region, regions
-from dovetail.outlining.region_call import call_of, write_call
+from dovetail.lowering.worker import cancelled_by
+from dovetail.outlining.region import Region, call_of, local_name, regions, write_call
 from dovetail.passes.pass_manager import Pass
 
 Job = tuple[Dispatcher, Specialization]
 _LOG = logging.getLogger(__name__)
 
 
-def make_all(jobs: Iterable[Job], progress: bool) -> None:
-    """Make each entry, equal ones once. The first error is raised, and what still compiles is killed.
+def compile_all(jobs: Iterable[Job], progress: bool) -> None:
+    """Compile each entry, equal ones once. The first error is raised, and running compilations are cancelled.
 
-    With `progress` a line is logged for each that is done.
+    With `progress` each one is logged when it is done.
     """
     distinct = list(dict.fromkeys(jobs))
     isolated = [job for job in distinct if _is_isolated(job[0])]
     inline = [job for job in distinct if not _is_isolated(job[0])]
     stop, lock, done = threading.Event(), threading.Lock(), count(1)
 
-    def make(job: Job) -> None:
-        dispatcher, situation = job
-        with stopped_by(stop):
-            dispatcher.entry_for(situation)
+    def compile_one(job: Job) -> None:
+        dispatcher, specialization = job
+        with cancelled_by(stop):
+            dispatcher.entry_for(specialization)
         if progress:
             with lock:
                 _LOG.info(
                     "lowering: %d of %d bodies, %s", next(done), len(distinct), dispatcher.unit.region.name
                 )
 
-    pool = ThreadPoolExecutor(_at_once(len(isolated)), "dovetail-lowering")
+    pool = ThreadPoolExecutor(_worker_count(len(isolated)), "dovetail-lowering")
     try:
-        waiting = [pool.submit(make, job) for job in isolated]
+        futures = [pool.submit(compile_one, job) for job in isolated]
         for job in inline:
-            make(job)
-        for future in as_completed(waiting):
+            compile_one(job)
+        for future in as_completed(futures):
             future.result()
     finally:
         stop.set()
@@ -71,11 +70,11 @@ def make_all(jobs: Iterable[Job], progress: bool) -> None:
 
 
 def _is_isolated(dispatcher: Dispatcher) -> bool:
-    return any(setting(b, "isolation") == "process" for b in dispatcher.backends)
+    return any(b.isolation == "process" for b in dispatcher.backends)
 
 
-def _at_once(jobs: int) -> int:
-    """How many processes compile at a time: each keeps a core busy and holds a torch of its own."""
+def _worker_count(jobs: int) -> int:
+    """Return how many processes compile at a time: each keeps a core busy and has a torch of its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(jobs, cores))
 
@@ -97,157 +96,131 @@ def lower(
     weight_check_interval: int | None = CHECK_INTERVAL,
     progress: bool = True,
 ) -> GraphModule:
-    """A graph that computes the same, its regions run by backends; the input graph is untouched.
+    """Return a graph that computes the same, its regions run by backends; the input graph is unchanged.
 
     `backends` is an ordered preference, or a mapping from region name, body key or kind to one, with `"*"` for the
-    others; names or objects; None is the default, and `[]` takes every lowering back. Whatever goes wrong with a
-    backend moves a region to the next one that takes it and finally to its own body; `explain(gm).lowered` tells.
-    Code is made now for calls with gradients if `grad` says so, or if it is None and the graph is in train mode; for
-    others when they come. Each body that is done is a line of level INFO in the log, unless `progress` is False. With
-    `verify` compiled code is compared with the body on made-up operands, which says nothing of later calls. Where a
-    backend copies weights, their contents are compared once in `weight_check_interval` calls, for writes that version
-    counters do not show; with None never.
+    others; names or objects; None is the default, and `[]` removes every lowering. A fault of a backend moves a region
+    to the next one that supports it and finally to its own body; `explain(gm).lowered` lists them. Code is compiled now
+    for calls with gradients if `grad` is True, or if it is None and the graph is in train mode; for other calls when
+    they come. Each compiled body is logged at level INFO, unless `progress` is False. With `verify` compiled code is
+    compared with the body on sample inputs, which does not cover later calls. Where a backend copies weights, their
+    contents are compared once in `weight_check_interval` calls, for writes that version counters do not show; with
+    None never.
     """
     require_graph(gm)
-    options = Options(
-        plan=plan,
-        on_error=on_error,
-        verify=verify,
-        granularity=granularity,
-        smallest=smallest,
-        recompile_limit=recompile_limit,
-        timeout=timeout,
-        cache=cache,
-        grad=grad,
-        weight_check_interval=weight_check_interval,
-    )
+    options = Options.pick(locals())
     if not isinstance(progress, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"progress {progress!r}; give True, or False to log nothing.")
     if not _is_empty(backends) and not regions(gm):
-        fused = LEDGER in gm.meta
-        what = (
+        reason = (
             "no rule made any; `dovetail.explain` lists the reasons"
-            if fused
+            if LEDGER in gm.meta
             else "`dovetail.fuse` makes them, and comes first"
         )
-        warnings.warn(f"the graph has no regions to lower: {what}.", stacklevel=user_stacklevel())
+        warnings.warn(f"the graph has no regions to lower: {reason}.", stacklevel=user_stacklevel())
     return lower_with(gm, backends, options, progress)
 
 
 def lower_with(
     gm: GraphModule, backends: Any, options: Options, progress: bool = True, *, whole: bool = True
 ) -> GraphModule:
-    """What `lower` returns, for options that were checked already.
+    """Lower a graph with options that were checked already.
 
-    A graph that is not of a `whole` model is not shown to backends that want to see it: what they have is for the model.
+    Backends `settle` on a graph of a `whole` model only.
     """
-    found = regions(gm, nested=True)
+    candidates = regions(gm, nested=True)
     if backends is None:
         backends = DEFAULT
     if options.plan is None and _is_empty(backends):
         return with_lowering(gm, None, {})
-    wanted = preferences(_planned(options.plan, backends, found), found)
-    assignment = Assigner(gm, wanted, options.granularity, options.smallest).assign()
-    lowering = LoweredState(assignment.chains, options.assigned())
-    units = {r.name: r for r in found if _own(r.name) in assignment.chains}
-    by_name = {r.name: r for r in found}
+    preferred = preferences(_planned(options.plan, backends, candidates), candidates)
+    assignment = Assigner(gm, preferred, options.granularity, options.smallest).assign()
+    state = LoweredState(assignment.chains, options.assigned())
+    assigned = [r for r in candidates if local_name(r.name) in assignment.chains]
+    by_name = {r.name: r for r in candidates}
     for fault in assignment.declined:
         if options.strict and fault.error is not None:
-            raise fault.raised()
-        lowering.tell(unit_of(by_name[fault.region]), fault)
+            raise fault.as_error()
+        state.record(unit_of(by_name[fault.region]), fault)
     grad = gm.training if options.grad is None else options.grad
-    # Code is for calls without autocast, whatever is on now.
-    with autocast_off():
-        _compile_all(gm, lowering, list(units.values()), grad, progress)
-    told = {_own(name): lowering.backend_of(name) for name in units}
-    lowered = with_lowering(gm, lowering, told)
+    # Code is for calls without autocast, whatever is active now.
+    with disable_autocast():
+        _compile_expected(gm, state, assigned, grad, progress)
+    lowered = with_lowering(gm, state, {local_name(r.name): state.backend_of(r.name) for r in assigned})
     if whole:
-        _settle(lowered, lowering)
+        _settle(lowered, state)
     return lowered
 
 
 def settle_parts(model: nn.Module, backends: Iterable[Any]) -> None:
-    """Show a model, parts of which run lowered graphs, to the backends that want to see it; a warning where that fails."""
-    for backend in {id(b): b for given in backends for b in resolve(given)}.values():
-        if callable(getattr(backend, "settle", None)):
-            try:
-                backend.settle(model)
-            except Exception as error:
-                warnings.warn(f"'{backend.name}' cannot look at the model: {error}", stacklevel=3)
+    """Let backends settle on a model, parts of which run lowered graphs; warn of those that raise."""
+    for backend in {id(b): b for value in backends for b in resolve(value)}.values():
+        try:
+            backend.settle(model)
+        except Exception as error:
+            warnings.warn(f"'{backend.name}' cannot look at the model: {error}", stacklevel=3)
 
 
-def _settle(lowered: GraphModule, lowering: LoweredState) -> None:
-    """Show a lowered graph to the backends that want to see it."""
-    for backend in {id(b): b for chain in lowering.assigned.values() for b in chain}.values():
-        if not callable(getattr(backend, "settle", None)):
-            continue
+def _settle(lowered: GraphModule, state: LoweredState) -> None:
+    for backend in {id(b): b for chain in state.assigned.values() for b in chain}.values():
         try:
             backend.settle(lowered)
         except Exception as error:
             fault = fault_of("", backend.name, "settle", error)
-            if lowering.options.strict:
-                raise fault.raised() from error
-            lowering.note("", backend.name, fault.stage, fault.reason)
+            if state.options.strict:
+                raise fault.as_error() from error
+            state.note("", backend.name, fault.stage, fault.reason)
 
 
 def _is_empty(backends: Any) -> bool:
     return isinstance(backends, (list, tuple)) and not backends
 
 
-def _planned(plan: Mapping[str, Any] | None, backends: Any, found: list[Region]) -> Any:
-    """The preferences of a plan for the bodies that are here, and the others for the rest."""
+def _planned(plan: Mapping[str, Any] | None, backends: Any, candidates: list[Region]) -> Any:
+    """Return the preferences with those of a plan for the bodies in this graph."""
     if plan is None:
         return backends
-    keys = {region.key for region in found}
+    keys = {region.key for region in candidates}
     others = backends if isinstance(backends, Mapping) else {ALL: backends}
     return {**others, **{key: chain for key, chain in plan.items() if key in keys}}
 
 
-def _own(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
-def _compile_all(
-    gm: GraphModule, lowering: LoweredState, wanted: list[Region], grad: bool, progress: bool
+def _compile_expected(
+    gm: GraphModule, state: LoweredState, assigned: list[Region], grad: bool, progress: bool
 ) -> None:
-    """Make the code that the first calls will need; other situations are met when they come."""
+    """Compile the specializations that the first calls are expected to need."""
     flags = GradAnalysis().operands(gm)
-    jobs: list[tuple[Dispatcher, Specialization]] = []
-    for region in wanted:
-        situation = _foreseen(region, flags[region.name], grad)
-        if situation is not None:
-            jobs.append((lowering.dispatcher(region, lowering.assigned[_own(region.name)]), situation))
-    make_all(jobs, progress)
-
-
-def _foreseen(region: Region, flags: tuple[bool, ...], grad: bool) -> Specialization | None:
-    unit = unit_of(region)
-    padded = (*flags, *[False] * (len(unit.values) - len(flags)))
-    try:
-        return expected_specialization(unit.values, padded, grad=grad)
-    except Unguardable:
-        return None
+    jobs: list[Job] = []
+    for region in assigned:
+        unit, requires_grad = unit_of(region), flags[region.name]
+        padded = (*requires_grad, *[False] * (len(unit.values) - len(requires_grad)))
+        try:
+            specialization = expected_specialization(unit.values, padded, grad=grad)
+        except Unguardable:
+            continue
+        jobs.append((state.dispatcher(region, state.assigned[local_name(region.name)]), specialization))
+    compile_all(jobs, progress)
 
 
 def with_lowering(
-    gm: GraphModule, lowering: LoweredState | None, backends: Mapping[str, str | None]
+    gm: GraphModule, state: LoweredState | None, backends: Mapping[str, str | None]
 ) -> GraphModule:
-    """A copy of a graph that runs as a lowering says, or with None as it is; `backends` is what its regions tell."""
+    """Return a copy of a graph with a lowered state, or without any; `backends` are the names that regions show."""
     graph = copy_graph(gm.graph)
     for node in graph.nodes:
         call = call_of(node.meta)
         if call is not None:
-            write_call(node, replace(call, backend=backends.get(node.name)).lowered(backends))
+            write_call(node, replace(call, backend=backends.get(node.name)).with_backends(backends))
     meta = {k: v for k, v in gm.meta.items() if k != LOWERING}
-    if lowering is not None:
-        meta[LOWERING] = lowering
+    if state is not None:
+        meta[LOWERING] = state
     return rebuild(gm, graph, meta=meta)
 
 
 @checked_init(strict="on_error='raise'")
 @dataclass(frozen=True, repr=False)
 class Lower(Pass):
-    """Give regions to backends, as `dovetail.lower` does; its options are the same.
+    """Lower regions as `dovetail.lower` does; its options are the same.
 
     Needs: regions. Leaves: the same graph with compiled state beside its bodies, values equal within tolerance.
     """
@@ -264,17 +237,13 @@ class Lower(Pass):
     weight_check_interval: int | None = CHECK_INTERVAL
 
     def __post_init__(self) -> None:
-        self._options()  # what is wrong is told where it is written
+        Options.pick(vars(self))  # invalid options are reported where the pass is written
         if isinstance(self.backends, Mapping):
             for value in cast("Mapping[Any, Any]", self.backends).values():
-                requested(value)
+                checked_backends(value)
         else:
-            requested(self.backends)
+            checked_backends(self.backends)
 
     def run(self, gm: GraphModule) -> GraphModule:
-        """The graph with its regions lowered."""
-        return lower_with(gm, self.backends, self._options())
-
-    def _options(self) -> Options:
-        given = vars(self)
-        return Options(**{f.name: given[f.name] for f in fields(Options) if f.name in given})
+        """Return the graph with its regions lowered."""
+        return lower_with(gm, self.backends, Options.pick(vars(self)))

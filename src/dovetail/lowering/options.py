@@ -1,9 +1,9 @@
-"""The options of a lowering, checked where they are first given."""
+"""The options of a lowering, checked where they are first passed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,7 +15,7 @@ from dovetail.lowering.assign import Granularity
 
 @dataclass(frozen=True)
 class Options:
-    """How regions are given to backends and how their code is made; `dovetail.lower` says what each option does."""
+    """How regions are assigned to backends and compiled; `dovetail.lower` documents each option."""
 
     plan: Mapping[str, Any] | None = field(default=None, hash=False)
     on_error: Literal["fallback", "raise"] = "fallback"
@@ -29,24 +29,29 @@ class Options:
     weight_check_interval: int | None = CHECK_INTERVAL
 
     def __post_init__(self) -> None:
-        given = vars(self)
-        for name, (fits, wanted) in _WANTED.items():
-            if not fits(given[name]):
-                raise InvalidArgument(f"{name} {given[name]!r}; give {wanted}.")
+        for name, (is_valid, expected) in _CHECKS.items():
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise InvalidArgument(f"{name} {value!r}; give {expected}.")
+
+    @classmethod
+    def pick(cls, values: Mapping[str, Any]) -> Self:
+        """Return the options among values by name, such as the locals of a function that has them as keywords."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     @property
     def strict(self) -> bool:
-        """Whether what goes wrong with a backend is raised."""
+        """Whether faults of a backend are raised."""
         return self.on_error == "raise"
 
     def assigned(self) -> Self:
-        """These options once the regions have their backends: the plan, which may hold any object, has been used."""
+        """Return the options without the plan, which may hold any object and is not needed after the assignment."""
         return replace(self, plan=None)
 
 
-def compilation_limit(given: int | None) -> int:
-    """The recompile limit that was given, or that of the process."""
-    limit = config.recompile_limit if given is None else given
+def recompile_limit_of(option: int | None) -> int:
+    """Return the recompile limit of an option, or that of the process."""
+    limit = config.recompile_limit if option is None else option
     if not _is_count(limit):
         raise InvalidArgument(f"dovetail.config.recompile_limit {limit!r}; set 1 or more.")
     return limit
@@ -60,7 +65,7 @@ def _is_duration(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0)
 
 
-_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plan": (
         lambda v: v is None or isinstance(v, Mapping),
         "a mapping from the keys of bodies to backends",

@@ -12,9 +12,9 @@ from dovetail.errors import InvalidArgument, LoweringError, RegionError, Unknown
 from dovetail.ir.graph_module import require_graph
 from dovetail.lowering.backend_protocol import Backend, Compiled
 from dovetail.lowering.lower import lower_with, with_lowering
-from dovetail.lowering.lowered_state import LoweredState, lowering_of
+from dovetail.lowering.lowered_state import LoweredState, lowered_state_of
 from dovetail.lowering.options import Options
-from dovetail.outlining.region import Region, regions
+from dovetail.outlining.region import Region, local_name, regions
 
 
 @checked_call()
@@ -43,7 +43,7 @@ def replace_region(
             [r.name for r in listed],
             name_or_key,
         )
-    before = lowering_of(gm)
+    before = lowered_state_of(gm)
     _require_free(before, found, listed)
     backend = _Replacement(callable, trains)
     wanted: dict[str, Backend] = {region.name: backend for region in found}
@@ -54,10 +54,10 @@ def replace_region(
     if before is None:
         return made
     inside = tuple(f"{region.name}/" for region in found)
-    gone = [_own(r.name) for r in listed if r.name.startswith(inside)]
-    fresh = lowering_of(made)
+    gone = [local_name(r.name) for r in listed if r.name.startswith(inside)]
+    fresh = lowered_state_of(made)
     joined = before.joined(fresh, gone) if fresh is not None else before
-    return with_lowering(gm, joined, {_own(r.name): joined.backend_of(r.name) for r in listed})
+    return with_lowering(gm, joined, {local_name(r.name): joined.backend_of(r.name) for r in listed})
 
 
 class _Replacement(Backend):
@@ -103,7 +103,7 @@ def _lowered(
     gm: GraphModule, wanted: dict[str, Backend], options: Options, found: list[Region]
 ) -> GraphModule:
     made = lower_with(gm, wanted, options, progress=False)
-    lowering = lowering_of(made)
+    lowering = lowered_state_of(made)
     for region in found:
         if lowering is None or lowering.backend_of(region.name) is None:
             events = [] if lowering is None else [e.reason for e in lowering.events if e.reason]
@@ -122,12 +122,8 @@ def _require_free(before: LoweredState | None, found: list[Region], listed: list
         above = region.name.split("/")[:-1]
         for n in range(1, len(above) + 1):
             outer = "/".join(above[:n])
-            if _own(outer) in before.assigned:
+            if local_name(outer) in before.assigned:
                 raise RegionError(
                     f"region '{region.name}' is inside '{outer}', which '{before.backend_of(outer)}' runs as a whole. "
                     f"Replace that one, or lower the graph without it."
                 )
-
-
-def _own(name: str) -> str:
-    return name.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Compiling in a process of its own, which may crash or hang: one process group per job, killed whole."""
+"""Compilation in a process of its own, which may crash or hang: one process group per job, killed as a whole."""
 
 from __future__ import annotations
 
@@ -25,77 +25,77 @@ import torch
 from torch.fx import Graph
 
 from dovetail.ir.tensor_spec import Specialization
-from dovetail.lowering.backend_protocol import setting
-from dovetail.lowering.cache import Cache, open_cache, precision, set_precision
+from dovetail.lowering.backend_protocol import Backend, backend_class
+from dovetail.lowering.cache import Cache, open_cache, precision, restore_precision
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.lowering.failures import LoweringFailure
-from dovetail.numerics.sample_inputs import fake_examples
+from dovetail.numerics.sample_inputs import fake_inputs
 from dovetail.outlining.region import Region
 
-_PATIENCE = 1800.0
-"""Seconds that a process may take where neither the caller nor the backend says: a hang must end some day."""
+_DEFAULT_TIMEOUT = 1800.0
+"""Seconds that a process may take if neither the caller nor the backend sets a timeout: a hang must end."""
 _STOP: ContextVar[threading.Event | None] = ContextVar("dovetail_stop", default=None)
-_JOB, _RESULT, _FAILURE, _SAID = "job", "result", "failure", "said"
+_JOB, _RESULT, _FAILURE, _OUTPUT = "job", "result", "failure", "output"
 
 
 class WorkerFailed(LoweringFailure):
-    """A process that compiled gave no code; the text says why, and `said` is what it wrote before."""
+    """A worker process returned no code; `output` is what it printed."""
 
-    def __init__(self, reason: str, said: str = "") -> None:
+    def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
-        if said:
-            self.add_note(said)
+        if output:
+            self.add_note(output)
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Compiles each job in a new process. `timeout` comes before that of a backend; `cache` is for their tools."""
+    """Compiles each job in a new process. `timeout` overrides that of a backend; `cache` is for their tools."""
 
     timeout: float | None = None
     cache: Cache | None = None
 
-    def __call__(self, backend: Any, unit: CompileUnit, situation: Specialization) -> Callable[[], bytes]:
-        """Pack a job; calling what is returned runs it and gives the bytes that the backend's `save` made of it."""
-        timeout = self.timeout or setting(backend, "timeout") or _PATIENCE
-        packed = _packed(backend, unit, situation, self.cache)
+    def __call__(
+        self, backend: Backend, unit: CompileUnit, specialization: Specialization
+    ) -> Callable[[], bytes]:
+        """Pack a job; return a function that runs it and returns the bytes of the backend's `save`."""
+        timeout = self.timeout or backend.timeout or _DEFAULT_TIMEOUT
+        packed = _pack(backend, unit, specialization, self.cache)
         return lambda: _run(packed, timeout)
 
 
 @dataclass(frozen=True, slots=True)
 class _DetachedRegion:
-    """What a region is beside its body, without the graph around it."""
+    """The fields of a region without its body and the graph around it."""
 
     fields: dict[str, Any]
     inputs: tuple[str, ...]
     outputs: int
 
 
-def _packed(backend: Any, unit: CompileUnit, situation: Specialization, cache: Cache | None) -> bytes:
+_REGION_FIELDS = (
+    *("name", "kind", "version", "attrs", "nodes", "escapes", "effects"),
+    *("rule", "round", "arguments", "results"),
+)
+
+
+def _pack(backend: Backend, unit: CompileUnit, specialization: Specialization, cache: Cache | None) -> bytes:
     region = unit.region
-    taken = (
-        "kind",
-        "version",
-        "attrs",
-        "nodes",
-        "escapes",
-        "effects",
-        "rule",
-        "round",
-        "arguments",
-        "results",
-    )
-    fields = {"name": region.name, "backend": None, **{name: getattr(region, name) for name in taken}}
+    fields: dict[str, Any] = {name: getattr(region, name) for name in _REGION_FIELDS} | {"backend": None}
     call = _DetachedRegion(fields, tuple(n.name for n in region.inputs), len(region.outputs))
-    if type(backend).__module__ == "__main__":
+    if backend_class(backend).__module__ == "__main__":
         raise WorkerFailed(
-            f"the class {type(backend).__qualname__} is in the script that runs; a process of its own can only "
+            f"the class {backend_class(backend).__qualname__} is in the script that runs; a process of its own can only "
             "import it from a module"
         )
     parts: list[bytes] = []
-    for what, value in (("backend", backend), ("situation", (situation, call)), ("body", region.body)):
+    for what, value in (
+        ("backend", backend),
+        ("specialization", (specialization, call)),
+        ("body", region.body),
+    ):
         try:
             with warnings.catch_warnings():
-                # Meta that cannot travel is of no use to a compiler.
+                # Meta that cannot be pickled is of no use to a compiler.
                 warnings.simplefilter("ignore")
                 parts.append(pickle.dumps(value))
         except Exception as error:
@@ -103,43 +103,41 @@ def _packed(backend: Any, unit: CompileUnit, situation: Specialization, cache: C
                 f"its {what} cannot be sent to a process of its own: {type(error).__name__}: {error}"
             ) from error
     folder = None if cache is None else str(cache.folder)
-    surroundings = {"threads": torch.get_num_threads(), "precision": precision(), "cache": folder}
-    return pickle.dumps((list(sys.path), surroundings, parts))
+    environment = {"threads": torch.get_num_threads(), "precision": precision(), "cache": folder}
+    return pickle.dumps((list(sys.path), environment, parts))
 
 
 def _run(packed: bytes, timeout: float) -> bytes:
-    """Have a job done. Nothing of it is left running afterwards, however it ended."""
+    """Run a job in a new process; none of its processes is left running afterwards."""
     with tempfile.TemporaryDirectory(prefix="dovetail-") as folder:
         at = Path(folder)
         (at / _JOB).write_bytes(packed)
-        with (at / _SAID).open("wb") as said:
-            # The path goes with the job; the interpreter must only find dovetail.
+        with (at / _OUTPUT).open("wb") as output:
+            # The path is part of the job; the interpreter must only find dovetail.
             source = str(Path(__file__).parents[2])
-            start = (
-                f"import sys; sys.path.insert(0, {source!r}); from {__name__} import work; work(sys.argv[1])"
-            )
+            start = f"import sys; sys.path.insert(0, {source!r}); import {__name__} as worker; worker.run_worker(sys.argv[1])"
             process = subprocess.Popen(
                 [sys.executable, "-c", start, folder],
                 stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         try:
-            reason = _awaited(process, timeout)
+            reason = _wait(process, timeout)
         finally:
-            _end(process)
+            _kill(process)
         if reason is not None:
-            raise WorkerFailed(reason, _said(at))
+            raise WorkerFailed(reason, _output(at))
         return _result(at, process.returncode)
 
 
-def _awaited(process: subprocess.Popen[bytes], timeout: float) -> str | None:
-    """Wait for a process; why it has to be killed, or None where it has ended."""
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> str | None:
+    """Wait for a process; return why it has to be killed, or None if it has ended."""
     until, stop = time.monotonic() + timeout, _STOP.get()
     while not _has_ended(process):
         if stop is not None and stop.is_set():
-            return "nobody waits for it any more"
+            return "it was cancelled"
         if time.monotonic() > until:
             return f"it took longer than {timeout:g} s and was killed"
         time.sleep(0.02)
@@ -149,12 +147,12 @@ def _awaited(process: subprocess.Popen[bytes], timeout: float) -> str | None:
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     if not hasattr(os, "waitid"):
         return process.poll() is not None
-    # Not reaped, its number stays its own, and killing its group can hit nobody else.
+    # Until it is reaped its id is not used again, and killing its group cannot hit another process.
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 @contextlib.contextmanager
-def stopped_by(stop: threading.Event) -> Generator[None]:
+def cancelled_by(stop: threading.Event) -> Generator[None]:
     """Kill the process that this thread waits for, once `stop` is set."""
     token = _STOP.set(stop)
     try:
@@ -163,8 +161,8 @@ def stopped_by(stop: threading.Event) -> Generator[None]:
         _STOP.reset(token)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a job: the process, and all that it has started."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process of a job and all processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -178,12 +176,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _result(at: Path, code: int) -> bytes:
     failure = at / _FAILURE
     if failure.exists():
-        told = json.loads(failure.read_text())
-        raise WorkerFailed(told["reason"], told["trace"])
+        report = json.loads(failure.read_text())
+        raise WorkerFailed(report["reason"], report["trace"])
     result = at / _RESULT
     if code == 0 and result.exists():
         return result.read_bytes()
-    raise WorkerFailed(f"its process {_ending(code)}", _said(at))
+    raise WorkerFailed(f"its process {_ending(code)}", _output(at))
 
 
 def _ending(code: int) -> str:
@@ -193,20 +191,20 @@ def _ending(code: int) -> str:
     return f"ended with status {code} and no result"
 
 
-def _said(at: Path) -> str:
+def _output(at: Path) -> str:
     with contextlib.suppress(OSError):
-        return (at / _SAID).read_text(errors="replace")[-4000:].strip()
+        return (at / _OUTPUT).read_text(errors="replace")[-4000:].strip()
     return ""
 
 
 # What follows runs in the new process.
-def work(folder: str) -> None:
-    """Do the job that lies in a folder, and put the result, or what went wrong, beside it."""
+def run_worker(folder: str) -> None:
+    """Run the job in a folder and write the result, or the failure, there."""
     faulthandler.enable()
     at = Path(folder)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        data = _done((at / _JOB).read_bytes())
+        data = _compile((at / _JOB).read_bytes())
         _write(at / _RESULT, data)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -214,7 +212,7 @@ def work(folder: str) -> None:
         _write(at / _FAILURE, json.dumps({"reason": reason, "trace": trace}).encode())
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads and pools that a compiler has left must not keep the result waiting.
+    # Threads and pools of a compiler must not delay the result.
     os._exit(0)
 
 
@@ -225,7 +223,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _die_with_parent() -> None:
-    """The other end of standard input is closed when the process that asked is gone; nobody wants the code then."""
+    """Exit once standard input is closed, which happens when the parent process has ended."""
     with contextlib.suppress(OSError, ValueError):
         while os.read(0, 4096):
             pass
@@ -234,20 +232,20 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _done(packed: bytes) -> bytes:
-    path, surroundings, parts = pickle.loads(packed)
+def _compile(packed: bytes) -> bytes:
+    path, environment, parts = pickle.loads(packed)
     sys.path[:] = path
-    torch.set_num_threads(surroundings["threads"])
-    set_precision(surroundings["precision"])
-    cache = open_cache(surroundings["cache"])
+    torch.set_num_threads(environment["threads"])
+    restore_precision(environment["precision"])
+    cache = open_cache(environment["cache"])
     # The backend comes first: what it imports may define operators that the body calls.
     backend = pickle.loads(parts[0])
-    situation, call = pickle.loads(parts[1])
+    specialization, call = pickle.loads(parts[1])
     region = _region(pickle.loads(parts[2]), call)
-    kept = cache.in_use() if cache is not None else contextlib.nullcontext()
-    with torch.set_grad_enabled(situation.grad), kept:
+    in_use = cache.in_use() if cache is not None else contextlib.nullcontext()
+    with torch.set_grad_enabled(specialization.grad), in_use:
         values = [n.meta.get("val") for n in region.body.graph.nodes if n.op == "placeholder"]
-        compiled = backend.compile(region, fake_examples(situation, values))
+        compiled = backend.compile(region, fake_inputs(specialization, values))
         data = backend.save(compiled)
     if not isinstance(data, bytes):
         raise TypeError(f"`save` returned a {type(data).__name__}, not bytes")
@@ -255,7 +253,7 @@ def _done(packed: bytes) -> bytes:
 
 
 def _region(body: Any, call: _DetachedRegion) -> Region:
-    """The region again, called in a graph that has nothing else."""
+    """Return the region, called in a graph with nothing else."""
     graph = Graph()
     operands = [n for n in body.graph.nodes if n.op == "placeholder"]
     inputs = [graph.create_node("placeholder", name, name=name) for name in call.inputs]

@@ -1,10 +1,9 @@
-"""Operands for compiling: fake tensors with the sizes, strides and gradient flags of the calls to come."""
+"""Sample inputs: fake tensors to compile for, and random tensors within the domains that the operators require."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,13 +13,14 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 
-from dovetail.ir.schema import viewed_operand
+from dovetail.ir.nodes import size_hint
+from dovetail.ir.schema import named_arguments, op_name, viewed_operand
 from dovetail.ir.tensor_spec import NumberSpec, Specialization, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """An interval of numbers. Outside of it an operator gives NaN, or, where it is `strict`, is not defined."""
+    """An interval of numbers outside of which an operator gives NaN or, if it is `strict`, is undefined."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -36,7 +36,7 @@ class Domain:
 
 _NON_NEGATIVE, _SINE = Domain(0.0), Domain(-1.0, 1.0)
 _VARIANCE, _PROBABILITY = Domain(0.0, strict=True), Domain(0.0, 1.0, strict=True)
-_OF_ARGUMENT: Mapping[str, Mapping[str, Domain]] = {
+_ARGUMENT_DOMAINS: Mapping[str, Mapping[str, Domain]] = {
     **{name: {"self": _NON_NEGATIVE} for name in ("sqrt", "rsqrt", "log", "log2", "log10", "special_entr")},
     **{name: {"self": _VARIANCE} for name in ("poisson", "multinomial")},
     **{name: {"self": _SINE} for name in ("acos", "asin", "atanh", "erfinv", "special_erfinv")},
@@ -50,76 +50,79 @@ _OF_ARGUMENT: Mapping[str, Mapping[str, Domain]] = {
 }
 """Domains that depend on the operator alone, by the names of its arguments."""
 _DIVISIONS = frozenset(("div", "divide", "floor_divide", "remainder", "fmod"))
-_ALONG_DIM = frozenset(
+_DIM_INDEXING = frozenset(
     ("index_select", "gather", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
 )
-_CLASSES = frozenset(("nll_loss", "nll_loss_forward", "nll_loss_nd", "cross_entropy_loss"))
-_SAME_VALUES = frozenset(("_to_copy", "clone", "contiguous", "to", "lift_fresh_copy", "expand_copy"))
+_CLASS_LOSSES = frozenset(("nll_loss", "nll_loss_forward", "nll_loss_nd", "cross_entropy_loss"))
+_COPIES = frozenset(("_to_copy", "clone", "contiguous", "to", "lift_fresh_copy", "expand_copy"))
 Restrictions = list[tuple[Node, Domain]]
 
 
 def domains_of(graph: Graph) -> dict[int, Domain]:
-    """The domains of a flat graph's operands, by their numbers; operands that may be any number are left out."""
+    """Return the domains of a flat graph's operands by position, without operands that may be any number.
+
+    A backward dataflow walk from each restricting operator through views, casts, shifts and scalings to a placeholder.
+    """
     position = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    found: dict[int, Domain] = {}
+    domains: dict[int, Domain] = {}
     for node in graph.nodes:
         for value, domain in _restrictions(node):
             at, narrowed = _operand(value, domain)
             number = position.get(at)
             if number is None or narrowed.is_empty:
                 continue
-            joint = found.get(number, Domain()) & narrowed
+            joint = domains.get(number, Domain()) & narrowed
             if not joint.is_empty:
-                found[number] = joint
-    return {i: d for i, d in found.items() if d != Domain()}
+                domains[number] = joint
+    return {i: d for i, d in domains.items() if d != Domain()}
 
 
 def _restrictions(node: Node) -> Restrictions:
-    """What an operator needs of the values that it reads."""
+    """Return the values that an operator reads with the domains it requires of them."""
     if not isinstance(node.target, OpOverload):
         return []
-    name = _name(node)
-    given = _arguments(node)
-    found = [(given.get(a), d) for a, d in _OF_ARGUMENT.get(name, {}).items()]
+    name = op_name(node.target)
+    arguments = named_arguments(node)
+    restricted = [(arguments.get(a), d) for a, d in _ARGUMENT_DOMAINS.get(name, {}).items()]
     if "batch_norm" in name:
-        found.append((given.get("running_var"), _VARIANCE))
-    if name in ("pow", "float_power") and not _is_whole_exponent(given.get("exponent")):
-        found.append((given.get("self"), _NON_NEGATIVE))
-    if name in _DIVISIONS and _is_integral(given.get("other")):
-        found.append((given.get("other"), Domain(1, strict=True)))
-    found += _INDICES[name](given) if name in _INDICES else []
-    return [(value, domain) for value, domain in found if isinstance(value, Node)]
+        restricted.append((arguments.get("running_var"), _VARIANCE))
+    if name in ("pow", "float_power") and not _is_whole_exponent(arguments.get("exponent")):
+        restricted.append((arguments.get("self"), _NON_NEGATIVE))
+    if name in _DIVISIONS and _is_integral(arguments.get("other")):
+        restricted.append((arguments.get("other"), Domain(1, strict=True)))
+    restricted += _INDICES[name](arguments) if name in _INDICES else []
+    return [(value, domain) for value, domain in restricted if isinstance(value, Node)]
 
 
-def _along_dim(given: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
-    sizes = _sizes(given.get("self"))
-    return [(given.get("index"), _below(sizes[given["dim"]]))] if sizes else []
+def _along_dim(arguments: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
+    sizes = _sizes(arguments.get("self"))
+    return [(arguments.get("index"), _below(sizes[arguments["dim"]]))] if sizes else []
 
 
-def _embedding(given: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
-    return [(given.get("indices"), _below(size)) for size in _sizes(given.get("weight"))[:1]]
+def _embedding(arguments: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
+    return [(arguments.get("indices"), _below(size)) for size in _sizes(arguments.get("weight"))[:1]]
 
 
-def _advanced(given: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
-    # An index of truth values stands for as many dimensions as it has, and restricts nothing.
-    indices = cast("Sequence[Any]", given.get("indices") or ())
+def _advanced(arguments: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
+    # A boolean index stands for as many dimensions as it has, and restricts nothing.
+    indices = cast("Sequence[Any]", arguments.get("indices") or ())
     if any(isinstance(i, Node) and not _is_integral(i) for i in indices):
         return []
-    return [(i, _below(size)) for i, size in zip(indices, _sizes(given.get("self")), strict=False)]
+    return [(i, _below(size)) for i, size in zip(indices, _sizes(arguments.get("self")), strict=False)]
 
 
-def _classes(given: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
-    sizes, target = _sizes(given.get("self")), given.get("target")
+def _classes(arguments: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
+    sizes, target = _sizes(arguments.get("self")), arguments.get("target")
     return [(target, _below(sizes[min(1, len(sizes) - 1)]))] if sizes and _is_integral(target) else []
 
 
-def _take(given: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
-    return [(given.get("index"), _below(math.prod(_sizes(given.get("self")))))]
+def _take(arguments: Mapping[str, Any]) -> list[tuple[Any, Domain]]:
+    return [(arguments.get("index"), _below(math.prod(_sizes(arguments.get("self")))))]
 
 
 _INDICES: Mapping[str, Callable[[Mapping[str, Any]], list[tuple[Any, Domain]]]] = {
-    **dict.fromkeys(_ALONG_DIM, _along_dim),
-    **dict.fromkeys(_CLASSES, _classes),
+    **dict.fromkeys(_DIM_INDEXING, _along_dim),
+    **dict.fromkeys(_CLASS_LOSSES, _classes),
     **dict.fromkeys(("index", "index_put", "_unsafe_index"), _advanced),
     "embedding": _embedding,
     "take": _take,
@@ -127,17 +130,17 @@ _INDICES: Mapping[str, Callable[[Mapping[str, Any]], list[tuple[Any, Domain]]]] 
 
 
 def _operand(node: Node, domain: Domain) -> tuple[Node, Domain]:
-    """What a value is a view, cast, shift or multiple of, and the domain of that."""
+    """Return the value that a value is a view, cast, shift or multiple of, and the domain of that."""
     while node.op == "call_function" and isinstance(node.target, OpOverload):
-        name, given = _name(node), _arguments(node)
-        source, other = given.get("self"), given.get("other", 0)
+        name, arguments = op_name(node.target), named_arguments(node)
+        source, other = arguments.get("self"), arguments.get("other", 0)
         viewed = viewed_operand(node)
         if viewed is not None:
             node = viewed
-        elif name in _SAME_VALUES and isinstance(source, Node):
+        elif name in _COPIES and isinstance(source, Node):
             node = source
         elif name in ("add", "sub") and isinstance(source, Node) and _is_literal(other):
-            shift = (-other if name == "sub" else other) * given.get("alpha", 1)
+            shift = (-other if name == "sub" else other) * arguments.get("alpha", 1)
             # A small number is added to a variance to keep it off zero, and not because it may be below.
             low = domain.low - shift if _is_integral(source) else domain.low - min(shift, 0)
             node, domain = source, Domain(low, domain.high - shift, domain.strict)
@@ -146,15 +149,6 @@ def _operand(node: Node, domain: Domain) -> tuple[Node, Domain]:
         else:
             break
     return node, domain
-
-
-def _name(node: Node) -> str:
-    return cast("OpOverload", node.target)._schema.name.partition("::")[2]
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    arguments = cast("OpOverload", node.target)._schema.arguments
-    return {a.name: v for a, v in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
 
 
 def _value(node: Any) -> Any:
@@ -189,56 +183,53 @@ def _is_whole_exponent(value: Any) -> bool:
 
 
 _ANY = Domain()
-_DRAWN = 262_139
+_MAX_DRAWN = 262_139
 """Most numbers drawn for one tensor; larger ones repeat them. A prime, so that no two rows of usual lengths are equal:
-weights of a real model would take longer to draw, on one core, than the code that is tried takes to compile."""
+weights of a real model would take longer to draw, on one core, than the code under test takes to compile."""
 
 
-def fake_examples(situation: Specialization, values: Sequence[Any]) -> list[Any]:
-    """Fakes for a situation: new ones where every size is a number, else those of the graph with its symbols."""
-    if situation.is_static:
+def fake_inputs(specialization: Specialization, values: Sequence[Any]) -> list[Any]:
+    """Return fake operands of a specialization: new ones if all sizes are static, else `values` with their symbols."""
+    if specialization.is_static:
         with FakeTensorMode():
-            return [_made(spec) for spec in situation.operands]
+            return [_empty(spec) for spec in specialization.operands]
     return [
         value.detach().requires_grad_(spec.requires_grad)
         if isinstance(spec, TensorSpec) and isinstance(value, FakeTensor)
         else value
-        for spec, value in zip(situation.operands, values, strict=True)
+        for spec, value in zip(specialization.operands, values, strict=True)
     ]
 
 
-def _made(spec: Any) -> Any:
+def _empty(spec: Any) -> Any:
     if isinstance(spec, NumberSpec):
         return spec.value
-    made = torch.empty_strided(spec.sizes, spec.strides, dtype=spec.dtype, device=spec.device)
-    return made.requires_grad_(spec.requires_grad)
+    empty = torch.empty_strided(spec.sizes, spec.strides, dtype=spec.dtype, device=spec.device)
+    return empty.requires_grad_(spec.requires_grad)
 
 
-def real_examples(
+def random_inputs(
     examples: Sequence[Any], seed: int = 0, domains: Mapping[int, Domain] | None = None
 ) -> list[Any]:
-    """Sample tensors like fake ones: normal numbers, small whole ones, fair coins; symbols by their hint.
+    """Return random tensors like the examples: normal floats, the integers 0 and 1, booleans; symbols by their hint.
 
-    Operands with a domain have numbers of that: of a variance below zero, or an index beyond its table, nothing is made.
+    Operands with a domain have numbers within it, as a variance or an index into a table must.
     """
-    made: list[Any] = []
+    inputs: list[Any] = []
     for i, example in enumerate(examples):
         if not isinstance(example, Tensor):
-            made.append(hint_of(example))
+            inputs.append(example_size(example))
             continue
-        sizes = [hint_of(n) for n in example.shape]
-        strides = [hint_of(n) for n in example.stride()]
-        generator = torch.Generator().manual_seed(seed + i)
-        made.append(_filled(example, sizes, strides, generator, (domains or {}).get(i, _ANY)))
-    return made
+        inputs.append(_random_tensor(example, seed + i, (domains or {}).get(i, _ANY)))
+    return inputs
 
 
-def _filled(
-    like: Tensor, sizes: list[int], strides: list[int], generator: torch.Generator, domain: Domain
-) -> Tensor:
-    # All the memory that is spanned is filled: elements may lie over each other, as in an expanded tensor.
-    length = span(sizes, strides)
-    drawn = [min(length, _DRAWN)]
+def _random_tensor(like: Tensor, seed: int, domain: Domain) -> Tensor:
+    sizes, strides = [example_size(n) for n in like.shape], [example_size(n) for n in like.stride()]
+    generator = torch.Generator().manual_seed(seed)
+    # The whole span is filled: elements may overlap, as in an expanded tensor.
+    length = storage_span(sizes, strides)
+    drawn = [min(length, _MAX_DRAWN)]
     if like.dtype.is_floating_point or like.dtype.is_complex:
         wide = torch.complex64 if like.dtype.is_complex else torch.float32
         values = _within(torch.randn(drawn, generator=generator, dtype=wide), domain).to(like.dtype)
@@ -250,13 +241,13 @@ def _filled(
         high = math.floor(min(domain.high, low + 1))
         values = torch.randint(low, max(low, high) + 1, drawn, generator=generator).to(like.dtype)
     values = values.to(like.device)
-    if length > _DRAWN:
-        values = values.repeat(-(-length // _DRAWN))
+    if length > _MAX_DRAWN:
+        values = values.repeat(-(-length // _MAX_DRAWN))
     return values.as_strided(sizes, strides).requires_grad_(like.requires_grad)
 
 
 def _within(values: Tensor, domain: Domain) -> Tensor:
-    """Normal numbers, brought into a domain and off its ends, where a function may be infinite."""
+    """Map normal numbers into a domain, off its ends, where a function may be infinite."""
     if values.dtype.is_complex or domain == _ANY:
         return values
     if math.isinf(domain.high):
@@ -266,24 +257,21 @@ def _within(values: Tensor, domain: Domain) -> Tensor:
     return domain.low + (domain.high - domain.low) * (0.02 + 0.96 * torch.special.ndtr(values))
 
 
-def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements of memory a tensor reaches over."""
+def storage_span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements of memory between the first and the last element of a tensor, both included."""
     if any(n == 0 for n in sizes):
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
-def memory(value: Tensor) -> Tensor:
-    """A copy of the memory that a tensor reaches over, as a vector; `as_strided` gives the tensor again."""
-    length = span(value.shape, value.stride())
+def clone_span(value: Tensor) -> Tensor:
+    """Return a copy of the memory that a tensor spans, as a vector; `as_strided` restores the tensor."""
+    length = storage_span(value.shape, value.stride())
     return value.detach().as_strided((length,), (1,), value.storage_offset()).clone()
 
 
-def passed(value: Any, written: bool) -> Any:
-    """An operand as it is passed on: where it requires gradients no leaf, for autograd lets none be written.
-
-    Nor does it let a view of a leaf; but what is only read need not be copied.
-    """
+def as_non_leaf(value: Any, written: bool) -> Any:
+    """Return an operand that autograd lets be written: a copy of a leaf, or a view of one that is not written."""
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
     if not written:
@@ -293,17 +281,9 @@ def passed(value: Any, written: bool) -> Any:
     )
 
 
-def hint_of(value: Any) -> Any:
-    """A size as a number: a symbol's hint."""
-    if isinstance(value, torch.SymInt):
-        hint = value.node.hint
-        return int(hint) if hint is not None else 2
-    return value
-
-
-@contextmanager
-def random_state_kept() -> Generator[None]:
-    """Run something that may draw random numbers and leave the generators as they were."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+def example_size(value: Any) -> Any:
+    """Return the hint of a symbolic size, 2 for one that depends on data; other values as they are."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    hint = size_hint(value)
+    return 2 if hint is None else hint

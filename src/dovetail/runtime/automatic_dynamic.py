@@ -166,7 +166,7 @@ class AutomaticDynamic:
 
 
 @contextmanager
-def marks_kept(given: Any) -> Generator[None]:
+def preserve_dynamic_marks(given: Any) -> Generator[None]:
     """Let tensors have the marks of dynamic sizes afterwards that they have now: torch.export removes them."""
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     marks = [(t, name, getattr(t, name)) for t in tensors for name in _MARKS if hasattr(t, name)]

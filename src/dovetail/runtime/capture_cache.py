@@ -1,4 +1,20 @@
-"""Captures of a model, each for one way of calling it, made when a call comes that none is for."""
+"""The captures of a model, and the guards that choose one for a call.
+
+A call of a compiled model passes three guards in a row, each of which checks what the next ones rely on:
+
+1. The module guard (`module_guard.ModuleGuard`): the model has the same modules, tensors, code, hooks and baked-in
+   numbers as when it was captured, and autocast is the same. It compares dict versions, and looks closer only where
+   one has changed. A model with other parts drops all captures.
+2. The input guard (`frontend.input_guards`), at the head of the captured graph's `forward`: structure, dtypes, devices,
+   sizes, strides, constants and aliasing of the inputs. It raises CallMismatch before anything runs; the next capture
+   is tried, and then a new one is made. Nothing checks the inputs before, so that no input is checked twice.
+3. The specialization guard (`lowering.guards`), once per lowered region: operands, gradient flags and grad mode, for
+   regions may see sizes that the inputs do not determine.
+
+The graph then reads its weights where the module guard has found them unchanged; writes to them are followed by version
+counters and contents (`ir.weight_guard`). A recorded CUDA graph (`cuda_graph_replay`) replaces 2 and 3 by one
+comparison with the call that it recorded, and 1 is checked while the GPU is busy.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +36,23 @@ from dovetail.frontend import cache_pytrees
 from dovetail.frontend.capture import CAPTURING, capture
 from dovetail.ir.graph_module import HOOK_KINDS
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
-from dovetail.lowering.dispatch import is_watched
+from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.failures import Diagnostics
-from dovetail.lowering.guards import autocast_off, autocasting, nothing_noted
-from dovetail.lowering.lowered_state import lowering_of
-from dovetail.lowering.options import compilation_limit
-from dovetail.runtime.automatic_dynamic import AutomaticDynamic, Dimensions, marks_kept
-from dovetail.runtime.cuda_graph_replay import NO_GPU, Replay, why_not_recorded
+from dovetail.lowering.guards import active_autocast, disable_autocast, suspend_saved_tensor_hooks
+from dovetail.lowering.lowered_state import lowered_state_of
+from dovetail.lowering.options import recompile_limit_of
+from dovetail.runtime.automatic_dynamic import AutomaticDynamic, Dimensions, preserve_dynamic_marks
+from dovetail.runtime.cuda_graph_replay import NO_GPU, CudaGraphReplay, why_not_recorded
 from dovetail.runtime.module_guard import (
-    Makeup,
-    has_hooks_on_all_modules,
+    ModuleGuard,
+    has_global_hooks,
     instance_forward,
     is_overridden,
     own_forward,
 )
 
 CudaGraphs = Literal["auto"] | bool
-Modes = tuple[Any, ...]
+GuardKey = tuple[Any, ...]
 HOOKS = (
     *HOOK_KINDS,
     "_forward_hooks_with_kwargs",
@@ -46,44 +62,43 @@ HOOKS = (
 
 
 class CompilePipeline(Protocol):
-    """What is done to every graph of a model."""
+    """What is done to every captured graph of a model."""
 
     def __call__(self, gm: GraphModule) -> GraphModule: ...
 
     @property
     def strict(self) -> bool:
-        """Whether a call that cannot be captured is an error though others could be."""
+        """Whether a call that cannot be captured is an error although others could be."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class CaptureEntry:
-    """One capture of the model: modes, numbers and autocast as they were then, and the lowered graph."""
+    """One capture of the model: the key of the module guard at that time, and the lowered graph."""
 
-    modes: Modes
+    key: GuardKey
     program: GraphModule
     run: Callable[..., Any]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
-        """Start the call on a GPU while it is being found out whether this is the form for it."""
-        return self.run.begin(args, kwargs) if isinstance(self.run, Replay) else None
+        """Start the call on a GPU while the guards are checked; None where that cannot be."""
+        return self.run.begin(args, kwargs) if isinstance(self.run, CudaGraphReplay) else None
 
 
 class CaptureCache:
     """The captures of a model so far, and how further ones are made.
 
-    Inputs that no capture was made for, another train or eval mode, autocast, another number or string as an attribute
-    of a module, and another class or function of one capture again, up to the recompile limit; then the model's own
-    forward runs. So it does while another tracer looks on, for a call that cannot be captured after others could, with
-    `fallback_at_first` also for the first one, and in a child process that was forked from this one. Sizes that differ
-    from those of earlier calls are symbolic in the next capture, subject to `dynamic`. Hooks of the model itself are the
-    caller's to run.
+    Inputs that no capture covers, another train or eval mode, autocast, another number or string as an attribute of a
+    module, and another class or function of one capture again, up to the recompile limit; then the model's own forward
+    runs. It also runs while another tracer is active, for a call that cannot be captured after others could, with
+    `fallback_at_first` also for the first one, and in a forked child process. Sizes that differ from those of earlier
+    calls are symbolic in the next capture, subject to `dynamic`. Hooks of the model itself are run by the caller.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        recipe: CompilePipeline,
+        preset: CompilePipeline,
         *,
         dynamic_shapes: Any = None,
         dynamic: bool | None = None,
@@ -93,31 +108,31 @@ class CaptureCache:
         fallback_at_first: bool = False,
         lock: threading.RLock | None = None,
     ) -> None:
-        self.model, self.recipe = model, recipe
+        self.model, self.preset = model, preset
         self.dynamic_shapes, self.recompile_limit = dynamic_shapes, recompile_limit
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.check_capture = check_capture
-        self.made: list[CaptureEntry] = []
+        self.captures: list[CaptureEntry] = []
         # Whether a call that cannot be captured runs the model: for the first one it may be the model's fault.
-        self.had_forms = fallback_at_first
+        self.has_captured = fallback_at_first
         self.diagnostics = Diagnostics()
         self.automatic = AutomaticDynamic(dynamic)
         self._last: CaptureEntry | None = None
         self._refused: list[Any] = []
-        self._failures: list[tuple[Modes, bool, str]] = []
-        self._busy: int | None = None
-        # Threads that run a `forward` that the model's user has set.
+        self._failures: list[tuple[GuardKey, bool, str]] = []
+        self._capturing_thread: int | None = None
+        # Threads that run a `forward` that the user has set.
         self._running: set[int] = set()
         self._lock = lock or reset_at_fork(threading.RLock())
-        self._inherited = False
+        self._is_forked = False
         register_after_fork(self)
-        self._makeup = Makeup(model)
+        self._guard = ModuleGuard(model)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What forms of another model are made with to be made alike."""
+        """The arguments for a cache of another model that captures alike."""
         return {
-            "recipe": self.recipe,
+            "preset": self.preset,
             "dynamic_shapes": self.dynamic_shapes,
             "dynamic": self.automatic.dynamic,
             "recompile_limit": self.recompile_limit,
@@ -125,47 +140,46 @@ class CaptureCache:
             "check_capture": self.check_capture,
         }
 
-    def portable(self) -> list[tuple[Modes, GraphModule]]:
-        """Captures that hold in another process, where classes and functions are what they were at first."""
-        modes = self.modes()
-        if modes is None or not self._makeup.is_original(modes[0]):
+    def portable(self) -> list[tuple[GuardKey, GraphModule]]:
+        """Return the captures that hold in another process, where classes and functions are the original ones."""
+        key = self.guard_key()
+        if key is None or not self._guard.is_original(key[0]):
             return []
-        return [(f.modes, f.program) for f in self.made if self._makeup.is_original(f.modes[0])]
+        return [(c.key, c.program) for c in self.captures if self._guard.is_original(c.key[0])]
 
-    def adopt(self, programs: list[tuple[Modes, GraphModule]]) -> None:
-        """Take graphs that were made already, each with the modes it was captured in."""
-        self.made = [
-            CaptureEntry(modes, program, _with_casts_made(program.forward, modes))
-            for modes, program in programs
+    def adopt(self, programs: list[tuple[GuardKey, GraphModule]]) -> None:
+        """Take over lowered graphs, each with the guard key it was captured with."""
+        self.captures = [
+            CaptureEntry(key, program, _without_autocast(program.forward, key)) for key, program in programs
         ]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call by a capture that is for it, made now if need be."""
-        if (torch.compiler.is_compiling() or is_watched()) and not self.captured_elsewhere():
+        """Run a call with the capture that covers it, made now if there is none."""
+        if (torch.compiler.is_compiling() or is_traced()) and not self.captured_elsewhere():
             return self.run_model(args, kwargs)
         last = self._last
-        # A GPU can begin with the call while it is looked whether the model is what it was.
+        # A GPU can begin with the call while the module guard is checked.
         end = last.begin(args, kwargs) if last is not None else None
-        modes: Modes | None = None
+        key: GuardKey | None = None
         try:
-            modes = self.modes()
+            key = self.guard_key()
         finally:
-            # A model of other parts has no last form any more.
-            fits = last is not None and last is self._last and modes == last.modes
-            made = end(fits) if end is not None else None
-        if modes is None:
-            return self.with_stand_ins(args, kwargs)
-        if last is not None and fits:
+            # A model with other parts has dropped its captures.
+            is_covered = last is not None and last is self._last and key == last.key
+            replayed = end(is_covered) if end is not None else None
+        if key is None:
+            return self.call_with_swapped_parameters(args, kwargs)
+        if last is not None and is_covered:
             if end is not None:
-                return made
+                return replayed
             try:
                 return last.run(*args, **kwargs)
             except CallMismatch:  # raised before anything ran
                 pass
-        return self._called(modes, args, kwargs)
+        return self._find_or_capture(key, args, kwargs)
 
-    def with_stand_ins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A call while other tensors stand for the parameters of the model, as `functional_call` has it."""
+    def call_with_swapped_parameters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call while other tensors replace the parameters of the model, as in `functional_call`."""
         return self.run_model(args, kwargs)
 
     def run_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -173,7 +187,7 @@ class CaptureCache:
         if instance_forward(self.model) is None:
             return own_forward(self.model)(*args, **kwargs)
         thread = threading.get_ident()
-        if thread in self._running or thread == self._busy:
+        if thread in self._running or thread == self._capturing_thread:
             raise InvalidArgument(
                 f"`forward` of the {type(self.model).__name__} was replaced by a function that calls the compiled model, "
                 f"so that each would call the other without end. Assign `compiled.forward` itself, or call the compiled "
@@ -186,94 +200,94 @@ class CaptureCache:
             self._running.discard(thread)
 
     def captured_elsewhere(self) -> bool:
-        """Whether it is another thread's capture that is being noticed; it is over then.
+        """Return whether another thread is capturing the model, after waiting for the end of that.
 
-        While a model is exported its parameters are fake ones, and torch says to every thread that it is compiling.
+        While a model is exported its parameters are fake, and `is_compiling` is true on every thread.
         """
-        if self._busy is None or self._busy == threading.get_ident():
+        if self._capturing_thread is None or self._capturing_thread == threading.get_ident():
             return False
         with self._lock:
             return True
 
-    def modes(self) -> Modes | None:
-        """What tells captures of the model as it is from each other; None while its parameters are none.
+    def guard_key(self) -> GuardKey | None:
+        """Return the key of the model's state and of autocast; None while `functional_call` has swapped parameters.
 
-        Captures of a model of other parts are forgotten.
+        If the model has other parts than when it was captured, all captures are dropped.
         """
-        found = self._makeup.settings()
-        if found is None:
+        key = self._guard.key()
+        if key is None:
             with self._lock:
                 # Another thread's capture may have been under way.
-                found = self._makeup.settings()
-                if found is None:
-                    if self._makeup.has_stand_ins():
+                key = self._guard.key()
+                if key is None:
+                    if self._guard.has_swapped_parameters():
                         return None
-                    self.had_forms |= bool(self.made)
-                    self.made.clear()
+                    self.has_captured |= bool(self.captures)
+                    self.captures.clear()
                     self._refused.clear()
                     self._failures.clear()
                     self._last = None
-                    self._makeup = Makeup(self.model)
-                    found = self._makeup.settings()
-                    assert found is not None
-        return (found, autocasting())
+                    self._guard = ModuleGuard(self.model)
+                    key = self._guard.key()
+                    assert key is not None
+        return (key, active_autocast())
 
     def after_fork(self) -> None:
-        """Run the model's own forward from now on: this is a child, and captures are the parent's."""
-        self._inherited, self._last, self._busy = True, None, None
+        """Run the model's own forward from now on: captures belong to the parent process."""
+        self._is_forked, self._last, self._capturing_thread = True, None, None
         self._running.clear()
 
-    def _called(self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inherited:
+    def _find_or_capture(self, key: GuardKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_forked:
             return self.run_model(args, kwargs)
         tried, mismatch = 0, ""
         while True:
-            forms = list(self.made)
-            for form in forms[tried:]:
-                if form.modes != modes:
+            captures = list(self.captures)
+            for entry in captures[tried:]:
+                if entry.key != key:
                     continue
                 try:
-                    made = form.run(*args, **kwargs)
+                    result = entry.run(*args, **kwargs)
                 except CallMismatch as error:
                     mismatch = str(error)
                     continue
-                self._last = form
-                return made
-            tried = len(forms)
+                self._last = entry
+                return result
+            tried = len(captures)
             with self._lock:
-                if len(self.made) != tried:  # another thread may have met the same call first
+                if len(self.captures) != tried:  # another thread may have met the same call first
                     continue
-                form = refused = None
-                way = (modes, _seen((args, kwargs)))
+                entry = refused = None
+                signature = (key, _call_signature((args, kwargs)))
                 try:
-                    if way not in self._refused and not self._fails_alike(modes):
-                        form = self.specialise(args, kwargs, mismatch or self._other_modes(modes))
+                    if signature not in self._refused and not self._fails_alike(key):
+                        entry = self.specialize(args, kwargs, mismatch or self._key_difference(key))
                 except CaptureError as error:
-                    if not (tried or self.had_forms) or self.recipe.strict:
+                    if not (tried or self.has_captured) or self.preset.strict:
                         raise
                     refused = error
             break
-        if form is not None:
+        if entry is not None:
             try:
-                return form.run(*args, **kwargs)
-            except CallMismatch:  # it does not take what it was captured with, and another would not either
-                self._refused.append(way)
+                return entry.run(*args, **kwargs)
+            except CallMismatch:  # it rejects what it was captured with, and another would too
+                self._refused.append(signature)
         self.captured_elsewhere()
-        # Where the call cannot be made at all, the model's own error tells.
-        made = self.run_model(args, kwargs)
+        # If the call is invalid, the model's own error is raised.
+        result = self.run_model(args, kwargs)
         if refused is not None:
-            self._refused.append(way)
-            self._failures.append((modes, torch.is_grad_enabled(), str(refused)))
+            self._refused.append(signature)
+            self._failures.append((key, torch.is_grad_enabled(), str(refused)))
             self.report_fallback(refused)
-        return made
+        return result
 
-    def _fails_alike(self, modes: Modes) -> bool:
-        """Whether captures in these modes failed for inputs of several kinds for one reason: other inputs do not cure it."""
-        reasons = [f[2] for f in self._failures if f[:2] == (modes, torch.is_grad_enabled())]
+    def _fails_alike(self, key: GuardKey) -> bool:
+        """Return whether captures with this key failed twice for one reason, so that other inputs would fail too."""
+        reasons = [f[2] for f in self._failures if f[:2] == (key, torch.is_grad_enabled())]
         return len(set(reasons)) < len(reasons)
 
     def report_fallback(self, error: CaptureError) -> None:
-        """Report that calls run the model as it is, for they cannot be captured."""
+        """Report that a call runs the model as it is because it cannot be captured."""
         self.diagnostics.report(
             "fallback",
             f"a call runs the model as it is, for it cannot be captured: {error}\n"
@@ -281,75 +295,75 @@ class CaptureCache:
             f'on_error="raise" raises this.',
         )
 
-    def _other_modes(self, modes: Modes) -> str:
-        """Why no capture so far is for the modes of a call, in words."""
-        if not self.made:
+    def _key_difference(self, key: GuardKey) -> str:
+        """Return why no capture so far has the key of a call."""
+        if not self.captures:
             return ""
-        if any(form.modes[0] == modes[0] for form in self.made):
-            return "autocast is another one than in earlier calls"
-        if all(form.program.training is not self.model.training for form in self.made):
+        if any(entry.key[0] == key[0] for entry in self.captures):
+            return "autocast differs from earlier calls"
+        if all(entry.program.training is not self.model.training for entry in self.captures):
             now, was = ("train", "eval") if self.model.training else ("eval", "train")
             return f"the model is in {now} mode, and was in {was} mode"
-        return "the train or eval mode, an attribute or the code of a module is another one than in earlier calls"
+        return "the train or eval mode, an attribute or the code of a module differs from earlier calls"
 
-    def specialise(
+    def specialize(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
     ) -> CaptureEntry | None:
-        """Capture and lower for calls like this one; None once there are as many as there may be.
+        """Capture and lower for calls like this one; return None once the recompile limit is reached.
 
-        None, too, while hooks are registered for all modules, which a graph has none of. `cause` is why earlier
-        captures are not for such calls.
+        None, too, while global module hooks are registered, which a graph does not run. `cause` is why earlier
+        captures do not cover such calls.
         """
-        if self._inherited or has_hooks_on_all_modules():
+        if self._is_forked or has_global_hooks():
             return None
         with self._lock:
-            limit = compilation_limit(self.recompile_limit)
-            if len(self.made) + len(self._refused) >= limit:
+            limit = recompile_limit_of(self.recompile_limit)
+            if len(self.captures) + len(self._refused) >= limit:
                 self.diagnostics.report(
                     "limit",
-                    f"the recompile limit of {limit} is reached: calls that none of the captures so far is for run the model "
+                    f"the recompile limit of {limit} is reached: calls that no capture so far covers run the model "
                     f"as it is. Mark what varies (dynamic=True, torch._dynamo.mark_dynamic or dynamic_shapes), pass numbers as "
                     f"tensors, or raise `recompile_limit`, here or as dovetail.config.recompile_limit.",
                 )
                 return None
-            with nothing_noted():
+            with suspend_saved_tensor_hooks():
                 try:
-                    modes, graph = self.captured(args, kwargs, cause)
+                    key, graph = self.capture(args, kwargs, cause)
                 except CaptureMismatch as error:
-                    if self.recipe.strict:
+                    if self.preset.strict:
                         raise
-                    self._refused.append((self.modes(), _seen((args, dict(kwargs or {})))))
+                    self._refused.append((self.guard_key(), _call_signature((args, dict(kwargs or {})))))
                     self.diagnostics.report("fallback", f"calls run the model as it is: {error}")
                     return None
-                with autocast_off():
-                    program = self.recipe(graph)
+                with disable_autocast():
+                    program = self.preset(graph)
                     run = self._run(program, (args, kwargs))
-            form = self._last = CaptureEntry(modes, program, _with_casts_made(run, modes))
-            self.made.append(form)
-            return form
+            entry = self._last = CaptureEntry(key, program, _without_autocast(run, key))
+            self.captures.append(entry)
+            return entry
 
-    def captured(
+    def capture(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
-    ) -> tuple[Modes, GraphModule]:
-        """A capture for calls like this one, with the modes it is for."""
+    ) -> tuple[GuardKey, GraphModule]:
+        """Return a captured graph for calls like this one, with the guard key it holds for."""
         named = dict(kwargs or {})
         with self._lock:
-            self.modes()  # forgets captures of what the model was
+            self.guard_key()  # drops captures of what the model was
             # A thread that traces another model must not wait for this one, which waits for it.
             with CAPTURING:
-                self._busy = threading.get_ident()
+                self._capturing_thread = threading.get_ident()
                 try:
-                    with _fresh_casts(), marks_kept((args, named)):
-                        graph = self._traced(args, named, cause)
+                    with _autocast_cache_disabled(), preserve_dynamic_marks((args, named)):
+                        graph = self._capture_graph(args, named, cause)
                 finally:
-                    self._busy = None
-            # Afterwards: a model may note something on itself the first time it runs.
-            return self.modes() or ((), ()), graph
+                    self._capturing_thread = None
+            # Afterwards: a model may set attributes of itself the first time it runs.
+            return self.guard_key() or ((), ()), graph
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], cause: str) -> GraphModule:
-        """The captured graph, with the sizes open that differ between calls, if it can be captured so."""
+    def _capture_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], cause: str) -> GraphModule:
+        """Return the captured graph, with sizes that differ between calls symbolic if it can be captured so."""
         model = without_hooks(self.model)
-        check = self.check_capture and not self.made
+        check = self.check_capture and not self.captures
         if self.dynamic_shapes is not None:
             graph = capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
             self._report_recompilation(cause)
@@ -373,15 +387,15 @@ class CaptureCache:
             return graph
         self.automatic.keep_static(args, kwargs)
         self._report_recompilation(cause)
-        if self.made:
+        if self.captures:
             self.diagnostics.report(
                 "recompiled",
-                f"sizes that vary are captured one by one, for they cannot be left open: {failure}",
+                f"sizes that vary are captured one by one, for they cannot be symbolic: {failure}",
             )
         return graph
 
     def _report_recompilation(self, cause: str, dims: Dimensions | None = None) -> None:
-        if not self.made:
+        if not self.captures:
             return
         again = "the model is captured and compiled again"
         if dims is not None and dims.changes:
@@ -392,29 +406,29 @@ class CaptureCache:
         elif dims is not None and dims.specialized:
             message = f"{again}: {', '.join(dims.specialized)}, and sizes 0 and 1 are always specialized."
         else:
-            # Without what to do about it: it is being done.
+            # Without the advice at its end, which is to capture again.
             stated = re.split(r"\. (?=[A-Z])", cause)[0] or "a call unlike earlier ones"
             message = f"{again}: {stated}"
         self.diagnostics.report("recompiled", message)
 
     def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
-        """What a call of a form runs: its graph, recorded on a GPU where nothing prevents it."""
+        """Return what runs a capture: its graph, recorded on a GPU where nothing prevents it."""
         if self.cuda_graphs is False:
             return program.forward
         reason = why_not_recorded(program, pytree.tree_leaves(example))
         if reason is None:
-            return Replay(program.forward, program)
+            return CudaGraphReplay(program.forward, program)
         if self.cuda_graphs is True:
             raise InvalidArgument(f"cuda_graphs=True, but {reason}.")
-        lowering = lowering_of(program)
-        if lowering is not None and reason != NO_GPU:
-            lowering.note("", "cuda_graphs", "declined", reason)
+        state = lowered_state_of(program)
+        if state is not None and reason != NO_GPU:
+            state.note("", "cuda_graphs", "declined", reason)
         return program.forward
 
 
-def _seen(given: Any) -> tuple[Any, ...]:
-    """What tells ways of calling from each other: structure, numbers, and what is to be seen of tensors."""
-    leaves, spec = pytree.tree_flatten(given)
+def _call_signature(inputs: Any) -> tuple[Any, ...]:
+    """Return the structure, numbers and tensor specs of a call's inputs."""
+    leaves, spec = pytree.tree_flatten(inputs)
     grad = torch.is_grad_enabled()
     described = [
         (
@@ -434,8 +448,8 @@ def _seen(given: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _fresh_casts() -> Generator[None]:
-    """Let autocast keep no casts of weights: those made of fake ones must not be met later."""
+def _autocast_cache_disabled() -> Generator[None]:
+    """Disable autocast's cache of casted weights: casts of fake ones must not be used later."""
     was = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -444,27 +458,27 @@ def _fresh_casts() -> Generator[None]:
         torch.set_autocast_cache_enabled(was)
 
 
-def _with_casts_made(run: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
-    """What a form runs: where it was captured under autocast the casts are in its graph, and none are to be added."""
-    if not modes[1]:
+def _without_autocast(run: Callable[..., Any], key: GuardKey) -> Callable[..., Any]:
+    """Return a callable that runs with autocast disabled if the graph was captured with it and has the casts."""
+    if not key[1]:
         return run
 
-    def cast_already(*args: Any, **kwargs: Any) -> Any:
-        with autocast_off():
+    def run_without_autocast(*args: Any, **kwargs: Any) -> Any:
+        with disable_autocast():
             return run(*args, **kwargs)
 
-    return cast_already
+    return run_without_autocast
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
-    """The same model, with none of its own forward hooks: those run around each call, not inside the graph."""
-    # Classes that FSDP makes build a module anew in their `__new__`.
+    """Return a shallow copy of a model without its own forward hooks, which run around each call, not in the graph."""
+    # Classes that FSDP creates build a new module in their `__new__`.
     allocate: Any = GraphModule.__new__ if isinstance(model, GraphModule) else object.__new__
-    made: nn.Module = allocate(type(model))
-    made.__dict__.update(model.__dict__)
-    made.__dict__.update({name: OrderedDict() for name in HOOKS if name in model.__dict__})
+    copied: nn.Module = allocate(type(model))
+    copied.__dict__.update(model.__dict__)
+    copied.__dict__.update({name: OrderedDict() for name in HOOKS if name in model.__dict__})
     if is_overridden(model):
-        del made.__dict__["forward"]
+        del copied.__dict__["forward"]
         if (forward := instance_forward(model)) is not None:
-            made.__dict__["forward"] = forward
-    return made
+            copied.__dict__["forward"] = forward
+    return copied

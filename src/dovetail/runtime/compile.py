@@ -1,4 +1,4 @@
-"""All of it at once: a model captured, fused, lowered, and called as before."""
+"""`dovetail.compile`: a model is captured, fused and lowered, and called as before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.frontend.export import require_dynamic_shapes
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.ir.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.assign import Granularity
-from dovetail.lowering.backend_protocol import DEFAULT, resolve
+from dovetail.lowering.backend_protocol import DEFAULT, Backend, resolve
 from dovetail.lowering.options import Options
 from dovetail.runtime.capture_cache import CudaGraphs
 from dovetail.runtime.compiled_module import CompiledModule
@@ -45,19 +45,19 @@ def compile(
     weight_check_interval: int | None = CHECK_INTERVAL,
     check_capture: bool = True,
 ) -> CompiledModule:
-    """The model, captured, fused and lowered: called as it is, with the very same parameters.
+    """Return the model captured, fused and lowered: called as it is, with the same parameters.
 
-    With example inputs the work is done now for calls like them, otherwise in the first call. Sizes that are others in a
+    With example inputs the work is done now for calls like them, otherwise in the first call. Sizes that differ in a
     later call are symbolic in the next capture (`dynamic=True`: all, at once; False: none; sizes marked by
-    `torch._dynamo.mark_dynamic`, and those that `dynamic_shapes` names as `torch.export` takes them, at once). Whatever
-    else differs, the train or eval mode for one, is captured when it comes, in all `recompile_limit` times (None: that of
-    `dovetail.config`); then, and where a model cannot be captured, the model runs as it is, unless `on_error` is "raise".
-    Each such event is a warning of the logger `dovetail`, and listed by `explain`. Methods of the model that call it,
-    `generate` for one, run compiled code. `rules` are fused before blocks that repeat
-    are made one body each; `pipeline` takes the place of all passes. With `cuda_graphs` "auto", calls without
-    gradients on a GPU are recorded and replayed as one where nothing prevents it; what does is in the ledger. With
-    `check_capture` the first graph is compared with the model on the inputs it was captured with; where they differ the model's own forward runs, with a
-    warning, or CaptureMismatch is raised with `on_error="raise"`. The rest is for `lower`.
+    `torch._dynamo.mark_dynamic`, and those that `dynamic_shapes` names as for `torch.export`, at once). Any other
+    difference, such as the train or eval mode, is captured when it comes, at most `recompile_limit` times (None: that
+    of `dovetail.config`); then, and where a model cannot be captured, the model runs as it is, unless `on_error` is
+    "raise". Each such event is a warning of the logger `dovetail`, and listed by `explain`. Methods of the model that
+    call it, such as `generate`, run compiled code. `rules` are fused before repeated blocks are made one body each;
+    `pipeline` replaces all passes. With `cuda_graphs` "auto", calls without gradients on a GPU are recorded and
+    replayed as one where nothing prevents it; the ledger has the reason where something does. With `check_capture`
+    the first graph is compared with the model on the inputs it was captured with; if they differ the model's own
+    forward runs, with a warning, or CaptureMismatch is raised with `on_error="raise"`. The rest is for `lower`.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
@@ -65,20 +65,10 @@ def compile(
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
     _checked_dynamic(dynamic, dynamic_shapes)
     refuse_scripted(model)
-    options = Options(
-        plan=plan,
-        on_error=on_error,
-        verify=verify,
-        granularity=granularity,
-        smallest=smallest,
-        recompile_limit=recompile_limit,
-        timeout=timeout,
-        cache=cache,
-        weight_check_interval=weight_check_interval,
-    )
-    # Captures are what is bounded; each may still be called with gradients and without.
-    each = replace(options, recompile_limit=None)
-    recipe, chain = make_recipe(each, backends=backends, rules=rules, pipeline=pipeline)
+    options = Options.pick(locals())
+    # The limit is on captures; each may still be called with gradients and without.
+    per_capture = replace(options, recompile_limit=None)
+    preset, chain = make_preset(per_capture, backends=backends, rules=rules, pipeline=pipeline)
     if args is None and kwargs is not None:
         args = ()
     if kwargs is not None and not isinstance(kwargs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -87,9 +77,9 @@ def compile(
         raise InvalidArgument(f"cuda_graphs {cuda_graphs!r}; give 'auto', True or False.")
     if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
-    made = CompiledModule(
+    compiled = CompiledModule(
         model,
-        recipe,
+        preset,
         dynamic_shapes=dynamic_shapes,
         dynamic=dynamic,
         recompile_limit=recompile_limit,
@@ -98,8 +88,8 @@ def compile(
     )
     if args is not None:
         _warm(chain)
-        made.specialise(args, kwargs)
-    return made
+        compiled.specialize(args, kwargs)
+    return compiled
 
 
 def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
@@ -112,33 +102,32 @@ def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
         raise InvalidArgument("give `dynamic` or `dynamic_shapes`: the latter names the dynamic sizes.")
 
 
-def make_recipe(
+def make_preset(
     options: Options, *, backends: Any = None, rules: Any = None, pipeline: Any = None
-) -> tuple[CompilePreset, tuple[Any, ...]]:
-    """What `compile` does to every graph, and every backend that has a part in it."""
+) -> tuple[CompilePreset, tuple[Backend, ...]]:
+    """Return what `compile` does to every graph, and all backends in it."""
     if rules is not None and pipeline is not None:
         raise InvalidArgument("give `rules` or a `pipeline`: rules of a pipeline are in its `Fuse` passes.")
-    chain, wanted = _backends(backends)
+    chain, preference = _backends(backends)
     passes = default_pipeline(chain, rules) if pipeline is None else as_pipeline(pipeline)
-    return CompilePreset(passes, wanted, options), chain
+    return CompilePreset(passes, preference, options), chain
 
 
-def _backends(backends: Any) -> tuple[tuple[Any, ...], Any]:
-    """Every backend once, and what `lower` is to be given."""
+def _backends(backends: Any) -> tuple[tuple[Backend, ...], Any]:
+    """Return all backends, and the preference for `lower`."""
     if backends is None:
         backends = DEFAULT
     if isinstance(backends, Mapping):
-        wanted = {key: resolve(value) for key, value in backends.items()}
-        return tuple(b for chain in wanted.values() for b in chain), wanted
+        by_key = {key: resolve(value) for key, value in backends.items()}
+        return tuple(b for chain in by_key.values() for b in chain), by_key
     if isinstance(backends, (list, tuple)) and not backends:
         return (), []
     chain = resolve(backends)
     return chain, chain
 
 
-def _warm(backends: tuple[Any, ...]) -> None:
-    """Let backends start what they always need before the model is captured. What fails there is left to compiling."""
+def _warm(backends: tuple[Backend, ...]) -> None:
+    """Let backends start what they always need before the model is captured; failures show when compiling."""
     for backend in backends:
-        if callable(getattr(backend, "warm", None)):
-            with contextlib.suppress(Exception):
-                backend.warm()
+        with contextlib.suppress(Exception):
+            backend.warm()

@@ -1,4 +1,4 @@
-"""A model whose calls run lowered graphs: called, trained, saved and moved as the model is."""
+"""A model whose calls run lowered graphs: called, trained, saved and moved like the model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from dovetail.lowering.failures import Diagnostic
 from dovetail.runtime.capture_cache import HOOKS, CaptureCache, CompilePipeline, CudaGraphs
 from dovetail.runtime.module_guard import ForwardOverride, MethodOverride, own_forward, with_signature
 
-# What a module keeps of its parameters, buffers, children and hooks: shared, so that both are one model.
+# The dicts of parameters, buffers, children and hooks: shared, so that both are one model.
 _SHARED = (
     *HOOKS,
     "_parameters",
     "_buffers",
     "_modules",
     "_non_persistent_buffers_set",
-    "_backward_hooks",
-    "_backward_pre_hooks",
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
@@ -33,7 +31,7 @@ _SHARED = (
 
 
 class _Forward:
-    """The `forward` of compiled models, with the signature that the model's own has."""
+    """The `forward` of compiled models, with the signature of the model's own."""
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
@@ -55,17 +53,17 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
     """The model with its graph fused and lowered; what `dovetail.compile` returns.
 
     It shares parameters, buffers and submodules with the model, so that `state_dict`, optimizers and `.to` see one.
-    Inputs that no capture so far was made for, another train or eval mode, autocast, another number or string as an
+    Inputs that no capture so far covers, another train or eval mode, autocast, another number or string as an
     attribute of a module, and another class, `forward` or other function of a module or its class capture again, up to
-    the recompile limit; then the model's own forward runs. So it does while another tracer looks on, and for a call that
-    cannot be captured. Methods of the model that call it run compiled code; so does the model once this module's
-    `forward` is assigned to it. What attributes of other kinds hold (lists, configuration objects) is taken as it was.
+    the recompile limit; then the model's own forward runs. It also runs while another tracer is active, and for a call
+    that cannot be captured. Methods of the model that call it run compiled code; so does the model once this module's
+    `forward` is assigned to it. Changes inside other attributes (lists, configuration objects) are not noticed.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        recipe: CompilePipeline,
+        preset: CompilePipeline,
         *,
         dynamic_shapes: Any = None,
         dynamic: bool | None = None,
@@ -76,9 +74,9 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         super().__init__()
         self.__dict__.update({name: model.__dict__[name] for name in _SHARED if name in model.__dict__})
         self.__dict__.pop("training", None)
-        forms = CaptureCache(
+        cache = CaptureCache(
             model,
-            recipe,
+            preset,
             dynamic_shapes=dynamic_shapes,
             dynamic=dynamic,
             recompile_limit=recompile_limit,
@@ -86,7 +84,7 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
             check_capture=check_capture,
             fallback_at_first=True,
         )
-        self.__dict__.update(_model=model, _forms=forms, _override=MethodOverride(model, self._run))
+        self.__dict__.update(_model=model, _cache=cache, _override=MethodOverride(model, self._run))
         self.__dict__["_forward"] = with_signature(_forward, own_forward(model))
 
     @property
@@ -106,11 +104,11 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
     @property
     def _captures(self) -> CaptureCache:
         self._finish()
-        return self.__dict__["_forms"]
+        return self.__dict__["_cache"]
 
     def _finish(self) -> None:
-        """Become what was put off while the model itself was being copied or unpickled."""
-        options = self.__dict__.pop("_put_off", None)
+        """Run the initialization that was deferred while the model itself was being copied or unpickled."""
+        options = self.__dict__.pop("_deferred", None)
         if options is not None:
             CompiledModule.__init__(self, self._original, **options)
 
@@ -125,8 +123,8 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
 
     @property
     def graphs(self) -> tuple[GraphModule, ...]:
-        """The lowered graphs made so far, one for each kind of call; `dovetail.regions` and `explain` take them."""
-        return tuple(form.program for form in self._captures.made)
+        """The lowered graphs so far, one for each capture; `dovetail.regions` and `explain` accept them."""
+        return tuple(entry.program for entry in self._captures.captures)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -136,15 +134,15 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
             self._finish()
             value = getattr(model, name)
             if isinstance(value, types.MethodType) and value.__self__ is model:
-                return self.__dict__["_override"].bound(value)
+                return self.__dict__["_override"].bind(value)
             return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
-            # It may wrap this module's own, which the model's would then never come back from.
+            # It may wrap this module's own, and as the model's would call itself without end.
             self.__dict__[name] = value
         elif name == "__class__" or name in self.__dict__ or "_model" not in self.__dict__:
-            # FSDP gives the class of what it shards methods of its own.
+            # FSDP adds methods to the class of what it shards.
             super().__setattr__(name, value)
         else:
             setattr(self._original, name, value)
@@ -167,18 +165,18 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
     forward = _Forward(_forward)  # pyright: ignore[reportAssignmentType]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call of the model by one of its methods runs: a `forward` that this module was given counts."""
+        """Run a call of the model by one of its methods; a `forward` assigned to this module is used."""
         return self.forward(*args, **kwargs)
 
-    def specialise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
-        """Capture and lower for calls like this one, unless there are as many captures as there may be."""
-        forms = self._captures
+    def specialize(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        """Capture and lower for calls like this one, unless the recompile limit is reached."""
+        cache = self._captures
         try:
-            forms.specialise(args, kwargs)
+            cache.specialize(args, kwargs)
         except CaptureError as error:
-            if forms.recipe.strict:
+            if cache.preset.strict:
                 raise
-            forms.report_fallback(error)
+            cache.report_fallback(error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         model = copy.deepcopy(self._original, memo)
@@ -188,8 +186,8 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        forms = self._captures.portable()
-        return _restored, (self._original, self._captures.options, forms), self._wrapper or None
+        captures = self._captures.portable()
+        return _restored, (self._original, self._captures.options, captures), self._wrapper or None
 
     def __repr__(self) -> str:
         return f"CompiledModule({self._original!r})"
@@ -200,18 +198,18 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
 
 @checked_call()
 def refresh(compiled: nn.Module) -> int:
-    """Compare all weights that compiled code holds in another form with what they were, and return how many differ.
+    """Compare all weights that compiled code has copies of with what they were, and return how many differ.
 
     Takes what `compile` and `lower` return, graphs that passes return, models that a schedule or `fuse_modules` has
-    changed, and modules that have any of these as submodules. From the next call on the code goes by the weights as they
-    are now, however they were written. Without this, writes that raise no version counter are noticed within
+    changed, and modules that have any of these as submodules. From the next call on the code uses the current weights,
+    however they were written. Without this, writes that change no version counter are noticed within
     `weight_check_interval` calls.
     """
     if not isinstance(compiled, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"refresh takes a module or graph, not a {type(compiled).__name__}.")
     programs: list[GraphModule] | None = None
     for module in compiled.modules():
-        # A schedule's graphs are run by what it has installed as the forward of a module.
+        # A schedule installs the runner of its graphs as the forward of a module.
         installed = getattr(module.__dict__.get("forward"), "__self__", None)
         graphs = getattr(installed, "programs", None)
         if isinstance(module, CompiledModule):
@@ -232,13 +230,13 @@ def refresh(compiled: nn.Module) -> int:
     return len(written)
 
 
-def _restored(model: nn.Module, options: dict[str, Any], forms: Any) -> CompiledModule:
+def _restored(model: nn.Module, options: dict[str, Any], captures: Any) -> CompiledModule:
     if "_modules" not in model.__dict__:
-        # The model has this module's `forward` for its own, and is itself not done.
+        # The model's `forward` is this module's, and the model itself is not restored yet.
         compiled = CompiledModule.__new__(CompiledModule)
         own = types.MethodType(type(model).forward, model)
-        compiled.__dict__.update(_model=model, _put_off=options, _forward=with_signature(_forward, own))
+        compiled.__dict__.update(_model=model, _deferred=options, _forward=with_signature(_forward, own))
         return compiled
     compiled = CompiledModule(model, **options)
-    compiled.__dict__["_forms"].adopt(forms)
+    compiled.__dict__["_cache"].adopt(captures)
     return compiled

@@ -1,4 +1,4 @@
-"""A whole lowered graph recorded as one CUDA graph: one launch in place of all of them."""
+"""Replay of a whole lowered graph as one CUDA graph: one launch in place of all of them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule
 
-from dovetail.ir.effects import summary
+from dovetail.backends.cuda_graphs import record_graph
+from dovetail.ir.effects import summarize_body
 from dovetail.ir.graph_module import Program
-from dovetail.ir.process_state import released_by_fork
-from dovetail.ir.weight_guard import write_state
+from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.weight_guard import mutation_stamp
+from dovetail.lowering.failures import one_line
 from dovetail.lowering.guards import Unguardable, specialization_of
 
-_WARM_UP = 3
 NO_GPU = "nothing of it is on a CUDA device"
 
 
 def why_not_recorded(program: GraphModule, example: Sequence[Any]) -> str | None:
-    """Why calls of a graph cannot be recorded, as far as the graph and example inputs tell; None if they can."""
+    """Return why calls of a graph cannot be recorded, as far as the graph and example inputs show; None if they can."""
     tensors = [v for v in example if isinstance(v, Tensor)]
     held = [*program.parameters(), *program.buffers()]
     devices = {t.device for t in (*tensors, *held) if t.numel()}
@@ -30,13 +31,13 @@ def why_not_recorded(program: GraphModule, example: Sequence[Any]) -> str | None
         return NO_GPU
     if len(devices) > 1:
         return f"it has tensors on {', '.join(sorted(map(str, devices)))}"
-    told = summary(program)
-    if told.writes:
+    effects = summarize_body(program)
+    if effects.writes:
         return "it writes its inputs"
-    if told.state_written:
+    if effects.state_written:
         return "it writes parameters or buffers"
-    if told.world:
-        return f"it has an effect on the host ({told.world})"
+    if effects.host_effect:
+        return f"it has an effect on the host ({effects.host_effect})"
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
@@ -49,54 +50,54 @@ def why_not_recorded(program: GraphModule, example: Sequence[Any]) -> str | None
     return None
 
 
-class Replay:
-    """A callable like `run`, recorded in its first call without gradients and replayed in others like that one.
+class CudaGraphReplay:
+    """A callable like `run`, recorded in its first call without gradients and replayed in calls with equal specs.
 
-    Results are copies unless `reuse_outputs` is set: then the next call overwrites them. What is recorded reads
-    parameters where they lie; if one was moved, it is recorded again. If code has copies of some, it is recorded again
-    when one was written.
+    Results are copies unless `reuse_outputs` is set: then the next call overwrites them. The recording reads parameters
+    where they are; if one was moved, it is recorded again. If code has copies of some, it is recorded again when one
+    was written.
     """
 
     def __init__(self, run: Callable[..., Any], program: GraphModule, *, reuse_outputs: bool = False) -> None:
         self.run, self.program, self.reuse_outputs = run, program, reuse_outputs
-        self.held = [*program.parameters(), *program.buffers()]
-        self._weights = program.runtime_weights if isinstance(program, Program) else None
+        self.weights = [*program.parameters(), *program.buffers()]
+        self._runtime_weights = program.runtime_weights if isinstance(program, Program) else None
         self.problem: str | None = None
-        self._draws = bool(summary(program).random)
-        self._lock = released_by_fork(threading.Lock())
+        self._is_random = bool(summarize_body(program).random)
+        self._lock = reset_at_fork(threading.Lock())
         self._graph: Any = None
         self._spec: Any = None
-        self._situation: Any = None
-        self._static: list[Any] = []
-        self._made: tuple[list[Any], Any] = ([], None)
-        self._places: Any = None
+        self._specialization: Any = None
+        self._static_inputs: list[Any] = []
+        self._outputs: tuple[list[Any], Any] = ([], None)
+        self._recorded_state: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if self.problem is not None or self.needs_gradients(leaves):
             return self.run(*args, **kwargs)
         with self._lock:
-            if not self._fits(leaves, spec):
-                # The plain call comes first: it refuses what the graph was not captured for.
-                made = self.run(*args, **kwargs)
-                if self._graph is None or self._moved():
+            if not self._guard(leaves, spec):
+                # The call comes first: it raises for inputs that the graph was not captured for.
+                result = self.run(*args, **kwargs)
+                if self._graph is None or self._weights_changed():
                     self._record(leaves, spec)
-                return made
+                return result
             self._launch(leaves)
             return self._results()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
-        """Start a call before it is known whether its results are wanted; None where that cannot be.
+        """Start a call before it is known whether its results are used; return None where that cannot be.
 
-        What is returned must be called once: it gives the results, or with False throws them away. A replay writes
-        nothing but results of its own, and what it reads is held; one that draws random numbers is not begun.
+        The returned function must be called once: with True it returns the results, with False it discards them. A
+        replay writes its own results only, and its inputs are kept alive; one that draws random numbers is not begun.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._draws or self.problem is not None or self.needs_gradients(leaves):
+        if self._is_random or self.problem is not None or self.needs_gradients(leaves):
             return None
         self._lock.acquire()
         try:
-            if self._fits(leaves, spec):
+            if self._guard(leaves, spec):
                 self._launch(leaves)
                 return self._end
         except BaseException:
@@ -105,48 +106,53 @@ class Replay:
         self._lock.release()
         return None
 
-    def _end(self, wanted: bool) -> Any:
+    def _end(self, is_used: bool) -> Any:
         try:
-            return self._results() if wanted else None
+            return self._results() if is_used else None
         finally:
             self._lock.release()
 
     def _launch(self, leaves: list[Any]) -> None:
-        for static, given in zip(self._static, leaves, strict=True):
-            if isinstance(given, Tensor):
-                static.copy_(given)
+        for static, value in zip(self._static_inputs, leaves, strict=True):
+            if isinstance(value, Tensor):
+                static.copy_(value)
         self._graph.replay()
 
     def _results(self) -> Any:
-        flat, out = self._made
+        flat, out = self._outputs
         if not self.reuse_outputs:
             flat = [v.clone() if isinstance(v, Tensor) else v for v in flat]
         return pytree.tree_unflatten(flat, out)
 
     def needs_gradients(self, leaves: Sequence[Any]) -> bool:
-        """Whether autograd records the call: what is replayed has no history."""
-        tensors = (t for t in (*leaves, *self.held) if isinstance(t, Tensor))
+        """Return whether autograd records the call: a replay has no autograd graph."""
+        tensors = (t for t in (*leaves, *self.weights) if isinstance(t, Tensor))
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
-    def _fits(self, leaves: list[Any], spec: Any) -> bool:
-        if self._graph is None or spec != self._spec or torch.is_autocast_enabled("cuda") or self._moved():
+    def _guard(self, leaves: list[Any], spec: Any) -> bool:
+        if (
+            self._graph is None
+            or spec != self._spec
+            or torch.is_autocast_enabled("cuda")
+            or self._weights_changed()
+        ):
             return False
         try:
-            return specialization_of(leaves).operands == self._situation
+            return specialization_of(leaves).operands == self._specialization
         except Unguardable:
             return False
 
-    def _moved(self) -> bool:
-        return self._held_state() != self._places
+    def _weights_changed(self) -> bool:
+        return self._weight_state() != self._recorded_state
 
-    def _held_state(self) -> Any:
-        if self._weights is None:
-            return [t.data_ptr() for t in self.held]
-        # What a replay runs does not look at the weights.
-        self._weights(self.program)
-        if self._weights.has_copies:
-            return self._weights.contents.generation, write_state(self.held)
-        return [t.data_ptr() for t in self.held]
+    def _weight_state(self) -> Any:
+        weights = self._runtime_weights
+        if weights is not None:
+            # A replay does not run the graph's own check of the weights.
+            weights(self.program)
+            if weights.has_copies:
+                return weights.contents.generation, mutation_stamp(self.weights)
+        return [t.data_ptr() for t in self.weights]
 
     def _record(self, leaves: list[Any], spec: Any) -> None:
         self._graph = None
@@ -155,23 +161,15 @@ class Replay:
         ):
             return
         try:
-            situation = specialization_of(leaves).operands
+            specialization = specialization_of(leaves).operands
             static = [v.detach().clone() if isinstance(v, Tensor) else v for v in leaves]
             args, kwargs = pytree.tree_unflatten(static, spec)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.no_grad(), torch.cuda.stream(stream), torch.random.fork_rng():
-                for _ in range(_WARM_UP):
-                    self.run(*args, **kwargs)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.no_grad(), torch.cuda.graph(graph):
-                made = self.run(*args, **kwargs)
+            graph, result = record_graph(lambda: self.run(*args, **kwargs), torch.cuda.Stream())
         except Exception as error:
-            self.problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self.problem = one_line(error)
             torch.cuda.synchronize()
             return
-        self._spec, self._situation, self._static = spec, situation, static
-        self._made = pytree.tree_flatten(made)
-        self._places = self._held_state()
+        self._spec, self._specialization, self._static_inputs = spec, specialization, static
+        self._outputs = pytree.tree_flatten(result)
+        self._recorded_state = self._weight_state()
         self._graph = graph

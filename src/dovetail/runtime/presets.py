@@ -8,10 +8,9 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument
-from dovetail.lowering.backend_protocol import setting
 from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options
-from dovetail.outlining.region_call import call_of
+from dovetail.outlining.region import call_of
 from dovetail.passes.fold_constants import FoldConstants
 from dovetail.passes.pass_manager import Pass, Pipeline
 from dovetail.passes.region_passes import Fuse
@@ -60,10 +59,10 @@ def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
     its regions goes to the others: a block that holds some could not be taken as a whole. Such a backend may lack the
     operations that masks and positions are made with, which are done once before.
     """
-    brought = [setting(b, "rules") for b in backends if setting(b, "rules") is not None]
+    brought = [b.rules for b in backends if b.rules is not None]
     if rules is None and brought:
         return Pipeline([FoldConstants(), *map(Fuse, brought), blocks()[-1]])
-    named = rules is not None or any(setting(b, "kernels") for b in backends)
+    named = rules is not None or any(b.kernels for b in backends)
     if not named:
         return Pipeline(list(blocks()))
     return Pipeline([Fuse(rules), *blocks()])

@@ -21,14 +21,14 @@ from torch.fx.node import map_arg
 from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
 from dovetail.frontend.capture import capture
 from dovetail.lowering.failures import Diagnostics, report
-from dovetail.lowering.guards import autocast_off, autocasting
-from dovetail.lowering.options import Options, compilation_limit
-from dovetail.runtime.compile import make_recipe
+from dovetail.lowering.guards import active_autocast, disable_autocast
+from dovetail.lowering.options import Options, recompile_limit_of
+from dovetail.runtime.compile import make_preset
 from dovetail.runtime.presets import CompilePreset
 
 _log = logging.getLogger("dovetail")
-_RECIPE = ("backends", "rules", "pipeline")
-_OPTIONS = (*_RECIPE, *(f.name for f in fields(Options) if f.name != "grad"))
+_PRESET = ("backends", "rules", "pipeline")
+_OPTIONS = (*_PRESET, *(f.name for f in fields(Options) if f.name != "grad"))
 
 
 def backend(
@@ -48,15 +48,15 @@ def backend(
             f"mode={mode!r} is Inductor's; give options to its backend: "
             f"options={{'backends': [Inductor(options={{...}})]}}."
         )
-    recipe = _recipe(options)
+    preset = _preset(options)
     try:
-        first = _lowered(gm, example_inputs, recipe)
+        first = _lowered(gm, example_inputs, preset)
     except Exception as error:
-        if recipe.options.strict:
+        if preset.options.strict:
             raise
         report("fallback", f"a graph of torch.compile's runs as it is: {error}")
         return gm.forward
-    return _DynamoCaptures(gm, recipe, first)
+    return _DynamoCaptures(gm, preset, first)
 
 
 class _DynamoCaptures:
@@ -65,8 +65,8 @@ class _DynamoCaptures:
     A capture may specialize sizes that Dynamo left open.
     """
 
-    def __init__(self, gm: GraphModule, recipe: CompilePreset, first: Callable[..., Any]) -> None:
-        self._gm, self._recipe, self._runs = gm, recipe, [first]
+    def __init__(self, gm: GraphModule, preset: CompilePreset, first: Callable[..., Any]) -> None:
+        self._gm, self._preset, self._runs = gm, preset, [first]
         self._refused = 0
         self._diagnostics = Diagnostics()
         self._lock = threading.Lock()
@@ -82,14 +82,14 @@ class _DynamoCaptures:
         return self._gm.forward(*args)
 
     def _run_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        limit = compilation_limit(self._recipe.options.recompile_limit)
+        limit = recompile_limit_of(self._preset.options.recompile_limit)
         reason = f"the recompile limit of {limit} is reached; raise `recompile_limit`"
         if len(self._runs) + self._refused < limit:
             try:
-                self._runs.append(_lowered(self._gm, args, self._recipe))
+                self._runs.append(_lowered(self._gm, args, self._preset))
                 return self._runs[-1]
             except Exception as error:
-                if self._recipe.options.strict:
+                if self._preset.options.strict:
                     raise
                 self._refused += 1
                 reason = str(error)
@@ -98,21 +98,21 @@ class _DynamoCaptures:
         return self._gm.forward
 
 
-def _lowered(gm: GraphModule, example_inputs: Sequence[Any], recipe: CompilePreset) -> Callable[..., Any]:
+def _lowered(gm: GraphModule, example_inputs: Sequence[Any], preset: CompilePreset) -> Callable[..., Any]:
     _refuse_lost_gradients(gm, example_inputs)
     gm = _without_checkpoints(gm)
     gm, floats = _with_floats_specialized(gm, example_inputs)
     known = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     with torch._guards.tracing(None):
         graph = capture(_Flat(gm), tuple(_settled(v) for v in example_inputs), dynamic_shapes=_dynamic(known))
-        with autocast_off():
-            run = _guarded(recipe(graph).forward, floats)
-    if not autocasting():
+        with disable_autocast():
+            run = _guarded(preset(graph).forward, floats)
+    if not active_autocast():
         return run
 
     def cast_already(*args: Any) -> Any:
         # Dynamo guards on autocast, and its casts are in the captured graph.
-        with autocast_off():
+        with disable_autocast():
             return run(*args)
 
     return cast_already
@@ -194,14 +194,14 @@ def _refuse_lost_gradients(gm: GraphModule, example_inputs: Sequence[Any]) -> No
                 )
 
 
-def _recipe(options: Mapping[str, Any] | None) -> CompilePreset:
+def _preset(options: Mapping[str, Any] | None) -> CompilePreset:
     given = dict(options or {})
     unknown = sorted(set(given) - set(_OPTIONS))
     if unknown:
         raise InvalidArgument(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}.")
-    how = {name: given.pop(name) for name in _RECIPE if name in given}
+    how = {name: given.pop(name) for name in _PRESET if name in given}
     # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
-    return make_recipe(Options(**given, grad=torch.is_grad_enabled()), **how)[0]
+    return make_preset(Options(**given, grad=torch.is_grad_enabled()), **how)[0]
 
 
 class _Flat(nn.Module):
