@@ -139,13 +139,13 @@ def test_gelu_of_transformers() -> None:
 GELU_REFUSED: dict[str, tuple[Step, str]] = {
     "another factor": (
         lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))),
-        "0.8 where 0.7978846 is meant",
+        "the constant is 0.8, not 0.7978846",
     ),
     "another cubic": (
         lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.04 * x**3))),
-        "0.04 where 0.044715 is meant",
+        "the constant is 0.04, not 0.044715",
     ),
-    "a silu": (lambda x: x * torch.sigmoid(x * 1.0), "1.0 where 1.702 is meant"),
+    "a silu": (lambda x: x * torch.sigmoid(x * 1.0), "the constant is 1.0, not 1.702"),
     "not halved": (lambda x: x * 0.7 * (1 + torch.erf(x / math.sqrt(2))), "0.7 where the pattern has 0.5"),
     "of two values": (lambda x: 0.5 * x * (1 + torch.erf((x + 1) / math.sqrt(2))), ""),
 }
@@ -201,7 +201,7 @@ def test_hard_sigmoid() -> None:
 
 
 def test_what_is_no_hard_sigmoid() -> None:
-    assert "it has 0.2 where 0.1666667 is meant" in why(
+    assert "the constant is 0.2, not 0.1666667" in why(
         hard_sigmoid, lambda x: (0.2 * x + 0.5).clamp(0, 1), X
     )
     assert "where the pattern has" in why(hard_sigmoid, lambda x: (x + 3).clamp(0, 5) / 6, X)

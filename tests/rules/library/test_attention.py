@@ -326,7 +326,7 @@ def test_equations_that_are_no_attention() -> None:
     ]
     square = tuple(torch.randn(S, S, S, S) for _ in range(3))
     for reasons in refused_each(attention_einsum, [by_einsum(*each) for each in equations], *square):
-        assert "are no attention over the last dimension of the scores" in reasons
+        assert "are not an attention over the last dimension of the scores" in reasons
 
 
 def test_in_the_graph_of_a_compiler() -> None:

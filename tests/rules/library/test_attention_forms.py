@@ -67,7 +67,7 @@ UNUSUAL: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "attention has no 'mul' there": lambda q, k, v: ((q @ k.mT).softmax(-1) * MASK) @ v,
     "attention has no 'add' there": lambda q, k, v: ((q @ k.mT).softmax(-1) + MASK) @ v,
     "its scores are scaled by a tensor": lambda q, k, v: (q @ k.mT * MASK + 1).softmax(-1) @ v,
-    "its steps come in no order that is known": lambda q, k, v: (
+    "its operations are in an order that no rule": lambda q, k, v: (
         ((q @ k.mT).masked_fill(HIDE, -1e9) * 0.3 * 0.3).softmax(-1) @ v
     ),
 }

@@ -162,10 +162,10 @@ def test_what_is_no_truncated_normal() -> None:
     assert not candidates(trunc_normal, graph_of(given, (torch.rand(4),)))
     refused = {
         "its bounds are not in order": between(end(LOW), end(HIGH), HIGH, LOW),
-        "it is not cut off at both ends": between(end(LOW), end(HIGH), LOW, None),
+        "it is not truncated at both ends": between(end(LOW), end(HIGH), LOW, None),
         "is moved to the bound or never reached": between(end(LOW), end(HIGH), LOW / 2, HIGH / 2),
         "never reached": between(end(LOW), end(HIGH), LOW, 2 * HIGH),
-        "would be cut off at": between(end(4 * STD) + 5e-10, end(5 * STD), 4 * STD, 5 * STD),
+        "where truncation at": between(end(4 * STD) + 5e-10, end(5 * STD), 4 * STD, 5 * STD),
     }
     told = refused_each(trunc_normal, list(refused.values()), torch.randn(4))
     for wanted, reasons in zip(refused, told, strict=True):

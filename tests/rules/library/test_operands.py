@@ -54,9 +54,9 @@ def test_attention_of_one_shape_and_of_shared_heads() -> None:
         (((2, 4, 8, 16), (8, 16), (8, 16)), "has 2 dimensions, not 4"),
         (((16,), (8, 16), (8, 16)), "has 1 dimensions, not 2"),
         (((8, 16), (8, 16), (8,)), "has 1 dimensions, not 2"),
-        (((2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16)), "are not those of the others"),
-        (((4, 8, 16), (1, 8, 16), (1, 8, 16)), "are not those of the others"),
-        (((2, 4, 8, 16), (2, 4, 1, 16), (2, 4, 8, 16), (8, 8)), "are not those of the others"),
+        (((2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16)), "are not those of the other operands"),
+        (((4, 8, 16), (1, 8, 16), (1, 8, 16)), "are not those of the other operands"),
+        (((2, 4, 8, 16), (2, 4, 1, 16), (2, 4, 8, 16), (8, 8)), "are not those of the other operands"),
         (((1, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16), (3, 1, 8, 8)), "a mask enlarges the scores"),
         (((2, 4, 1, 16), (2, 4, 8, 16), (2, 4, 8, 16), (8, 8)), "a mask enlarges the scores"),
         (((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16), (3, 1, 1, 8, 8)), "a mask enlarges the scores"),
@@ -73,7 +73,7 @@ def test_einsums_that_broadcast() -> None:
 
     assert matched("attention_einsum", by_einsum, Q, Q, Q)["groups"] == 1
     shared = r(2, 1, 8, 16)
-    assert "are not those of the others" in declined("attention_einsum", by_einsum, Q, shared, shared)
+    assert "are not those of the other operands" in declined("attention_einsum", by_einsum, Q, shared, shared)
 
 
 HALF = Q.half()
@@ -271,7 +271,7 @@ ADDED = {"add_layer_norm": add_norm, "dropout_add_layer_norm": drop_add_norm, "a
 @pytest.mark.parametrize("rule", ADDED)
 def test_residuals_that_broadcast(rule: str) -> None:
     for x, residual in (((2, 8, 1), (2, 8, 16)), ((2, 8, 16), (2, 8, 1)), ((2, 1, 16), (1, 8, 16))):
-        assert "are spread over each other" in declined(rule, ADDED[rule], r(*x), r(*residual))
+        assert "broadcast over each other" in declined(rule, ADDED[rule], r(*x), r(*residual))
     # Positions are the same for the whole batch.
     for residual in ((2, 8, 16), (1, 8, 16)):
         assert matched(rule, ADDED[rule], r(2, 8, 16), r(*residual))["dims"] == 1
@@ -282,7 +282,7 @@ def plus(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 
 def test_residuals_of_products_that_broadcast() -> None:
-    rule, reason = "linear_residual", "is not of the shape of the product"
+    rule, reason = "linear_residual", "does not have the shape of the product"
     matched(rule, plus, r(4, 3, 16), r(16, 16), r(4, 3, 16))
     assert reason in declined(rule, plus, r(1, 3, 16), r(16, 16), r(4, 3, 16))
     assert reason in declined(rule, plus, r(4, 3, 16), r(1, 16), r(4, 3, 16))
@@ -296,7 +296,7 @@ def test_residuals_of_convolutions_that_broadcast() -> None:
     given = r(2, 4, 8, 8), r(6, 4, 3, 3), r(6).abs()
     assert matched("conv2d_bn_act", block, *given, r(2, 6, 6, 6))["activation"] == "relu"
     reason = declined("conv2d_bn_act", block, *given, r(2, 6, 1, 1), whole=False)
-    assert "is not of the shape of what it is added to" in reason
+    assert "does not have the shape of the value it is added to" in reason
 
 
 def test_gates_that_broadcast() -> None:
@@ -310,7 +310,7 @@ def test_gates_that_broadcast() -> None:
         both = F.linear(x, weight)
         return F.silu(both[..., :1]) * both[..., 1:]
 
-    reason = "its gate and what it multiplies differ in shape"
+    reason = "its gate and the value it multiplies differ in shape"
     assert reason in declined("swiglu_gate", gated, r(2, 1), r(8))
     matched("swiglu_gate", gated, r(2, 8), r(8))
     assert reason in declined("swiglu", of_two, r(2, 8), r(1, 8), r(8, 8))

@@ -18,6 +18,7 @@ from dovetail.rules.library.library_rule import (
     is_gelu,
     kind,
     library_rule,
+    meta_tensor,
     relu6,
     with_gelu,
 )
@@ -32,7 +33,7 @@ AnyShape = Annotated[Tensor, "any shape"]
 def softmax_kind(x: AnyShape, *, dim: int) -> Tensor:
     """The softmax over one dimension, counted from the front.
 
-    Written out without subtracting the largest value it overflows where this does not.
+    A decomposition that does not subtract the maximum overflows where this does not.
     """
     return torch.softmax(x, dim)
 
@@ -45,7 +46,7 @@ def gelu_kind(x: AnyShape, *, approximate: str) -> Tensor:
 
 @kind("sigmoid")
 def sigmoid_kind(x: AnyShape) -> Tensor:
-    """1 / (1 + exp(-x)), which overflows in fewer places than some ways of writing it."""
+    """1 / (1 + exp(-x)); some decompositions overflow where this does not."""
     return torch.sigmoid(x)
 
 
@@ -60,17 +61,17 @@ def _dim_attrs(match: Match) -> dict[str, Any]:
     return {"dim": literals["dim"] if "dim" in literals else literals["dims"][0]}
 
 
-# Of one element, so that every alternative has one shape whatever the dimension.
-_EXAMPLE = torch.empty(1, 1, 1, device="meta")
+# Of one element, so that all alternatives have the same shape for any dimension.
+_EXAMPLE = meta_tensor(1, 1, 1)
 
 
 @library_rule(softmax_kind, needs="softmax|_softmax|exp", attrs_of=_dim_attrs, examples=[(_EXAMPLE,)])
 def softmax(x: Tensor, dim: Any = Const(1), dims: Any = Const([1])) -> Tensor:
-    """A softmax over one dimension; by hand with or without taking the largest value off first."""
+    """A softmax over one dimension; by hand with or without subtracting the maximum."""
 
     def by_hand() -> Tensor:
-        top = either(lambda: x.amax(dims, keepdim=True), lambda: x.max(dim, keepdim=True).values)
-        powers = either(lambda: torch.exp(x - top), lambda: torch.exp(x))
+        maximum = either(lambda: x.amax(dims, keepdim=True), lambda: x.max(dim, keepdim=True).values)
+        powers = either(lambda: torch.exp(x - maximum), lambda: torch.exp(x))
         return powers / powers.sum(dims, keepdim=True)
 
     return either(
@@ -85,7 +86,7 @@ def softmax(x: Tensor, dim: Any = Const(1), dims: Any = Const([1])) -> Tensor:
 def dims_agree(match: Match) -> Decline | None:
     dims, dim = match.literals.get("dims"), match.literals.get("dim")
     if dims is not None and (len(dims) != 1 or dim not in (None, dims[0])):
-        return Decline(f"it sums over {dims}, which is not one dimension throughout")
+        return Decline(f"it sums over {dims}, which is not the one dimension of the other steps")
     return None
 
 
@@ -106,8 +107,10 @@ def sigmoid(x: Tensor) -> Tensor:
     """A sigmoid by hand."""
 
     def by_tanh() -> Tensor:
-        turned = either(lambda: torch.tanh(x * 0.5), lambda: torch.tanh(x / 2))
-        return either(lambda: (turned + 1) * 0.5, lambda: (turned + 1) / 2, lambda: turned * 0.5 + 0.5)
+        half_tanh = either(lambda: torch.tanh(x * 0.5), lambda: torch.tanh(x / 2))
+        return either(
+            lambda: (half_tanh + 1) * 0.5, lambda: (half_tanh + 1) / 2, lambda: half_tanh * 0.5 + 0.5
+        )
 
     return either(
         lambda: 1 / (1 + torch.exp(-x)),

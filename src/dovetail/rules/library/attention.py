@@ -1,4 +1,4 @@
-"""Attention as a kind, and the steps of one that is written out, in their usual spellings."""
+"""The kind "attention", its attributes and guards, and the sub-patterns of attention that is written out."""
 
 from __future__ import annotations
 
@@ -10,24 +10,16 @@ from typing import Annotated, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Node
 
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
-from dovetail.rules.library.library_rule import bundle_literals, has_op, kind, shapes_differ
+from dovetail.rules.library.library_rule import bundle_literals, has_op, kind, meta_tensor, shapes_differ
 from dovetail.rules.patterns.alternatives import either, optional
 from dovetail.rules.patterns.match_state import Match, Value
 from dovetail.rules.patterns.template import NotProvable
 from dovetail.rules.rule import Decline
 
 Product = Callable[[Tensor, Tensor], Tensor]
-
-
-def meta_tensor(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor without data, to show a pattern's operands."""
-    return torch.empty(sizes, dtype=dtype, device="meta")
-
-
 Q, KV, GROUPED_KV = meta_tensor(2, 4, 8, 16), meta_tensor(2, 4, 8, 16), meta_tensor(2, 2, 8, 16)
 MASK = meta_tensor(2, 1, 8, 8, dtype=torch.bool)
 
@@ -73,10 +65,11 @@ def attention_kind(
     `mask_value`, None for -inf. `causal` hides keys after the query's own position, counted from the first: their
     scores become `mask_value`, or have it added if the mask is "additive". `softcap` c replaces scores s by
     c * tanh(s / c) before bias and mask. With `bias_before_scale` the biases are added to the product and scaled with it.
-    `sinks` take part in the softmax as the scores of one more key, whose weights are dropped. `equations` are the einsums of the two products where q, k, v and the result
-    are laid out otherwise: i, j, d, e stand for queries, keys, width and value width. With `safe_softmax` a row of
-    scores that are all -inf gives zeros, otherwise NaN; without any mask, which only infinite scores bring about, it is
-    not specified which. Weights are rounded to the dtype of the values.
+    `sinks` take part in the softmax as the scores of one more key, whose weights are dropped. `equations` are the
+    einsums of the two products where q, k, v and the result have other layouts: i, j, d, e are the letters of queries,
+    keys, width and value width. With `safe_softmax` a row of scores that are all -inf gives zeros, otherwise NaN; without
+    a mask, where only infinite scores lead to it, the result is unspecified. Weights are rounded to the dtype of the
+    values.
     """
     keys = cast("Tensor", k) if columns is None else columns.transpose(-1, -2)
     values = cast("Tensor", v)
@@ -96,18 +89,16 @@ def attention_kind(
     shape = scores.shape
     if mask_4d is not None:
         scores, mask = scores.reshape(mask_4d.shape[0], -1, *shape[1:]), mask_4d
-    hidden: Any = -math.inf if mask_value is None else mask_value
+    fill: Any = -math.inf if mask_value is None else mask_value
     if mask is not None:
-        kept = mask if mask_type == "keep" else ~mask if mask_type == "hide" else None
-        added = -mask if mask_type == "subtracted" else mask
-        scores = (
-            scores + added
-            if kept is None
-            else torch.where(kept, scores, hidden if filler is None else filler)
-        )
+        if mask_type in ("keep", "hide"):
+            keep = mask if mask_type == "keep" else ~mask
+            scores = torch.where(keep, scores, fill if filler is None else filler)
+        else:
+            scores = scores + (-mask if mask_type == "subtracted" else mask)
     if causal:
         later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        scores = torch.where(later, scores + hidden if mask_type == "additive" else hidden, scores)
+        scores = torch.where(later, scores + fill if mask_type == "additive" else fill, scores)
     scores = scores.reshape(shape) if mask_4d is not None else scores
     if bias_after_mask:
         scores = sum(biases, scores)
@@ -124,24 +115,24 @@ def attention_kind(
 
 
 def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as they are, or each head of them repeated for its group of query heads."""
+    """Return keys and values as they are, or with each head repeated for its group of query heads."""
 
-    def count() -> int:
+    def group_size() -> int:
         groups = q.shape[1] // k.shape[1] if q.dim() == k.dim() == 4 else 1
         if groups < 2:
-            raise ValueError("heads come in no groups")
+            raise ValueError("heads are not grouped")
         return groups
 
-    def spread(x: Tensor) -> Tensor:
-        groups = count()
+    def expand(x: Tensor) -> Tensor:
+        groups = group_size()
         batch, heads, length, width = x.shape
-        wide = x[:, :, None].expand(batch, heads, groups, length, width)
-        return wide.reshape(batch, heads * groups, length, width)
+        expanded = x[:, :, None].expand(batch, heads, groups, length, width)
+        return expanded.reshape(batch, heads * groups, length, width)
 
     return either(
         lambda: (k, v),
-        lambda: (spread(k), spread(v)),
-        lambda: (k.repeat_interleave(count(), dim=1), v.repeat_interleave(count(), dim=1)),
+        lambda: (expand(k), expand(v)),
+        lambda: (k.repeat_interleave(group_size(), dim=1), v.repeat_interleave(group_size(), dim=1)),
     )
 
 
@@ -152,7 +143,6 @@ def transposed_keys(k: Tensor) -> Tensor:
 
 
 def _require_scalar(x: Tensor) -> Tensor:
-    """A tensor that scales all scores alike."""
     if x.dim():
         raise NotProvable("its scores are scaled by a tensor with dimensions, not by a literal or a scalar")
     return x
@@ -160,25 +150,25 @@ def _require_scalar(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ScorePattern:
-    """What is done to scores on their way from one product to the next, with the literals in it."""
+    """Sub-patterns for the operations on scores between the two products, with their literals."""
 
     scale: Any
-    root: Any
-    hidden: Any
+    scale_divisor: Any
+    fill: Any
     dropout: Any
     late_scale: Any = None
-    late_root: Any = None
+    late_divisor: Any = None
     relax: Any = None
 
-    def scaled(
+    def scaled_product(
         self, q: Tensor, columns: Tensor, factor: Tensor, divisor: Tensor, multiply: Product = torch.matmul
     ) -> Tensor:
-        """A product with its scale: on itself, on one of its factors, or nowhere near."""
+        """A product with a scale of its own, with one on a factor, or without."""
         return either(
             lambda: multiply(q, columns) * self.scale,
-            lambda: multiply(q, columns) / self.root,
+            lambda: multiply(q, columns) / self.scale_divisor,
             lambda: multiply(q * self.scale, columns),
-            lambda: multiply(q / self.root, columns),
+            lambda: multiply(q / self.scale_divisor, columns),
             lambda: multiply(q, columns * self.scale),
             lambda: multiply(q, columns) * _require_scalar(factor),
             lambda: multiply(q, columns) / _require_scalar(divisor),
@@ -188,7 +178,9 @@ class ScorePattern:
             lambda: multiply(q, columns),
         )
 
-    def laid(self, product: Tensor, plain: Tensor, mask: Tensor, bias: Tensor, second_bias: Tensor) -> Tensor:
+    def with_bias_and_mask(
+        self, product: Tensor, scaled: Tensor, mask: Tensor, bias: Tensor, second_bias: Tensor
+    ) -> Tensor:
         """Scores with their biases and their mask; a bias may be scaled along with the `product` it is added to."""
 
         def biased(x: Tensor) -> Tensor:
@@ -196,20 +188,20 @@ class ScorePattern:
             return either(lambda: total + second_bias, lambda: total + 0, lambda: total)
 
         def late(x: Tensor) -> Tensor:
-            return either(lambda: x * self.late_scale, lambda: x / self.late_root)
+            return either(lambda: x * self.late_scale, lambda: x / self.late_divisor)
 
-        # The first is what stands here where another alternative is taken below: it needs no bias.
-        shown = either(
-            lambda: plain,
-            lambda: plain + 0,
-            lambda: biased(plain),
+        # Where the last `either` takes another alternative this one takes its first, which needs no bias.
+        scores = either(
+            lambda: scaled,
+            lambda: scaled + 0,
+            lambda: biased(scaled),
             lambda: late(biased(product)),
         )
         return either(
-            lambda: self.masked(shown, mask),
-            lambda: self.masked(plain, mask) + bias,
+            lambda: self.masked(scores, mask),
+            lambda: self.masked(scaled, mask) + bias,
             lambda: late(self.filled(product, mask)),
-            lambda: shown,
+            lambda: scores,
         )
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -217,12 +209,12 @@ class ScorePattern:
         return either(lambda: x + mask, lambda: x - mask, lambda: self.filled(x, mask))
 
     def filled(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Scores replaced by a value where a boolean mask is set, or is not."""
+        """Scores replaced by a value where a boolean mask is set, or where it is not."""
         return either(
-            lambda: x.masked_fill(mask, self.hidden),
-            lambda: torch.where(mask, x, self.hidden),
-            lambda: torch.where(mask, self.hidden, x),
-            lambda: torch.where(mask, x, torch.full([], self.hidden, dtype=x.dtype, device=x.device)),
+            lambda: x.masked_fill(mask, self.fill),
+            lambda: torch.where(mask, x, self.fill),
+            lambda: torch.where(mask, self.fill, x),
+            lambda: torch.where(mask, x, torch.full([], self.fill, dtype=x.dtype, device=x.device)),
         )
 
     def weights(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -233,11 +225,11 @@ class ScorePattern:
             return powers / powers.sum(-1, keepdim=True)
 
         def relaxed() -> Tensor:
-            # As CogView has it: the same scores, which cannot overflow in float16.
+            # CogView's: the same scores, which cannot overflow in float16.
             small = x / self.relax
             return (small - row_max(small)) * self.relax
 
-        # A shift by the largest score is tried before a mask that is subtracted.
+        # A shift by the row maximum is tried before a mask that is subtracted.
         shifted = either(lambda: x - row_max(x), relaxed, lambda: x)
         return self.dropped(either(lambda: row_softmax(shifted, dtype), by_hand))
 
@@ -247,7 +239,7 @@ class ScorePattern:
 
 
 def row_max(x: Tensor) -> Tensor:
-    """The largest score of each row."""
+    """The maximum of each row, as a column."""
     return either(
         lambda: x.amax(-1, keepdim=True),
         lambda: x.max(-1, keepdim=True).values,
@@ -265,14 +257,14 @@ def row_softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-_LITERALS = {"scale": 0.2503, "root": 4.2, "hidden": -1e9, "dropout": 0.1202}
-_LATE_SCALE, _RELAX = {"late_scale": 0.3504, "late_root": 4.3}, {"relax": 32.6}
-with_score_pattern = bundle_literals("steps", {**_LITERALS, **_LATE_SCALE, **_RELAX}, ScorePattern)
-"""Hands a pattern the `Steps`, whose literals `attention_attrs` and `can_be_said` read."""
-with_unbiased_pattern = bundle_literals("steps", {**_LITERALS, **_RELAX}, ScorePattern)
-"""As `with_steps`, for a pattern that has no `laid` scores."""
-with_unshifted_pattern = bundle_literals("steps", {**_LITERALS, **_LATE_SCALE}, ScorePattern)
-"""As `with_steps`, for a pattern that has no `weights` of theirs."""
+_LITERALS = {"scale": 0.2503, "scale_divisor": 4.2, "fill": -1e9, "dropout": 0.1202}
+_LATE_SCALE, _RELAX = {"late_scale": 0.3504, "late_divisor": 4.3}, {"relax": 32.6}
+with_score_pattern = bundle_literals("scores", {**_LITERALS, **_LATE_SCALE, **_RELAX}, ScorePattern)
+"""Gives a pattern the argument `scores`, whose literals `attention_attrs` and `is_supported_attention` read."""
+with_unbiased_pattern = bundle_literals("scores", {**_LITERALS, **_RELAX}, ScorePattern)
+"""As `with_score_pattern`, for a pattern without `with_bias_and_mask`."""
+with_unshifted_pattern = bundle_literals("scores", {**_LITERALS, **_LATE_SCALE}, ScorePattern)
+"""As `with_score_pattern`, for a pattern without `weights`."""
 _MAX_MASK_DISTANCE = 4
 
 # Beyond it float16 scores of ordinary size become subnormal.
@@ -281,50 +273,51 @@ _ABSORBS_SCORES = torch.finfo(torch.bfloat16).min
 
 
 def _first_operand(match: Match, *names: str) -> Value | None:
-    return next((found for name in names if (found := match.operands.get(name)) is not None), None)
+    return next((value for name in names if (value := match.operands.get(name)) is not None), None)
 
 
 def _groups(match: Match) -> int:
-    if "inward" in match:
-        return 1  # an einsum may have its heads anywhere, and cannot share them
+    if "score_equation" in match:
+        return 1  # the heads of an einsum may be any dimension, and cannot be grouped
     heads = _head_counts(match)
     return heads[0] // heads[1] if heads else 1
 
 
 def _head_counts(match: Match) -> tuple[int, ...]:
-    """The heads of queries, keys and values as [batch, heads, ...]; empty where they are the same, or laid out else."""
-    bound = [match["q"], _first_operand(match, "k", "columns"), match["v"]]
-    if any(value is None or value.ndim != 4 for value in bound):
+    """The heads of queries, keys and values as [batch, heads, ...]; empty if they are equal or the rank is another."""
+    operands = [match["q"], _first_operand(match, "k", "columns"), match["v"]]
+    if any(value is None or value.ndim != 4 for value in operands):
         return ()
-    sizes = [value.shape[1] for value in bound if value is not None]
+    sizes = [value.shape[1] for value in operands if value is not None]
     if len({str(n) for n in sizes}) == 1:
         return ()
     return tuple(static_size(n) or 0 for n in sizes)
 
 
 def heads_are_grouped(match: Match) -> Decline | None:
-    """Refuse key and value heads that query heads are not known to share alike."""
-    heads = () if "inward" in match else _head_counts(match)
+    """Refuse query heads that are not known to be a multiple of the key and value heads."""
+    heads = () if "score_equation" in match else _head_counts(match)
     if not heads or (heads[1] == heads[2] and heads[1] and heads[0] % heads[1] == 0):
         return None
-    return Decline(f"query heads do not share the heads of keys and values alike ({heads})", at=match["q"])
+    return Decline(f"query heads are not a multiple of the heads of keys and values ({heads})", at=match["q"])
 
 
 def _mask_type(match: Match) -> str:
     mask = _first_operand(match, "mask", "mask_4d")
     if mask is None:
-        # What scores of ordinary size are lost in is as good as filled in, in rows that keep one score at least.
+        # A large enough value absorbs scores of ordinary size, in rows where at least one score is not masked.
         added = match.rule == "attention_causal" and has_op(match, "add")
-        return "additive" if added and match.literals["hidden"] > _ABSORBS_SCORES else "none"
+        return "additive" if added and match.literals["fill"] > _ABSORBS_SCORES else "none"
     if match.rule == "attention":
         return "keep" if mask.dtype == torch.bool else "additive"
     if has_op(match, "masked_fill"):
         return "hide"
     choices = [node for node in match.nodes if op_name(node.target) == "where"]
     if not choices:
-        subtracted = any(named_arguments(node).get("other") is mask.aten for node in _ops_named(match, "sub"))
+        differences = [n for n in match.aten if op_name(n.target) == "sub"]
+        subtracted = any(named_arguments(node).get("other") is mask.aten for node in differences)
         return "subtracted" if subtracted else "additive"
-    # What masked scores become is a number, or a tensor without dimensions; scores have some.
+    # The fill value is a number, or a tensor without dimensions; scores have some.
     chosen = value_of(named_arguments(choices[0]).get("self"))
     return "keep" if isinstance(chosen, Tensor) and chosen.dim() else "hide"
 
@@ -337,67 +330,62 @@ def _bias_after_mask(match: Match) -> bool:
     return bool(read & {"masked_fill", "where"})
 
 
-def _ops_named(match: Match, name: str) -> list[Node]:
-    return [node for node in match.aten if op_name(node.target) == name]
-
-
 def _late_scale(match: Match) -> float | None:
-    """The scale of scores that something was added to or filled into before."""
-    if "late_root" in match.literals:
-        return 1.0 / float(match.literals["late_root"])
+    """The scale that is applied after a bias was added or a mask filled in."""
+    if "late_divisor" in match.literals:
+        return 1.0 / float(match.literals["late_divisor"])
     return match.literals.get("late_scale")
 
 
 def _fill_value(match: Match) -> float | None:
-    """What masked scores become, where a mask is boolean or causal."""
+    """The value that replaces masked scores, where a mask is boolean or causal."""
     filler = match.operands.get("filler")
     if filler is not None and filler.is_constant and not filler.ndim:
         return float(attribute(filler.owner, str(filler.node.target)))
-    hidden, late = match.literals.get("hidden"), _late_scale(match)
-    if hidden is None or late is None or _first_operand(match, "bias") is not None:
-        return hidden
-    return hidden * late  # it is scaled with the scores that stay
+    fill, late = match.literals.get("fill"), _late_scale(match)
+    if fill is None or late is None or _first_operand(match, "bias") is not None:
+        return fill
+    return fill * late  # it is scaled along with the scores
 
 
 def attention_attrs(match: Match) -> Mapping[str, Any]:
-    """The attributes of any attention, from the literals of its pattern and the operations matched."""
+    """Return the attributes of an attention, from the literals of its pattern and the operations matched."""
     literals = match.literals
     late = _late_scale(match)
-    scale = literals.get("scale")
+    scale = literals.get("scale", 1.0)
     if late is not None:
         scale = late
-    elif "root" in literals:
-        scale = 1.0 / float(literals["root"])
-    elif "scale" not in literals:
-        scale = 1.0
-    hidden = None if match.operands.get("filler") is not None else _fill_value(match)
+    elif "scale_divisor" in literals:
+        scale = 1.0 / float(literals["scale_divisor"])
+    fill = None if match.operands.get("filler") is not None else _fill_value(match)
+    equations = None
+    if "score_equation" in literals:
+        equations = canonical_equations(literals["score_equation"], literals["value_equation"])
     return {
         "scale": scale,
         "causal": bool(literals.get("causal", match.rule == "attention_causal")),
         "dropout": literals.get("dropout", 0.0),
         "mask_type": _mask_type(match),
-        "mask_value": None if hidden is None or math.isinf(hidden) else hidden,
+        "mask_value": None if fill is None or math.isinf(fill) else fill,
         "bias_after_mask": _bias_after_mask(match),
         "bias_before_scale": late is not None and _first_operand(match, "bias") is not None,
         "softcap": literals.get("cap"),
         "groups": _groups(match),
-        "equations": canonical_equations(literals["inward"], literals["outward"])
-        if "inward" in literals
-        else None,
-        # Without a mask no row of scores is hidden as a whole.
+        "equations": equations,
+        # Without a mask no row of scores is masked as a whole.
         "safe_softmax": match.rule == "attention" and match.operands.get("mask") is not None,
     }
 
 
-def canonical_equations(inward: str, outward: str) -> list[str] | None:
-    """Two einsums in canonical letters: i, j, d, e for queries, keys, width, value width, and a, b, c, ... for the rest.
+def canonical_equations(score_equation: str, value_equation: str) -> list[str] | None:
+    """Rename the letters of two einsums: i, j, d, e for queries, keys, width, value width, and a, b, c, ... for the rest.
 
-    None where they are the plain products over the last two dimensions.
+    Return None where they are matrix products over the last two dimensions.
     """
-    (q, k, scores), (weights, v, result) = einsum_terms(inward), einsum_terms(outward)
+    (q, k, scores), (weights, v, result) = einsum_terms(score_equation), einsum_terms(value_equation)
     canonical = {next(iter(set(q) - set(k))): "i", next(iter(set(k) - set(q))): "j"}
     canonical[next(iter((set(q) & set(k)) - set(scores)))] = "d"
-    names = iter(c for c in "abcfghklmnopqrstuvwxyz")
+    names = iter("abcfghklmnopqrstuvwxyz")
     for letter in scores:
         if letter not in canonical:
             canonical[letter] = next(names)
@@ -407,37 +395,35 @@ def canonical_equations(inward: str, outward: str) -> list[str] | None:
     q, k, scores = ("".join(canonical[c] for c in term) for term in (q, k, scores))
     v, result = ("".join(second[c] for c in term) for term in (v, result))
     batch = scores[:-2]
-    plain = (f"{batch}id", f"{batch}jd", f"{batch}ij", f"{batch}je", f"{batch}ie")
-    return None if (q, k, scores, v, result) == plain else [f"{q},{k}->{scores}", f"{scores},{v}->{result}"]
+    matmul = (f"{batch}id", f"{batch}jd", f"{batch}ij", f"{batch}je", f"{batch}ie")
+    return None if (q, k, scores, v, result) == matmul else [f"{q},{k}->{scores}", f"{scores},{v}->{result}"]
 
 
 def einsum_terms(equation: str) -> list[str]:
-    """The letters of each operand and of the result; empty for an equation with an ellipsis."""
-    plain = equation.replace(" ", "")
-    return [] if "." in plain else plain.replace("->", ",").split(",")
+    """Return the letters of each operand and of the result; an empty list for an equation with an ellipsis."""
+    terms = equation.replace(" ", "")
+    return [] if "." in terms else terms.replace("->", ",").split(",")
 
 
 def is_supported_attention(match: Match) -> Decline | None:
-    """Refuse a scale that is no number, a mask that hides nothing, and heads that are not shared alike."""
-    if 0 in (match.literals.get("root"), match.literals.get("late_root")):
+    """Refuse a scale that is not a number, a mask that does not hide, and operands that the kind does not describe."""
+    if 0 in (match.literals.get("scale_divisor"), match.literals.get("late_divisor")):
         return Decline("its scores are divided by zero")
     relax = match.literals.get("relax", 1)
     if not 1 <= relax <= _MAX_RELAX:
-        return Decline(
-            f"its scores are divided by {relax!r} ahead of the softmax, and may be lost in rounding"
-        )
+        return Decline(f"its scores are divided by {relax!r} before the softmax, and may be lost in rounding")
     for name in ("factor", "divisor"):
         value = match.operands.get(name)
         if value is not None and value.dtype.is_complex:
             return Decline(f"its scores are scaled by '{value.name}', which is {value.dtype}", at=value)
     filler = match.operands.get("filler")
     if filler is not None and (filler.ndim or not filler.is_constant):
-        return Decline("what masked scores become is not known", at=filler)
-    hidden = _fill_value(match)
-    if hidden is not None and not hidden <= -1e3:
-        return Decline(f"masked scores become {hidden!r}: they still count")
-    if hidden is not None and math.isfinite(hidden) and hidden < torch.finfo(match["q"].dtype).min:
-        return Decline(f"masked scores become {hidden!r}, which overflows {match['q'].dtype}")
+        return Decline("the value of masked scores is not a known scalar", at=filler)
+    fill = _fill_value(match)
+    if fill is not None and not fill <= -1e3:
+        return Decline(f"masked scores become {fill!r}: they still count")
+    if fill is not None and math.isfinite(fill) and fill < torch.finfo(match["q"].dtype).min:
+        return Decline(f"masked scores become {fill!r}, which overflows {match['q'].dtype}")
     return (
         _mask_is_independent(match)
         or heads_are_grouped(match)
@@ -447,54 +433,52 @@ def is_supported_attention(match: Match) -> Decline | None:
 
 
 def _mask_is_independent(match: Match) -> Decline | None:
-    """Refuse what is subtracted from scores and computed from them: a shift, not a mask."""
+    """Refuse a value that is subtracted from the scores and computed from them: it is a shift, not a mask."""
     mask, inside = _first_operand(match, "mask", "mask_4d"), set(match.nodes)
     reached = [mask.node] if mask is not None and _mask_type(match) == "subtracted" else []
     for _ in range(_MAX_MASK_DISTANCE):
         if inside.intersection(reached):
-            return Decline("what is subtracted from its scores is computed from them", at=mask)
+            return Decline("the value subtracted from its scores is computed from them", at=mask)
         reached = [n for node in reached for n in node.all_input_nodes]
     return None
 
 
 def _sizes_agree(match: Match) -> Decline | None:
-    """Refuse queries, keys and values that broadcast over each other, save for heads, and masks that enlarge the scores."""
+    """Refuse queries, keys and values that broadcast, except over heads, and masks that enlarge the scores."""
     q, k, v = match["q"], _first_operand(match, "k", "columns"), match["v"]
     assert k is not None
     *operands, result = _dimension_names(match, k)
     sizes: dict[str, Any] = {}
-    for value, letters in zip((q, k, v), operands, strict=True):
-        if value.ndim != len(letters):
-            return Decline(f"'{value.name}' has {value.ndim} dimensions, not {len(letters)}", at=value)
-        if shapes_differ(
-            value.shape, [sizes.setdefault(c, n) for c, n in zip(letters, value.shape, strict=True)]
-        ):
-            return Decline(f"the sizes of '{value.name}' are not those of the others", at=value)
-    if shapes_differ(match.outputs[0].meta["val"].shape, [sizes[letter] for letter in result]):
-        return Decline("its result is not of the sizes of queries and values: a mask enlarges the scores")
+    for value, names in zip((q, k, v), operands, strict=True):
+        if value.ndim != len(names):
+            return Decline(f"'{value.name}' has {value.ndim} dimensions, not {len(names)}", at=value)
+        expected = [sizes.setdefault(c, n) for c, n in zip(names, value.shape, strict=True)]
+        if shapes_differ(value.shape, expected):
+            return Decline(f"the sizes of '{value.name}' are not those of the other operands", at=value)
+    if shapes_differ(match.outputs[0].meta["val"].shape, [sizes[name] for name in result]):
+        return Decline("its result does not have the sizes of queries and values: a mask enlarges the scores")
     return None
 
 
 def _dimension_names(match: Match, k: Value) -> tuple[Sequence[str], ...]:
-    """A letter for each dimension of queries, keys, values and result, the same one where sizes must agree."""
-    if "inward" in match:
-        (q, keys, scores), (weights, v, result) = (
-            einsum_terms(match[name]) for name in ("inward", "outward")
-        )
+    """A name for each dimension of queries, keys, values and result, the same one where sizes must agree."""
+    if "score_equation" in match:
+        q, keys, scores = einsum_terms(match["score_equation"])
+        weights, v, result = einsum_terms(match["value_equation"])
         second = dict(zip(weights, scores, strict=True))
         return q, keys, *([second.get(c, f"value {c}") for c in term] for term in (v, result))
     batch = [f"batch {i}" for i in range(max(match["q"].ndim - 2, 0))]
-    repeat_kv = [*batch[:-1], "shared"] if _head_counts(match) else batch
+    kv_batch = [*batch[:-1], "kv heads"] if _head_counts(match) else batch
     keys = ["d", "j"] if "columns" in match and k is match["columns"] else ["j", "d"]
-    return [*batch, "i", "d"], [*repeat_kv, *keys], [*repeat_kv, "j", "e"], [*batch, "i", "e"]
+    return [*batch, "i", "d"], [*kv_batch, *keys], [*kv_batch, "j", "e"], [*batch, "i", "e"]
 
 
 def _dropout_is_contiguous(match: Match) -> Decline | None:
-    """Refuse a dropout of weights that are laid out in another order: random numbers are drawn in that of memory."""
+    """Refuse a dropout of weights in another memory layout: random numbers are drawn in the order of memory."""
     for node in match.nodes:
         if op_name(node.target) in ("native_dropout", "dropout"):
             weights = value_of(named_arguments(node).get("input"))
-            # A part of a larger tensor is not, but what is drawn for it is.
+            # A slice of a larger tensor is not contiguous, but the mask drawn for it is.
             if isinstance(weights, Tensor) and not torch.empty_like(weights).is_contiguous():
                 return Decline("its dropout draws for weights that are not contiguous", at=node)
     return None

@@ -1,4 +1,7 @@
-"""Convolutions with what follows them, and their gradients."""
+"""Convolutions with the operations that follow them, their gradients, and the mix-FFN.
+
+A mix-FFN (SegFormer's) is a linear layer, a depthwise convolution over the tokens as an image, and a second linear layer.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ from dovetail.rules.library.library_rule import (
     is_gelu,
     kind,
     library_rule,
+    meta_tensor,
+    required_result,
     results_by_position,
     shapes_differ,
     with_gelu,
@@ -62,16 +67,16 @@ def conv_bn_act_kind(
     activation: str | None = None,
     slope: float | None = None,
 ) -> Tensor:
-    """A convolution, then a batch norm, a residual sum and an activation, as far as they are there.
+    """A convolution, then a batch norm, a residual sum and an activation, each optional.
 
-    With `training` the batch norm is by the statistics of the batch; updates of the kept ones are results of the
-    body alone. `padding` may be "same" or "valid".
+    With `training` the batch norm uses the statistics of the batch; updates of the running ones are results of the body
+    alone. `padding` may be "same" or "valid".
     """
     convolve = _CONVOLUTIONS[weight.dim() - 3]
     y = convolve(x, weight, bias, stride, padding, dilation, groups)
     if batch_norm:
-        kept = (None, None) if training else (mean, variance)
-        y = F.batch_norm(y, *kept, scale, shift, training, eps=cast("float", eps))
+        running = (None, None) if training else (mean, variance)
+        y = F.batch_norm(y, *running, scale, shift, training, eps=cast("float", eps))
     return activate(y if residual is None else y + residual, activation, slope)
 
 
@@ -94,8 +99,7 @@ def conv_grad_kind(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias of a convolution; None where `output_mask` is False.
 
-    With activation "relu", `activated` is what a ReLU after the convolution returned; where that is NaN the gradient
-    passes.
+    With activation "relu", `activated` is the result of a ReLU after the convolution; where it is NaN the gradient passes.
     """
     if activation == "relu":
         grad = torch.where(cast("Tensor", activated) <= 0, 0.0, grad)
@@ -114,13 +118,9 @@ def conv_grad_kind(
     )
 
 
-def _tensor(*sizes: int) -> Tensor:
-    return torch.empty(sizes, device="meta")
-
-
 def _apply_activation(x: Tensor, slope: Any) -> Tensor:
     return either(
-        *(partial(step, x) for _, step in SIMPLE_ACTIVATIONS.values()),
+        *(partial(activation, x) for _, activation in SIMPLE_ACTIVATIONS.values()),
         lambda: F.gelu(x),
         lambda: F.gelu(x, approximate="tanh"),
         lambda: F.leaky_relu(x, slope),
@@ -156,7 +156,7 @@ def _conv_attrs(match: Match) -> dict[str, Any]:
 
 
 def group_count(x: Any, weight: Any, rank: int) -> int:
-    """How many groups a convolution over `rank` dimensions has, as its weight tells."""
+    """Return the number of groups of a convolution over `rank` dimensions, from the shape of its weight."""
     return x.shape[x.ndim - rank - 1] // weight.shape[1]
 
 
@@ -172,15 +172,9 @@ def conv_pattern(
 
 
 def batch_norm_pattern(
-    x: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    momentum: Any,
-    eps: Any,
+    x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor, momentum: Any, eps: Any
 ) -> Tensor:
-    """A batch norm by kept statistics, or by those of the batch, which are then kept."""
+    """A batch norm by running statistics, or by those of the batch, which then update the running ones."""
     training = torch.ops.aten._native_batch_norm_legit_functional.default
     return either(
         lambda: F.batch_norm(x, mean, variance, scale, shift, False, momentum, eps),
@@ -190,22 +184,23 @@ def batch_norm_pattern(
 
 
 def _examples(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images, a kernel, a vector over the channels, and what can be added whatever stride and padding."""
+    """Return images, a kernel, a vector over the channels, and a residual for any stride and padding."""
     image, kernel = (2, 8, *[8] * rank), (8, 8, *[3] * rank)
-    return _tensor(*image), _tensor(*kernel), _tensor(8), _tensor(2, 8, *[1] * rank)
+    return meta_tensor(*image), meta_tensor(*kernel), meta_tensor(8), meta_tensor(2, 8, *[1] * rank)
 
 
 def _has_string_padding(context: RuleContext) -> bool:
-    """Whether there is a convolution whose padding is a word, "same" or "valid": an operator of its own."""
+    """Return whether there is a convolution with the padding "same" or "valid": an overload of its own."""
     targets = context.analysis(normalized_graph_of).by_target
     return any(getattr(target, "_overloadname", "") == "padding" for target in targets)
 
 
-def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
-    x, kernel, vector, stream = _examples(rank)
+def _convolution_rules(rank: int, *, string_padding: bool) -> list[LibraryRule]:
+    x, kernel, vector, residual = _examples(rank)
     ones: list[int] = [1] * rank
-    shown: Any = "valid" if word else [0] * rank
-    name, when = f"conv{rank}d{'_padded' if word else ''}", _has_string_padding if word else None
+    padding_example: Any = "valid" if string_padding else [0] * rank
+    name = f"conv{rank}d_padded" if string_padding else f"conv{rank}d"
+    when = _has_string_padding if string_padding else None
     operators = f"conv{rank}d|convolution"
     norms = "_native_batch_norm_legit_no_training|_native_batch_norm_legit_functional|native_batch_norm|batch_norm"
 
@@ -215,7 +210,7 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
         when=when,
         needs=f"{operators} {norms}",
         attrs_of=_conv_attrs,
-        examples=[(x, kernel, vector, vector, vector, vector, vector, stream)],
+        examples=[(x, kernel, vector, vector, vector, vector, vector, residual)],
     )
     def conv_bn_act(
         x: Tensor,
@@ -227,7 +222,7 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
         shift: Tensor,
         residual: Tensor,
         stride: Any = Const(ones),
-        padding: Any = Const(shown),
+        padding: Any = Const(padding_example),
         dilation: Any = Const(ones),
         momentum: Any = Const(0.1303),
         eps: Any = Const(0.0404),
@@ -250,7 +245,7 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
         weight: Tensor,
         bias: Tensor,
         stride: Any = Const(ones),
-        padding: Any = Const(shown),
+        padding: Any = Const(padding_example),
         dilation: Any = Const(ones),
         slope: Any = Const(0.0101),
     ) -> Tensor:
@@ -261,33 +256,31 @@ def _convolution_rules(rank: int, *, word: bool) -> list[LibraryRule]:
         residual = match["residual"]
         if residual is None:
             return None
-        added = next(
-            n for n in match.aten if op_name(n.target) == "add" and residual.aten in n.all_input_nodes
-        )
-        shapes = [n.meta["val"].shape for n in (added, *added.all_input_nodes)]
+        sums = (n for n in match.aten if op_name(n.target) == "add" and residual.aten in n.all_input_nodes)
+        total = next(sums)
+        shapes = [n.meta["val"].shape for n in (total, *total.all_input_nodes)]
         if residual.ndim == rank + 2 and not any(shapes_differ(shape, shapes[0]) for shape in shapes):
             return None
-        return Decline(f"'{residual.name}' is not of the shape of what it is added to", at=residual)
+        return Decline(f"'{residual.name}' does not have the shape of the value it is added to", at=residual)
 
     return [conv_bn_act, conv_act]
 
 
-_GRAD_X, _GRAD_KERNEL, _, _ = _examples(2)
-_GRAD = _tensor(2, 8, 6, 6)
+_GRAD, (_GRAD_X, _GRAD_KERNEL, *_) = meta_tensor(2, 8, 6, 6), _examples(2)
 
 
 def _grad_attrs(match: Match) -> dict[str, Any]:
     backward = next(n for n in match.nodes if op_name(n.target) == "convolution_backward")
-    given = named_arguments(backward)
+    arguments = named_arguments(backward)
     return {
         "stride": match["stride"],
         "padding": match["padding"],
         "dilation": match["dilation"],
-        "output_mask": match["wanted"],
+        "output_mask": match["output_mask"],
         "output_padding": match["output_padding"],
         "bias_sizes": match.literals.get("sizes"),
-        "transposed": bool(given["transposed"]),
-        "groups": given["groups"],
+        "transposed": bool(arguments["transposed"]),
+        "groups": arguments["groups"],
         "activation": "relu" if has_op(match, "threshold_backward") else None,
     }
 
@@ -309,7 +302,7 @@ def conv_grad(
     padding: Any = Const([0, 0]),
     dilation: Any = Const([1, 1]),
     output_padding: Any = Const([0, 0]),
-    wanted: Any = Const([True, True, False]),
+    output_mask: Any = Const([True, True, False]),
 ) -> Tensor:
     """The gradients of a convolution; where a ReLU followed it, of both."""
     grad = optional(grad, lambda g: torch.ops.aten.threshold_backward.default(g, activated, 0))
@@ -318,16 +311,13 @@ def conv_grad(
         channels = grad.shape[1] if transposed else x.shape[1]
         groups = channels // weight.shape[1]
         return torch.ops.aten.convolution_backward.default(
-            grad, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
+            grad, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
         )
 
-    def one(which: int) -> Tensor:
-        made = either(lambda: gradients(False), lambda: gradients(True))[which]
-        if made is None:
-            raise ValueError("this gradient is not asked for")
-        return made
+    def gradient(i: int) -> Tensor:
+        return required_result(either(lambda: gradients(False), lambda: gradients(True)), i)
 
-    return either(lambda: one(1), lambda: one(0))
+    return either(lambda: gradient(1), lambda: gradient(0))
 
 
 @conv_grad.guard
@@ -335,13 +325,14 @@ def activated_has_shape_of_grad(match: Match) -> Decline | None:
     activated = match["activated"]
     if activated is None or not shapes_differ(activated.shape, match["grad"].shape):
         return None
-    return Decline(f"'{activated.name}' is not of the shape of '{match['grad'].name}'", at=activated)
+    return Decline(f"'{activated.name}' does not have the shape of '{match['grad'].name}'", at=activated)
 
 
-CONVOLUTION = RuleSet(
-    *(rule for word in (False, True) for rank in (1, 2, 3) for rule in _convolution_rules(rank, word=word)),
-    conv_grad,
+_STATIC_PADDING, _STRING_PADDING = (
+    [rule for rank in (1, 2, 3) for rule in _convolution_rules(rank, string_padding=padding)]
+    for padding in (False, True)
 )
+CONVOLUTION = RuleSet(*_STATIC_PADDING, *_STRING_PADDING, conv_grad)
 Grid = tuple[int, int]
 _TRANSPOSES = frozenset({"transpose", "permute"})
 
@@ -359,9 +350,9 @@ def mix_ffn_kind(
     grid: list[int],
     activation: str | None,
 ) -> Tensor:
-    """A product, a convolution of each channel over the tokens as an image of `grid` sizes, and a second product.
+    """A linear layer, a depthwise convolution over the tokens as an image of `grid` sizes, and a second linear layer.
 
-    The convolution is padded by half its kernel, and the `activation` comes ahead of the second product.
+    The convolution is padded by half its kernel, and the `activation` precedes the second layer.
     """
     hidden = F.linear(x, weight, bias)
     image = hidden.transpose(1, 2).reshape(x.shape[0], -1, *grid)
@@ -372,21 +363,15 @@ def mix_ffn_kind(
 
 @functools.cache
 def _rule_for_grid(height: int, width: int) -> LibraryRule:
-    """The rule for one grid: a reshape has its sizes as numbers, not as operands."""
-    tokens = torch.empty(2, height * width, 16, device="meta")
-    square, vector = torch.empty(16, 16, device="meta"), torch.empty(16, device="meta")
+    """Return the rule for one grid: the sizes of a reshape are literals."""
+    tokens, square, vector = meta_tensor(2, height * width, 16), meta_tensor(16, 16), meta_tensor(16)
 
     @library_rule(
         mix_ffn_kind,
         name="mix_ffn",
         needs="linear conv2d transpose|permute",
-        attrs_of=lambda m: {
-            "grid": [height, width],
-            "activation": activation_name(m),
-        },
-        examples=[
-            (tokens, square, vector, torch.empty(16, 1, 3, 3, device="meta"), vector, square, vector),
-        ],
+        attrs_of=lambda m: {"grid": [height, width], "activation": activation_name(m)},
+        examples=[(tokens, square, vector, meta_tensor(16, 1, 3, 3), vector, square, vector)],
     )
     @with_gelu
     def mix_ffn(
@@ -401,8 +386,8 @@ def _rule_for_grid(height: int, width: int) -> LibraryRule:
     ) -> Tensor:
         batch, channels = x.shape[0], weight.shape[0]
         hidden = either(lambda: F.linear(x, weight, bias), lambda: F.linear(x, weight))
-        turned = either(lambda: hidden.transpose(1, 2), lambda: hidden.permute(0, 2, 1))
-        image = turned.reshape(batch, channels, height, width)
+        transposed = either(lambda: hidden.transpose(1, 2), lambda: hidden.permute(0, 2, 1))
+        image = transposed.reshape(batch, channels, height, width)
         padding = [size // 2 for size in conv_weight.shape[2:]]
         mixed = either(
             lambda: F.conv2d(image, conv_weight, conv_bias, 1, padding, 1, channels),
@@ -419,31 +404,27 @@ def _rule_for_grid(height: int, width: int) -> LibraryRule:
 
 
 class MixFFN(Rule):
-    """Proposes every mix-FFN, whatever the sizes of its grid, as long as they are known."""
+    """Proposes every mix-FFN, for all sizes of grids that are static."""
 
     def __init__(self) -> None:
         self.name, self.kind, self.reference = "mix_ffn", "mix_ffn", mix_ffn_kind
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         grids = context.analysis(_grids)
-        library_rule = sorted(grid for grid in grids.values() if grid is not None)
-        proposals = [
-            p
-            for height, width in dict.fromkeys(library_rule)
-            for p in _rule_for_grid(height, width).propose(context)
-        ]
+        static = sorted({grid for grid in grids.values() if grid is not None})
+        proposals = [p for grid in static for p in _rule_for_grid(*grid).propose(context)]
         origins = context.analysis(normalized_graph_of).origins
         for node, grid in grids.items():
             if grid is None and origins.get(node):
-                reason = "the sizes of its grid are dynamic, and the kind has them as numbers"
+                reason = "the sizes of its grid are dynamic, and attributes of the kind are static"
                 proposals.append(Refusal(self.name, tuple(origins[node]), reason, origins[node][-1]))
         matched = {p.members for p in proposals if isinstance(p, Candidate)}
-        # What is refused for one grid may be of another.
+        # A refusal by the rule for one grid may be a match of the rule for another.
         return [p for p in proposals if isinstance(p, Candidate) or p.members not in matched]
 
 
 def _grids(context: RuleContext) -> dict[Node, Grid | None]:
-    """The sizes of images that depthwise convolutions read from a reshape of tokens; None where they are dynamic."""
+    """Return the sizes of images that depthwise convolutions read from a reshape of tokens; None for dynamic ones."""
     grids: dict[Node, Grid | None] = {}
     for node in context.analysis(normalized_graph_of).nodes:
         if op_name(node.target) != "conv2d":

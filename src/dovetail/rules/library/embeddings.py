@@ -1,4 +1,4 @@
-"""Embeddings and the norm that follows them."""
+"""Embeddings with the norm that follows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import named_arguments, op_name
-from dovetail.rules.library.library_rule import is_floating_point, kind, library_rule
+from dovetail.rules.library.library_rule import is_floating_point, kind, library_rule, meta_tensor
 from dovetail.rules.library.norms import (
     affine_has_normalized_shape,
     layer_norm_kind,
@@ -24,9 +24,8 @@ from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
-_IDS = torch.empty(2, 8, dtype=torch.int64, device="meta")
-_TABLE, _WEIGHT = torch.empty(32, 16, device="meta"), torch.empty(16, device="meta")
-_ADDED = torch.empty(2, 8, 16, device="meta")
+_IDS, _TABLE = meta_tensor(2, 8, dtype=torch.int64), meta_tensor(32, 16)
+_WEIGHT, _ADDED = meta_tensor(16), meta_tensor(2, 8, 16)
 Ids = Annotated[Tensor | None, "of integers; rows are broadcast with those of the others"]
 Table = Annotated[Tensor | None, "[rows, width]"]
 
@@ -54,7 +53,7 @@ def embedding_norm_kind(
 ) -> tuple[Tensor, Tensor]:
     """The norm, "layer_norm" or "rms_norm", of the sum of rows of `tables` tables and of `added`, and that sum.
 
-    Both are after dropout. What is summed is broadcast. The row `padding_idx` of `table` gets no gradient; -1 for none.
+    Dropout is applied to the sum, whose terms broadcast. The row `padding_idx` of `table` gets no gradient; -1 for none.
     """
     total = torch.embedding(table, ids, padding_idx)
     for other, positions in ((second, second_ids), (third, third_ids)):
@@ -76,20 +75,20 @@ def _attrs_of(norm: str) -> Any:
 
 
 def _norm_and_sum(match: Match) -> list[Node | None]:
-    """The norm and what it is of: rows, with what is added to them, after dropout."""
+    """Return the norm and its operand: the sum of rows and added values, after dropout."""
     added = match["added"]
     summed = {n for n in match.aten if op_name(n.target) == "embedding"}
-    stream = next(n for n in summed if named_arguments(n)["weight"] is match["table"].aten)
+    total = next(n for n in summed if named_arguments(n)["weight"] is match["table"].aten)
     if added is not None:
         summed.add(cast("Node", added.aten))
     while True:
-        users = [n for n in stream.users if n in match.aten]
+        users = [n for n in total.users if n in match.aten]
         sums = [n for n in users if op_name(n.target) == "add" and summed.issuperset(n.all_input_nodes)]
         drops = [n for n in users if "dropout" in op_name(n.target) or is_projection(n)]
         if not (sums or drops):
-            return [match.outputs[0], match.aten[stream]]
-        stream = (sums or drops)[0]
-        summed.add(stream)
+            return [match.outputs[0], match.aten[total]]
+        total = (sums or drops)[0]
+        summed.add(total)
 
 
 @library_rule(
@@ -114,7 +113,7 @@ def embedding_layer_norm(
     dropout: Any = Const(0.1202),
     eps: Any = Const(0.0303),
 ) -> Tensor:
-    """The layer norm of rows of a table, to which those of two more, one more, or other values may be added.
+    """The layer norm of rows of a table, plus rows of one or two more tables, or plus other values.
 
     The rows are returned too where they are used again.
     """
@@ -147,7 +146,7 @@ def embedding_rms_norm(
     eps: Any = Const(0.0303),
     offset: Any = Const(1.0404),
 ) -> Tensor:
-    """The root-mean-square norm of rows of a table; the rows are returned too where they are used again."""
+    """The RMS norm of rows of a table; the rows are returned too where they are used again."""
     rows = optional(torch.embedding(table, ids, padding), lambda r: r + added)
     return rms_norm_pattern(optional(rows, lambda r: F.dropout(r, dropout)), weight, eps, offset)
 
@@ -158,15 +157,13 @@ def added_is_independent(match: Match) -> Decline | None:
     added = match["added"]
     if added is None:
         return None
-    inside, seen, stack = set(match.nodes), {added.node}, [added.node]
+    inside, visited, stack = set(match.nodes), {added.node}, [added.node]
     while stack:
         for used in stack.pop().all_input_nodes:
             if used in inside:
-                return Decline(
-                    f"'{added.name}' is computed from the embedding: it belongs to a layer", at=added
-                )
-            if used not in seen:
-                seen.add(used)
+                return Decline(f"'{added.name}' is computed from the embedding: a residual", at=added)
+            if used not in visited:
+                visited.add(used)
                 stack.append(used)
     return None
 

@@ -1,4 +1,4 @@
-"""Gradients of norms and of softmax, as training graphs have them; those of convolutions are with convolutions."""
+"""Gradients of layer norm and softmax in training graphs; those of convolutions are in `convolution`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.library_rule import kind, library_rule, results_by_position
+from dovetail.rules.library.library_rule import (
+    kind,
+    library_rule,
+    meta_tensor,
+    required_result,
+    results_by_position,
+)
 from dovetail.rules.patterns.alternatives import Const, either
-from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import RuleSet
 
 aten = torch.ops.aten
 
 
-def _example(*sizes: int) -> Tensor:
-    return torch.empty(*sizes, device="meta")
-
-
-_GRAD = _example(4, 8)
-_MEAN = _example(4, 1)
-_WEIGHT = _example(8)
+_GRAD, _MEAN, _WEIGHT = meta_tensor(4, 8), meta_tensor(4, 1), meta_tensor(8)
 NormInput = Annotated[Tensor, "[..., *normalized]"]
 Statistic = Annotated[Tensor, "as the forward operator returns it: [..., 1 for each normalized dimension]"]
 Affine = Annotated[Tensor | None, "[*normalized]"]
@@ -59,15 +58,10 @@ def log_softmax_grad_kind(
     return grad - output.exp() * grad.sum(dim, keepdim=True)
 
 
-def _norm_attrs(match: Match) -> dict[str, Any]:
-    return {"shape": match["shape"], "output_mask": match["wanted"]}
-
-
 @library_rule(
     layer_norm_grad_kind,
     results_of=results_by_position,
     needs="native_layer_norm_backward",
-    attrs_of=_norm_attrs,
     examples=[(_GRAD, _GRAD, _MEAN, _MEAN, _WEIGHT, _WEIGHT)],
 )
 def layer_norm_grad(
@@ -78,18 +72,14 @@ def layer_norm_grad(
     weight: Tensor,
     bias: Tensor,
     shape: Any = Const([8]),
-    wanted: Any = Const([True, True, True]),
+    output_mask: Any = Const([True, True, True]),
 ) -> Tensor:
-    """The gradients of a layer norm, of those of its operands that are asked for."""
+    """The gradients of a layer norm, of those operands that its output mask selects."""
     scale, offset = either(lambda: (weight, bias), lambda: (weight, None), lambda: (None, None))
-    made = aten.native_layer_norm_backward.default(grad, x, shape, mean, rstd, scale, offset, wanted)
-
-    def one(which: int) -> Tensor:
-        if made[which] is None:
-            raise ValueError("this gradient is not asked for")
-        return made[which]
-
-    return either(lambda: one(0), lambda: one(1))
+    gradients = aten.native_layer_norm_backward.default(
+        grad, x, shape, mean, rstd, scale, offset, output_mask
+    )
+    return either(lambda: required_result(gradients, 0), lambda: required_result(gradients, 1))
 
 
 @library_rule(softmax_grad_kind, needs="_softmax_backward_data", examples=[(_GRAD, _GRAD)])

@@ -188,9 +188,11 @@ class LibraryRule(PatternRule):
         return self.results_of(match) if self.results_of is not None else super().results(match)
 
 
-def library_rule(kind: Kind, *, needs: str, **options: Any) -> Callable[[Callable[..., Any]], LibraryRule]:
+def library_rule(
+    kind: Kind, *, needs: str, attrs_of: Callable[[Match], Mapping[str, Any]] | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], LibraryRule]:
     """Return a decorator that makes a rule for a kind; options are those of `LibraryRule` and `dovetail.rule`."""
-    return lambda function: LibraryRule(function, kind=kind, needs=needs, **options)
+    return lambda function: LibraryRule(function, kind=kind, needs=needs, attrs_of=attrs_of, **options)
 
 
 def _op_names_by_position(context: RuleContext) -> Mapping[int, Set[str]]:
@@ -284,6 +286,14 @@ def results_by_position(match: Match) -> list[Node | None]:
     source = cast("Node", match.outputs[0].args[0])
     parts = {cast("int", user.args[1]): user for user in source.users if is_projection(user)}
     return [parts.get(i) for i in range(max(parts) + 1)]
+
+
+def required_result(results: Sequence[Tensor | None], i: int) -> Tensor:
+    """Return one result of an operator in a pattern; an alternative that needs one not computed does not apply."""
+    result = results[i]
+    if result is None:
+        raise ValueError("this result is not computed")
+    return result
 
 
 def nearest_consumer(nodes: Collection[Node], names: Set[str], through: Set[str]) -> Node | None:

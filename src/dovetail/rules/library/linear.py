@@ -1,4 +1,4 @@
-"""Products with what follows them: an activation, a residual sum, a gate."""
+"""Linear layers with the operations that follow them: an activation, a residual sum, a gate."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from dovetail.rules.library.library_rule import (
     activate,
     combine_halves,
     gelu_approximation,
+    inherit_parameters,
     is_floating_point,
     is_gelu,
     kind,
     library_rule,
+    meta_tensor,
+    same_sizes,
     shapes_differ,
     silu,
     square,
@@ -35,7 +38,7 @@ from dovetail.rules.patterns.normalized_graph import normalized_graph_of
 from dovetail.rules.rule import Decline, RuleContext, RuleSet
 
 _PRODUCT = "linear|addmm|mm|matmul|bmm"
-_X, _WEIGHT, _BIAS = (torch.empty(s, device="meta") for s in ((2, 8, 16), (16, 16), (16,)))
+_X, _WEIGHT, _BIAS = meta_tensor(2, 8, 16), meta_tensor(16, 16), meta_tensor(16)
 _ONE, _TWO = (_X, _WEIGHT, _BIAS), (_X, _WEIGHT, _WEIGHT, _BIAS, _BIAS)
 _BIASES = {"weight": "bias", "gate_weight": "gate_bias", "up_weight": "up_bias", "packed": "bias"}
 
@@ -44,7 +47,7 @@ _MATRIX = (_X[0], _WEIGHT, _BIAS)
 
 
 def linear_pattern(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x times a weight, perhaps plus a bias: `linear`, or a product with the weight as [in, out]."""
+    """A linear layer with or without bias: `linear`, or a product with the weight as [in, out]."""
 
     def of_rows(multiply: Callable[[Tensor], Tensor]) -> Tensor:
         return multiply(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], weight.shape[-1])
@@ -59,7 +62,7 @@ def linear_pattern(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     )
 
 
-# How operators read a weight: by which argument, and as what.
+# The argument by which an operator reads a weight, and in which layout.
 _WEIGHT_READS = {
     "linear": ("weight", "out_in"),
     **dict.fromkeys(("t", "transpose", "permute"), ("self", "out_in")),
@@ -72,7 +75,7 @@ Rows = Annotated[Tensor, "[..., in]"]
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, weight_layout: str | None) -> Tensor:
-    """The product that `weight_layout` names: x @ weight.T for "out_in", x @ weight for "in_out"."""
+    """x @ weight.T + bias with weight_layout "out_in", x @ weight + bias with "in_out"."""
     result = F.linear(x, weight if weight_layout == "out_in" else weight.t())
     return result if bias is None else result + bias
 
@@ -87,7 +90,7 @@ def linear_activation_kind(
     weight_layout: str = "out_in",
     slope: float | None = None,
 ) -> Tensor:
-    """The activation of a product; `slope` is a leaky ReLU's."""
+    """A linear layer and an activation; `slope` is that of a leaky ReLU."""
     return activate(project(x, weight, bias, weight_layout), activation, slope)
 
 
@@ -101,29 +104,8 @@ def linear_residual_kind(
     dropout: float = 0.0,
     weight_layout: str = "out_in",
 ) -> Tensor:
-    """A product, dropout, and the residual it is added to."""
+    """A linear layer, dropout, and a residual sum."""
     return F.dropout(project(x, weight, bias, weight_layout), dropout) + cast("Tensor", residual)
-
-
-def _gated_reference(
-    step: Activation,
-    x: Tensor | None,
-    weights: tuple[Tensor | None, Tensor | None, Tensor | None],
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
-    streams: tuple[Tensor | None, Tensor | None],
-    projections: str,
-    gate_half: str | None,
-    weight_layout: str | None,
-) -> Tensor:
-    """step(gate) * up, the two given, projected from x, or halves of one projection of x."""
-    (gate_weight, up_weight, packed), (gate_bias, up_bias, bias), (gate, up) = weights, biases, streams
-    if projections == "two":
-        gate = project(cast("Tensor", x), cast("Tensor", gate_weight), gate_bias, weight_layout)
-        up = project(cast("Tensor", x), cast("Tensor", up_weight), up_bias, weight_layout)
-    elif projections == "packed":
-        halves = project(cast("Tensor", x), cast("Tensor", packed), bias, weight_layout).chunk(2, dim=-1)
-        gate, up = halves if gate_half == "first" else halves[::-1]
-    return step(cast("Tensor", gate)) * cast("Tensor", up)
 
 
 GateWeight = Annotated[Tensor | None, "[out, in], or [in, out] with weight_layout 'in_out'"]
@@ -132,8 +114,7 @@ PackedBias = Annotated[Tensor | None, "[2 * out]"]
 GateOperand = Annotated[Tensor | None, "[..., out]; one of gate and up has the sizes of the result"]
 
 
-@kind("swiglu", version=2)
-def swiglu_kind(
+def gate_and_up(
     x: Annotated[Tensor | None, "[..., in]"] = None,
     gate_weight: GateWeight = None,
     up_weight: GateWeight = None,
@@ -147,44 +128,39 @@ def swiglu_kind(
     projections: str,
     gate_half: str | None = None,
     weight_layout: str | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of a gated unit, projected from x unless `projections` is "none"."""
+    if projections == "two":
+        gate = project(cast("Tensor", x), cast("Tensor", gate_weight), gate_bias, weight_layout)
+        up = project(cast("Tensor", x), cast("Tensor", up_weight), up_bias, weight_layout)
+    elif projections == "packed":
+        halves = project(cast("Tensor", x), cast("Tensor", packed), bias, weight_layout).chunk(2, dim=-1)
+        gate, up = halves if gate_half == "first" else halves[::-1]
+    return cast("Tensor", gate), cast("Tensor", up)
+
+
+@kind("swiglu", version=2)
+@inherit_parameters(gate_and_up)
+def swiglu_kind(*operands: Tensor | None, **attrs: Any) -> Tensor:
     """silu(gate) * up.
 
-    With projections "none" gate and up are given, with "two" each is a product of x, with "packed" one product of x
-    holds both, the gate being its `gate_half`, "first" or "second".
+    With projections "none" gate and up are operands, with "two" each is a projection of x, with "packed" one projection
+    of x holds both, the gate being its `gate_half`, "first" or "second".
     """
-    weights, biases = (gate_weight, up_weight, packed), (gate_bias, up_bias, bias)
-    return _gated_reference(F.silu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
+    gate, up = gate_and_up(*operands, **attrs)
+    return F.silu(gate) * up
 
 
 @kind("geglu", version=2)
-def geglu_kind(
-    x: Annotated[Tensor | None, "[..., in]"] = None,
-    gate_weight: GateWeight = None,
-    up_weight: GateWeight = None,
-    gate_bias: Bias = None,
-    up_bias: Bias = None,
-    packed: PackedWeight = None,
-    bias: PackedBias = None,
-    gate: GateOperand = None,
-    up: GateOperand = None,
-    *,
-    projections: str,
-    approximate: str = "none",
-    gate_half: str | None = None,
-    weight_layout: str | None = None,
-) -> Tensor:
+@inherit_parameters(gate_and_up)
+def geglu_kind(*operands: Tensor | None, approximate: str = "none", **attrs: Any) -> Tensor:
     """gelu(gate) * up, with gate and up as in `swiglu`; `approximate` is "none", "tanh" or "sigmoid"."""
-    weights, biases = (gate_weight, up_weight, packed), (gate_bias, up_bias, bias)
-
-    def gelu(x: Tensor) -> Tensor:
-        return activate(x, GELU_NAMES[approximate])
-
-    return _gated_reference(gelu, x, weights, biases, (gate, up), projections, gate_half, weight_layout)
+    gate, up = gate_and_up(*operands, **attrs)
+    return activate(gate, GELU_NAMES[approximate]) * up
 
 
 def _layouts(match: Match, name: str) -> set[str]:
-    """How a weight is laid out as each operation of the match reads it."""
+    """Return the layouts in which operations of the match read a weight."""
     weight = match[name].aten
     reads = [
         (node, *_WEIGHT_READS[op_name(node.target)])
@@ -195,7 +171,7 @@ def _layouts(match: Match, name: str) -> set[str]:
 
 
 def weight_layout(match: Match, name: str = "weight") -> str:
-    # Some products read the weight behind an expansion, as it is.
+    # A product that reads the weight through an expansion reads it as [in, out].
     return "out_in" if "out_in" in _layouts(match, name) else "in_out"
 
 
@@ -207,7 +183,7 @@ _ACTIVATIONS: dict[str, tuple[str, Activation]] = {
 
 
 def _linear_activation_rule(activation: str) -> LibraryRule:
-    needs, step = _ACTIVATIONS[activation]
+    needs, activate_pattern = _ACTIVATIONS[activation]
 
     @library_rule(
         linear_activation_kind,
@@ -216,10 +192,10 @@ def _linear_activation_rule(activation: str) -> LibraryRule:
         attrs_of=lambda m: {"activation": activation, "weight_layout": weight_layout(m)},
         examples=[_ONE, _MATRIX],
     )
-    def linear_then(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return step(linear_pattern(x, weight, bias))
+    def linear_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return activate_pattern(linear_pattern(x, weight, bias))
 
-    return linear_then
+    return linear_activation
 
 
 @library_rule(
@@ -229,13 +205,8 @@ def _linear_activation_rule(activation: str) -> LibraryRule:
     examples=[_ONE, _MATRIX],
 )
 @with_gelu
-def linear_gelu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    gelu: Activation,
-) -> Tensor:
-    """A product and a GELU."""
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: Activation) -> Tensor:
+    """A linear layer and a GELU."""
     return gelu(linear_pattern(x, weight, bias))
 
 
@@ -246,7 +217,7 @@ def linear_gelu(
     examples=[_ONE, _MATRIX],
 )
 def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
-    """A product and a leaky ReLU."""
+    """A linear layer and a leaky ReLU."""
     return F.leaky_relu(linear_pattern(x, weight, bias), slope)
 
 
@@ -259,33 +230,30 @@ def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Cons
 def linear_residual(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, dropout: Any = Const(0.1202)
 ) -> Tensor:
-    """A product, its bias, perhaps dropout, and the stream it is added to."""
+    """A linear layer, perhaps dropout, and a residual sum."""
     return optional(linear_pattern(x, weight, bias), lambda y: F.dropout(y, dropout)) + residual
 
 
 @linear_residual.guard
 def residual_has_result_shape(match: Match) -> Decline | None:
-    residual, alike = match["residual"], _inputs_of_result_shape(match)
+    residual = match["residual"]
     if residual.ndim != match.outputs[0].meta["val"].dim() or residual.ndim < 2:
-        return Decline(
-            f"'{residual.name}' is spread over the rows: it is a bias, not a residual", at=residual
-        )
-    return (
-        None if all(alike) else Decline(f"'{residual.name}' is not of the shape of the product", at=residual)
-    )
+        return Decline(f"'{residual.name}' is broadcast over the rows: a bias, not a residual", at=residual)
+    if all(_inputs_of_result_shape(match)):
+        return None
+    return Decline(f"'{residual.name}' does not have the shape of the product", at=residual)
 
 
 def _inputs_of_result_shape(match: Match) -> list[bool]:
-    """For each value that the last operation reads, whether it has the shape of the result."""
+    """Return for each input of the last operation whether it has the shape of the result."""
     last = list(match.aten)[-1]
     return [not shapes_differ(n.meta["val"].shape, last.meta["val"].shape) for n in last.all_input_nodes]
 
 
 def _projections(match: Match) -> dict[str, Any]:
-    names = match.operands
-    if "x" not in names:
+    if "x" not in match.operands:
         return {"projections": "none"}
-    if "packed" in names:
+    if "packed" in match.operands:
         layout = weight_layout(match, "packed")
         return {"projections": "packed", "gate_half": _gate_half(match), "weight_layout": layout}
     return {"projections": "two", "weight_layout": weight_layout(match, "gate_weight")}
@@ -296,7 +264,7 @@ def _gelu_projections(match: Match) -> dict[str, Any]:
 
 
 def _gate_half(match: Match) -> str:
-    """Which half of a packed product goes through the activation: not the one that the last product reads."""
+    """Return the half of a packed product that goes through the activation: not the one that the last product reads."""
     read = list(match.aten)[-1].all_input_nodes
     up = next(n for n in read if is_projection(n) or op_name(n.target) == "slice")
     is_first = up.args[1] == 0 if is_projection(up) else named_arguments(up).get("start") in (0, None)
@@ -304,27 +272,27 @@ def _gate_half(match: Match) -> str:
 
 
 def gate_has_shape_of_up(match: Match) -> Decline | None:
-    """Refuse projections of different widths, and a gate and a value that broadcast over each other."""
-    alike = _inputs_of_result_shape(match)
-    if all(alike) or ("gate" in match and any(alike)):
+    """Refuse projections of different widths, and a gate and a value that both broadcast."""
+    have_result_shape = _inputs_of_result_shape(match)
+    if all(have_result_shape) or ("gate" in match and any(have_result_shape)):
         return None
-    return Decline("its gate and what it multiplies differ in shape", at=match.outputs[0])
+    return Decline("its gate and the value it multiplies differ in shape", at=match.outputs[0])
 
 
 def one_weight_layout(match: Match) -> Decline | None:
     """Refuse weights of which one is read as [out, in] and the other, or the same one elsewhere, as [in, out]."""
     names = [name for name in _BIASES if match.operands.get(name) is not None]
     if len({layout for name in names for layout in _layouts(match, name)}) > 1:
-        return Decline("its weights are laid out differently")
+        return Decline("its weights have different layouts")
     return None
 
 
 def _is_gated(context: RuleContext, whole: str, part: frozenset[str]) -> bool:
-    """Whether the result of an activation, an operator or the last of its steps, is multiplied by another value."""
+    """Return whether the result of an activation, an operator `whole` or steps with a `part`, is multiplied by a value."""
 
     def multiplied(node: Node) -> list[Node]:
-        ahead = [user for user in node.users if op_name(user.target) == "mul"]
-        return [user for user in ahead if sum(isinstance(a, Node) for a in user.args) == 2]
+        products = [user for user in node.users if op_name(user.target) == "mul"]
+        return [user for user in products if sum(isinstance(a, Node) for a in user.args) == 2]
 
     for node in context.analysis(normalized_graph_of).nodes:
         name = op_name(node.target)
@@ -349,9 +317,9 @@ def _has_gelu_gate(context: RuleContext) -> bool:
     return _is_gated(context, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
 
 
-def _gated_halves(x: Tensor, step: Activation) -> Tensor:
+def _gated_halves(x: Tensor, activation: Activation) -> Tensor:
     """One half of the last dimension through an activation, times the other half."""
-    return combine_halves(x, lambda a, b: either(lambda: step(a) * b, lambda: a * step(b)))
+    return combine_halves(x, lambda a, b: either(lambda: activation(a) * b, lambda: a * activation(b)))
 
 
 _SPLIT = "split|split_with_sizes|slice|chunk"
@@ -361,13 +329,7 @@ _SILU, _GELU = "silu|sigmoid mul", "gelu|erf|tanh|sigmoid mul"
 @library_rule(
     swiglu_kind, needs=f"{_PRODUCT} {_SILU}", when=_has_silu_gate, attrs_of=_projections, examples=[_TWO]
 )
-def swiglu(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor,
-    up_bias: Tensor,
-) -> Tensor:
+def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor, up_bias: Tensor) -> Tensor:
     """silu(gate(x)) * up(x)."""
     return silu(linear_pattern(x, gate_weight, gate_bias)) * linear_pattern(x, up_weight, up_bias)
 
@@ -380,7 +342,7 @@ def swiglu(
     examples=[_ONE, _MATRIX],
 )
 def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
-    """The same from one product that holds gate and up side by side."""
+    """The same from one product that holds gate and up."""
     return _gated_halves(linear_pattern(x, packed, bias), silu)
 
 
@@ -395,12 +357,7 @@ def swiglu_gate(gate: Tensor, up: Tensor) -> Tensor:
 )
 @with_gelu
 def geglu(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor,
-    up_bias: Tensor,
-    gelu: Activation,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor, up_bias: Tensor, gelu: Activation
 ) -> Tensor:
     """gelu(gate(x)) * up(x)."""
     return gelu(linear_pattern(x, gate_weight, gate_bias)) * linear_pattern(x, up_weight, up_bias)
@@ -414,42 +371,32 @@ def geglu(
     examples=[_ONE, _MATRIX],
 )
 @with_gelu
-def geglu_packed(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor,
-    gelu: Activation,
-) -> Tensor:
-    """The same from one product that holds gate and up side by side."""
+def geglu_packed(x: Tensor, packed: Tensor, bias: Tensor, gelu: Activation) -> Tensor:
+    """The same from one product that holds gate and up."""
     return _gated_halves(linear_pattern(x, packed, bias), gelu)
 
 
 @library_rule(geglu_kind, needs=_GELU, when=_has_gelu_gate, attrs_of=_gelu_projections, examples=[(_X, _X)])
 @with_gelu
-def geglu_gate(
-    gate: Tensor,
-    up: Tensor,
-    gelu: Activation,
-) -> Tensor:
+def geglu_gate(gate: Tensor, up: Tensor, gelu: Activation) -> Tensor:
     """gelu(gate) * up, wherever the two come from."""
     return gelu(gate) * up
 
 
 def operands_have_weight_shapes(match: Match) -> Decline | None:
-    """Refuse a product of two streams, and what is no bias: one number for each column."""
+    """Refuse a product of two activations, and a bias that is not one number for each column."""
     for name, bias_name in _BIASES.items():
         weight, bias = match.operands.get(name), match.operands.get(bias_name)
         if weight is None:
             continue
         if weight.ndim != 2:
-            return Decline(f"'{weight.name}' has {weight.ndim} dimensions: it is no weight", at=weight)
+            return Decline(f"'{weight.name}' has {weight.ndim} dimensions: not a weight", at=weight)
         if bias is None:
             continue
         if bias.ndim != 1:
-            return Decline(f"'{bias.name}' has {bias.ndim} dimensions: it is no bias", at=bias)
+            return Decline(f"'{bias.name}' has {bias.ndim} dimensions: not a bias", at=bias)
         columns = weight.shape[0 if weight_layout(match, name) == "out_in" else 1]
-        # Symbolic sizes are compared as they are written: asking whether they are equal would add a guard.
-        if str(columns) != str(bias.shape[0]):
+        if not same_sizes([columns], bias.shape):
             return Decline(f"'{bias.name}' has {bias.shape[0]} numbers for {columns} columns", at=bias)
     return None
 

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.ir.schema import named_arguments
-from dovetail.rules.library.library_rule import has_op, kind, library_rule, same_sizes
+from dovetail.rules.library.library_rule import has_op, kind, library_rule, meta_tensor, same_sizes
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _REDUCTIONS = ("none", "mean", "sum")
-_LOGITS, _TARGET = torch.empty(8, 16, device="meta"), torch.empty(8, dtype=torch.int64, device="meta")
-_WEIGHT = torch.empty(16, device="meta")
+_LOGITS, _TARGET, _WEIGHT = meta_tensor(8, 16), meta_tensor(8, dtype=torch.int64), meta_tensor(16)
 
 
 @kind("cross_entropy", version=3)
@@ -89,16 +88,18 @@ def cross_entropy(
     aten = torch.ops.aten
     scores = either(lambda: logits, lambda: logits.float())
 
-    def weighed(by: Tensor | None) -> Tensor:
+    def loss(class_weight: Tensor | None) -> Tensor:
         classes = min(1, scores.dim() - 1)
         return either(
-            lambda: aten.cross_entropy_loss.default(scores, target, by, reduction, ignored, smoothing),
+            lambda: aten.cross_entropy_loss.default(
+                scores, target, class_weight, reduction, ignored, smoothing
+            ),
             lambda: aten.nll_loss_nd.default(
-                torch.log_softmax(scores, classes), target, by, reduction, ignored
+                torch.log_softmax(scores, classes), target, class_weight, reduction, ignored
             ),
         )
 
-    return either(lambda: weighed(weight), lambda: weighed(None))
+    return either(lambda: loss(weight), lambda: loss(None))
 
 
 @library_rule(
@@ -108,10 +109,10 @@ def cross_entropy(
     examples=[(_LOGITS, _TARGET)],
 )
 def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
-    """The cross entropy of class scores along the last dimension, whose targets are picked out by hand."""
+    """The cross entropy of class scores along the last dimension, with the targets gathered by hand."""
     last = logits.dim() - 1
 
-    def picked(x: Tensor) -> Tensor:
+    def gathered(x: Tensor) -> Tensor:
         column = either(lambda: target.unsqueeze(last), lambda: target.reshape(*target.shape, 1))
         chosen = x.gather(last, column)
         return either(
@@ -120,27 +121,29 @@ def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
             lambda: x[torch.arange(x.shape[0], device=x.device), target],
         )
 
-    def logs() -> Tensor:
+    def log_probabilities() -> Tensor:
         return either(lambda: F.log_softmax(logits, -1), lambda: torch.log(torch.softmax(logits, -1)))
 
     def loss() -> Tensor:
         total = torch.logsumexp(logits, -1)
         return either(
-            lambda: -picked(logs()), lambda: total - picked(logits), lambda: -(picked(logits) - total)
+            lambda: -gathered(log_probabilities()),
+            lambda: total - gathered(logits),
+            lambda: -(gathered(logits) - total),
         )
 
-    def gain() -> Tensor:
+    def log_likelihood() -> Tensor:
         total = torch.logsumexp(logits, -1)
-        return either(lambda: picked(logs()), lambda: picked(logits) - total)
+        return either(lambda: gathered(log_probabilities()), lambda: gathered(logits) - total)
 
     def column() -> Tensor:
-        return logs().gather(last, target.unsqueeze(last))
+        return log_probabilities().gather(last, target.unsqueeze(last))
 
     return either(
-        lambda: -gain().mean(),
+        lambda: -log_likelihood().mean(),
         lambda: loss().mean(),
         lambda: -column().mean(),
-        lambda: -gain().sum(),
+        lambda: -log_likelihood().sum(),
         lambda: loss().sum(),
         lambda: -column().sum(),
         loss,
@@ -153,7 +156,7 @@ def target_is_class_index(match: Match) -> Decline | None:
     if has_op(match, "index") and logits.ndim != 2:
         return Decline(f"'{target.name}' indexes '{logits.name}' along its first two dimensions", at=target)
     if target.dtype not in (torch.int32, torch.int64):
-        return Decline(f"'{target.name}' is {target.dtype}, and no index of a class", at=target)
+        return Decline(f"'{target.name}' is {target.dtype}, not an index of a class", at=target)
     if same_sizes(target.shape, logits.shape[:-1]):
         return None
     return Decline(f"'{target.name}' does not name one class for each row of scores", at=target)

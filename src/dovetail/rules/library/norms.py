@@ -1,4 +1,4 @@
-"""Norms: root-mean-square and layer norm, alone and after a residual sum, and group norm."""
+"""Norms: RMS norm and layer norm, alone and after a residual sum, and group norm."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from dovetail.rules.library.library_rule import (
     Activation,
     activate,
     activation_name,
+    inherit_parameters,
     is_floating_point,
     is_gelu,
     kind,
     library_rule,
+    meta_tensor,
     same_sizes,
     shapes_differ,
     silu,
@@ -31,7 +33,7 @@ from dovetail.rules.rule import Decline, RuleSet
 
 _RMS = "rms_norm|_fused_rms_norm|rsqrt|sqrt|pow"
 _LAYER = "layer_norm|native_layer_norm|rsqrt|sqrt|pow layer_norm|native_layer_norm|sub"
-_X, _WEIGHT = torch.empty(2, 8, 16, device="meta"), torch.empty(16, device="meta")
+_X, _WEIGHT, _CHANNELS = meta_tensor(2, 8, 16), meta_tensor(16), meta_tensor(8)
 NormInput = Annotated[Tensor, "[..., *normalized]"]
 Summand = Annotated[
     Tensor, "[..., *normalized]; the leading sizes of one of x and residual are those of the sum"
@@ -59,19 +61,13 @@ def rms_norm_kind(
 
 
 @kind("add_rms_norm", version=2)
+@inherit_parameters(rms_norm_kind.reference)
 def add_rms_norm_kind(
-    x: Summand,
-    residual: Summand,
-    weight: Affine = None,
-    *,
-    eps: float | None = None,
-    offset: float = 0.0,
-    dims: int = 1,
-    out_dtype: str = "promoted",
+    x: Summand, residual: Summand, weight: Affine = None, **attrs: Any
 ) -> tuple[Tensor, Tensor]:
     """The `rms_norm` of a sum, and the sum."""
     total = x + residual
-    return rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims, out_dtype=out_dtype), total
+    return rms_norm_kind(total, weight, **attrs), total
 
 
 @kind("layer_norm", version=2)
@@ -92,22 +88,17 @@ def layer_norm_kind(
 
 
 @kind("add_layer_norm", version=2)
+@inherit_parameters(layer_norm_kind.reference)
 def add_layer_norm_kind(
-    x: Summand,
-    residual: Summand,
-    weight: Affine = None,
-    bias: Affine = None,
-    *,
-    eps: float = 1e-5,
-    dims: int = 1,
-    out_dtype: str = "promoted",
+    x: Summand, residual: Summand, weight: Affine = None, bias: Affine = None, **attrs: Any
 ) -> tuple[Tensor, Tensor]:
     """The `layer_norm` of a sum, and the sum."""
     total = x + residual
-    return layer_norm_kind(total, weight, bias, eps=eps, dims=dims, out_dtype=out_dtype), total
+    return layer_norm_kind(total, weight, bias, **attrs), total
 
 
 @kind("dropout_add_layer_norm", version=2, draws="one dropout mask of the shape of x")
+@inherit_parameters(layer_norm_kind.reference)
 def dropout_add_layer_norm_kind(
     x: Summand,
     residual: Summand,
@@ -116,13 +107,11 @@ def dropout_add_layer_norm_kind(
     shift: Affine = None,
     *,
     dropout: float = 0.0,
-    eps: float = 1e-5,
-    dims: int = 1,
-    out_dtype: str = "promoted",
+    **attrs: Any,
 ) -> Tensor:
     """The `layer_norm` of dropout(x + bias) + residual, with the affine bias as `shift`."""
     total = F.dropout(x if bias is None else x + bias, dropout) + residual
-    return layer_norm_kind(total, weight, shift, eps=eps, dims=dims, out_dtype=out_dtype)
+    return layer_norm_kind(total, weight, shift, **attrs)
 
 
 @kind("group_norm")
@@ -143,7 +132,7 @@ _NORM_OPS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "_fused_rm
 
 
 def normalized_dims(match: Match) -> int:
-    """How many dimensions a norm is over: those that its operator names, one where it is written out."""
+    """Return the number of dimensions a norm is over: those of its operator, one where it is written out."""
     for node in match.aten:
         if op_name(node.target) in _NORM_OPS:
             return len(cast("list[Any]", named_arguments(node)["normalized_shape"]))
@@ -151,7 +140,7 @@ def normalized_dims(match: Match) -> int:
 
 
 def norm_attrs(match: Match) -> dict[str, Any]:
-    """The attributes of any norm among the literals of its pattern, `dims` and `out_dtype`."""
+    """Return the attributes of a norm: literals of its pattern, `dims` and `out_dtype`."""
     names = ("eps", "offset", "dropout")
     literals = {name: match.literals[name] for name in names if name in match.literals}
     dtypes = [v.dtype for v in match.operands.values() if v is not None and v.dtype.is_floating_point]
@@ -161,14 +150,11 @@ def norm_attrs(match: Match) -> dict[str, Any]:
 
 
 def _norm_and_sum(match: Match) -> list[Node | None]:
-    """The norm and the sum it is of."""
+    """Return the norm and the sum it is applied to."""
     summed = {match["x"].aten, match["residual"].aten}
-    sums = [
-        node
-        for n, node in match.aten.items()
-        if op_name(n.target) == "add" and {*n.all_input_nodes} == summed
-    ]
-    return [match.outputs[0], sums[0] if sums else None]
+    sums = (n for n in match.aten if op_name(n.target) == "add" and {*n.all_input_nodes} == summed)
+    total = next(sums, None)
+    return [match.outputs[0], None if total is None else match.aten[total]]
 
 
 def _rsqrt(x: Tensor) -> Tensor:
@@ -176,7 +162,7 @@ def _rsqrt(x: Tensor) -> Tensor:
 
 
 def rms_norm_pattern(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor:
-    """x / rms(x), perhaps times a weight: the operator, or its steps with float32 or without on the way."""
+    """x / rms(x) with or without a weight: the operator, or its steps, in float32 or not."""
 
     def by_hand() -> Tensor:
         wide = either(lambda: x.float(), lambda: x)
@@ -184,11 +170,11 @@ def rms_norm_pattern(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor
         scaled = either(
             lambda: wide * _rsqrt(spread),
             lambda: wide / torch.sqrt(spread),
-            # The statistics alone are wide, as T5 does it.
+            # As in T5, only the statistics are in float32.
             lambda: x * torch.rsqrt(spread),
         )
         return either(
-            # Gemma's weights are kept as the difference from one.
+            # Gemma's weights are differences from one.
             lambda: ((weight.to(scaled.dtype) + offset) * scaled).to(x.dtype),
             lambda: weight * scaled.to(x.dtype),
             lambda: (weight * scaled).to(x.dtype),
@@ -203,7 +189,7 @@ def rms_norm_pattern(x: Tensor, weight: Tensor, eps: Any, offset: Any) -> Tensor
 
 
 def layer_norm_pattern(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> Tensor:
-    """(x - mean) / sqrt(variance + eps), perhaps with weight and bias: the operator, or its steps."""
+    """(x - mean) / sqrt(variance + eps) with or without weight and bias: the operator, or its steps."""
 
     def by_hand() -> Tensor:
         wide = either(lambda: x.float(), lambda: x)
@@ -239,7 +225,7 @@ def layer_norm_op_pattern(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> 
 
 @library_rule(rms_norm_kind, needs=_RMS, attrs_of=norm_attrs, examples=[(_X, _WEIGHT)])
 def rms_norm(x: Tensor, weight: Tensor, eps: Any = Const(0.0303), offset: Any = Const(1.0404)) -> Tensor:
-    """A root-mean-square norm over the last dimension, or over those of its weight."""
+    """An RMS norm over the last dimension, or over those of its weight."""
     return rms_norm_pattern(x, weight, eps, offset)
 
 
@@ -258,7 +244,7 @@ def add_rms_norm(
     eps: Any = Const(0.0303),
     offset: Any = Const(1.0404),
 ) -> Tensor:
-    """A sum of two streams and its root-mean-square norm; the sum is returned too where it is used again."""
+    """A residual sum and its RMS norm; the sum is returned too where it is used again."""
     return rms_norm_pattern(x + residual, weight, eps, offset)
 
 
@@ -279,7 +265,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Any = Const(0.0303)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: Any = Const(0.0303)
 ) -> Tensor:
-    """A sum of two streams and its layer norm; the sum is returned too where it is used again."""
+    """A residual sum and its layer norm; the sum is returned too where it is used again."""
     return layer_norm_pattern(x + residual, weight, bias, eps)
 
 
@@ -301,7 +287,7 @@ def dropout_add_layer_norm(
 ) -> Tensor:
     """The layer norm of dropout(x + bias) + residual.
 
-    In inference no dropout is left, in training no bias need be: it may be part of what made x.
+    In inference there is no dropout; in training the bias may be part of the operation that computes x.
     """
     dropped = either(
         lambda: optional(x + bias, lambda y: F.dropout(y, dropout)), lambda: F.dropout(x, dropout)
@@ -310,24 +296,22 @@ def dropout_add_layer_norm(
 
 
 def _normalized_sizes(match: Match) -> list[Any]:
-    """The sizes of what is normalized."""
+    """Return the sizes of the value that is normalized."""
     node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_NORM_OPS})
-    given = named_arguments(node)
-    return list(value_of(given.get("input", given.get("self"))).shape)
+    arguments = named_arguments(node)
+    return list(value_of(arguments.get("input", arguments.get("self"))).shape)
 
 
 def affine_has_normalized_shape(match: Match) -> Decline | None:
-    """Refuse a weight or bias that is not of the normalized sizes: broadcast otherwise, it is another operation."""
+    """Refuse a weight or bias that does not have the normalized sizes: broadcast, it is another operation."""
     sizes, dims = _normalized_sizes(match), normalized_dims(match)
     for name in ("weight", "bias", "shift"):
-        bound = match.operands.get(name)
+        value = match.operands.get(name)
         width = 1 if name == "bias" and "shift" in match else dims
         expected = sizes[len(sizes) - width :]
-        if bound is not None and not same_sizes(bound.shape, expected):
-            shape = ", ".join(str(n) for n in bound.shape)
-            return Decline(
-                f"'{bound.name}' has shape [{shape}], not [{', '.join(map(str, expected))}]", at=bound
-            )
+        if value is not None and not same_sizes(value.shape, expected):
+            shape, other = (", ".join(map(str, s)) for s in (value.shape, expected))
+            return Decline(f"'{value.name}' has shape [{shape}], not [{other}]", at=value)
     return None
 
 
@@ -337,22 +321,20 @@ def affine_has_normalized_shape(match: Match) -> Decline | None:
 def summands_have_one_rank(match: Match) -> Decline | None:
     x, residual = match["x"], match["residual"]
     if x.ndim != residual.ndim:
-        return Decline(
-            f"'{residual.name}' and '{x.name}' differ in rank: what is added is no residual", at=residual
-        )
+        return Decline(f"'{residual.name}' and '{x.name}' differ in rank: not a residual sum", at=residual)
     total, dims = _normalized_sizes(match), normalized_dims(match)
     inner = [v.shape[v.ndim - dims :] for v in (x, residual)]
     enlarged = [shapes_differ(v.shape, total) for v in (x, residual)]
     if not any(shapes_differ(sizes, total[x.ndim - dims :]) for sizes in inner) and not all(enlarged):
         return None
-    return Decline(f"'{residual.name}' and '{x.name}' are spread over each other", at=residual)
+    return Decline(f"'{residual.name}' and '{x.name}' broadcast over each other", at=residual)
 
 
 @library_rule(
     group_norm_kind,
     needs="group_norm|native_group_norm",
     attrs_of=lambda m: {"groups": m["groups"], "eps": m["eps"], "activation": activation_name(m)},
-    examples=[(_X, torch.empty(8, device="meta"), torch.empty(8, device="meta"))],
+    examples=[(_X, _CHANNELS, _CHANNELS)],
 )
 @with_gelu
 def group_norm(

@@ -1,4 +1,4 @@
-"""Average pooling by hand."""
+"""Average pooling from means, slices, unfolded windows and reshapes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import functools
 from collections.abc import Iterable
 from typing import Annotated, Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
 from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
-from dovetail.rules.library.library_rule import LibraryRule, is_floating_point, kind, library_rule
+from dovetail.rules.library.library_rule import (
+    LibraryRule,
+    is_floating_point,
+    kind,
+    library_rule,
+    meta_tensor,
+)
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.normalized_graph import normalized_graph_of
 from dovetail.rules.rule import Decline, Proposal, Rule, RuleContext, RuleSet
 
-_IMAGES = torch.empty(2, 3, 8, 8, device="meta")
+_IMAGES = meta_tensor(2, 3, 8, 8)
 
 
 @kind("avg_pool", version=2)
@@ -36,12 +41,9 @@ def avg_pool_kind(
 
 
 def _has_image_means(context: RuleContext) -> bool:
-    """Whether there is a mean over the last two of four dimensions, at once or one after the other."""
-    return any(
-        _is_image_mean(node)
-        for node in context.analysis(normalized_graph_of).nodes
-        if op_name(node.target) == "mean"
-    )
+    """Return whether there is a mean over the last two of four dimensions, in one step or two."""
+    nodes = context.analysis(normalized_graph_of).nodes
+    return any(op_name(node.target) == "mean" and _is_image_mean(node) for node in nodes)
 
 
 def _is_image_mean(node: Node) -> bool:
@@ -79,9 +81,9 @@ def avg_pool_global(x: Tensor) -> Tensor:
 def is_batch_of_images(match: Match) -> Decline | None:
     x = match["x"]
     if x.ndim != 4:
-        return Decline(f"'{x.name}' has {x.ndim} dimensions: it is no batch of images", at=x)
+        return Decline(f"'{x.name}' has {x.ndim} dimensions: not a batch of images", at=x)
     if any(static_size(n) == 0 for n in x.shape[1:]):
-        return Decline(f"'{x.name}' has no elements to take the mean of", at=x)
+        return Decline(f"'{x.name}' is empty", at=x)
     return is_floating_point(match)
 
 
@@ -101,7 +103,7 @@ def _has_strided_slices(context: RuleContext) -> bool:
     examples=[(_IMAGES,)],
 )
 def avg_pool_slices(x: Tensor) -> Tensor:
-    """The mean of each two by two block, as a sum of the four images that take every other row and column."""
+    """The mean of each two by two block, as a sum of four slices with every other row and column."""
 
     def corner(row: int, column: int) -> Tensor:
         return x[:, :, row::2, column::2]
@@ -124,7 +126,7 @@ def sizes_are_even(match: Match) -> Decline | None:
     sizes = [static_size(n) for n in x.shape[2:]]
     if all(n is not None and n % 2 == 0 for n in sizes):
         return None
-    # Every other row of an odd count is one more than the rows between: they broadcast, or do not add up.
+    # With an odd number of rows the slices have different sizes: they broadcast, or fail.
     return Decline(f"'{x.name}' is not known to have an even number of rows and columns", at=x)
 
 
@@ -149,34 +151,34 @@ avg_pool_windows.guard(is_batch_of_images)
 
 @functools.cache
 def _rule_for_block(height: int, width: int) -> LibraryRule:
-    """The rule for blocks of one size: what a reshape cuts an image into is told by numbers, not by operands."""
+    """Return the rule for blocks of one size: the sizes of a reshape are literals."""
 
     @library_rule(
         avg_pool_kind,
         name="avg_pool_blocks",
         needs="reshape|view mean|sum",
         attrs_of=lambda m: {"kernel": [height, width], "stride": [height, width]},
-        examples=[(torch.empty(2, 3, 2 * height, 2 * width, device="meta"),)],
+        examples=[(meta_tensor(2, 3, 2 * height, 2 * width),)],
     )
-    def blocks(x: Tensor) -> Tensor:
+    def avg_pool(x: Tensor) -> Tensor:
         batch, channels, rows, columns = x.shape
-        cut = x.reshape(batch, channels, rows // height, height, columns // width, width)
+        blocks = x.reshape(batch, channels, rows // height, height, columns // width, width)
         return either(
-            lambda: cut.mean((3, 5)),
-            lambda: cut.mean((5, 3)),
-            lambda: cut.mean(5).mean(3),
-            lambda: cut.mean(3).mean(4),
-            lambda: cut.sum((3, 5)) / (height * width),
-            lambda: cut.sum((5, 3)) / (height * width),
-            lambda: cut.sum((3, 5)) * (1 / (height * width)),
+            lambda: blocks.mean((3, 5)),
+            lambda: blocks.mean((5, 3)),
+            lambda: blocks.mean(5).mean(3),
+            lambda: blocks.mean(3).mean(4),
+            lambda: blocks.sum((3, 5)) / (height * width),
+            lambda: blocks.sum((5, 3)) / (height * width),
+            lambda: blocks.sum((3, 5)) * (1 / (height * width)),
         )
 
-    blocks.guard(is_batch_of_images)
-    return blocks
+    avg_pool.guard(is_batch_of_images)
+    return avg_pool
 
 
 class AveragePoolBlocks(Rule):
-    """Proposes means over blocks that a reshape cut images into, whatever the size of the blocks."""
+    """Proposes means over blocks that a reshape splits images into, for all sizes of blocks."""
 
     def __init__(self) -> None:
         self.name, self.kind, self.reference = "avg_pool_blocks", "avg_pool", avg_pool_kind
@@ -187,7 +189,7 @@ class AveragePoolBlocks(Rule):
 
 
 def _block_sizes(context: RuleContext) -> set[tuple[int, int]]:
-    found: set[tuple[int, int]] = set()
+    sizes: set[tuple[int, int]] = set()
     for node in context.analysis(normalized_graph_of).nodes:
         if op_name(node.target) not in ("reshape", "view"):
             continue
@@ -197,8 +199,8 @@ def _block_sizes(context: RuleContext) -> set[tuple[int, int]]:
         if before.dim() == 4 and after.dim() == 6:
             height, width = static_size(after.shape[3]), static_size(after.shape[5])
             if height is not None and width is not None:
-                found.add((height, width))
-    return found
+                sizes.add((height, width))
+    return sizes
 
 
 avg_pool_blocks = AveragePoolBlocks()

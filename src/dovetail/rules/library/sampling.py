@@ -1,4 +1,4 @@
-"""Drawing from distributions."""
+"""Sampling from distributions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dovetail.rules.library.library_rule import kind, library_rule
+from dovetail.rules.library.library_rule import kind, library_rule, meta_tensor
 from dovetail.rules.patterns.alternatives import Const, optional
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.rule import Decline, RuleSet
 
 _REL_TOL = 1e-7
-"""By how much of its size a bound may be moved by the rounding of what is drawn from."""
+"""The relative error of a bound that rounding of the interval of the uniform distribution may cause."""
 _MAX_EXPONENT = 700.0
-_EMPTY = torch.empty(8, 8, device="meta")
 
 
 @kind("trunc_normal", draws="one uniform number for each element, in memory order of `empty`")
@@ -44,7 +43,7 @@ def trunc_normal_kind(
         "low": m["low"],
         "high": m["high"],
     },
-    examples=[(_EMPTY,)],
+    examples=[(meta_tensor(8, 8),)],
 )
 def trunc_normal(
     empty: Tensor,
@@ -55,33 +54,33 @@ def trunc_normal(
     low: Any = Const(-2.1505),
     high: Any = Const(2.1606),
 ) -> Tensor:
-    """Samples of a normal distribution cut off at both ends, by the inverse of its cumulative distribution.
+    """Samples of a normal distribution truncated at both ends, by the inverse of its cumulative distribution.
 
     `empty` is the tensor that is filled: its values are not read.
     """
     drawn = torch.ops.aten.uniform.default(empty, start, end)
-    wide = torch.erfinv(drawn) * spread
-    return optional(wide, lambda x: x + mean).clamp(low, high)
+    scaled = torch.erfinv(drawn) * spread
+    return optional(scaled, lambda x: x + mean).clamp(low, high)
 
 
 @trunc_normal.guard
 def interval_matches_bounds(match: Match) -> Decline | None:
     low, high, spread, mean = match["low"], match["high"], match["spread"], match.literals.get("mean", 0.0)
     if low is None or high is None:
-        return Decline("it is not cut off at both ends")
+        return Decline("it is not truncated at both ends")
     if not low < high:
         return Decline("its bounds are not in order")
     if not spread > 0:
         return Decline(f"its standard deviation is {spread / math.sqrt(2.0):.7g}")
     for name, bound in (("start", low), ("end", high)):
         z = (bound - mean) / spread
-        meant = math.erf(z)
-        # The inverse of erf is steep near its ends: what counts is how far the bound is moved, not the number drawn.
-        moved = abs(match[name] - meant) * spread * math.exp(min(z * z, _MAX_EXPONENT))
-        if moved > _REL_TOL * (abs(low) + abs(high)):
+        expected = math.erf(z)
+        # The inverse of erf is steep near its ends: compare the bounds, not the ends of the interval.
+        error = abs(match[name] - expected) * spread * math.exp(min(z * z, _MAX_EXPONENT))
+        if error > _REL_TOL * (abs(low) + abs(high)):
             return Decline(
-                f"it draws from {match[name]!r} where {meant:.7g} would be cut off at {bound!r}: what lies beyond "
-                "is moved to the bound or never reached"
+                f"it draws from {match[name]!r} where truncation at {bound!r} needs {expected:.7g}: samples beyond "
+                "the bound are clamped, or the bound is never reached"
             )
     return None
 
