@@ -131,7 +131,7 @@ def _draw_find(rng: Random, names: list[str]) -> str:
 
 
 def _draw_backend(rng: Random) -> tuple[str, Any]:
-    return "backend", _one(rng, ("eager", "eager", "torchscript"))
+    return "backends", _one(rng, ("eager", "eager", "torchscript"))
 
 
 def _draw_fusion(rng: Random) -> tuple[tuple[str, Any], ...]:

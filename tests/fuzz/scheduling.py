@@ -206,11 +206,11 @@ class Play:
         found = self._found(do)
         made = self._part(do).fuse(found, **options)
         assert isinstance(made, list) == (isinstance(found, list) and not options.get("together"))
-        self._mark(inexact=options.get("backend") == "torchscript", saved=do.find not in UNSAVED)
+        self._mark(inexact=options.get("backends") == "torchscript", saved=do.find not in UNSAVED)
 
     def _lower(self, do: Do, options: dict[str, Any]) -> None:
-        self.schedule.lower(self._targets(do), options["backend"])
-        self._mark(inexact=options["backend"] == "torchscript")
+        self.schedule.lower(self._targets(do), options["backends"])
+        self._mark(inexact=options["backends"] == "torchscript")
 
     def _replace(self, do: Do, options: dict[str, Any]) -> None:
         ways = EQUALS["siblings" if options.get("siblings") else do.find]
