@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.backends.int8 import int8_backend as int8
+from dovetail.backends.int8 import int8_backend
 from dovetail.backends.int8.int8_backend import Int8
 from dovetail.errors import InvalidArgument
 from dovetail.zoo import bert, resnet
@@ -154,29 +154,29 @@ def test_images_with_channels_last_stay_so() -> None:
 
 REFUSED = {
     "dtype": Form(
-        F.linear, [W.bfloat16()], X.bfloat16(), "is torch.bfloat16, and int8 stands in for float32"
+        F.linear, [W.bfloat16()], X.bfloat16(), "is torch.bfloat16, and int8 replaces float32"
     ),
     "two values": Form(
         lambda x: x.relu() @ x.tanh().mT,
         [],
         X[0],
-        "multiplies two values, and none of them is a weight",
+        "multiplies two values of which none is a weight",
     ),
     "computed": Form(
         lambda x, w: F.linear(x, w * 2),
         [W],
         X,
-        "multiplies two values, and none of them is a weight",
+        "multiplies two values of which none is a weight",
     ),
     "no product": Form(lambda x: torch.relu(x) + 1, [], X, "it has no product with weights"),
     "more": Form(
-        lambda x, w: torch.softmax(F.linear(x, w), -1), [W], X, "(softmax) is no step beside a product"
+        lambda x, w: torch.softmax(F.linear(x, w), -1), [W], X, "(softmax) is not an elementwise operation or view beside a product"
     ),
     "transposed": Form(
         lambda x, w: F.conv_transpose2d(x, w),
         weights((3, 8, 3, 3)),
         IMAGE,
-        "(conv_transpose2d) is no step beside a product",
+        "(conv_transpose2d) is not an elementwise operation or view beside a product",
     ),
     "no batch": Form(F.conv2d, [KERNEL], IMAGE[0], "has no batch dimension"),
     "vector": Form(F.linear, [W], X[0, 0], "is a product of one vector"),
@@ -184,7 +184,7 @@ REFUSED = {
         lambda x, w, b: F.batch_norm(F.conv2d(x, w, b), None, None, training=True),
         [KERNEL, BIAS],
         IMAGE,
-        "goes by the statistics of the batch; capture the model in eval mode",
+        "uses the statistics of the batch; capture the model in eval mode",
     ),
     "draws": Form(lambda x, w: F.dropout(F.linear(x, w), 0.5), [W], X, "it has effects (random)"),
 }
@@ -206,7 +206,7 @@ def test_what_cannot_run_in_integers_is_declined_with_the_reason(form: str) -> N
 
 
 def test_another_machine_declines_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "why_not_here", lambda: "this processor has no VNNI")
+    monkeypatch.setattr(int8_backend, "why_not_here", lambda: "this processor has no VNNI")
     fast = lowered(Layers().eval(), X)
     assert set(reasons(fast, "supports")) == {"this processor has no VNNI"}
     assert integers(fast, X) == 0
@@ -220,7 +220,7 @@ def test_weights_that_are_inputs_stay_in_float32() -> None:
     for _ in range(3):
         assert torch.equal(fast(X, W), F.linear(X, W))
     assert reasons(fast, "prepare") == [
-        "stays in float32: its operand 1 is a weight, and no parameter or constant"
+        "stays in float32: its operand 1 is a weight, but not a parameter or constant"
     ]
 
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.backends.int8 import int8_kernels as int8_steps
+from dovetail.backends.int8 import int8_kernels
 from dovetail.backends.int8.int8_backend import Int8
 from dovetail.backends.int8.int8_calibration import Calibrations, RangeObserver, closest_range, range_of
-from dovetail.backends.int8.int8_kernels import Bytes, quantised_weight
+from dovetail.backends.int8.int8_kernels import Quantizer, quantised_weight
 from dovetail.numerics.tolerance import Reference, difference, relative_error
 from tests.backends.int8_helpers import Images, Layers, integers, lowered, needs_int8, off, reasons
 from tests.lowering.helpers import Blocks, Counting, events, fused
@@ -119,7 +119,7 @@ def test_samples_that_do_not_fit_are_made_up_for_by_calls() -> None:
     model = Layers().eval()
     fast = lowered(model, X, backend=Int8([(torch.randn(2, 32),), (X,)]))
     assert reasons(fast, "calibration") == [
-        "1 of 2 sample inputs fit this graph; calls make up for the others"
+        "1 of 2 sample inputs match this graph; calls replace the others"
     ]
     assert torch.equal(fast(X), model(X))
     assert integers(fast, X) == 2
@@ -226,9 +226,9 @@ def test_a_wrong_scale_fails_verify_and_the_next_backend_runs(
         return range_of(low / 4, high / 4)
 
     if broken == "weights":
-        monkeypatch.setattr(int8_steps, "quantised_weight", wrong_weight)
+        monkeypatch.setattr(int8_kernels, "quantised_weight", wrong_weight)
     else:
-        monkeypatch.setattr(int8_steps, "range_of", wrong_range)
+        monkeypatch.setattr(int8_kernels, "range_of", wrong_range)
     gm = dovetail.fuse(dovetail.capture(Layers().eval(), (X,)), Int8().rules)
     checked = dovetail.lower(gm, [Int8(), Counting()], verify=True, cache=False)
     assert {r.backend for r in dovetail.regions(checked)} == {"counting"}
@@ -276,13 +276,13 @@ def test_the_relative_error_counts_where_numbers_are_wanted() -> None:
 def test_bytes_are_the_nearest_steps_and_zero_is_exact() -> None:
     x = torch.linspace(-2.5, 7.0, 9973)
     steps = range_of(-2.0, 6.0)
-    made = Bytes(steps, torch.contiguous_format)(x)
+    made = Quantizer(steps, torch.contiguous_format)(x)
     wanted = (x / steps.scale).round().add(steps.zero_point).clamp(0, 255)
     assert made.dtype is torch.uint8
     assert (made.float() - wanted).abs().max() <= 1  # halves may go either way
     assert (made.float() != wanted).float().mean() < 1e-3
-    assert Bytes(steps, torch.contiguous_format)(torch.zeros(3)).tolist() == [steps.zero_point] * 3
-    assert Bytes(steps, torch.contiguous_format)(torch.tensor([1e30, -1e30])).tolist() == [255, 0]
+    assert Quantizer(steps, torch.contiguous_format)(torch.zeros(3)).tolist() == [steps.zero_point] * 3
+    assert Quantizer(steps, torch.contiguous_format)(torch.tensor([1e30, -1e30])).tolist() == [255, 0]
     assert (range_of(1.0, 2.0).zero_point, range_of(-2.0, -1.0).zero_point) == (0, 255)
     assert range_of(0.0, 0.0).scale == 1.0
 
@@ -299,9 +299,9 @@ def test_what_is_watched_is_finite_and_not_empty() -> None:
     watch = RangeObserver()
     for x in (torch.empty(0, 4), torch.tensor([1.0, float("inf")]), torch.tensor([float("nan")])):
         watch(x)
-    assert watch.seen() is None
+    assert watch.observed() is None
     watch(torch.tensor([-1.0, 3.0]))
-    found = watch.seen()
+    found = watch.observed()
     assert found is not None
     assert abs(found.range.scale - 4 / 255) < 1e-6
 

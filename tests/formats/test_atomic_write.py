@@ -12,7 +12,6 @@ import torch
 import dovetail
 from dovetail.errors import SaveError
 from dovetail.formats.archive.save import save
-from dovetail.formats.onnx import to_onnx as onnx_writing
 from dovetail.formats.onnx.to_onnx import to_onnx
 
 onnx = pytest.importorskip("onnx")
@@ -66,8 +65,8 @@ def test_no_place_for_a_file(
         "": "the path is empty",
         str(tmp_path): "is a folder; give the name of a file",
         str(tmp_path / "none" / "x"): "there is no folder '.*none'",
-        str(tmp_path / "around"): "no plain file",
-        str(tmp_path / "pipe"): "no plain file",
+        str(tmp_path / "around"): "not a regular file",
+        str(tmp_path / "pipe"): "not a regular file",
     }
     monkeypatch.chdir(tmp_path)
     for path, reason in refused.items():
@@ -77,7 +76,7 @@ def test_no_place_for_a_file(
 
 
 def test_weights_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_writing, "_LARGEST", 10)
+    monkeypatch.setattr("dovetail.formats.onnx.to_onnx._LARGEST", 10)
     graph = dovetail.capture(torch.nn.Linear(64, 64), (torch.ones(1, 64),))
     (tmp_path / "m.onnx.data").write_bytes(b"before")
     (tmp_path / "m.onnx.data").chmod(0o600)

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dovetail
-from dovetail.frontend import detached_writes as autograd_aliases
-from dovetail.frontend import export_fixups as copying
+from dovetail.frontend import detached_writes, export_fixups
 from tests.frontend.test_side_effects import Forward, assert_alike, model_of, plain
 
 
@@ -346,7 +345,7 @@ def test_a_diagonal_that_wraps_around_memory_with_gaps_is_refused() -> None:
 def test_strided_scatters_that_decomposition_introduces_are_refused_over_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copying, "_fill_diagonals", lambda program: False)
+    monkeypatch.setattr(export_fixups, "_fill_diagonals", lambda program: False)
 
     def forward(m: Any, x: Tensor) -> Any:
         y = m.linear(x)
@@ -373,8 +372,8 @@ def test_tensors_detached_in_place_are_looked_at_once_in_all(monkeypatch: pytest
         return total
 
     calls: list[Any] = []
-    grouped = autograd_aliases.grouped
-    monkeypatch.setattr(autograd_aliases, "grouped", lambda *args: calls.append(args) or grouped(*args))
+    grouped = detached_writes.grouped
+    monkeypatch.setattr(detached_writes, "grouped", lambda *args: calls.append(args) or grouped(*args))
     x = torch.linspace(-1, 1, 6, requires_grad=True)
     assert torch.equal(dovetail.capture(forward, (x,))(x), forward(x))
     assert len(calls) < 5

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.frontend import export as exporting
+from dovetail.frontend import export
 
 
 class Writing(nn.Module):
@@ -36,13 +36,13 @@ class Writing(nn.Module):
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The programs that are traced a second time, to be decomposed."""
     programs: list[Any] = []
-    retraced = exporting.retraced
+    retraced = export.retraced
 
     def counted(program: Any, signature: Any) -> Any:
         programs.append(program)
         return retraced(program, signature)
 
-    monkeypatch.setattr(exporting, "retraced", counted)
+    monkeypatch.setattr(export, "retraced", counted)
     return programs
 
 

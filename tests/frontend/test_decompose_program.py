@@ -21,8 +21,7 @@ from torch.fx.node import map_arg
 import dovetail
 from dovetail import zoo
 from dovetail.errors import CaptureError
-from dovetail.frontend import decompose_program as direct
-from dovetail.frontend import export as exporting
+from dovetail.frontend import decompose_program, export
 from dovetail.frontend.decompose_ops import Unsure
 from dovetail.frontend.export_aliases import storage_of
 from tests.fuzz.hunt import draw
@@ -41,7 +40,7 @@ class Both:
     def __init__(self) -> None:
         self.compared = 0
         self.reasons: list[str] = []
-        self.original = direct.decomposed
+        self.original = decompose_program.decomposed
 
     def __call__(self, program: Any, signature: Any) -> Any:
         try:
@@ -49,7 +48,7 @@ class Both:
         except Unsure as reason:
             self.reasons.append(str(reason))
             raise
-        theirs = exporting.retraced(program, signature)
+        theirs = export.retraced(program, signature)
         have, want = facts(mine), facts(theirs)
         assert [fact["name"] for fact in have] == [fact["name"] for fact in want]
         for one, other in zip(have, want, strict=True):
@@ -67,7 +66,7 @@ class Both:
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Both:
     spy = Both()
-    monkeypatch.setattr(direct, "decomposed", spy)
+    monkeypatch.setattr(decompose_program, "decomposed", spy)
     return spy
 
 
@@ -144,7 +143,7 @@ def test_captured_text_is_the_same(name: str, both: Both, monkeypatch: pytest.Mo
     def never(program: Any, signature: Any) -> Any:
         raise Unsure("not today")
 
-    monkeypatch.setattr(direct, "decomposed", never)
+    monkeypatch.setattr(decompose_program, "decomposed", never)
     theirs = dovetail.capture(model, inputs.args, inputs.kwargs)
     assert both.compared == 1
     assert dovetail.text(mine) == dovetail.text(theirs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import dovetail
-from dovetail.fusion import select as choose
+from dovetail.fusion import select
 from dovetail.fusion.acyclicity import RegionContraction
 from dovetail.fusion.ledger import explain
 from tests.fusion.helpers import Fixed, fused, held, reasons, sets
@@ -108,7 +108,7 @@ def test_a_search_that_is_given_up_refuses_and_says_so(monkeypatch: pytest.Monke
     def short_of_breath(*args: Any, budget: int) -> RegionContraction:
         return RegionContraction(*args, budget=0)
 
-    monkeypatch.setattr(choose, "RegionContraction", short_of_breath)
+    monkeypatch.setattr(select, "RegionContraction", short_of_breath)
     gm = fused(trace(twins), [Fixed("one", "relu sin"), Fixed("two", "tanh exp")], X)
     assert not dovetail.regions(gm)
     words = "it is entangled with so many other candidates that no place was found for it"

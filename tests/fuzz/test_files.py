@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.formats.archive import container as archive
-from dovetail.formats.archive import load as loading
+from dovetail.formats.archive import container, load
 
 from . import files, jobs
 from .archives import mutant, originals
@@ -47,19 +46,19 @@ def test_mutations_follow_from_the_seed() -> None:
 
 
 def _raises(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(loading, "InvalidFile", KeyError)
+    monkeypatch.setattr(load, "InvalidFile", KeyError)
     return "KeyError"
 
 
 def _hangs(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(files, "SECONDS", 0.1)
-    monkeypatch.setattr(archive.Archive, "_parsed", lambda *_: [None for _ in iter(int, 1)])
+    monkeypatch.setattr(container.Archive, "_parsed", lambda *_: [None for _ in iter(int, 1)])
     return "too long"
 
 
 def _waits(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(files, "WAITING", 0.1)
-    monkeypatch.setattr(archive.Archive, "_parsed", lambda *_: time.sleep(60))
+    monkeypatch.setattr(container.Archive, "_parsed", lambda *_: time.sleep(60))
     return "too long"
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dovetail.ir import dependencies as index
+from dovetail.ir import dependencies
 from dovetail.ir.dependencies import Dependencies
 from dovetail.outlining import escapes, outline
-from dovetail.scheduling import call_recording as recording
+from dovetail.scheduling import call_recording
 from dovetail.scheduling.session import ScheduleSession
 
 from .hunt import Found, draw, hunt
@@ -84,12 +84,12 @@ def test_there_are_two_thousand_programs() -> None:
 
 
 def _no_effect_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest: Callable[..., Dependencies] = index.dependencies
+    honest: Callable[..., Dependencies] = dependencies.dependencies
 
     def blind(*args: Any) -> Dependencies:
         return replace(honest(*args), before={})
 
-    monkeypatch.setattr(index, "dependencies", blind)
+    monkeypatch.setattr(dependencies, "dependencies", blind)
 
 
 def _clones_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def _undoes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_buffers_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "undisturbed", lambda model: nullcontext())
+    monkeypatch.setattr(call_recording, "undisturbed", lambda model: nullcontext())
 
 
 @pytest.mark.parametrize(

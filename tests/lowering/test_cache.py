@@ -16,10 +16,8 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail.ir.meta_keys import LOWERING
-from dovetail.lowering import cache as caching
-from dovetail.lowering import cache as surroundings
 from dovetail.lowering.backend_protocol import Compiled
-from dovetail.lowering.cache import Cache, default_folder, open_cache, tool_folder
+from dovetail.lowering.cache import Cache, default_folder, open_cache, tool_folder, toolchain
 from dovetail.lowering.compile_unit import unit_of
 from dovetail.lowering.guards import specialization_of
 from dovetail.lowering.lower import lower
@@ -325,7 +323,7 @@ def test_the_key_tells_apart_what_code_depends_on(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     others.append(key(program(), Saves(), x.detach(), x.detach()))
     monkeypatch.undo()
-    monkeypatch.setattr(caching, "toolchain", lambda: ("another compiler",))
+    monkeypatch.setattr("dovetail.lowering.cache.toolchain", lambda: ("another compiler",))
     others.append(key(program(), Saves(), x.detach(), x.detach()))
     assert len({first, *others}) == len(others) + 1
 
@@ -374,7 +372,7 @@ def test_looking_up_starts_no_process(tmp_path: Path, monkeypatch: pytest.Monkey
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    surroundings.toolchain.cache_clear()
+    toolchain.cache_clear()
     x = torch.ones(2, 3)
     cache = Cache(tmp_path)
     assert (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.runtime import capture_cache as forms
+from dovetail.runtime import capture_cache
 
 
 class Straight(torch.autograd.Function):
@@ -84,13 +84,13 @@ class Branching(nn.Module):
 @pytest.mark.filterwarnings("ignore:a call runs the model as it is")
 def test_a_failure_that_no_input_cures_is_not_tried_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[Any] = []
-    original = forms.capture
+    original = capture_cache.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         attempts.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(forms, "capture", counted)
+    monkeypatch.setattr(capture_cache, "capture", counted)
     fast = dovetail.compile(Branching(), backends="eager")
     for n in range(2, 12):
         assert torch.equal(fast(torch.ones(n)), torch.ones(n) + 1)
