@@ -30,6 +30,10 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def _renames(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
 # Decompose into operators whose flops torch counts, or are fused forms of them.
 ANCHORS = _names(
     """
@@ -90,45 +94,22 @@ RANDOM_ELEMENTWISE = _names("dropout native_dropout alpha_dropout bernoulli")
 _ATEN_NAMESPACES = ("aten", "prims")
 
 # Names in Python and torch that differ from ATen's.
-_ATEN_NAMES = {
-    "truediv": "div",
-    "true_divide": "div",
-    "divide": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "and_": "bitwise_and",
-    "or_": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "inv": "bitwise_not",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "multiply": "mul",
-    "subtract": "sub",
-    "negative": "neg",
-    "absolute": "abs",
-    "concat": "cat",
-    "concatenate": "cat",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "less": "lt",
-    "less_equal": "le",
-    "not_equal": "ne",
-    "_threshold": "threshold",
-    "logsigmoid": "log_sigmoid",
-    "cross_entropy": "cross_entropy_loss",
-}
-_MODULE_OPS = {
-    "LeakyReLU": "leaky_relu",
-    "LogSigmoid": "log_sigmoid",
-    "RMSNorm": "rms_norm",
-    "Dropout1d": "feature_dropout",
-    "Dropout2d": "feature_dropout",
-    "Dropout3d": "feature_dropout",
-    "Softmax2d": "softmax",
-    "CrossEntropyLoss": "cross_entropy_loss",
-    "NLLLoss": "nll_loss",
-}
+_ATEN_NAMES = _renames(
+    """
+    truediv=div true_divide=div divide=div floordiv=floor_divide mod=remainder and_=bitwise_and
+    or_=bitwise_or xor=bitwise_xor invert=bitwise_not inv=bitwise_not lshift=bitwise_left_shift
+    rshift=bitwise_right_shift multiply=mul subtract=sub negative=neg absolute=abs concat=cat
+    concatenate=cat greater=gt greater_equal=ge less=lt less_equal=le not_equal=ne _threshold=threshold
+    logsigmoid=log_sigmoid cross_entropy=cross_entropy_loss
+    """
+)
+_MODULE_OPS = _renames(
+    """
+    LeakyReLU=leaky_relu LogSigmoid=log_sigmoid RMSNorm=rms_norm Dropout1d=feature_dropout
+    Dropout2d=feature_dropout Dropout3d=feature_dropout Softmax2d=softmax
+    CrossEntropyLoss=cross_entropy_loss NLLLoss=nll_loss
+    """
+)
 
 
 def operation_name(node: Node, root: nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -74,7 +74,9 @@ def as_op_predicate(accepts: Any) -> OpSet | Predicate:
             names |= _resolve_names(op)
         elif isinstance(op, Rule):
             names.add(op.kind)
-        elif isinstance(op, (OpOverload, HigherOrderOperator)) or _is_module_class(op):
+        elif isinstance(op, (OpOverload, HigherOrderOperator)) or (
+            isinstance(op, type) and issubclass(op, nn.Module)
+        ):
             targets.add(op)
         elif _is_operator(op) and function_name(op):
             targets.add(op)
@@ -87,10 +89,6 @@ def as_op_predicate(accepts: Any) -> OpSet | Predicate:
     return OpSet(frozenset(targets), frozenset(names))
 
 
-def _is_module_class(op: Any) -> bool:
-    return isinstance(op, type) and issubclass(op, nn.Module)
-
-
 def _is_operator(op: Any) -> bool:
     if isinstance(op, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
         return True
@@ -99,21 +97,17 @@ def _is_operator(op: Any) -> bool:
     return bool(function_name(op))
 
 
-def _library_kinds() -> Collection[str]:
-    # The library takes a while to build and is imported on first use.
-    from dovetail.rules.library import KINDS
-
-    return KINDS
-
-
 def _resolve_names(op: str) -> set[str]:
     """Return the names under which calls of an operator may appear; InvalidArgument if the name is misspelled."""
     if not op.strip():
         raise InvalidArgument("the name of an operator is empty.")
     space, dot, rest = op.replace("::", ".").partition(".")
     if not dot:
+        # The library takes a while to build and is imported on first use.
+        from dovetail.rules.library import KINDS
+
         # A name that resembles none may be a kind of regions.
-        known = all_op_names().union(_library_kinds())
+        known = all_op_names().union(KINDS)
         meant = None if op in known else misspelled(op, known)
         if meant is not None:
             raise InvalidArgument(

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -40,6 +40,9 @@ _MAX_SECONDS = 1.0
 # The cost of a call on fake tensors, in calls on tensors of the meta device.
 _FAKE_COST = 8
 _MAX_VARIANTS = 512
+
+# What operators, and patterns themselves, raise about shapes and dtypes.
+_REJECTIONS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 # Messages of TypeErrors that do not depend on shapes.
 _INVALID_CALL = re.compile(
@@ -145,15 +148,6 @@ class _CallCounter(TorchFunctionMode):
 class ExampleSearch:
     """Runs a pattern on tensors without data until every operation accepts their shapes."""
 
-    # What operators, and patterns themselves, raise about shapes and dtypes.
-    rejections: ClassVar[tuple[type[Exception], ...]] = (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-        AssertionError,
-    )
-
     def __init__(self, function: Callable[..., Any], name: str, parameters: Parameters) -> None:
         self.function, self.name, self.parameters = function, name, parameters
         self.unknown = {n: _unknown_shape(n) for n in parameters.operands}
@@ -166,27 +160,26 @@ class ExampleSearch:
     def examples(self) -> list[PatternExample]:
         """Return an example for each combination of alternatives; RuleError if none of them runs."""
         examples: list[PatternExample] = []
-        failed = 0
+        tried = 0
         for absent in _subsets(self.parameters.optional):
             picks: dict[Site, int] | None = {}
             while picks is not None:
                 example, picks = self._example(picks, absent)
                 if example is not None:
                     examples.append(example)
-                else:
-                    failed += 1
-                if len(examples) + failed > _MAX_VARIANTS:
-                    raise RuleError(
-                        self.name,
-                        f"its alternatives combine in more than {_MAX_VARIANTS} ways; split it into several rules",
-                    )
+                tried += 1
+                if tried > _MAX_VARIANTS:
+                    what = f"its alternatives combine in more than {_MAX_VARIANTS} ways; split it into several rules"
+                    raise RuleError(self.name, what)
         if not examples:
-            raise RuleError(
-                self.name,
-                "its pattern cannot be traced: no shapes were found on which it runs"
-                f" ({_reason(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
-            ) from self.failure
+            raise self._untraceable("no shapes were found on which it runs")
         return examples
+
+    def _untraceable(self, why: str) -> RuleError:
+        hint = "give `examples=[(tensor, ...)]` to show what it takes"
+        error = RuleError(self.name, f"its pattern cannot be traced: {why} ({_reason(self.failure)}); {hint}")
+        error.__cause__ = self.failure
+        return error
 
     def examples_on(self, shapes: Shapes, absent: frozenset[str]) -> list[PatternExample]:
         """Return an example for each combination of alternatives that runs on `shapes`; RuleError if none does."""
@@ -198,16 +191,12 @@ class ExampleSearch:
                 examples.append(PatternExample(chooser.chosen, absent, shapes, literals))
             picks = chooser.next_picks()
         if not examples:
-            raise RuleError(
-                self.name, f"its pattern does not run on the example given ({_reason(self.failure)})"
-            ) from self.failure
+            what = f"its pattern does not run on the example given ({_reason(self.failure)})"
+            raise RuleError(self.name, what) from self.failure
         return examples
 
     def _literals_on(
-        self,
-        picks: Mapping[Site, int],
-        shapes: Shapes,
-        absent: frozenset[str],
+        self, picks: Mapping[Site, int], shapes: Shapes, absent: frozenset[str]
     ) -> tuple[Chooser, dict[str, Any] | None]:
         """Return literals with which the pattern runs on `shapes`, None without any, and the chooser of that run."""
         chooser = Chooser(picks, joint="tried")
@@ -253,12 +242,7 @@ class ExampleSearch:
         yield {}
 
     def _search(
-        self,
-        chooser: Chooser,
-        absent: frozenset[str],
-        start: Shapes,
-        literals: dict[str, Any],
-        size: int,
+        self, chooser: Chooser, absent: frozenset[str], start: Shapes, literals: dict[str, Any], size: int
     ) -> Shapes | None:
         stack: list[Iterator[Shapes]] = [iter([start])]
         while stack:
@@ -267,18 +251,16 @@ class ExampleSearch:
                 stack.pop()
                 continue
             if self.calls > _MAX_CALLS or self.seconds > _MAX_SECONDS:
-                raise RuleError(
-                    self.name,
-                    "its pattern cannot be traced: no shapes on which it runs were found in the bounded search for them"
-                    f" ({_reason(self.failure)}); give `examples=[(tensor, ...)]` to show what it takes",
-                ) from self.failure
+                raise self._untraceable(
+                    "no shapes on which it runs were found within the bound of the search"
+                )
             chooser.restart()
             before = time.thread_time()
             need = self._run(chooser, absent, shapes, literals)
             self.seconds += time.thread_time() - before
-            if need is None and self.unfixable:
-                return None
             if need is None:
+                if self.unfixable:
+                    return None
                 continue
             if not need.names:
                 # The bound applies to the search for one combination of alternatives.
@@ -288,11 +270,7 @@ class ExampleSearch:
         return None
 
     def _run(
-        self,
-        chooser: Chooser,
-        absent: frozenset[str],
-        shapes: Shapes,
-        literals: dict[str, Any],
+        self, chooser: Chooser, absent: frozenset[str], shapes: Shapes, literals: dict[str, Any]
     ) -> _NeedsShape | None:
         """Return the operands that need a shape next; an empty list of names if it ran, None if it failed."""
         if self.quick:
@@ -306,12 +284,7 @@ class ExampleSearch:
             return self._run_on("cpu", chooser, absent, shapes, literals)
 
     def _run_on(
-        self,
-        device: str,
-        chooser: Chooser,
-        absent: frozenset[str],
-        shapes: Shapes,
-        literals: dict[str, Any],
+        self, device: str, chooser: Chooser, absent: frozenset[str], shapes: Shapes, literals: dict[str, Any]
     ) -> _NeedsShape | None:
         arguments = dict(self.parameters.fixed)
         arguments.update({name: opaque(value) for name, value in literals.items()})
@@ -334,7 +307,7 @@ class ExampleSearch:
         except Exception as error:
             # Which operands are absent may change what is called; nothing else that is tried does.
             self.unfixable = isinstance(error, TypeError) and bool(_INVALID_CALL.search(str(error)))
-            if not isinstance(error, self.rejections) or (self.unfixable and not self.parameters.optional):
+            if not isinstance(error, _REJECTIONS) or (self.unfixable and not self.parameters.optional):
                 raise RuleError(self.name, f"its pattern cannot be traced: {_reason(error)}") from error
             # The error reported is that of the run that got furthest.
             reached = (_offset(error), device != "meta", counting.calls)

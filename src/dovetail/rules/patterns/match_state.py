@@ -39,16 +39,7 @@ class MatchState:
     skipped: set[Node] = field(default_factory=set[Node])
 
     def copy(self) -> MatchState:
-        return MatchState(
-            dict(self.nodes),
-            dict(self.operands),
-            dict(self.literals),
-            set(self.taken),
-            list(self.through),
-            dict(self.joined),
-            dict(self.sites),
-            set(self.skipped),
-        )
+        return MatchState(*[collection.copy() for collection in vars(self).values()])
 
 
 @dataclass(frozen=True)

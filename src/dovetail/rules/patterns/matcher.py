@@ -312,8 +312,7 @@ class Matcher:
         if theirs in state.taken or ours.target is not theirs.target or theirs.op != "call_function":
             return self._look_through(ours, theirs, state)
         if self.strict and not self._same_value(ours, theirs):
-            self._missed(state, "its dtype or shape is not what the pattern would compute", theirs)
-            return None
+            return self._missed(state, "its dtype or shape is not what the pattern would compute", theirs)
         state.nodes[ours] = theirs
         state.taken.add(theirs)
         return self._arguments(ours, theirs, state)
@@ -336,8 +335,9 @@ class Matcher:
     def _arguments(self, ours: Node, theirs: Node, state: MatchState) -> list[list[Pair]] | None:
         pairs: list[Pair] = []
         if not self._pairs(ours, theirs.args, theirs.kwargs, state, pairs):
-            self._missed(state, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs)
-            return None
+            return self._missed(
+                state, f"its arguments are not those of the pattern's '{target_name(ours)}'", theirs
+            )
         possible = [pairs[::-1]] if self._fit(pairs, state) else []
         if ours in self.template.commutative and is_commutative(theirs):
             swapped: list[Pair] = []
@@ -440,8 +440,7 @@ class Matcher:
         self, ours: Any, theirs: Any, where: Where, state: MatchState
     ) -> list[list[Pair]] | None:
         if isinstance(theirs, Node) and has_tensors(theirs.meta.get("val")):
-            self._missed(state, f"the pattern has {ours!r} where the graph has a tensor", theirs)
-            return None
+            return self._missed(state, f"the pattern has {ours!r} where the graph has a tensor", theirs)
         if ours is None and theirs is not None and not self.strict:
             # Whether an operand is absent is part of the form; the value of any other literal is not.
             return None if isinstance(theirs, Node) else [[]]
@@ -456,20 +455,18 @@ class Matcher:
         ):
             return [[]]
         at = state.nodes.get(where[0]) if where is not None else None
-        self._missed(state, f"{describe_argument(where)} {theirs!r} where the pattern has {ours!r}", at)
-        return None
+        return self._missed(
+            state, f"{describe_argument(where)} {theirs!r} where the pattern has {ours!r}", at
+        )
 
     def _bind(self, ours: Node, theirs: Any, state: MatchState) -> bool:
+        name = self.argument[ours]
         if not isinstance(theirs, Node):
-            self._missed(
-                state, f"the pattern's operand '{self.argument[ours]}' is the literal {theirs!r}", None
-            )
+            self._missed(state, f"the pattern's operand '{name}' is the literal {theirs!r}", None)
             return False
         known = state.operands.setdefault(ours, theirs)
         if known is not theirs:
-            self._missed(
-                state, f"the pattern's operand '{self.argument[ours]}' is '{known.name}' elsewhere", theirs
-            )
+            self._missed(state, f"the pattern's operand '{name}' is '{known.name}' elsewhere", theirs)
         return known is theirs
 
     def _capture(self, name: str, theirs: Any, state: MatchState) -> bool:
@@ -484,12 +481,11 @@ class Matcher:
 
     def _same_constant(self, ours: Node, theirs: Any, state: MatchState) -> bool:
         expected = attribute(self.template.program, str(ours.target))
-        actual = self.constant(theirs) if isinstance(theirs, Node) else None
+        at = theirs if isinstance(theirs, Node) else None
+        actual = self.constant(at) if at is not None else None
         same = expected is not None and actual is not None and same_tensor(expected, actual)
         if not same:
-            self._missed(
-                state, "a constant is not the pattern's", theirs if isinstance(theirs, Node) else None
-            )
+            self._missed(state, "a constant is not the pattern's", at)
         return same
 
     def _look_through(self, ours: Node, theirs: Node, state: MatchState) -> list[list[Pair]] | None:
@@ -517,11 +513,8 @@ class Matcher:
     def _operands_outside(self, state: MatchState) -> bool:
         for ours, theirs in state.operands.items():
             if theirs in state.taken:
-                self._missed(
-                    state,
-                    f"the pattern's operand '{self.argument[ours]}' is computed inside the match",
-                    theirs,
-                )
+                what = f"the pattern's operand '{self.argument[ours]}' is computed inside the match"
+                self._missed(state, what, theirs)
                 return False
         return True
 
@@ -553,11 +546,10 @@ class Matcher:
             return
         if is_choice(ours):
             ours = alternatives_of(ours)[0]
-        if ours.op == "placeholder":
-            self._missed(state, f"the pattern has its operand '{self.argument[ours]}' there", theirs)
-            return
         reason = describe_mismatch(ours, theirs)
-        if isinstance(theirs, Node) and theirs in state.taken:
+        if ours.op == "placeholder":
+            reason = f"the pattern has its operand '{self.argument[ours]}' there"
+        elif isinstance(theirs, Node) and theirs in state.taken:
             reason = f"'{theirs.name}' would match two operations of the pattern"
         self._missed(state, reason, theirs if isinstance(theirs, Node) else None)
 

@@ -102,11 +102,7 @@ class _ProxyRecorder(ProxyTorchDispatchMode):
         self._record(value, self.graph.placeholder(name))
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
         if func is torch.ops.prim.device.default:

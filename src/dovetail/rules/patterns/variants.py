@@ -9,6 +9,7 @@ literal is changed and the two traces are compared.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,7 @@ class Variants:
         user_examples: Sequence[Sequence[Any]] | None,
     ) -> None:
         self.function, self.name, self.parameters = function, name, parameters
+        self._template = functools.partial(make_template, function, name, parameters)
         self._user_examples = user_examples
         self._loose: dict[tuple[str, str], list[Template]] = {}
         self._exact: dict[Any, Template | str] = {}
@@ -111,15 +113,7 @@ class Variants:
                 if id(producer) not in copies:
                     copies[id(producer)] = fake_env.fake_copy(value)
             values = {name: copies[id(producer)] for name, (producer, _) in operands.items()}
-            return make_template(
-                self.function,
-                self.name,
-                self.parameters,
-                here,
-                values=values,
-                dialect=dialect,
-                fake_env=fake_env,
-            )
+            return self._template(here, values=values, dialect=dialect, fake_env=fake_env)
         except DovetailError:
             raise
         except NotProvable as error:
@@ -156,9 +150,7 @@ class Variants:
 
     def _form(self, example: PatternExample, dialect: str, chooser: Chooser) -> Template | None:
         try:
-            template = make_template(
-                self.function, self.name, self.parameters, example, dialect=dialect, chooser=chooser
-            )
+            template = self._template(example, dialect=dialect, chooser=chooser)
         except RuleError:
             raise
         except Exception:
@@ -188,9 +180,7 @@ class Variants:
             example = replace(template.example, literals={**template.example.literals, name: other})
             try:
                 chooser = Chooser(example.picks, joint=True, mixed=mixed)
-                changed = make_template(
-                    self.function, self.name, self.parameters, example, dialect=dialect, chooser=chooser
-                )
+                changed = self._template(example, dialect=dialect, chooser=chooser)
             except Exception:
                 continue  # the pattern need not run on a probed value
             places = literal_differences(template, changed, value, other)
@@ -204,30 +194,23 @@ class Variants:
         used = {n for t in forms for n, node in t.operands.items() if node.users}
         for name in self.parameters.operands:
             if name not in used:
-                raise RuleError(self.name, f"its pattern ignores the argument '{name}'; use it or remove it")
+                what = f"its pattern ignores the argument '{name}'; use it or remove it"
+                raise RuleError(self.name, what)
         for name in self.parameters.literals:
-            places = [p for t in forms for p in t.literals.get(name, ())]
-            if not places:
-                raise RuleError(
-                    self.name,
-                    f"its pattern computes with the literal '{name}' or ignores it; a captured literal "
-                    f"can only be passed to operations",
-                )
-        for template in forms:
-            if component_count(template) > 1:
-                raise RuleError(
-                    self.name, "its pattern falls into parts that share no value; make each a rule of its own"
-                )
+            if not any(template.literals.get(name) for template in forms):
+                what = f"its pattern computes with the literal '{name}' or ignores it; a captured literal can only"
+                raise RuleError(self.name, f"{what} be passed to operations")
+        if any(component_count(template) > 1 for template in forms):
+            what = "its pattern falls into parts that share no value; make each a rule of its own"
+            raise RuleError(self.name, what)
 
     def _from_user_examples(self, examples: Sequence[Sequence[Any]]) -> list[PatternExample]:
         """Return examples with the shapes of the user's, one per combination of alternatives."""
         result: list[PatternExample] = []
         for values in examples:
             if len(values) != len(self.parameters.operands):
-                raise RuleError(
-                    self.name,
-                    f"an example has {len(values)} values for {len(self.parameters.operands)} operands",
-                )
+                what = f"an example has {len(values)} values for {len(self.parameters.operands)} operands"
+                raise RuleError(self.name, what)
             pairs = dict(zip(self.parameters.operands, values, strict=True))
             shapes = {
                 n: (tuple(int(s) for s in v.shape), v.dtype)
