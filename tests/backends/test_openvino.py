@@ -40,7 +40,7 @@ class TestOpenVino(ForeignKit):
 
     def test_whole_numbers_are_moved_and_not_computed(self) -> None:
         reason = self.declined(whole(lambda x: x * 3 + 1, torch.tensor([2**40, 7])))
-        assert "it computes whole numbers, and OpenVINO does not do that as torch does" in reason
+        assert "it computes integers, which OpenVINO does not compute as torch does" in reason
         moved = whole(lambda x: x.view(2, 1).t(), torch.tensor([3, 7]))
         assert self.answer(moved) is True
         lowered = lower(moved, self.backend, cache=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dovetail
 from dovetail import zoo
 from dovetail.backends.torchscript import TorchScript, Traced
-from dovetail.lowering.lowered_state import lowering_of
+from dovetail.lowering.lowered_state import lowered_state_of
 from tests.lowering.helpers import Blocks, events, fused
 
 
@@ -112,7 +112,7 @@ def test_the_disk_cache_serves_a_second_lowering(tmp_path: Path) -> None:
     assert [e.outcome for e in events(second)] == ["disk"]
     with torch.no_grad():
         assert torch.equal(first(x), second(x))
-    lowering = lowering_of(pickle.loads(pickle.dumps(first)))
+    lowering = lowered_state_of(pickle.loads(pickle.dumps(first)))
     assert lowering is not None
     assert {b.name for chain in lowering.assigned.values() for b in chain} == {"torchscript"}
 

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.formats.onnx.writer import forms
+from dovetail.formats.onnx.region_model import TRANSLATIONS
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -44,7 +44,7 @@ def database() -> list[Any]:
 
 
 def samples(dtype: torch.dtype, each: int) -> Iterator[Sample]:
-    """Samples of every operator that has an ONNX form, so many of each way of calling it."""
+    """Samples of every operator that has an ONNX translation, so many of each way of calling it."""
     for op in database():
         if dtype not in op.dtypes:
             continue
@@ -81,9 +81,9 @@ def _calls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[C
 
 
 def _sample(call: Call) -> Sample | None:
-    """The call as a graph; None where it has no form, or these are not its arguments."""
+    """The call as a graph; None where it has no translation, or these are not its arguments."""
     target, args, kwargs = call
-    if str(target) not in forms():
+    if str(target) not in TRANSLATIONS:
         return None
     given: list[Tensor] = []
     graph = Graph()

@@ -1,4 +1,4 @@
-"""ONNX files as their users read them: names of results and sizes, what is missing, and forms of one's own."""
+"""ONNX files as their users read them: names of results and sizes, what is missing, and translations of one's own."""
 
 from __future__ import annotations
 
@@ -201,32 +201,34 @@ def test_what_is_missing_in_regions_counts_once_for_each_call(tmp_path: Path) ->
         to_onnx(gm, tmp_path / "model.onnx")
 
 
-FORMS = {
+TRANSLATIONS = {
     SHIFTED: lambda op, x, by: op.Add(x, by),
     HALVES: lambda op, x: op.Split(x, axis=-1, num_outputs=2, outputs=2),
 }
 
 
 @pytest.mark.parametrize("outlined", [False, True])
-def test_forms_of_ones_own(outlined: bool, tmp_path: Path) -> None:
+def test_translations_of_ones_own(outlined: bool, tmp_path: Path) -> None:
     gm = dovetail.capture(both, (X,))
     gm = dovetail.outline(gm, ["shifted", "halves"], kind="npu.cut") if outlined else gm
-    path = to_onnx(gm, tmp_path / "model.onnx", operators=FORMS)
+    path = to_onnx(gm, tmp_path / "model.onnx", operators=TRANSLATIONS)
     torch.testing.assert_close(ran(path, X), [both(X)])
-    packet = to_onnx(gm, tmp_path / "other.onnx", operators={k.overloadpacket: f for k, f in FORMS.items()})
+    packet = to_onnx(
+        gm, tmp_path / "other.onnx", operators={k.overloadpacket: f for k, f in TRANSLATIONS.items()}
+    )
     torch.testing.assert_close(ran(packet, X), [both(X)])
 
 
 @pytest.mark.parametrize(
-    ("form", "expected"),
+    ("translation", "expected"),
     [
         (lambda op, x, by: op.Add(x, op.Constant(value=torch.full((4,), 2.0))), X + 2),
         (lambda op, x, by: op.Add(x, op.Reshape(torch.full((1, 1), 2.0), [])), X + 2),
     ],
     ids=["a tensor as an attribute", "an empty list"],
 )
-def test_what_a_form_may_give(form: Any, expected: Tensor, tmp_path: Path) -> None:
-    path = written(lambda x: shifted(x, 2.0), tmp_path, X, operators={SHIFTED: form})
+def test_what_a_translation_may_give(translation: Any, expected: Tensor, tmp_path: Path) -> None:
+    path = written(lambda x: shifted(x, 2.0), tmp_path, X, operators={SHIFTED: translation})
     torch.testing.assert_close(ran(path, X), [expected])
 
 
@@ -235,7 +237,7 @@ def test_a_graph_that_returns_no_tensor_is_refused(tmp_path: Path) -> None:
         written(lambda x: {"loss": None}, tmp_path, X)
 
 
-def test_a_form_may_have_another_domain_and_stand_for_an_operator_that_has_one(tmp_path: Path) -> None:
+def test_a_translation_may_have_another_domain_and_stand_for_an_operator_that_has_one(tmp_path: Path) -> None:
     def fast(op: Any, x: str) -> str:
         assert op.node.meta["val"].dtype is torch.float32
         return op.FastRelu(x, domain="my.npu", bits=8)
@@ -254,7 +256,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an unknown operator": (lambda op, x, by: op.Addd(x, by), "uses 'Addd', which opset 20"),
     "too few inputs": (lambda op, x, by: op.Add(x), "uses 'Add' wrongly"),
     "an unknown attribute": (lambda op, x, by: op.Add(x, by, alpha=2), "uses 'Add' wrongly"),
-    "an unknown input": (lambda op, x, by: op.Add("y", by), "reads 'y', which is no value"),
+    "an unknown input": (lambda op, x, by: op.Add("y", by), "reads 'y', which is not a value"),
     "an object": (lambda op, x, by: op.Add(x, object()), "reads a object"),
     "an exception": (lambda op, x, by: 1 / 0, "default raised ZeroDivisionError: division"),
     "too few arguments": (lambda op, x: op.Relu(x), "raised TypeError"),
@@ -263,11 +265,11 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_form_is_refused(name: str, tmp_path: Path) -> None:
-    form, reason = WRONG[name]
+def test_a_wrong_translation_is_refused(name: str, tmp_path: Path) -> None:
+    translation, reason = WRONG[name]
     gm = dovetail.capture(lambda x: shifted(x, 2.0), (X,))
     with pytest.raises(SaveError) as told:
-        to_onnx(gm, tmp_path / "model.onnx", operators={SHIFTED: form})
+        to_onnx(gm, tmp_path / "model.onnx", operators={SHIFTED: translation})
     assert reason in str(told.value)
     assert "dovetail_onnx_names.shifted.default" in str(told.value)
     assert not (tmp_path / "model.onnx").exists()
@@ -278,10 +280,10 @@ def test_a_wrong_form_is_refused(name: str, tmp_path: Path) -> None:
     [
         ([SHIFTED], "must be a dict"),
         ({"aten.relu": F.relu}, "keys are operators"),
-        ({SHIFTED: "Add"}, "a form is a function"),
+        ({SHIFTED: "Add"}, "a translation is a function"),
     ],
 )
-def test_what_is_no_table_of_forms_is_refused(operators: Any, reason: str, tmp_path: Path) -> None:
+def test_what_is_no_table_of_translations_is_refused(operators: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=reason):
         to_onnx(dovetail.capture(torch.relu, (X,)), tmp_path / "model.onnx", operators=operators)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.backends.external.external_base import Model
-from dovetail.formats.onnx.writer import layout_of, model_of
+from dovetail.backends.external.external_base import CompiledModel
+from dovetail.formats.memory_layout import layout_of
+from dovetail.formats.onnx.region_model import region_model
 from dovetail.lowering.backend_protocol import by_name
 from dovetail.lowering.failures import UnsupportedOp
 from tests.formats.onnx_samples import Sample, samples
@@ -27,10 +28,12 @@ def run(backend: Any, sample: Sample) -> list[Tensor] | None:
     if any(r.order is None for r in results):
         return None
     try:
-        model = model_of(sample.gm.graph, backend.dialect, operands=operands, results=results)
+        model = region_model(sample.gm.graph, backend.dialect, operands=operands, results=results)
     except UnsupportedOp:  # of a second result that ONNX has not
         return None
-    return list(Model(backend, model.SerializeToString(), tuple(operands), tuple(results))(*sample.given))
+    return list(
+        CompiledModel(backend, model.SerializeToString(), tuple(operands), tuple(results))(*sample.given)
+    )
 
 
 def difference(made: Tensor, expected: Tensor) -> str | None:

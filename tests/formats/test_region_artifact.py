@@ -102,16 +102,16 @@ def test_the_runner_tells_good_code_from_bad(tmp_path: Path, capsys: pytest.Capt
 
 REFUSED = {
     "def run(x, w):\n    y = ((x * w).sigmoid() + 1).tanh()\n    x.mul_(2)\n    return y\n": (
-        "operand 0 was written, which the body leaves as it is"
+        "operand 0 was written, and the body does not write it"
     ),
     "def run(x, w):\n    y = ((x * w).sigmoid() + 1).tanh()\n    w.data = w.data[:2]\n    return y\n": (
-        "operand 1 was written, which the body leaves as it is"
+        "operand 1 was written, and the body does not write it"
     ),
     "def other(x, w):\n    return x\n": "has no function `run`",
     "run = 3\n": "has no function `run`",
-    "def run(x, w):\n    pass\n": "`run` returned a NoneType; a tensor or a tuple of 1 is wanted",
-    "def run(x, w):\n    return x, w\n": "`run` returned 2 results; 1 are wanted",
-    "def run(x, w):\n    return ()\n": "`run` returned 0 results; 1 are wanted",
+    "def run(x, w):\n    pass\n": "`run` returned a NoneType; return a tensor or a tuple of 1",
+    "def run(x, w):\n    return x, w\n": "`run` returned 2 results; return 1",
+    "def run(x, w):\n    return ()\n": "`run` returned 0 results; return 1",
 }
 
 
@@ -195,7 +195,7 @@ def test_exports_that_are_refused(tmp_path: Path) -> None:
     )
     names = [n.name for n in indexed.graph.nodes if n.op == "call_function"]
     strict = dovetail.regions(dovetail.outline(indexed, names, kind="k"))[0]
-    with pytest.raises(RegionError, match="does not take made-up operands"):
+    with pytest.raises(RegionError, match="does not accept random operands"):
         strict.export(tmp_path / "strict")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "full"]
 

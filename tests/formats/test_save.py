@@ -296,7 +296,7 @@ def test_random_programs(flavour: str) -> None:
         file = io.BytesIO()
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "node meta that has no form")
+                warnings.filterwarnings("ignore", "node meta that cannot be saved")
                 save(gm, file)
         except SaveError:
             counts["refused"] += 1

@@ -173,8 +173,8 @@ def test_what_cannot_be_written_is_told_and_nothing_is(tmp_path: Path) -> None:
     path = tmp_path / "kept.onnx"
     path.write_bytes(b"before")
     refused = {
-        "svd": (lambda x: torch.linalg.svdvals(x), "no ONNX form of aten.*svd"),
-        "random": (lambda x: x + torch.rand_like(x), "no ONNX form of aten.rand"),
+        "svd": (lambda x: torch.linalg.svdvals(x), "no ONNX translation of aten.*svd"),
+        "random": (lambda x: x + torch.rand_like(x), "no ONNX translation of aten.rand"),
         "write": (lambda x: x.add_(1) * 2, "ONNX has values only"),
         "complex": (lambda x: x.to(torch.complex64), "ONNX has no complex64"),
     }

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import dovetail
-from dovetail.ir.schema import by_name, op_name
+from dovetail.ir.schema import named_arguments, op_name
 from examples.vendor_backend import KERNELS
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -21,7 +21,7 @@ def known(gm: GraphModule) -> list[tuple[str, tuple[str, ...]]]:
     found: list[tuple[str, tuple[str, ...]]] = []
     for node in gm.graph.nodes:
         name = op_name(node.target) if node.op == "call_function" else ""
-        given = by_name(node) if name else {}
+        given = named_arguments(node) if name else {}
         users = list(node.users)
         if name == "conv2d" and given["groups"] == 1 and set(given["dilation"]) == {1}:
             after = [u for u in users if op_name(u.target) in ("relu", "gelu", "sigmoid")]

@@ -224,7 +224,7 @@ def test_the_tracer_is_not_given_what_it_takes_for_constants() -> None:
     )
     given = torch.randn(2, 3)
     assert torch.equal(made(given), gm(given))
-    assert "takes for a constant" in dovetail.explain(made).lowered[0].reason
+    assert "treats as a constant" in dovetail.explain(made).lowered[0].reason
 
 
 def with_values(function: Any, *args: torch.Tensor) -> GraphModule:

@@ -1,7 +1,6 @@
-"""The backends that come with dovetail, as classes to be given options: `Inductor()`, `Int8(...)`, `OnnxRuntime(...)`.
+"""The built-in backends as classes that take options: `Inductor()`, `Int8(...)`, `OnnxRuntime(...)`.
 
-Each is imported, with what it needs, when it is asked for. By name, with their defaults, they are "inductor", "int8",
-"onnxruntime" and so on.
+Each is imported, with its dependencies, on first use. By name ("inductor", "int8", "onnxruntime") they have default options.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

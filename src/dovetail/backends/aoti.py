@@ -1,4 +1,4 @@
-"""AOTInductor: a region as a package with a compiled library, to be run without a compiler."""
+"""AOTInductor: compiles a region to a package with a library that runs without a compiler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dovetail.lowering.backend_protocol import (
     Backend,
     Compiled,
     operand_devices,
-    quiet,
-    why_not_fixed,
-    why_not_plain,
+    suppress_warnings,
+    why_effectful,
+    why_not_static,
 )
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
@@ -29,7 +29,7 @@ from dovetail.rules.rule import Decline
 class Aoti(Backend):
     """Compiles a region with AOTInductor, for inference and for the sizes of its operands; options are Inductor's.
 
-    What it makes are the bytes of a package: kept on disk they are loaded by any process without compiling anything.
+    The result is the bytes of a package, which any process can load from disk without compiling.
     """
 
     name = "aoti"
@@ -43,22 +43,26 @@ class Aoti(Backend):
         return self._options
 
     def supports(self, region: Region) -> Answer:
-        reason = why_not_fixed(region) or why_not_plain(region)
+        reason = why_not_static(region) or why_effectful(region)
         if reason is None and len(set(operand_devices(region))) > 1:
-            reason = "its operands are on several devices"
+            reason = "its operands are on different devices"
         return True if reason is None else Decline(reason)
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         from torch._inductor import aoti_compile_and_package
 
-        with quiet(), torch.no_grad(), tempfile.TemporaryDirectory(prefix="dovetail-aoti-") as folder:
-            plain = tuple(e.detach() for e in examples)
-            program = torch.export.export(flat(cast("Body", region.body)), plain, strict=False)
+        with (
+            suppress_warnings(),
+            torch.no_grad(),
+            tempfile.TemporaryDirectory(prefix="dovetail-aoti-") as folder,
+        ):
+            inputs = tuple(e.detach() for e in examples)
+            program = torch.export.export(flat(cast("Body", region.body)), inputs, strict=False)
             path = Path(folder) / "region.pt2"
-            made = aoti_compile_and_package(
+            package = aoti_compile_and_package(
                 program, package_path=str(path), inductor_configs=dict(self._options)
             )
-            return self.load(Path(made).read_bytes(), region)
+            return self.load(Path(package).read_bytes(), region)
 
     def save(self, compiled: Package) -> bytes:
         return compiled.data
@@ -73,7 +77,7 @@ class Package:
 
     def __init__(self, data: bytes, device_index: int) -> None:
         self.data, self.device_index = data, device_index
-        # The loader class alone: `aoti_load_package` would first compile six programs to look at the processor.
+        # The loader class alone: `aoti_load_package` would first compile six programs to probe the processor.
         from torch._C._aoti import AOTIModelPackageLoader
 
         with tempfile.NamedTemporaryFile(suffix=".pt2") as file:

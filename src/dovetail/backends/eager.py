@@ -1,4 +1,4 @@
-"""The body itself, as a backend: what everything is compared with."""
+"""Runs the body itself, as the reference for other backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.outlining.region import Region
 
 @checked_init()
 class Eager(Backend):
-    """Runs a region's body as it is."""
+    """Runs a region's body unchanged."""
 
     name = "eager"
     trains = True
@@ -24,5 +24,5 @@ class Eager(Backend):
         return True
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
-        # A body is called as a module, which costs more than many of its operations.
+        # Calling a module costs more than many of its operations.
         return flat(cast("Body", region.body)).forward

@@ -1,4 +1,4 @@
-"""torch's Inductor, one body at a time."""
+"""torch's Inductor, one region at a time."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ import torch
 from dovetail import torch_compat
 from dovetail.errors import checked_init
 from dovetail.ir.graph_module import Body
-from dovetail.ir.process_state import on_fork, released_by_fork
-from dovetail.lowering.backend_protocol import Answer, Backend, Compiled, quiet
+from dovetail.ir.process_state import register_after_fork, reset_at_fork
+from dovetail.lowering.backend_protocol import Answer, Backend, Compiled, suppress_warnings
 from dovetail.lowering.cache import tool_folder
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
-_LOCK = released_by_fork(threading.Lock())
+_LOCK = reset_at_fork(threading.Lock())
 _STARTED: list[threading.Thread] = []
 
 
 def warm() -> None:
     """Start the processes that compile kernels, and Triton's driver; once, and without waiting for them.
 
-    Nothing is imported ahead: modules load no sooner for being loaded in a thread beside a capture. Nor is anything
-    here needed for correct code: what cannot be done ahead is done by the compiler itself.
+    Nothing is imported ahead: importing in a thread beside a capture is not faster. A failure is ignored, because the
+    compiler starts what it needs by itself.
     """
     import torch
 
@@ -46,18 +46,18 @@ def warm() -> None:
     with contextlib.suppress(Exception):
         compiling = import_module("torch._inductor.async_compile").AsyncCompile
         compiling.warm_pool()
-        # Until the first job has come back Inductor compiles one kernel after the other by itself.
+        # Until the first job has returned, Inductor compiles kernels one after the other in this process.
         compiling.use_process_pool()
     _STARTED[0].start()
 
 
 def _start_driver() -> None:
-    """Let Triton build its driver, for which it runs a C compiler."""
+    """Let Triton build its driver, which runs a C compiler."""
     with contextlib.suppress(Exception):
         _ = import_module("triton.runtime").driver.active.utils
 
 
-# Triton's folder follows from the first unless it is set, and Inductor sets it for good when it first needs it.
+# Triton's folder is derived from the first unless it is set, and Inductor sets it permanently on first use.
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -74,8 +74,8 @@ class Inductor(Backend):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options given, and a digest of those in force for everybody."""
-        return {**self._options, "in force": _in_force()}
+        """The options of this backend, and a digest of the global ones."""
+        return {**self._options, "in force": _config_digest()}
 
     def supports(self, region: Region) -> Answer:
         if any(word not in ("writes", "random") for word in region.effects):
@@ -83,7 +83,7 @@ class Inductor(Backend):
         return True
 
     def warm(self) -> None:
-        """Start what every compilation needs, beside other work."""
+        """Start what every compilation needs, in the background."""
         warm()
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
@@ -102,56 +102,61 @@ class Inductor(Backend):
                 options={"config_patches": dict(self._options)} if self._options else {},
             )
 
-        # Where warnings are errors, those of torch about its own parts would be taken for faults of the compiler.
-        with quiet(), _backward_at_once(), _in_our_folder():
+        # If warnings are errors, torch's own deprecation warnings would fail the compilation.
+        with suppress_warnings(), _eager_backward(), _in_cache_folder():
             return _without_probing(compiled)
 
     def save(self, compiled: Any) -> bytes:
-        """The artefact as bytes. Kernels for a CPU are not in them: those lie in the folder it was compiled in."""
-        with _in_our_folder(), tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "artefact")
+        """Return the artifact as bytes. CPU kernels are not included: they stay in the folder of the compilation."""
+        with _in_cache_folder(), tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "artifact")
             compiled.save(path=path, format="binary")
             return Path(path).read_bytes()
 
     def load(self, data: bytes, region: Region) -> Compiled:
-        """The artefact again; what is missing in the folder it was compiled in is built anew."""
+        """Return the artifact that `save` wrote; kernels that are missing in the folder are built again."""
         import torch._inductor as inductor
 
-        with quiet(), _backward_at_once(), _in_our_folder(), tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "artefact")
+        with (
+            suppress_warnings(),
+            _eager_backward(),
+            _in_cache_folder(),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            path = os.path.join(folder, "artifact")
             Path(path).write_bytes(data)
-            artefacts = cast("Any", inductor).CompiledArtifact
-            return _without_probing(lambda: artefacts.load(path=path, format="binary"))
+            artifact_type = cast("Any", inductor).CompiledArtifact
+            return _without_probing(lambda: artifact_type.load(path=path, format="binary"))
 
 
 class _Pool:
-    """The threads that Inductor builds C++ with, which it keeps for as long as the process lives."""
+    """The threads that Inductor builds C++ with, which it keeps for the life of the process."""
 
     def after_fork(self) -> None:
-        """Let it start others: torch renews its processes in a child, and not these."""
+        """Discard the pool: torch restarts its worker processes in a child, but not these threads."""
         if "torch._inductor.async_compile" in sys.modules:
             getattr(torch_compat.COMPILE_POOL.value, "cache_clear", bool)()
 
 
 _POOL = _Pool()
-on_fork(_POOL)
-_distrusted: list[str] = []
-"""What a compiler said of vector instructions that torch has; not empty where Inductor has to find out by itself."""
+register_after_fork(_POOL)
+_isa_errors: list[str] = []
+"""Compiler errors for vector instructions that torch has; if there are any, Inductor probes the instructions itself."""
 
 
 def _without_probing(make: Callable[[], Compiled]) -> Compiled:
-    """Make code for the vector instructions that torch itself was built for and runs with.
+    """Compile for the vector instructions that torch itself was built for and uses.
 
-    Inductor would build and load a small program for each kind, which takes longer than most bodies. Where the
-    compiler does not know them after all, it does.
+    Inductor would build and load a small program for each instruction set, which takes longer than most bodies. If the
+    compiler does not support the instructions after all, Inductor probes them.
     """
     import torch._inductor.config as config
     import torch._inductor.cpu_vec_isa as vectors
 
     switch = "cpp.vec_isa_ok"
     if (
-        _distrusted
-        or not _vectors_are_known()
+        _isa_errors
+        or not _isa_is_known()
         or getattr(getattr(config, "cpp", None), "vec_isa_ok", 0) is not None
     ):
         return make()
@@ -159,43 +164,43 @@ def _without_probing(make: Callable[[], Compiled]) -> Compiled:
         with cast("Any", config).patch({switch: True}):
             return make()
     except Exception as error:
-        if not _is_of_the_compiler(error):
+        if not _is_compiler_error(error):
             raise
-        _distrusted.append(str(error))
+        _isa_errors.append(str(error))
     remembered: list[Any] = [type(isa).__bool__ for isa in getattr(vectors, "supported_vec_isa_list", ())]
     for answer in (vectors.valid_vec_isa_list, *remembered):
         getattr(answer, "cache_clear", bool)()
     return make()
 
 
-def _vectors_are_known() -> bool:
+def _isa_is_known() -> bool:
     capability = torch.backends.cpu.get_cpu_capability()
     more = torch_compat.AVX512.value
     return capability == "AVX512" or (capability == "AVX2" and more is not None and not more())
 
 
-def _is_of_the_compiler(error: Exception) -> bool:
-    """Whether C++ could not be built or loaded. Inductor's own errors name what they were made of in their text."""
-    told = f"{type(error).__name__}: {error}"
-    return any(name in told for name in ("CppCompileError", "ImportError", "OSError"))
+def _is_compiler_error(error: Exception) -> bool:
+    """Whether C++ could not be built or loaded. Inductor's errors name their cause in the message."""
+    message = f"{type(error).__name__}: {error}"
+    return any(name in message for name in ("CppCompileError", "ImportError", "OSError"))
 
 
-def _in_force() -> str:
-    """What is set in Inductor and AOTAutograd for the whole process, as a digest."""
+def _config_digest() -> str:
+    """Return a digest of the global configuration of Inductor and AOTAutograd."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
-    told: list[str] = []
+    settings: list[str] = []
     for config in cast("list[Any]", [inductor, functorch]):
         portable = getattr(config, "save_config_portable", None) or getattr(config, "get_config_copy", None)
         if portable is not None:
-            told.append(repr(sorted(portable().items())))
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+            settings.append(repr(sorted(portable().items())))
+    return hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
-def _in_our_folder() -> Generator[None]:
-    """Let Inductor keep its kernels in the cache, where there is one: an artefact without them is built again."""
+def _in_cache_folder() -> Generator[None]:
+    """Let Inductor keep its kernels in the disk cache, if there is one: without them an artifact is built again."""
     folder = tool_folder("inductor")
     if folder is None:
         yield
@@ -214,11 +219,11 @@ def _in_our_folder() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _backward_at_once() -> Generator[None]:
-    """Compile forward and backward together, and keep what backward reads, so that it can run twice.
+def _eager_backward() -> Generator[None]:
+    """Compile forward and backward together, without donated buffers, so that backward can run twice.
 
-    Told by its option to donate nothing, AOTAutograd writes down no list of what is donated, and on the first
-    backward takes that for something. So it gets a list with nothing on it.
+    With `donated_buffer=False` AOTAutograd records no list of donated buffers, and the first backward fails to handle
+    the missing list. So the list is patched to be empty.
     """
     import torch._functorch.config as config
 

@@ -1,4 +1,4 @@
-"""torch's older compiler, by tracing: no Python between the operations."""
+"""TorchScript by tracing, which removes Python between the operations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from torch.fx import Node
 
 from dovetail.errors import checked_init
 from dovetail.ir.graph_module import Body
-from dovetail.lowering.backend_protocol import Answer, Backend, Compiled, quiet, why_not_fixed, why_not_plain
-from dovetail.lowering.guards import has_saving_hooks
-from dovetail.numerics.sample_inputs import real_examples
+from dovetail.lowering.backend_protocol import (
+    Answer,
+    Backend,
+    Compiled,
+    suppress_warnings,
+    why_effectful,
+    why_not_static,
+)
+from dovetail.lowering.guards import has_saved_tensor_hooks
+from dovetail.numerics.sample_inputs import random_inputs
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
@@ -26,8 +33,8 @@ _UNTRACED = ("data", "grad")
 class TorchScript(Backend):
     """Traces a region with `torch.jit.trace`, for the sizes of its operands.
 
-    It takes no random operations: dead ones among them would be dropped, and the random stream would be another. Nor
-    what computes a result from nothing: it would compute that once, and give the same tensor every time.
+    Random operations are not supported: unused ones would be dropped, which changes the random stream. Results that
+    depend on no operand are not supported either: the same tensor would be returned in every call.
     """
 
     name = "torchscript"
@@ -38,39 +45,39 @@ class TorchScript(Backend):
         self.version = f"1 {torch.__version__}"
 
     def supports(self, region: Region) -> Answer:
-        reason = why_not_fixed(region) or why_not_plain(region, "writes") or _why_not_fresh(region)
+        reason = why_not_static(region) or why_effectful(region, "writes") or _why_not_dependent(region)
         return True if reason is None else Decline(reason)
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         grad = torch.is_grad_enabled() and any(e.requires_grad for e in examples)
-        with quiet():
+        with suppress_warnings():
             module: Any = torch.jit.trace(
-                flat(cast("Body", region.body)), tuple(_given(examples)), check_trace=False
+                flat(cast("Body", region.body)), tuple(_writable_inputs(examples)), check_trace=False
             )
-        made = Traced(module, grad, region.body)
-        # Its executor watches some runs and then optimises: what is tried must be what will run.
+        traced = Traced(module, grad, region.body)
+        # The executor optimizes after some profiled runs: the verified code must be the final one.
         for _ in range(_WARM_UPS):
-            made(*_given(examples))
-        return made
+            traced(*_writable_inputs(examples))
+        return traced
 
     def save(self, compiled: Traced) -> bytes:
         buffer = io.BytesIO()
-        with quiet():
+        with suppress_warnings():
             torch.jit.save(compiled.module, buffer)
         return (b"g" if compiled.grad else b"-") + buffer.getvalue()
 
     def load(self, data: bytes, region: Region) -> Traced:
-        with quiet():
+        with suppress_warnings():
             module: Any = torch.jit.load(io.BytesIO(data[1:]))
         return Traced(module, data[:1] == b"g", region.body)
 
 
-def _why_not_fresh(region: Region) -> str | None:
-    """Which result depends on no operand, or for the tracer seems not to."""
+def _why_not_dependent(region: Region) -> str | None:
+    """Return which result depends on no operand, or seems not to for the tracer, or None."""
     dependent: set[Node] = set()
     for node in flat(cast("Body", region.body)).graph.nodes:
         if node.target is getattr and node.args[1] in _UNTRACED:
-            return f"'{node.name}' reads `.{node.args[1]}`, which the tracer takes for a constant"
+            return f"'{node.name}' reads `.{node.args[1]}`, which the tracer treats as a constant"
         if node.op == "placeholder" or not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
         if node.op == "output":
@@ -80,10 +87,10 @@ def _why_not_fresh(region: Region) -> str | None:
 
 
 class Traced:
-    """A traced body. Where gradients are recorded it runs operation by operation, so that autograd sees them all.
+    """A traced body. With gradients it runs without optimization, so that autograd records every operation.
 
-    Under hooks on saved tensors the body runs: what a hook raises, as checkpointing does to stop a recomputation, does
-    not pass the interpreter as it is.
+    Under hooks on saved tensors the body runs instead: the interpreter wraps the exceptions that hooks raise, which
+    checkpointing uses to stop a recomputation.
     """
 
     def __init__(self, module: Any, grad: bool, body: Callable[..., Any]) -> None:
@@ -92,13 +99,13 @@ class Traced:
     def __call__(self, *operands: Any) -> Any:
         if not self.grad:
             return self.module(*operands)
-        if has_saving_hooks():
+        if has_saved_tensor_hooks():
             return self.body(*operands)
-        # Optimised, whole stretches of it become one node of autograd's, which minds grad mode and `detach` less.
+        # Optimized, whole subgraphs become one autograd node, which ignores some changes of grad mode and `detach`.
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
             return self.module(*operands)
 
 
-def _given(examples: Sequence[Any]) -> list[Any]:
-    """Made-up operands that may be written in place."""
-    return [a.clone() if a.requires_grad else a for a in real_examples(examples)]
+def _writable_inputs(examples: Sequence[Any]) -> list[Any]:
+    """Return random operands that may be written in place."""
+    return [a.clone() if a.requires_grad else a for a in random_inputs(examples)]

@@ -33,71 +33,81 @@ def refused(reason: str) -> Any:
     sys.exit(1)
 
 
-def results(made: Any, count: int) -> tuple[Any, ...]:
-    """What `run` returned, as a tuple."""
-    found = (made,) if isinstance(made, torch.Tensor) else made
-    if not isinstance(found, tuple | list):
-        refused(f"`run` returned a {type(made).__name__}; a tensor or a tuple of {count} is wanted")
-    if len(found) != count:
-        refused(f"`run` returned {len(found)} results; {count} are wanted")
-    return tuple(found)
+def results(returned: Any, count: int) -> tuple[Any, ...]:
+    """Return the results of `run` as a tuple."""
+    values = (returned,) if isinstance(returned, torch.Tensor) else returned
+    if not isinstance(values, tuple | list):
+        refused(f"`run` returned a {type(returned).__name__}; return a tensor or a tuple of {count}")
+    if len(values) != count:
+        refused(f"`run` returned {len(values)} results; return {count}")
+    return tuple(values)
 
 
-def same(made: Any, wanted: Any) -> bool:
-    """Whether two tensors are alike in every element, NaN included."""
-    if (made.shape, made.dtype) != (wanted.shape, wanted.dtype):
+def same(actual: Any, expected: Any) -> bool:
+    """Whether two tensors are equal in every element, NaN included."""
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return False
-    return bool(((made == wanted) | ((made != made) & (wanted != wanted))).all())
+    return bool(((actual == expected) | ((actual != actual) & (expected != expected))).all())
 
 
-def wrong(made: Any, wanted: Any, random: bool) -> str | None:
-    """What is wrong with a value, in words; None if nothing is."""
-    if not isinstance(wanted, torch.Tensor):
-        return None if made == wanted else f"is {made!r}, not {wanted!r}"
-    if not isinstance(made, torch.Tensor):
-        return f"is a {type(made).__name__}, not a tensor"
+def difference(actual: Any, expected: Any, random: bool) -> str | None:
+    """Return how a value differs from the expected one, or None."""
+    if not isinstance(expected, torch.Tensor):
+        return None if actual == expected else f"is {actual!r}, not {expected!r}"
+    if not isinstance(actual, torch.Tensor):
+        return f"is a {type(actual).__name__}, not a tensor"
     for what in ("dtype", "shape", "device"):
-        if getattr(made, what) != getattr(wanted, what):
-            return f"has {what} {getattr(made, what)}, not {getattr(wanted, what)}"
-    if any(n > 1 and a != b for n, a, b in zip(made.shape, made.stride(), wanted.stride(), strict=True)):
-        return f"has strides {made.stride()}, not {wanted.stride()}"
-    if random or not wanted.numel():
+        if getattr(actual, what) != getattr(expected, what):
+            return f"has {what} {getattr(actual, what)}, not {getattr(expected, what)}"
+    if any(
+        n > 1 and a != b for n, a, b in zip(actual.shape, actual.stride(), expected.stride(), strict=True)
+    ):
+        return f"has strides {actual.stride()}, not {expected.stride()}"
+    if random or not expected.numel():
         return None
-    if not (wanted.dtype.is_floating_point or wanted.dtype.is_complex):
-        return None if torch.equal(made, wanted) else f"differs in {int((made != wanted).sum())} places"
-    wide = torch.complex128 if wanted.dtype.is_complex else torch.float64
-    has, needs = made.detach().to(wide), wanted.detach().to(wide)
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        return (
+            None if torch.equal(actual, expected) else f"differs in {int((actual != expected).sum())} places"
+        )
+    wide = torch.complex128 if expected.dtype.is_complex else torch.float64
+    has, needs = actual.detach().to(wide), expected.detach().to(wide)
     finite = needs.isfinite()
     if not torch.equal(has.isfinite(), finite):
         return "has infinities or NaN in other places"
     off, size = (has - needs).abs()[finite], needs.abs()[finite]
     if not size.numel():
         return None
-    eps = torch.finfo(wanted.dtype).eps
-    steps = 4 * (64 if wanted.dtype in (torch.float64, torch.float32) else 2)
-    worst = float((off / (size + size.square().mean().sqrt() + torch.finfo(wanted.dtype).tiny)).max())
+    eps = torch.finfo(expected.dtype).eps
+    steps = 4 * (64 if expected.dtype in (torch.float64, torch.float32) else 2)
+    worst = float((off / (size + size.square().mean().sqrt() + torch.finfo(expected.dtype).tiny)).max())
     return (
         None if worst <= steps * eps else f"is off by {worst:.2g} of its size; {steps * eps:.2g} is allowed"
     )
 
 
 def main() -> None:
-    told = json.loads((HERE / "region.json").read_text(encoding="utf-8"))
-    operands, given, expected = load("inputs.pt"), load("inputs.pt"), load("expected.pt")
+    region = json.loads((HERE / "region.json").read_text(encoding="utf-8"))
+    operands, originals, references = load("inputs.pt"), load("inputs.pt"), load("expected.pt")
     run = candidate(sys.argv[1] if len(sys.argv) > 1 else None)
-    torch.manual_seed(told["seed"])
+    torch.manual_seed(region["seed"])
     with torch.no_grad():
-        made = results(run(*operands), len(expected["results"]))
+        actual = results(run(*operands), len(references["results"]))
     faults: list[str] = []
-    for i, (value, wanted) in enumerate(zip(made, expected["results"], strict=True)):
-        faults += [f"result {i} {reason}" for reason in [wrong(value, wanted, told["random"])] if reason]
-    for i, (value, wanted) in enumerate(zip(operands, given, strict=True)):
-        if isinstance(wanted, torch.Tensor) and i not in expected["operands"] and not same(value, wanted):
-            faults.append(f"operand {i} was written, which the body leaves as it is")
-    for i, wanted in expected["operands"].items():
-        reason = wrong(operands[i], wanted, told["random"])
-        faults += [f"operand {i}, which is written, {reason}"] if reason else []
-    print("\n".join(faults) if faults else f"{told['kind']}: as the body does")
+    for i, (value, expected) in enumerate(zip(actual, references["results"], strict=True)):
+        faults += [
+            f"result {i} {reason}" for reason in [difference(value, expected, region["random"])] if reason
+        ]
+    for i, (value, expected) in enumerate(zip(operands, originals, strict=True)):
+        if (
+            isinstance(expected, torch.Tensor)
+            and i not in references["operands"]
+            and not same(value, expected)
+        ):
+            faults.append(f"operand {i} was written, and the body does not write it")
+    for i, expected in references["operands"].items():
+        reason = difference(operands[i], expected, region["random"])
+        faults += [f"operand {i}, which the body writes, {reason}"] if reason else []
+    print("\n".join(faults) if faults else f"{region['kind']}: as the body does")
     sys.exit(bool(faults))
 
 

@@ -1,4 +1,4 @@
-"""A graph as an ExportedProgram, its operations as they are: nothing is traced anew."""
+"""Converts a graph to an ExportedProgram with the same operations, without tracing it again where possible."""
 
 from __future__ import annotations
 
@@ -48,20 +48,19 @@ from dovetail.ir.nodes import SYMBOLIC, is_projection
 from dovetail.numerics.sample_inputs import random_inputs
 
 
-
-def retraced(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
-    """The program that torch.export makes of a graph, run node by node so that marks reach the new nodes."""
+def _retrace(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
+    """Return the program that torch.export traces from a graph, node by node, so that marks reach the new nodes."""
     examples: list[Any] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if value is None:
             raise SaveError(
-                "nothing is known of this input: `capture` the graph with example inputs first", node.name
+                "the value of this input is unknown: `capture` the graph with example inputs first", node.name
             )
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(size, SYMBOLIC) for size in sizes):
             raise SaveError(
-                "this input has sizes that vary, and the graph calls functions that are no operators: `capture` the model",
+                "this input has sizes that vary, and the graph calls functions that are not operators: `capture` the model",
                 node.name,
             )
         examples.append(value)
@@ -78,7 +77,7 @@ def retraced(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
             f"torch.export cannot trace the graph: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     for node in program.graph.nodes:
-        name_nothing_like_python(node)
+        avoid_keyword_arguments(node)
     return program
 
 
@@ -90,41 +89,41 @@ def _node_by_node(program: Program) -> Callable[..., Any]:
     return forward
 
 
-def name_nothing_like_python(node: Node) -> None:
-    """Give defaults in full where an argument is called like a keyword, as `from` is: torch cannot read it back else."""
+def avoid_keyword_arguments(node: Node) -> None:
+    """Pass arguments by position if one is named like a Python keyword, as `from` is: torch cannot load it otherwise."""
     target = node.target
     if not isinstance(target, OpOverload) or not any(
         keyword.iskeyword(a.name) for a in target._schema.arguments
     ):
         return
-    listed = [a for a in target._schema.arguments if not a.kwarg_only]
-    given = dict(zip([a.name for a in listed], node.args, strict=False)) | node.kwargs
-    node.args = tuple(given.pop(a.name) if a.name in given else a.default_value for a in listed)
-    node.kwargs = given
+    positional = [a for a in target._schema.arguments if not a.kwarg_only]
+    named = dict(zip([a.name for a in positional], node.args, strict=False)) | node.kwargs
+    node.args = tuple(named.pop(a.name) if a.name in named else a.default_value for a in positional)
+    node.kwargs = named
 
 
 _PREFIXES = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}
 
-# What exporters write that is no operator: arithmetic of sizes, and modes.
+# Functions that exporters write beside operators: arithmetic of sizes, and modes.
 _EXPORTED = ("torch.sym_", "torch._sym_", "torch._C.", "torch.amp.", "builtins.round")
 
-# Notes of tracers, which make up half of an archive and say nothing of the graph as it is now.
+# Notes of tracers, which make up half of an archive and do not describe the current graph.
 _NOTES = frozenset({"from_node", "desc"})
 
 
 def exported(gm: GraphModule, marks: Mapping[str, Any] | None = None) -> ExportedProgram:
-    """The program that a graph without regions is: called as the graph is, with its weights under their names.
+    """Return a graph without regions as a program with the same calling convention and names of weights.
 
-    It is of the dialect that trains: writes to buffers and inputs stay where they are. `marks` are put into
-    `node.meta["custom"]` by the names of nodes. Raises SaveError where the graph is none that an exporter could make.
+    It is in the training dialect: writes to buffers and inputs stay in place. `marks` are put into
+    `node.meta["custom"]` by the names of nodes. Raises SaveError if the graph cannot be an exported program.
     """
-    if any(_is_foreign(node) for node in gm.graph.nodes):
-        return retraced(gm, marks or {})
-    return _Exporting(gm, marks or {}).run()
+    if any(_is_traced_python(node) for node in gm.graph.nodes):
+        return _retrace(gm, marks or {})
+    return _Exporter(gm, marks or {}).run()
 
 
-def _is_foreign(node: Node) -> bool:
-    """Whether a node is one that a tracer of Python writes, and no exporter: those have Python for sizes alone."""
+def _is_traced_python(node: Node) -> bool:
+    """Whether a node calls Python that a symbolic tracer writes and exporters do not, which use Python for sizes only."""
     target = node.target
     if node.op != "call_function" or isinstance(target, OpOverload | HigherOrderOperator):
         return node.op == "call_method"
@@ -136,13 +135,13 @@ def _is_foreign(node: Node) -> bool:
 
 @dataclass
 class _State:
-    """Parameters and buffers by their names, as exporters keep them."""
+    """Parameters and buffers by name, as exporters hold them."""
 
     saved: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     others: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-class _Exporting:
+class _Exporter:
     def __init__(self, gm: GraphModule, marks: Mapping[str, Any]) -> None:
         self.gm, self.marks = gm, marks
         self.nodes: list[Node] = list(gm.graph.nodes)
@@ -205,15 +204,15 @@ class _Exporting:
         new = self.graph.create_node("placeholder", "", name=f"{_PREFIXES[kind]}_{stem}")
         new.target = new.name
         fakes = (n.meta.get("val") for n in readers)
-        new.meta["val"] = next((self._homed(f) for f in fakes if isinstance(f, FakeTensor)), None)
+        new.meta["val"] = next((self._in_mode(f) for f in fakes if isinstance(f, FakeTensor)), None)
         if new.meta["val"] is None:
             new.meta["val"] = self.mode.from_tensor(value, static_shapes=True)
         self.env.update(dict.fromkeys(readers, new))
-        kept = persistent if kind is InputKind.BUFFER else None
-        self.specs.append(InputSpec(kind, TensorArgument(name=new.name), target, persistent=kept))
+        persistent = persistent if kind is InputKind.BUFFER else None
+        self.specs.append(InputSpec(kind, TensorArgument(name=new.name), target, persistent=persistent))
 
     def _call(self) -> ModuleCallSignature:
-        """Append the inputs in the order in which exporters have them, and tell how the program is called."""
+        """Append the inputs in the order of exporters, and return the call signature."""
         inputs = [n for n in self.nodes if n.op == "placeholder"]
         convention = convention_of(self.gm)
         if convention is None:
@@ -221,14 +220,15 @@ class _Exporting:
             order, names = list(range(len(inputs))), [n.name for n in inputs]
             out_spec = pytree.tree_structure(self.nodes[-1].args[0])
         else:
-            in_spec, leaves, names = called(convention)
+            in_spec, leaves, names = _call_spec(convention)
             places = {leaf: i for i, leaf in enumerate(convention.order)}
             order, out_spec = [places[leaf] for leaf in leaves], convention.out_spec
         for i in order:
             node = inputs[i]
             if "val" not in node.meta:
                 raise SaveError(
-                    "nothing is known of this input: `capture` the graph with example inputs first", node.name
+                    "the value of this input is unknown: `capture` the graph with example inputs first",
+                    node.name,
                 )
             self._copy(node)
             self.specs.append(InputSpec(InputKind.USER_INPUT, _argument(self.env[node]), None))
@@ -239,9 +239,7 @@ class _Exporting:
     def _copy(self, node: Node) -> None:
         if node.op == "call_function":
             if not isinstance(node.target, OpOverload | HigherOrderOperator) and "val" not in node.meta:
-                raise SaveError(
-                    "nothing is known of its value: `capture` the graph with example inputs", node.name
-                )
+                raise SaveError("its value is unknown: `capture` the graph with example inputs", node.name)
         elif node.op == "get_attr":
             if not isinstance(attribute(self.gm, cast("str", node.target)), GraphModule):
                 raise SaveError(f"'{node.target}' is neither a tensor nor a graph", node.name)
@@ -250,45 +248,44 @@ class _Exporting:
                 f"a {node.op} has no place in an exported program: `capture` the model", node.name
             )
         new = self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
-        name_nothing_like_python(new)
+        avoid_keyword_arguments(new)
         for key in _NOTES & new.meta.keys():
             del new.meta[key]
         if "val" in new.meta:
-            new.meta["val"] = pytree.tree_map(self._homed, new.meta["val"])
+            new.meta["val"] = pytree.tree_map(self._in_mode, new.meta["val"])
         if node.name in self.marks:
             new.meta["custom"] = {**new.meta.get("custom", {}), **self.marks[node.name]}
 
-    def _homed(self, value: Any) -> Any:
-        """A fake tensor of the one mode that a program has; tracers may have used several."""
+    def _in_mode(self, value: Any) -> Any:
+        """Return a fake tensor of the program's only fake mode; tracers may have used others."""
         if not isinstance(value, FakeTensor) or value.fake_mode is self.mode or not _is_fixed(value):
             return value
         with self.mode, torch.no_grad():
-            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        return made.requires_grad_(value.requires_grad)
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return fake.requires_grad_(value.requires_grad)
 
     def _results(self) -> list[OutputSpec]:
-        made: list[Any] = []
-        for result in pytree.tree_leaves(self.nodes[-1].args[0]):
-            made.append(self.env[result] if isinstance(result, Node) else result)
-        self.graph.output(tuple(made)).meta["val"] = None
+        leaves = pytree.tree_leaves(self.nodes[-1].args[0])
+        results = [self.env[leaf] if isinstance(leaf, Node) else leaf for leaf in leaves]
+        self.graph.output(tuple(results)).meta["val"] = None
         return [
             OutputSpec(
                 OutputKind.USER_OUTPUT,
                 _argument(r) if isinstance(r, Node) else ConstantArgument(name="", value=r),
                 None,
             )
-            for r in made
+            for r in results
         ]
 
 
-def called(convention: Convention) -> tuple[TreeSpec, list[int], list[str]]:
-    """How exporters write the way a graph is called: `(args, kwargs)`, the leaves of the convention in that order, names."""
+def _call_spec(convention: Convention) -> tuple[TreeSpec, list[int], list[str]]:
+    """Return the spec `(args, kwargs)` of exporters, the leaves of the convention in that order, and argument names."""
     slots = [slot for slot in convention.slots if slot.captured]
     args: list[tuple[str, TreeSpec, range]] = []
     kwargs: list[tuple[str, TreeSpec, range]] = []
     start = 0
     for slot, spec in zip(slots, children(convention.in_spec), strict=True):
-        for name, one in _given(slot, spec):
+        for name, one in _arguments_of(slot, spec):
             leaves = range(start, start + one.num_leaves)
             start += one.num_leaves
             named = slot.by_name or slot.kind in (
@@ -302,12 +299,12 @@ def called(convention: Convention) -> tuple[TreeSpec, list[int], list[str]]:
             dict_of([n for n, *_ in kwargs], [one for _, one, _ in kwargs]),
         ]
     )
-    listed = [*args, *kwargs]
-    return spec, [leaf for *_, leaves in listed for leaf in leaves], [name for name, *_ in listed]
+    arguments = [*args, *kwargs]
+    return spec, [leaf for *_, leaves in arguments for leaf in leaves], [name for name, *_ in arguments]
 
 
-def _given(slot: Slot, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
-    """The arguments that one parameter took: several where it takes whatever else is given."""
+def _arguments_of(slot: Slot, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
+    """Return the arguments of one parameter: any number for a variadic one."""
     if slot.kind is inspect.Parameter.VAR_POSITIONAL:
         return [(f"{slot.name}_{i}", one) for i, one in enumerate(children(spec))]
     if slot.kind is inspect.Parameter.VAR_KEYWORD:
@@ -323,9 +320,9 @@ def _argument(node: Node) -> Any:
         torch.SymFloat: SymFloatArgument,
         torch.SymBool: SymBoolArgument,
     }
-    for kind, made in kinds.items():
+    for kind, argument_type in kinds.items():
         if isinstance(value, kind):
-            return made(name=node.name)
+            return argument_type(name=node.name)
     return ConstantArgument(name=node.name, value=value)
 
 
@@ -334,19 +331,19 @@ def _is_fixed(value: Tensor) -> bool:
 
 
 def _mode(nodes: list[Node]) -> FakeTensorMode:
-    found = (getattr(node.meta.get("val"), "fake_mode", None) for node in nodes)
-    return next((mode for mode in found if mode is not None), None) or FakeTensorMode()
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in nodes)
+    return next((mode for mode in modes if mode is not None), None) or FakeTensorMode()
 
 
 def _ranges(nodes: list[Node]) -> dict[Any, Any]:
-    """The bounds of all symbols that the graph's sizes are made of."""
-    found: dict[Any, Any] = {}
+    """Return the ranges of all symbols in the graph's sizes."""
+    ranges: dict[Any, Any] = {}
     for node in nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             for size in value.shape if isinstance(value, Tensor) else (value,):
                 if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
                     bounds = size.node.shape_env.var_to_range
-                    found |= {
-                        s: bounds[s] for s in size.node.expr.free_symbols if s not in found and s in bounds
+                    ranges |= {
+                        s: bounds[s] for s in size.node.expr.free_symbols if s not in ranges and s in bounds
                     }
-    return found
+    return ranges

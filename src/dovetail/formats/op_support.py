@@ -1,4 +1,7 @@
-"""Which operations a compiler knows, found out by giving it some: many at once, and each that is alike only once."""
+"""Which operations an external compiler supports: validated operators, checks of values, and probes of the compiler.
+
+A probe converts many operations at once and bisects them on failure; equal operations are probed once.
+"""
 
 from __future__ import annotations
 
@@ -15,165 +18,178 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dovetail.formats.reexport import INDEXING, alone, written_out
-from dovetail.ir.nodes import is_number
-from dovetail.ir.process_state import released_by_fork
+from dovetail.formats.reexport import INDEXED_OPS, decompose_node, input_nodes, isolated_calls
+from dovetail.ir.nodes import is_static_size
+from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.schema import argument_of, op_name
 from dovetail.lowering.backend_protocol import values_of, why_denormal, why_empty, why_not_pure
 from dovetail.lowering.failures import UnsupportedOp
 
 
 @dataclass(frozen=True)
 class OpSupport:
-    """What became of an operation: the reason why it is not taken, or what to write in its place, if anything."""
+    """The outcome of a probe: why an operation is not supported, or the decomposition to write in its place, if any."""
 
     reason: str | None = None
-    written: GraphModule | None = None
+    decomposed: GraphModule | None = None
 
 
-class _AsItIs(Exception):
-    """An operator needs no mending with these arguments."""
+class _NoWorkaround(Exception):
+    """An operator needs no workaround for these arguments."""
 
 
 class SupportProbe:
-    """Asks a compiler about operations.
+    """Asks a compiler which operations it supports.
 
-    `convert` gives a graph to the compiler and raises NoForm for what it does not know. What it does not know is tried
-    again in the operations that `table` leads to, those of `foreseen` at once. `sift` says beforehand what is not even
-    to be tried. `mends` write an operator that the compiler knows, but gets wrong, in operations that it gets right;
-    they give NotImplemented for arguments with which it is right.
+    `convert` gives a graph to the compiler and raises UnsupportedOp. An operation that it does not convert is tried
+    again decomposed by `table`, those of `decompose_first` at once. `precheck` returns why an operation must not be
+    tried. `workarounds` write an operator that the compiler gets wrong in operations that it gets right; they return
+    NotImplemented for arguments that need none.
     """
 
     def __init__(
         self,
         convert: Callable[[Graph], Any],
         table: Callable[[], Mapping[Any, Callable[..., Any]]],
-        sift: Callable[[Node], str | None],
-        foreseen: frozenset[str] = frozenset(),
-        mends: Mapping[Any, Callable[..., Any]] | None = None,
+        precheck: Callable[[Node], str | None],
+        decompose_first: frozenset[str] = frozenset(),
+        workarounds: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
-        self.convert, self.table, self.sift, self.foreseen = convert, table, sift, foreseen
-        self.mends = {target: _once(mend) for target, mend in (mends or {}).items()}
-        self._known: dict[str, OpSupport] = {}
-        self._lock = released_by_fork(threading.RLock())
+        self.convert, self.table, self.precheck, self.decompose_first = (
+            convert,
+            table,
+            precheck,
+            decompose_first,
+        )
+        self.workarounds = {
+            target: _not_nested(workaround) for target, workaround in (workarounds or {}).items()
+        }
+        self._results: dict[str, OpSupport] = {}
+        self._lock = reset_at_fork(threading.RLock())
 
-    def verdict(self, node: Node, others: Callable[[Node], bool]) -> OpSupport:
-        """What becomes of a node. Other operations of its graph are tried in the same go, if `others` says so."""
-        reason = self.sift(node)
+    def support(self, node: Node, eligible: Callable[[Node], bool]) -> OpSupport:
+        """Return the support of a node. Other operations of its graph that are `eligible` are probed with it."""
+        reason = self.precheck(node)
         if reason is not None:
             return OpSupport(reason)
-        key = signature(node)
+        key = probe_key(node)
         with self._lock:
-            if key not in self._known:
+            if key not in self._results:
                 waiting = {key: node}
                 for one in node.graph.nodes:
-                    if one.op == "call_function" and one.target is not operator.getitem and others(one):
-                        waiting.setdefault(signature(one), one)
-                self._try([n for k, n in waiting.items() if k not in self._known and self.sift(n) is None])
-            return self._known[key]
+                    if one.op == "call_function" and one.target is not operator.getitem and eligible(one):
+                        waiting.setdefault(probe_key(one), one)
+                self._probe(
+                    [n for k, n in waiting.items() if k not in self._results and self.precheck(n) is None]
+                )
+            return self._results[key]
 
-    def _try(self, nodes: Sequence[Node]) -> None:
-        """Try some together; where they fail, halves of them, until it is known which it is."""
-        written = self._first(nodes)
-        if self._why_not(nodes, written) is None:
-            self._known.update({signature(n): OpSupport(written=written.get(n)) for n in nodes})
+    def _probe(self, nodes: Sequence[Node]) -> None:
+        """Probe operations together; if that fails, bisect them."""
+        decomposed = self._decompose_known(nodes)
+        if self._why_not(nodes, decomposed) is None:
+            self._results.update({probe_key(n): OpSupport(decomposed=decomposed.get(n)) for n in nodes})
         elif len(nodes) > 1:
             half = len(nodes) // 2
-            self._try(nodes[:half])
-            self._try(nodes[half:])
+            self._probe(nodes[:half])
+            self._probe(nodes[half:])
         else:
-            self._known[signature(nodes[0])] = self._second(nodes[0])
+            self._results[probe_key(nodes[0])] = self._probe_decomposed(nodes[0])
 
-    def _first(self, nodes: Sequence[Node]) -> dict[Node, GraphModule | None]:
-        """Those that are not even tried as they are, in other operations; None where there is no such way."""
-        written: dict[Node, GraphModule | None] = {}
+    def _decompose_known(self, nodes: Sequence[Node]) -> dict[Node, GraphModule | None]:
+        """Return the operations that are never tried as they are, decomposed, or None where that fails."""
+        decomposed: dict[Node, GraphModule | None] = {}
         for node in nodes:
-            if str(node.target) in self.foreseen:
-                written[node] = self._written(node)
-            elif node.target in self.mends:
+            if str(node.target) in self.decompose_first:
+                decomposed[node] = self._decompose(node)
+            elif node.target in self.workarounds:
                 try:
-                    written[node] = written_out(node, self.mends, self._mend(node))
-                except _AsItIs:
+                    decomposed[node] = decompose_node(node, self.workarounds, self._workaround(node))
+                except _NoWorkaround:
                     pass
-                except Exception:  # these arguments are not mended, and must not be taken as they are
-                    written[node] = None
-        return written
+                except Exception:  # without its workaround the operation must not be used
+                    decomposed[node] = None
+        return decomposed
 
-    def _second(self, node: Node) -> OpSupport:
-        """Try an operation again, written out."""
-        written = self._written(node)
-        if written is None:
-            return OpSupport(self._why_not([node], self._first([node])))
-        reason = self._why_not([node], {node: written})
-        return OpSupport(reason) if reason is not None else OpSupport(written=written)
+    def _probe_decomposed(self, node: Node) -> OpSupport:
+        """Probe an operation again, decomposed."""
+        decomposed = self._decompose(node)
+        if decomposed is None:
+            return OpSupport(self._why_not([node], self._decompose_known([node])))
+        reason = self._why_not([node], {node: decomposed})
+        return OpSupport(reason) if reason is not None else OpSupport(decomposed=decomposed)
 
-    def _written(self, node: Node) -> GraphModule | None:
-        """A node in other operations; None if there is no such way to tell it."""
+    def _decompose(self, node: Node) -> GraphModule | None:
+        """Return a node in other operations, or None if that is not possible."""
         try:
             table = dict(self.table())
-            table.update({target: _either(mend, table.get(target)) for target, mend in self.mends.items()})
+            table.update(
+                {
+                    target: _with_fallback(workaround, table.get(target))
+                    for target, workaround in self.workarounds.items()
+                }
+            )
             try:
-                written = written_out(node, table, self._mend(node))
-            except _AsItIs:
-                written = written_out(node, table)
-        except Exception:  # what torch cannot write out has to be taken as it is, or not at all
+                decomposed = decompose_node(node, table, self._workaround(node))
+            except _NoWorkaround:
+                decomposed = decompose_node(node, table)
+        except Exception:  # torch has no decomposition for these arguments
             return None
-        calls = [n.target for n in written.graph.nodes if n.op == "call_function"]
-        held = any(n.op == "get_attr" for n in written.graph.nodes) or any(map(_needs_strides, calls))
-        return None if held or calls == [node.target] else written
+        calls = [n.target for n in decomposed.graph.nodes if n.op == "call_function"]
+        held = any(n.op == "get_attr" for n in decomposed.graph.nodes) or any(map(_needs_strides, calls))
+        return None if held or calls == [node.target] else decomposed
 
-    def _mend(self, node: Node) -> Callable[..., Any]:
-        """What mends an operator, to be written out; raises _AsItIs where nothing is to be mended."""
-        mend = self.mends.get(node.target)
+    def _workaround(self, node: Node) -> Callable[..., Any]:
+        """Return the workaround of an operator, to be traced; it raises _NoWorkaround if none is needed."""
+        workaround = self.workarounds.get(node.target)
 
-        # Written out by name: torch takes many operators apart before a table is asked for them.
+        # Called directly: torch decomposes many operators before it looks at a decomposition table.
         def run(*args: Any, **kwargs: Any) -> Any:
-            made = NotImplemented if mend is None else mend(*args, **kwargs)
-            if made is NotImplemented:
-                raise _AsItIs
-            return made
+            result = NotImplemented if workaround is None else workaround(*args, **kwargs)
+            if result is NotImplemented:
+                raise _NoWorkaround
+            return result
 
         return run
 
-    def _why_not(self, nodes: Sequence[Node], written: Mapping[Node, GraphModule | None]) -> str | None:
-        lost = next((n for n in nodes if n in written and written[n] is None), None)
-        if lost is not None:
-            return f"{lost.target} cannot be told in simpler operations"
+    def _why_not(self, nodes: Sequence[Node], decomposed: Mapping[Node, GraphModule | None]) -> str | None:
+        failed = next((n for n in nodes if n in decomposed and decomposed[n] is None), None)
+        if failed is not None:
+            return f"{failed.target} cannot be decomposed"
         try:
-            self.convert(alone(nodes, written.get))
+            self.convert(isolated_calls(nodes, decomposed.get))
         except UnsupportedOp as failure:
             return str(failure)
         except Exception as error:
-            return f"it is not told to the compiler: {_first_line(error)}"
+            return f"it cannot be converted: {_first_line(error)}"
         return None
 
 
-def signature(node: Node) -> str:
-    """All that can matter of one operation: its operator, its literals, the dtypes and sizes of what it is given, and
-    what of that is the same."""
+def probe_key(node: Node) -> str:
+    """Return what can matter of an operation: operator, literals, dtypes and sizes of inputs, and which are the same."""
     places = {one: i for i, one in enumerate(node.all_input_nodes)}
-    return f"{node.target} {map_arg((node.args, node.kwargs), lambda n: _described(n, places[n]))!r}"
+    return f"{node.target} {map_arg((node.args, node.kwargs), lambda n: _value_key(n, places[n]))!r}"
 
 
-def reads_itself(node: Node) -> bool:
-    """Whether an operation that takes indices takes one value in two places, so that it could not be replaced in one."""
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return str(node.target) in INDEXING and len(found) != len(set(found))
+def indexes_itself(node: Node) -> bool:
+    """Whether an indexing operation reads one value as two arguments, so that the index cannot be replaced alone."""
+    inputs = input_nodes((node.args, node.kwargs))
+    return str(node.target) in INDEXED_OPS and len(inputs) != len(set(inputs))
 
 
 def why_risky(node: Node) -> str | None:
-    """Why an operation is better not even tried, whatever the compiler: some of these make one run for ever."""
-    if reads_itself(node):
+    """Return why an operation must not be tried with any compiler (some never terminate), or None."""
+    if indexes_itself(node):
         return "it takes an index from the tensor that it reads"
-    if about_memory(node.target):
-        return f"{node.target} is about memory, and a compiler has values"
+    if depends_on_layout(node.target):
+        return f"{node.target} depends on the memory layout, and a compiler has values"
     first = node.args[0] if node.args else None
     value = first.meta.get("val") if isinstance(first, Node) else None
-    named = _name(node.target) not in ("unsqueeze", "squeeze") and any(
+    named = op_name(node.target) not in ("unsqueeze", "squeeze") and any(
         a.name.startswith("dim") for a in cast("Any", node.target)._schema.arguments
     )
     if named and isinstance(value, Tensor) and not value.dim():
-        return f"{node.target} is along a dimension of a tensor that has none"
+        return f"{node.target} is along a dimension of a scalar"
     return None
 
 
@@ -181,47 +197,44 @@ _STRIDED = ("as_strided", "set", "resize", "view.dtype", "is_contiguous")
 _UNSET = ("empty", "new_empty")
 
 
-def about_memory(target: Any) -> bool:
-    """Whether an operator is about how values lie in memory, or shows memory that nobody wrote."""
+def depends_on_layout(target: Any) -> bool:
+    """Whether an operator depends on the memory layout, or returns uninitialized memory."""
     return str(target).removeprefix("aten.").startswith((*_STRIDED, *_UNSET))
-
-
-def _name(target: Any) -> str:
-    """The name of an operator without its overload."""
-    return str(target).removeprefix("aten.").partition(".")[0]
 
 
 def _needs_strides(target: Any) -> bool:
     return str(target).removeprefix("aten.").startswith(_STRIDED)
 
 
-def _once(mend: Callable[..., Any]) -> Callable[..., Any]:
-    """A mend that leaves the operator alone where it is used by the mend itself."""
-    inside = threading.local()
+def _not_nested(workaround: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a workaround that is not applied to the operators that it calls itself."""
+    state = threading.local()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if getattr(inside, "here", False):
+        if getattr(state, "here", False):
             return NotImplemented
-        inside.here = True
+        state.here = True
         try:
-            return mend(*args, **kwargs)
+            return workaround(*args, **kwargs)
         finally:
-            inside.here = False
+            state.here = False
 
     return run
 
 
-def _either(mend: Callable[..., Any], otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A mend, and what is in a table where it has nothing to mend."""
+def _with_fallback(
+    workaround: Callable[..., Any], otherwise: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Return a workaround that falls back to an entry of a table where it is not needed."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        made = mend(*args, **kwargs)
-        return made if made is not NotImplemented or otherwise is None else otherwise(*args, **kwargs)
+        result = workaround(*args, **kwargs)
+        return result if result is not NotImplemented or otherwise is None else otherwise(*args, **kwargs)
 
     return run
 
 
-def _described(node: Node, place: int) -> Any:
+def _value_key(node: Node, place: int) -> Any:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return _Text(f"<{place} {value.dtype} {tuple(value.shape)}>")
@@ -229,7 +242,7 @@ def _described(node: Node, place: int) -> Any:
 
 
 class _Text(str):
-    """Stands for a value in a signature, without quotes."""
+    """A string whose repr has no quotes."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -241,202 +254,110 @@ def _first_line(error: BaseException) -> str:
     ]
 
 
-_BOTH = """
+_COMMON_VALIDATED_NAMES = """
     __and__.Tensor __or__.Tensor _native_batch_norm_legit_no_training.default _to_copy.default abs.default
-    acos.default acosh.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
-    adaptive_avg_pool3d.default add.Tensor addcdiv.default addcmul.default addmm.default all.default
-    arange.default arange.start arange.start_step asin.default asinh.default atan.default atanh.default
-    baddbmm.default bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor bitwise_xor.Tensor bmm.default
-    cat.default ceil.default celu.default channel_shuffle.default clamp.default clamp_min.default clone.default
-    constant_pad_nd.default conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.padding
-    cos.default cosh.default cumsum.default detach.default diff.default div.Tensor dot.default einsum.default
-    elu.default embedding.default eq.Scalar eq.Tensor erf.default exp.default expand.default expm1.default
-    fill.Scalar flip.default floor.default frac.default full.default full_like.default gather.default ge.Scalar
-    ge.Tensor gelu.default glu.default group_norm.default gt.Scalar gt.Tensor hardsigmoid.default
-    hardswish.default hardtanh.default hstack.default index.Tensor index_select.default inner.default
-    isfinite.default isinf.default isnan.default isneginf.default isposinf.default layer_norm.default le.Scalar
-    le.Tensor leaky_relu.default lerp.Scalar lerp.Tensor linalg_vector_norm.default linear.default log.default
-    log10.default log2.default log_softmax.int logaddexp.default logical_and.default logical_not.default
-    logical_or.default logical_xor.default lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor
-    matmul.default max.default max_pool2d.default maximum.default mean.default mean.dim min.default
-    minimum.default mm.default mul.Tensor mv.default nansum.default ne.Scalar ne.Tensor neg.default
-    new_full.default new_ones.default new_zeros.default ones.default ones_like.default outer.default pad.default
-    permute.default pixel_shuffle.default pixel_unshuffle.default pow.Tensor_Scalar pow.Tensor_Tensor
-    prelu.default prod.default reciprocal.default relu.default relu6.default repeat.default reshape.default
-    rms_norm.default roll.default round.default rsqrt.default rsub.Scalar rsub.Tensor scalar_tensor.default
-    scaled_dot_product_attention.default scatter.src scatter.value select.int selu.default sigmoid.default
-    sign.default silu.default sin.default sinh.default slice.Tensor softmax.int softplus.default split.Tensor
-    split_with_sizes.default sqrt.default square.default squeeze.default squeeze.dim squeeze.dims stack.default
-    sub.Tensor sum.default sum.dim_IntList tan.default tanh.default topk.default transpose.int tril.default
-    triu.default trunc.default unbind.int unsqueeze.default vstack.default where.ScalarSelf where.self
+    acos.default acosh.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default
+    add.Tensor addcdiv.default addcmul.default addmm.default all.default arange.default arange.start
+    arange.start_step asin.default asinh.default atan.default atanh.default baddbmm.default bitwise_and.Tensor
+    bitwise_not.default bitwise_or.Tensor bitwise_xor.Tensor bmm.default cat.default ceil.default celu.default
+    channel_shuffle.default clamp.default clamp_min.default clone.default constant_pad_nd.default conv1d.default
+    conv1d.padding conv2d.default conv2d.padding conv3d.padding cos.default cosh.default cumsum.default
+    detach.default diff.default div.Tensor dot.default einsum.default elu.default embedding.default eq.Scalar
+    eq.Tensor erf.default exp.default expand.default expm1.default fill.Scalar flip.default floor.default
+    frac.default full.default full_like.default gather.default ge.Scalar ge.Tensor gelu.default glu.default
+    group_norm.default gt.Scalar gt.Tensor hardsigmoid.default hardswish.default hardtanh.default hstack.default
+    index.Tensor index_select.default inner.default isfinite.default isinf.default isnan.default isneginf.default
+    isposinf.default layer_norm.default le.Scalar le.Tensor leaky_relu.default lerp.Scalar lerp.Tensor
+    linalg_vector_norm.default linear.default log.default log10.default log2.default log_softmax.int
+    logaddexp.default logical_and.default logical_not.default logical_or.default logical_xor.default lt.Scalar
+    lt.Tensor masked_fill.Scalar masked_fill.Tensor matmul.default max.default max_pool2d.default maximum.default
+    mean.default mean.dim min.default minimum.default mm.default mul.Tensor mv.default nansum.default ne.Scalar
+    ne.Tensor neg.default new_full.default new_ones.default new_zeros.default ones.default ones_like.default
+    outer.default pad.default permute.default pixel_shuffle.default pixel_unshuffle.default pow.Tensor_Scalar
+    pow.Tensor_Tensor prelu.default prod.default reciprocal.default relu.default relu6.default repeat.default
+    reshape.default rms_norm.default roll.default round.default rsqrt.default rsub.Scalar rsub.Tensor
+    scalar_tensor.default scaled_dot_product_attention.default scatter.src scatter.value select.int selu.default
+    sigmoid.default sign.default silu.default sin.default sinh.default slice.Tensor softmax.int softplus.default
+    split.Tensor split_with_sizes.default sqrt.default square.default squeeze.default squeeze.dim squeeze.dims
+    stack.default sub.Tensor sum.default sum.dim_IntList tan.default tanh.default topk.default transpose.int
+    tril.default triu.default trunc.default unbind.int unsqueeze.default vstack.default where.ScalarSelf where.self
     zeros.default zeros_like.default
 """
-_XLA = """
-    _native_batch_norm_legit_functional.default _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec
-    _upsample_nearest_exact3d.vec addbmm.default addr.default all.dim amax.default amin.default any.default
-    any.dim any.dims argmax.default argmin.default argsort.default atan2.default avg_pool1d.default
-    avg_pool2d.default bilinear.default clamp.Tensor clamp_max.Tensor clamp_max.default clamp_min.Tensor
-    conv3d.default conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input copysign.Tensor
-    cosine_similarity.default cross.default deg2rad.default diag.default diag_embed.default exp2.default
-    fmax.default fmin.default kron.default log1p.default log_sigmoid.default logsumexp.default max.other
-    meshgrid.indexing min.other mish.default nan_to_num.default
-    native_group_norm.default native_layer_norm.default prod.dim_int round.decimals scatter_add.default
-    slice_scatter.default sort.default std.correction std.default std_mean.correction std_mean.default
-    std_mean.dim sum_to_size.default tensordot.default true_divide.Tensor upsample_linear1d.vec
-    upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec var.correction var.default var.dim
-    var_mean.correction var_mean.default var_mean.dim vdot.default
+COMMON_VALIDATED = frozenset(_COMMON_VALIDATED_NAMES.split())
+"""Operators whose results in both XLA and TVM were compared with torch's."""
+_BOOLEAN_NAMES = """
+    __and__ __or__ _to_copy all any bitwise_and bitwise_not bitwise_or bitwise_xor cat clone cumsum detach expand
+    flip full_like gather index index_select logical_and logical_not logical_or logical_xor new_full new_ones
+    new_zeros ones_like permute repeat reshape roll select slice split split_with_sizes squeeze stack sum transpose
+    unbind unsqueeze where zeros_like
 """
-_TVM = """
-    diagonal.default
+_BOOLEAN = frozenset(_BOOLEAN_NAMES.split())
+"""Operators that are supported for booleans; torch's arithmetic with booleans is its own."""
+_FLOATING_ONLY = frozenset(("pow", "reciprocal"))
+"""Operators that raise in torch for some integers."""
+_SAME_DTYPE_NAMES = """
+    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training addbmm addmm baddbmm bilinear bmm
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cross dot einsum group_norm inner
+    layer_norm linear matmul mm mv native_group_norm native_layer_norm slice_scatter tensordot vdot
 """
-XLA, TVM = frozenset((_BOTH + _XLA).split()), frozenset((_BOTH + _TVM).split())
-_OF_BOOL = frozenset(
-    [
-        "__and__",
-        "__or__",
-        "_to_copy",
-        "all",
-        "any",
-        "bitwise_and",
-        "bitwise_not",
-        "bitwise_or",
-        "bitwise_xor",
-        "cat",
-        "clone",
-        "cumsum",
-        "detach",
-        "expand",
-        "flip",
-        "full_like",
-        "gather",
-        "index",
-        "index_select",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "logical_xor",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones_like",
-        "permute",
-        "repeat",
-        "reshape",
-        "roll",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "stack",
-        "sum",
-        "transpose",
-        "unbind",
-        "unsqueeze",
-        "where",
-        "zeros_like",
-    ]
-)
-"""What is done with truth values; arithmetic with them is torch's own."""
-_OF_FLOATS = frozenset(("pow", "reciprocal"))
-"""What raises in torch for some whole numbers."""
-_OF_ONE_DTYPE = frozenset(
-    [
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit_no_training",
-        "addbmm",
-        "addmm",
-        "baddbmm",
-        "bilinear",
-        "bmm",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "cross",
-        "dot",
-        "einsum",
-        "group_norm",
-        "inner",
-        "layer_norm",
-        "linear",
-        "matmul",
-        "mm",
-        "mv",
-        "native_group_norm",
-        "native_layer_norm",
-        "slice_scatter",
-        "tensordot",
-        "vdot",
-    ]
-)
-"""What raises in torch for operands of different dtypes, although what traces it may let them pass."""
+_SAME_DTYPE = frozenset(_SAME_DTYPE_NAMES.split())
+"""Operators that raise in torch for operands of different dtypes, although tracing may accept them."""
 
 
-def why_untried(tried: frozenset[str], node: Node) -> str | None:
-    """Why nobody knows what a compiler makes of an operation; None if that is known."""
-    spelled = str(node.target).removeprefix("aten.")
-    if spelled not in tried:
-        return f"{node.target} was never compared with what torch gives"
-    name = spelled.partition(".")[0]
+def why_not_validated(validated: frozenset[str], node: Node) -> str | None:
+    """Return why an operation was not validated against torch, or None if it was."""
+    overload = str(node.target).removeprefix("aten.")
+    if overload not in validated:
+        return f"{node.target} was never compared with torch"
+    name = overload.partition(".")[0]
     dtype = _dtype(node.args[0] if node.args else None)
-    if dtype is torch.bool and name not in _OF_BOOL:
-        return f"{node.target} of truth values is torch's own"
-    if name in _OF_FLOATS and dtype is not None and not dtype.is_floating_point:
-        return f"{node.target} of whole numbers may raise"
-    if name in _OF_ONE_DTYPE and len({_dtype(one) for one in node.all_input_nodes}) > 1:
+    if dtype is torch.bool and name not in _BOOLEAN:
+        return f"{node.target} of booleans is specific to torch"
+    if name in _FLOATING_ONLY and dtype is not None and not dtype.is_floating_point:
+        return f"{node.target} of integers may raise"
+    if name in _SAME_DTYPE and len({_dtype(one) for one in node.all_input_nodes}) > 1:
         return f"{node.target} of operands of different dtypes raises"
-    if name in ("addmm", "baddbmm") and argument(node, "alpha") == 0:
-        return f"{node.target} leaves out a product that is taken zero times"
+    if name in ("addmm", "baddbmm") and argument_of(node, "alpha") == 0:
+        return f"{node.target} ignores a product with alpha=0"
     if name == "eq" and len(node.all_input_nodes) != len([a for a in node.args if isinstance(a, Node)]):
-        return f"{node.target} of a value and itself is not true of what is no number"
-    return None
-
-
-def argument(node: Node, name: str) -> Any:
-    """An argument of an operation, found by its name; its default where it is not given."""
-    for i, one in enumerate(cast("Any", node.target)._schema.arguments):
-        if one.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, one.default_value)
+        return f"{node.target} of a value and itself is false for NaN"
     return None
 
 
 def _dtype(value: Any) -> torch.dtype | None:
     if isinstance(value, (list, tuple)):
         return next((_dtype(one) for one in value if isinstance(one, Node)), None)
-    found = value.meta.get("val") if isinstance(value, Node) else None
-    return found.dtype if isinstance(found, Tensor) else None
+    fake = value.meta.get("val") if isinstance(value, Node) else None
+    return fake.dtype if isinstance(fake, Tensor) else None
 
 
-WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGRAL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class OperationSupport:
-    """Which operations a compiler takes, decided node by node from dtypes, sizes, devices and the operator.
+    """Which operations a compiler supports, decided node by node from dtypes, sizes, devices and the operator.
 
-    With `open_sizes` sizes may vary. A compiler that `flushes_denormals` is given no literals that it would take for zero.
+    With `dynamic_sizes` sizes may be symbolic. A compiler that `flushes_denormals` is given no denormal literals.
     """
 
     name: str
-    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, *WHOLE})
-    open_sizes: ClassVar[bool] = False
+    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, *INTEGRAL})
+    dynamic_sizes: ClassVar[bool] = False
     flushes_denormals: ClassVar[bool] = False
 
     @abstractmethod
     def why_not_operation(self, node: Node) -> str | None:
-        """Why the compiler does not know a plain operation on tensors that it has dtypes for; None if it does."""
+        """Return why the compiler does not support an eligible operation, or None."""
 
     def why_not(self, node: Node) -> str | None:
-        """Why it cannot run an operation; None if it can."""
+        """Return why an operation is not supported, or None."""
         if node.target is operator.getitem:
             return None
-        return self.why_not_plainly(node) or self.why_not_operation(node)
+        return self.why_not_eligible(node) or self.why_not_operation(node)
 
-    def why_not_plainly(self, node: Node) -> str | None:
-        """Why an operation is out of the question before the compiler is asked."""
-        if self.open_sizes and not isinstance(node.target, OpOverload):
+    def why_not_eligible(self, node: Node) -> str | None:
+        """Return why an operation is excluded before the compiler is asked, or None."""
+        if self.dynamic_sizes and not isinstance(node.target, OpOverload):
             return None
         reason = why_not_pure(node)
         if reason is not None:
@@ -448,8 +369,8 @@ class OperationSupport:
         return why_empty(node) or (why_denormal(node, self.name) if self.flushes_denormals else None)
 
     def why_not_value(self, value: Any) -> str | None:
-        """Why it has no such tensors."""
-        if self.open_sizes and isinstance(value, (int, torch.SymInt)):
+        """Return why a value is not supported, or None."""
+        if self.dynamic_sizes and isinstance(value, (int, torch.SymInt)):
             return None
         if not isinstance(value, Tensor):
             return f"a {type(value).__name__} is computed, and '{self.name}' has tensors only"
@@ -457,8 +378,8 @@ class OperationSupport:
             return f"'{self.name}' does not take {str(value.dtype).removeprefix('torch.')}"
         if value.device.type != "cpu":
             return f"it is on {value.device}, and '{self.name}' runs on the CPU here"
-        if not self.open_sizes and not all(map(is_number, value.shape)):
-            return f"its sizes may vary, and '{self.name}' takes fixed ones"
+        if not self.dynamic_sizes and not all(map(is_static_size, value.shape)):
+            return f"its sizes are symbolic, and '{self.name}' takes static ones"
         return None
 
 
@@ -466,18 +387,18 @@ class ProbedSupport(OperationSupport):
     """Support that is probed: the compiler is given operations and reports which it does not convert."""
 
     @abstractmethod
-    def judge(self) -> SupportProbe:
-        """What is known of the compiler; all backends of a class have the same one."""
+    def probe(self) -> SupportProbe:
+        """Return the probe of the compiler, which all backends of a class share."""
 
     def why_not_operation(self, node: Node) -> str | None:
-        return self._verdict(node).reason
+        return self._support(node).reason
 
-    def spelling(self, node: Node) -> GraphModule | None:
-        """What is written in place of an operation; None where it is written as it is. Raises NoForm."""
-        found = self._verdict(node)
-        if found.reason is not None:
-            raise UnsupportedOp(found.reason)
-        return found.written
+    def decomposition(self, node: Node) -> GraphModule | None:
+        """Return the decomposition of an operation, or None if it is written as it is; raise UnsupportedOp."""
+        support = self._support(node)
+        if support.reason is not None:
+            raise UnsupportedOp(support.reason)
+        return support.decomposed
 
-    def _verdict(self, node: Node) -> OpSupport:
-        return self.judge().verdict(node, lambda one: self.why_not_plainly(one) is None)
+    def _support(self, node: Node) -> OpSupport:
+        return self.probe().support(node, lambda one: self.why_not_eligible(one) is None)

@@ -1,4 +1,4 @@
-"""One region in a folder of its own: all that the author of faster code for it needs, and no model."""
+"""Writes one region to a folder with all that the author of a faster kernel needs, without the model."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from dovetail.formats import check_artifact
 from dovetail.formats.exported_program import exported
 from dovetail.ir.nodes import symbol_ranges
 from dovetail.ir.printer import text
+from dovetail.ir.process_state import preserve_rng_state
 from dovetail.lowering.compile_unit import CompileUnit, unit_of
-from dovetail.lowering.failures import in_a_line
-from dovetail.numerics.sample_inputs import hint_of, passed, random_state_kept, real_examples
-from dovetail.outlining.bodies import results
+from dovetail.lowering.failures import one_line
+from dovetail.numerics.sample_inputs import as_non_leaf, example_size, random_inputs
 from dovetail.outlining.inline import inline
-from dovetail.outlining.region import Region
+from dovetail.outlining.region import Region, results
 
 FORMAT = 1
 
 
 def write(region: Region, folder: Path, *, seed: int = 0) -> Path:
-    """Write a region as an artefact; see `Region.export`. A folder that is there and not empty is refused."""
+    """Write a region as an artifact; see `Region.export`. Raise InvalidArgument for a folder that is not empty."""
     if not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"seed {seed!r} is not an int.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidArgument(f"'{folder}' is there already and not empty; give a folder that is new.")
+        raise InvalidArgument(f"'{folder}' exists and is not empty; give a new folder.")
     unit = unit_of(region)
     if unit.obstacle is not None:
         raise RegionError(f"region '{region.name}' cannot be exported: {unit.obstacle}.")
-    if unit.effects.world:
+    if unit.effects.host_effect:
         raise RegionError(
-            f"region '{region.name}' acts on the world ({unit.effects.world}): it is not run alone."
+            f"region '{region.name}' has effects on the host ({unit.effects.host_effect}): it cannot be run alone."
         )
-    inputs, expected, after = _ran(unit, seed)
+    inputs, expected, after = _run_body(unit, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # All of it is there or none: what is half written lies beside the folder that was asked for.
+    # Written to a temporary folder first, so that the artifact is complete or absent.
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         torch.export.save(exported(inline(unit.region.body)), scratch / "body.pt2")
         (scratch / "body.txt").write_text(text(unit.region.body), encoding="utf-8")
         torch.save(inputs, scratch / "inputs.pt")
         torch.save({"results": expected, "operands": after}, scratch / "expected.pt")
-        told = json.dumps(_identity(region, unit, seed), indent=2, sort_keys=False)
-        (scratch / "region.json").write_text(told + "\n", encoding="utf-8")
+        identity = json.dumps(_identity(region, unit, seed), indent=2, sort_keys=False)
+        (scratch / "region.json").write_text(identity + "\n", encoding="utf-8")
         (scratch / "check.py").write_text(inspect.getsource(check_artifact), encoding="utf-8")
         os.chmod(scratch, 0o777 & ~_umask())
         if folder.exists():
@@ -72,26 +72,30 @@ def _umask() -> int:
     return mask
 
 
-def _ran(unit: CompileUnit, seed: int) -> tuple[list[Any], list[Any], dict[int, Any]]:
-    """Made-up operands, the body's results for them, and the operands that it writes as they are afterwards."""
-    inputs = real_examples(unit.values, seed, unit.domains)
-    with random_state_kept(), torch.no_grad():
+def _run_body(unit: CompileUnit, seed: int) -> tuple[list[Any], list[Any], dict[int, Any]]:
+    """Return random operands, the body's results for them, and the values of the operands that it writes."""
+    inputs = random_inputs(unit.values, seed, unit.domains)
+    with preserve_rng_state(), torch.no_grad():
         torch.manual_seed(seed)
-        given = [
-            passed(value, True) if isinstance(value, Tensor) and i in unit.effects.writes else value
-            for i, value in enumerate(real_examples(unit.values, seed, unit.domains))
+        operands = [
+            as_non_leaf(value, True) if isinstance(value, Tensor) and i in unit.effects.writes else value
+            for i, value in enumerate(random_inputs(unit.values, seed, unit.domains))
         ]
         try:
-            made = unit.region.body(*given)
+            values = unit.region.body(*operands)
         except Exception as error:
             raise RegionError(
-                f"region '{unit.region.name}' does not take made-up operands ({in_a_line(error)}), so that nothing can be "
-                f"compared with it. `region.reproducer` writes a script whose operands you can change."
+                f"region '{unit.region.name}' does not accept random operands ({one_line(error)}), so that there is nothing to "
+                f"compare with. `region.reproducer` writes a script whose operands you can change."
             ) from error
-    return inputs, [_kept(v) for v in made], {i: _kept(given[i]) for i in sorted(unit.effects.writes)}
+    return (
+        inputs,
+        [_copied(v) for v in values],
+        {i: _copied(operands[i]) for i in sorted(unit.effects.writes)},
+    )
 
 
-def _kept(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     return value.detach().clone(memory_format=torch.preserve_format) if isinstance(value, Tensor) else value
 
 
@@ -116,11 +120,11 @@ def _identity(region: Region, unit: CompileUnit, seed: int) -> dict[str, Any]:
         "writes": sorted(unit.effects.writes),
         "random": bool(unit.effects.random),
         "operands": [
-            {"name": node.name, "argument": roles.get(i), **_described(value)}
+            {"name": node.name, "argument": roles.get(i), **_describe_value(value)}
             for i, (node, value) in enumerate(zip(placeholders, values, strict=True))
         ],
         "results": [
-            {"result": region.results[i] if region.results else None, **_described(value)}
+            {"result": region.results[i] if region.results else None, **_describe_value(value)}
             for i, value in enumerate(outputs)
         ],
         "sizes_that_vary": symbols,
@@ -130,11 +134,11 @@ def _identity(region: Region, unit: CompileUnit, seed: int) -> dict[str, Any]:
     }
 
 
-def _described(value: Any) -> dict[str, Any]:
+def _describe_value(value: Any) -> dict[str, Any]:
     if not isinstance(value, Tensor):
         return {
             "type": type(value).__name__,
-            "value": hint_of(value) if isinstance(value, torch.SymInt) else value,
+            "value": example_size(value) if isinstance(value, torch.SymInt) else value,
         }
     return {
         "type": "Tensor",

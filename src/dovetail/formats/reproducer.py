@@ -1,4 +1,4 @@
-"""One region as a script that needs torch alone."""
+"""Writes one region as a script that needs torch only."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, RegionError
 from dovetail.ir.graph_module import Program, attribute
-from dovetail.ir.nodes import nbytes
+from dovetail.ir.nodes import SYMBOLIC, nbytes
+from dovetail.numerics.sample_inputs import storage_span
 
 if TYPE_CHECKING:
     from dovetail.outlining.region import Region
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
 
 def write(region: Region, path: Path, *, seed: int) -> Path:
-    """Write a script that builds the region's body and runs it on made-up inputs of its shapes.
+    """Write a script that builds the region's body and runs it on random inputs of its shapes.
 
-    Needs `meta["val"]` on the operands, as captured graphs have. Symbolic sizes take their hints. Constants inside
-    the body are made up too, save small ones. Refused if the body calls what no script can import.
+    Needs `meta["val"]` on the operands, as captured graphs have. Symbolic sizes take their hints. Large constants
+    inside the body are random too. Raises RegionError if the body calls what no script can import.
     """
     if not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"seed {seed!r} is not an int.")
@@ -67,7 +66,7 @@ class _Script:
         self._written: set[str] = set()
 
     def body(self, body: GraphModule, name: str) -> list[str]:
-        """A class for the body, after one for each graph it calls."""
+        """Return the lines of a class for the body, after one for each graph it calls."""
         lines: list[str] = []
         setup: list[str] = []
         for node in body.graph.nodes:
@@ -104,7 +103,7 @@ class _Script:
                 self.notes.append(note)
 
     def _import_globals(self, body: GraphModule) -> None:
-        """Import what the generated code calls by a global name."""
+        """Add imports for the globals of the generated code."""
         for name, value in body.graph.python_code("self").globals.items():
             if isinstance(value, types.ModuleType):
                 self.imports.add(
@@ -129,46 +128,46 @@ class _Script:
                 raise RegionError(
                     f"operand '{node.name}' has no meta['val']: capture the graph with examples first."
                 )
-            lines.append(f"        {_made_up(node.meta['val'])},  # {node.name}")
+            lines.append(f"        {_sample(node.meta['val'])},  # {node.name}")
         return [*lines, "    ]", ""]
 
 
-def _made_up(value: Any) -> str:
+def _sample(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _random(value)
     if isinstance(value, (list, tuple)):
-        items = ", ".join(_made_up(v) for v in cast("Sequence[Any]", value))
+        items = ", ".join(_sample(v) for v in cast("Sequence[Any]", value))
         return f"[{items}]"
-    return repr(_number(value)) if isinstance(value, _SYMBOLIC) else repr(value)
+    return repr(_number(value)) if isinstance(value, SYMBOLIC) else repr(value)
 
 
 def _number(value: Any) -> Any:
     hint = value.node.hint if value.node.has_hint() else None
     if hint is None:
-        raise RegionError(f"the size {value} depends on data: no example can be made up for it.")
+        raise RegionError(f"the size {value} depends on data: no example can be generated for it.")
     return hint if isinstance(hint, (bool, int, float)) else int(hint)
 
 
 def _random(value: torch.Tensor) -> str:
     sizes = tuple(s if type(s) is int else int(_number(s)) for s in value.shape)
     strides = tuple(s if type(s) is int else int(_number(s)) for s in value.stride())
-    span = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
+    span = storage_span(sizes, strides)
     where = "" if value.device.type == "cpu" else f", device={str(value.device)!r}"
     if value.dtype == torch.bool:
-        made = f"torch.randint(0, 2, ({span},){where}).bool()"
+        code = f"torch.randint(0, 2, ({span},){where}).bool()"
     elif value.is_floating_point() or value.is_complex():
         wide = value.dtype if value.is_complex() else torch.float32
-        made = f"torch.randn(({span},), dtype={wide}{where}).to({value.dtype})"
+        code = f"torch.randn(({span},), dtype={wide}{where}).to({value.dtype})"
     else:
-        # Indices are the usual integers: 0 and 1 are in range of almost anything they may index.
-        made = f"torch.randint(0, 2, ({span},), dtype={value.dtype}{where})"
-    made = f"{made}.as_strided({sizes}, {strides})"
-    return f"{made}.requires_grad_()" if value.requires_grad and value.is_floating_point() else made
+        # Integers are usually indices: 0 and 1 are almost always in range.
+        code = f"torch.randint(0, 2, ({span},), dtype={value.dtype}{where})"
+    code = f"{code}.as_strided({sizes}, {strides})"
+    return f"{code}.requires_grad_()" if value.requires_grad and value.is_floating_point() else code
 
 
 def _tensor(value: torch.Tensor) -> str:
     if (nbytes(value) or 0) <= 1024 and not value.is_complex():
         where = "" if value.device.type == "cpu" else f", device={str(value.device)!r}"
-        listed = value.detach().cpu().tolist()
-        return f"torch.tensor({listed!r}, dtype={value.dtype}{where}).reshape({tuple(value.shape)})"
+        numbers = value.detach().cpu().tolist()
+        return f"torch.tensor({numbers!r}, dtype={value.dtype}{where}).reshape({tuple(value.shape)})"
     return _random(value)

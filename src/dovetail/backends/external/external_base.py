@@ -1,4 +1,4 @@
-"""Backends that hand regions to a compiler of another project: what they take, and code bound to weights."""
+"""Backends whose compiler is another project: which regions they support, and code with weights bound to it."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from dovetail.formats.onnx.writer import Dialect, Layout, OnnxWriter, layout_of, model_of
+from dovetail.formats.memory_layout import Layout, layout_of
+from dovetail.formats.onnx.region_model import TRANSLATIONS, region_model
+from dovetail.formats.onnx.writer import Dialect, OnnxWriter
 from dovetail.formats.op_support import OperationSupport
 from dovetail.ir.graph_module import Body
-from dovetail.ir.process_state import keep_for_ever, on_fork, released_by_fork
+from dovetail.ir.process_state import make_immortal, register_after_fork, reset_at_fork
 from dovetail.lowering.backend_protocol import (
     Answer,
     Backend,
+    CallSite,
     Compiled,
-    why_not_fixed,
-    why_not_plain,
+    why_effectful,
+    why_not_static,
 )
-from dovetail.lowering.dispatch import CallSite
 from dovetail.lowering.failures import UnsupportedOp
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.partition import capability
 from dovetail.rules.rule import Decline
 
-_CHANGES = 4
-"""How often the weights of a call may change before they are no longer bound to its code."""
+_MAX_REBINDINGS = 4
+"""How often the weights of a call may change before they are passed as inputs."""
 
 
 class ExternalBackend(OperationSupport, Backend):
-    """A backend whose compiler takes a region as a program all of whose operands are inputs.
+    """A backend whose compiler takes a region as a program with all operands as inputs.
 
-    For each call `prepare` binds the weights to the code once, so that calls pass on only what changes; where they
-    change again and again, they stay inputs. With `open_sizes` it also takes sizes that may vary. A compiler that
-    `flushes_denormals`, which takes the smallest numbers for zero, is given no such literals.
+    `prepare` binds the weights of each call to its code once, so that calls pass only what changes; weights that change
+    again and again stay inputs. With `dynamic_sizes` sizes may be symbolic. A compiler that `flushes_denormals` is given
+    no denormal literals.
     """
 
     packages: ClassVar[tuple[str, ...]] = ()
@@ -57,40 +59,40 @@ class ExternalBackend(OperationSupport, Backend):
 
     @abstractmethod
     def program(self, body: GraphModule, operands: Sequence[Any], results: Sequence[Layout]) -> Any:
-        """What the compiler is given for a body; raises NoForm. Operands and results are in the order of memory."""
+        """Return the compiler's input for a body, operands and results in the order of memory; raise UnsupportedOp."""
 
     @abstractmethod
     def session(
         self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]
     ) -> CompiledSession:
-        """Code of a program for the number of threads that torch has now, with some operands bound."""
+        """Return code of a program for torch's current number of threads, with some operands bound."""
 
     @abstractmethod
-    def packed(self, program: Any) -> bytes:
-        """A program, with what was compiled of it, as bytes."""
+    def serialize(self, program: Any) -> bytes:
+        """Return a program and its compiled code as bytes."""
 
     @abstractmethod
-    def unpacked(self, data: bytes) -> Any:
-        """The program of these bytes."""
+    def deserialize(self, data: bytes) -> Any:
+        """Return the program that `serialize` wrote."""
 
     def missing(self) -> str | None:
-        """What to install, or why this process cannot use it; None if it can."""
-        gone = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        if not gone:
-            return _STARTED.refused(self.name)
-        return f"{' and '.join(gone)} not installed; pip install 'dovetail[{self.name}]'"
+        """Return what to install, or why this process cannot use the compiler, or None."""
+        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if not absent:
+            return _STARTED.why_unusable(self.name)
+        return f"{' and '.join(absent)} not installed; pip install 'dovetail[{self.name}]'"
 
     def takes(self, node: Node) -> bool | Decline:
-        """Whether it can run an operation."""
+        """Return True, or a Decline with the reason, for one operation."""
         _STARTED.add(self.name)
         reason = self.missing() or self.why_not(node)
         return True if reason is None else Decline(reason)
 
     def supports(self, region: Region) -> Answer:
         _STARTED.add(self.name)
-        reason = self.missing() or why_not_plain(region)
-        if reason is None and not self.open_sizes:
-            reason = why_not_fixed(region)
+        reason = self.missing() or why_effectful(region)
+        if reason is None and not self.dynamic_sizes:
+            reason = why_not_static(region)
         reason = reason or self._why_not_body(region)
         return True if reason is None else Decline(reason)
 
@@ -98,7 +100,7 @@ class ExternalBackend(OperationSupport, Backend):
         body = flat(cast("Body", region.body))
         for node in body.graph.nodes:
             if node.op == "get_attr":
-                return f"it holds '{node.target}', which is no operand"
+                return f"it holds '{node.target}', which is not an operand"
             reason = self.why_not(node) if node.op == "call_function" else None
             if node.op == "placeholder":
                 reason = self.why_not_value(node.meta["val"])
@@ -107,41 +109,41 @@ class ExternalBackend(OperationSupport, Backend):
         for node in results_of(body):
             value = node.meta.get("val")
             if not isinstance(value, Tensor):
-                return f"its result '{node.name}' is no tensor"
+                return f"its result '{node.name}' is not a tensor"
             if 0 in (s for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
-                return f"the elements of its result '{node.name}' lie over each other"
-        operands = [_laid(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]
+                return f"the elements of its result '{node.name}' overlap in memory"
+        operands = [_operand_layout(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]
         try:
-            self._made(region, body, operands)
+            self._program_of(region, body, operands)
         except UnsupportedOp as failure:
             return str(failure)
         return None
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         body = flat(cast("Body", region.body))
-        operands = [_laid(example) for example in examples]
-        if operands != [_laid(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]:
-            _follow(body, examples)
-            # What was asked of one size need not hold of another.
+        operands = [_operand_layout(example) for example in examples]
+        if operands != [_operand_layout(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]:
+            _propagate_fakes(body, examples)
+            # Support for one layout need not hold for another.
             for node in body.graph.nodes:
                 reason = self.why_not(node) if node.op == "call_function" else None
                 if reason is not None:
                     raise UnsupportedOp(f"{reason} ('{node.name}')")
-        program, results = self._made(region, body, operands)
-        made = Model(self, program, tuple(operands), tuple(results))
-        made.session()
-        return made
+        program, results = self._program_of(region, body, operands)
+        model = CompiledModel(self, program, tuple(operands), tuple(results))
+        model.session()
+        return model
 
-    def _made(
+    def _program_of(
         self, region: Region, body: GraphModule, operands: Sequence[Layout | None]
     ) -> tuple[Any, list[Layout]]:
-        """The program of a region, and how its results lie. What `supports` has made is not made again."""
+        """Return the program of a region, cached from `supports`, and the layouts of its results."""
         results = [layout_of(node.meta["val"]) for node in results_of(body)]
         key = (tuple(operands), tuple(results))
-        kept = self._programs.get(region.body)
-        if kept is None or kept[0] != key:
-            kept = self._programs[region.body] = (key, self.program(body, operands, results))
-        return kept[1], results
+        cached = self._programs.get(region.body)
+        if cached is None or cached[0] != key:
+            cached = self._programs[region.body] = (key, self.program(body, operands, results))
+        return cached[1], results
 
     @cached_property
     def _programs(self) -> WeakKeyDictionary[GraphModule, tuple[Any, Any]]:
@@ -154,48 +156,51 @@ class ExternalBackend(OperationSupport, Backend):
         counts = site.notes.setdefault(f"{self.name} weights", {})
         counts[site.name] = counts.get(site.name, 0) + 1
         constants = {i: site.operands[i] for i in site.constants if isinstance(site.operands[i], Tensor)}
-        if not constants or counts[site.name] > _CHANGES:
+        if not constants or counts[site.name] > _MAX_REBINDINGS:
             return site.compiled
-        return cast("Model", site.compiled).bound(constants)
+        return cast("CompiledModel", site.compiled).bound(constants)
 
     def save(self, compiled: Any) -> bytes:
-        model = cast("Model", compiled)
-        head = {"operands": [*map(_told, model.operands)], "results": [*map(_told, model.results)]}
-        return joined(json.dumps(head).encode(), self.packed(model.program))
+        model = cast("CompiledModel", compiled)
+        head = {
+            "operands": [*map(_layout_to_json, model.operands)],
+            "results": [*map(_layout_to_json, model.results)],
+        }
+        return join_parts(json.dumps(head).encode(), self.serialize(model.program))
 
     def load(self, data: bytes, region: Region) -> Compiled:
-        head, rest = parted(data)
-        told = json.loads(head)
-        operands, results = (tuple(map(_layout, told[k])) for k in ("operands", "results"))
-        made = Model(self, self.unpacked(rest), operands, results)
-        made.session()
-        return made
+        head, rest = split_parts(data)
+        layouts = json.loads(head)
+        operands, results = (tuple(map(_layout_from_json, layouts[k])) for k in ("operands", "results"))
+        model = CompiledModel(self, self.deserialize(rest), operands, results)
+        model.session()
+        return model
 
 
 class _Started:
-    """Which compilers were started in this process, or in one that it was forked from."""
+    """Which compilers were started in this process, or in a process that it was forked from."""
 
     def __init__(self) -> None:
         self.here: set[str] = set()
         self.before: set[str] = set()
-        on_fork(self)
+        register_after_fork(self)
 
     def add(self, name: str) -> None:
         if name not in self.before:
             self.here.add(name)
 
     def after_fork(self) -> None:
-        """What was started is the parent's: its threads are not here."""
+        """Record that the compilers were started in the parent, whose threads the child does not have."""
         self.before |= self.here
         self.here = set()
 
-    def refused(self, name: str) -> str | None:
-        """Why a compiler cannot be used here; None if it can."""
+    def why_unusable(self, name: str) -> str | None:
+        """Return why a compiler cannot be used in this process, or None."""
         if name not in self.before:
             return None
         return (
-            f"'{name}' was started before this process was forked, and its threads are not here; start processes with "
-            f"the method 'spawn'"
+            f"'{name}' was started before this process was forked, which does not have its threads; start processes "
+            f"with the method 'spawn'"
         )
 
 
@@ -203,20 +208,20 @@ _STARTED = _Started()
 
 
 class CompiledSession:
-    """Code with some operands bound; it takes the others as its compiler has them.
+    """Code with some operands bound; it takes the others as its compiler sees them.
 
-    `shared` are the numbers of the bound operands whose memory it reads in every call, and of which it has no copy.
+    `shared` are the indices of the bound operands whose memory it reads in every call instead of a copy.
     """
 
     shared: frozenset[int] = frozenset()
 
     @abstractmethod
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """The results, in memory that is theirs."""
+        """Return the results, in memory of their own."""
 
 
-class Model:
-    """A program and code of it, for each number of threads that torch was set to, with some operands bound."""
+class CompiledModel:
+    """A program with some operands bound, and its code for each number of threads that torch was set to."""
 
     def __init__(
         self,
@@ -228,117 +233,120 @@ class Model:
     ) -> None:
         self.backend, self.program, self.operands, self.results = backend, program, operands, results
         self.constants = dict(constants or {})
-        self._given = [i for i in range(len(operands)) if i not in self.constants]
+        self._unbound = [i for i in range(len(operands)) if i not in self.constants]
         self._sessions: dict[int, CompiledSession] = {}
-        self._lock = released_by_fork(threading.Lock())
-        on_fork(self)
+        self._lock = reset_at_fork(threading.Lock())
+        register_after_fork(self)
 
-    def bound(self, constants: Mapping[int, Tensor]) -> Model:
-        """The same with some operands bound."""
-        made = Model(self.backend, self.program, self.operands, self.results, constants)
-        made.session()
-        return made
+    def bound(self, constants: Mapping[int, Tensor]) -> CompiledModel:
+        """Return a copy with some operands bound."""
+        model = CompiledModel(self.backend, self.program, self.operands, self.results, constants)
+        model.session()
+        return model
 
     @property
     def reads_in_place(self) -> frozenset[int]:
-        """The numbers of the bound operands that are read where they are."""
+        """The indices of the bound operands that are read in place."""
         shared = self.session().shared
         return frozenset(
-            i for i in shared if self._rows(i, self.constants[i]).data_ptr() == self.constants[i].data_ptr()
+            i
+            for i in shared
+            if self._runtime_operand(i, self.constants[i]).data_ptr() == self.constants[i].data_ptr()
         )
 
     def session(self) -> CompiledSession:
-        """The code for the number of threads that torch has now."""
+        """Return the code for torch's current number of threads."""
         threads = torch.get_num_threads()
-        found = self._sessions.get(threads)
-        if found is None:
+        session = self._sessions.get(threads)
+        if session is None:
             with self._lock:
-                found = self._sessions.get(threads)
-                if found is None:
-                    rows = {i: self._rows(i, value) for i, value in self.constants.items()}
-                    found = self._sessions[threads] = self.backend.session(self.program, rows, self.results)
-        return found
+                session = self._sessions.get(threads)
+                if session is None:
+                    rows = {i: self._runtime_operand(i, value) for i, value in self.constants.items()}
+                    session = self._sessions[threads] = self.backend.session(self.program, rows, self.results)
+        return session
 
     def after_fork(self) -> None:
-        """Keep what the parent started, unused."""
-        keep_for_ever(self._sessions)
+        """Keep the sessions of the parent alive, unused: they must not be destroyed here."""
+        make_immortal(self._sessions)
         self._sessions = {}
 
     def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return self.session()(*[self._rows(i, operands[i]) for i in self._given])
+            return self.session()(*[self._runtime_operand(i, operands[i]) for i in self._unbound])
 
-    def _rows(self, i: int, value: Any) -> Tensor:
+    def _runtime_operand(self, i: int, value: Any) -> Tensor:
         layout = self.operands[i]
-        return torch.tensor(value) if layout is None else layout.rows(value.detach())
+        return torch.tensor(value) if layout is None else layout.to_runtime(value.detach())
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _unpickled, (self.backend, self.backend.save(self), self.constants)
 
 
-def _unpickled(backend: ExternalBackend, data: bytes, constants: Mapping[int, Tensor]) -> Model:
-    made = cast("Model", backend.load(data, cast("Region", None)))
-    return made.bound(constants) if constants else made
+def _unpickled(backend: ExternalBackend, data: bytes, constants: Mapping[int, Tensor]) -> CompiledModel:
+    model = cast("CompiledModel", backend.load(data, cast("Region", None)))
+    return model.bound(constants) if constants else model
 
 
 def results_of(body: GraphModule) -> Sequence[Node]:
-    """The nodes that a flat body returns."""
+    """Return the output nodes of a flat body."""
     return cast("Sequence[Node]", body.graph.output_node().args[0])
 
 
-def joined(*parts: bytes) -> bytes:
-    """Several pieces as one, which `parted` takes apart."""
+def join_parts(*parts: bytes) -> bytes:
+    """Concatenate byte strings such that `split_parts` can separate them."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
-def parted(data: bytes) -> list[bytes]:
-    """The pieces that were joined."""
-    found: list[bytes] = []
+def split_parts(data: bytes) -> list[bytes]:
+    """Return the byte strings that `join_parts` concatenated."""
+    parts: list[bytes] = []
     while data:
         end = 8 + int.from_bytes(data[:8], "little")
-        found.append(data[8:end])
+        parts.append(data[8:end])
         data = data[end:]
-    return found
+    return parts
 
 
-def _follow(body: GraphModule, examples: Sequence[Any]) -> None:
-    """Let a body know its values for operands that lie otherwise than those it was captured with."""
+def _propagate_fakes(body: GraphModule, examples: Sequence[Any]) -> None:
+    """Recompute the fake values of a body for operands of other layouts than those it was captured with."""
     modes = [e.fake_mode for e in examples if isinstance(e, FakeTensor)]
     if modes:
         with enable_python_dispatcher():
             FakeTensorProp(body, modes[0]).propagate_dont_convert_inputs(*examples)
 
 
-def _laid(value: Any) -> Layout | None:
-    """How an operand lies in memory; None for a number."""
+def _operand_layout(value: Any) -> Layout | None:
+    """Return the layout of an operand; None for a number."""
     return layout_of(value) if isinstance(value, Tensor) else None
 
 
-def _told(layout: Layout | None) -> Any:
+def _layout_to_json(layout: Layout | None) -> Any:
     if layout is None:
         return None
     return [str(layout.dtype).removeprefix("torch."), layout.order, layout.sizes, layout.strides]
 
 
-def _layout(told: Any) -> Any:
-    if told is None:
+def _layout_from_json(row: Any) -> Any:
+    if row is None:
         return None
-    dtype, *rest = told
+    dtype, *rest = row
     return Layout(getattr(torch, dtype), *(None if r is None else tuple(r) for r in rest))
 
 
 class OnnxBackend(ExternalBackend):
-    """A backend whose programs are ONNX models; sizes may vary where the forms of operators allow it."""
+    """A backend whose programs are ONNX models; sizes may be symbolic where the translations allow it."""
 
-    open_sizes: ClassVar[bool] = True
+    dynamic_sizes: ClassVar[bool] = True
     dialect: ClassVar[Dialect] = Dialect(runs=True)
 
     def why_not_operation(self, node: Node) -> str | None:
-        writer = OnnxWriter(self.dialect)
-        for given in node.all_input_nodes:
-            value = given.meta.get("val")
+        writer = OnnxWriter(TRANSLATIONS, self.dialect)
+        for operand in node.all_input_nodes:
+            value = operand.meta.get("val")
             count = len(cast("Sequence[Any]", value)) if isinstance(value, (tuple, list)) else 0
-            writer.names[given] = tuple(f"{given.name}_{i}" for i in range(count)) if count else given.name
+            names = tuple(f"{operand.name}_{i}" for i in range(count))
+            writer.names[operand] = names or operand.name
         try:
             writer.write(node)
         except UnsupportedOp as failure:
@@ -346,23 +354,57 @@ class OnnxBackend(ExternalBackend):
         return None
 
     def program(self, body: GraphModule, operands: Sequence[Any], results: Sequence[Layout]) -> Any:
-        return model_of(body.graph, self.dialect, operands=operands, results=results).SerializeToString()
+        return region_model(body.graph, self.dialect, operands=operands, results=results).SerializeToString()
 
-    def packed(self, program: Any) -> bytes:
+    def serialize(self, program: bytes) -> bytes:
         return program
 
-    def unpacked(self, data: bytes) -> Any:
+    def deserialize(self, data: bytes) -> bytes:
         return data
 
 
+def checked_results(values: list[Tensor], layouts: Sequence[Layout], guarded: bool) -> tuple[Tensor, ...]:
+    """Return what a runtime computed as torch's tensors; `guarded` values end with the flag of their indices."""
+    if guarded:
+        require_in_range(values.pop())
+    return tuple(layout.from_runtime(value) for layout, value in zip(layouts, values, strict=True))
+
+
+def with_bound(bound: Mapping[int, Any], operands: Sequence[Any]) -> list[Any]:
+    """Return all operands in order: those that are bound by index, and the others."""
+    others = iter(operands)
+    return [bound[i] if i in bound else next(others) for i in range(len(bound) + len(operands))]
+
+
+class PlacedResults:
+    """Memory for the results of a call of an ONNX model whose sizes are known, and for the flag of its indices."""
+
+    def __init__(self, layouts: Sequence[Layout], guarded: bool) -> None:
+        self._layouts = layouts
+        self._places = [layout.allocate() for layout in layouts]
+        self.buffers = [buffer for _, buffer in self._places]
+        self._flag = torch.empty((), dtype=torch.bool) if guarded else None
+        if self._flag is not None:
+            self.buffers.append(self._flag)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Return the results after the call; raise IndexError if an index was out of range."""
+        if self._flag is not None:
+            require_in_range(self._flag)
+        return tuple(
+            tensor if layout.order is not None else layout.from_runtime(tensor)
+            for layout, (tensor, _) in zip(self._layouts, self._places, strict=True)
+        )
+
+
 def input_names(model: bytes) -> list[str]:
-    """The names of the inputs of an ONNX model, which stand for the operands in their order."""
+    """Return the names of the inputs of an ONNX model in order."""
     import onnx
 
     return [i.name for i in onnx.ModelProto.FromString(model).graph.input]
 
 
 def require_in_range(flag: Any) -> None:
-    """Raise what eager code would where a model says that an index was out of range."""
+    """Raise IndexError, as eager code would, if the flag of a model reports an index out of range."""
     if not flag:
         raise IndexError("an index is out of range")

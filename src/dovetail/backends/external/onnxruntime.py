@@ -9,9 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dovetail.backends.external.external_base import CompiledSession, OnnxBackend, require_in_range
+from dovetail.backends.external.external_base import (
+    CompiledSession,
+    OnnxBackend,
+    PlacedResults,
+    checked_results,
+)
 from dovetail.errors import checked_init
-from dovetail.formats.onnx.writer import ELEMENTS, Dialect, Layout
+from dovetail.formats.memory_layout import Layout
+from dovetail.formats.onnx.writer import ELEMENT_TYPES, Dialect
 from dovetail.lowering.backend_protocol import package_version
 
 
@@ -38,7 +44,7 @@ class OnnxRuntime(OnnxBackend):
         return f"2 {package_version('onnxruntime')}"
 
     def session(
-        self, program: Any, constants: Mapping[int, Tensor], results: Sequence[Layout]
+        self, program: bytes, constants: Mapping[int, Tensor], results: Sequence[Layout]
     ) -> CompiledSession:
         return _OnnxRuntimeSession(program, constants, results, self._options)
 
@@ -53,14 +59,14 @@ class _OnnxRuntimeSession(CompiledSession):
     ) -> None:
         import onnxruntime as ort
 
-        model, held = _with_initialisers(data, constants)
+        model, held = _with_initializers(data, constants)
         settings = ort.SessionOptions()
         settings.intra_op_num_threads = torch.get_num_threads()
         settings.inter_op_num_threads = 1
         settings.log_severity_level = 3
         for name, value in options.items():
             settings.add_session_config_entry(name, value)
-        # Its code reads these where torch keeps them; what it packs itself it copies.
+        # Its code reads the memory of these tensors, unless it packs them itself.
         self._held = held
         values = {name: ort.OrtValue.ortvalue_from_numpy(value.numpy()) for name, value in held.items()}
         if values:
@@ -72,58 +78,48 @@ class _OnnxRuntimeSession(CompiledSession):
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._results = list(results)
         self._guarded = len(self._outputs) > len(results)
-        # Where there is nothing to write, there is no memory that could be given.
+        # An empty result has no memory that could be bound.
         self._fixed = all(r.sizes is not None and 0 not in r.sizes for r in results)
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
         if not self._fixed or any(not value.numel() for value in rows):
             feeds = {name: value.numpy() for name, value in zip(self._inputs, rows, strict=True)}
-            made = list(self._session.run(None, feeds))
-            if self._guarded:
-                require_in_range(made.pop())
-            return tuple(
-                layout.result(torch.from_numpy(value))
-                for layout, value in zip(self._results, made, strict=True)
-            )
+            values = [torch.from_numpy(value) for value in self._session.run(None, feeds)]
+            return checked_results(values, self._results, self._guarded)
         binding = self._session.io_binding()
         for name, value in zip(self._inputs, rows, strict=True):
-            binding.bind_input(name, "cpu", 0, ELEMENTS[value.dtype], tuple(value.shape), value.data_ptr())
-        places = [layout.place() for layout in self._results]
-        for name, (_, place) in zip(self._outputs, places, strict=False):
-            binding.bind_output(name, "cpu", 0, ELEMENTS[place.dtype], tuple(place.shape), place.data_ptr())
-        flag: Tensor | None = None
-        if self._guarded:
-            flag = torch.empty((), dtype=torch.bool)
-            binding.bind_output(self._outputs[-1], "cpu", 0, ELEMENTS[flag.dtype], (), flag.data_ptr())
+            binding.bind_input(name, *_buffer(value))
+        placed = PlacedResults(self._results, self._guarded)
+        for name, value in zip(self._outputs, placed.buffers, strict=True):
+            binding.bind_output(name, *_buffer(value))
         self._session.run_with_iobinding(binding)
-        if flag is not None:
-            require_in_range(flag)
-        return tuple(
-            made if layout.order is not None else layout.result(made)
-            for layout, (made, _) in zip(self._results, places, strict=True)
-        )
+        return placed.results()
 
 
-def _with_initialisers(data: bytes, constants: Mapping[int, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """A model some of whose inputs have values, which are given beside it, and these by name."""
+def _buffer(value: Tensor) -> tuple[Any, ...]:
+    return "cpu", 0, ELEMENT_TYPES[value.dtype], tuple(value.shape), value.data_ptr()
+
+
+def _with_initializers(data: bytes, constants: Mapping[int, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Return a model with external initializers in place of some inputs, and their values by name."""
     import onnx
 
     model = onnx.ModelProto.FromString(data)
-    given = list(model.graph.input)
+    inputs = list(model.graph.input)
     held: dict[str, Tensor] = {}
     for i, value in constants.items():
-        described = given[i]
-        # An empty tensor has no data that could be given beside the model.
-        made = model.graph.initializer.add()
-        made.name, made.data_type = described.name, described.type.tensor_type.elem_type
-        made.dims.extend(value.shape)
+        name = inputs[i].name
+        proto = model.graph.initializer.add()
+        proto.name, proto.data_type = name, inputs[i].type.tensor_type.elem_type
+        proto.dims.extend(value.shape)
         if not value.numel():
-            made.raw_data = b""
+            # An empty tensor has no external data.
+            proto.raw_data = b""
             continue
-        made.data_location = onnx.TensorProto.EXTERNAL
-        place = made.external_data.add()
-        place.key, place.value = "location", "memory"
-        held[described.name] = value
+        proto.data_location = onnx.TensorProto.EXTERNAL
+        entry = proto.external_data.add()
+        entry.key, entry.value = "location", "memory"
+        held[name] = value
     del model.graph.input[:]
-    model.graph.input.extend(d for i, d in enumerate(given) if i not in constants)
+    model.graph.input.extend(d for i, d in enumerate(inputs) if i not in constants)
     return model, held

@@ -27,22 +27,36 @@ from torch.export.graph_signature import (
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from dovetail.backends.external.external_base import CompiledSession, ExternalBackend, joined, parted
+from dovetail.backends.external.external_base import (
+    CompiledSession,
+    ExternalBackend,
+    checked_results,
+    join_parts,
+    split_parts,
+    with_bound,
+)
 from dovetail.errors import checked_init
-from dovetail.formats.onnx.writer import Layout
-from dovetail.formats.op_support import TVM, ProbedSupport, SupportProbe, argument, why_risky, why_untried
-from dovetail.formats.reexport import lerp, reexported, root
-from dovetail.ir.process_state import released_by_fork
-from dovetail.lowering.backend_protocol import load_package, package_version, quiet
+from dovetail.formats.memory_layout import Layout
+from dovetail.formats.op_support import (
+    COMMON_VALIDATED,
+    ProbedSupport,
+    SupportProbe,
+    why_not_validated,
+    why_risky,
+)
+from dovetail.formats.reexport import lerp, pow_as_root, reexport_body
+from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.schema import argument_of
+from dovetail.lowering.backend_protocol import load_package, package_version, suppress_warnings
 from dovetail.lowering.failures import UnsupportedOp
 
-Loops = Callable[[Any, Any], Any]
-Better = Callable[[Any, Any], Any]
+Legalization = Callable[[Any, Any], Any]
+Comparison = Callable[[Any, Any], Any]
 
 
 @functools.cache
-def loops() -> dict[str, Loops]:
-    """By the name of an operator, what writes its loops."""
+def legalizations() -> dict[str, Legalization]:
+    """Return our legalizations of Relax operators, by name, where TVM's own differ from torch."""
     topi = load_package("tvm.topi")
 
     def take(builder: Any, call: Any) -> Any:
@@ -74,7 +88,7 @@ def _relu(x: Any) -> Any:
 
 def _clip(x: Any, low: Any, high: Any) -> Any:
     te, tirx = load_package("tvm.te"), load_package("tvm.tirx")
-    # A bound that is not there is infinite, which whole numbers cannot be.
+    # An absent bound is infinite, which integers cannot represent.
     least = None if _number(low) == -math.inf else tirx.Cast(x.dtype, low)
     most = None if _number(high) == math.inf else tirx.Cast(x.dtype, high)
 
@@ -82,7 +96,7 @@ def _clip(x: Any, low: Any, high: Any) -> Any:
         value = x(*i)
         if least is not None:
             value = tirx.Select(value < least, least, value)
-        # The upper bound has the last word, also where it is below the lower one.
+        # The upper bound wins where it is below the lower one.
         return value if most is None else tirx.Select(value > most, most, value)
 
     return te.compute(x.shape, at, name="clip")
@@ -92,20 +106,20 @@ def _number(bound: Any) -> float:
     return float(getattr(bound, "value", 0))
 
 
-def _better(most: bool, dtype: Any) -> Better:
-    """The larger one of two, or the smaller; what is no number is kept."""
+def _extremum(most: bool, dtype: Any) -> Comparison:
+    """Return a function of the larger of two numbers, or the smaller, that propagates NaN."""
     tirx, floats = load_package("tvm.tirx"), "float" in str(dtype)
 
-    # A reducer looks at the code of the function, so this must be one that has two parameters.
-    def better(a: Any, b: Any) -> Any:
+    # A reducer inspects the function, which must have two parameters.
+    def extremum(a: Any, b: Any) -> Any:
         first = a > b if most else a < b
-        # A comparison with itself would be simplified away.
+        # TVM would simplify a comparison with itself.
         return tirx.Select(tirx.any(first, tirx.isnan(a)) if floats else first, a, b)
 
-    return better
+    return extremum
 
 
-def _broadcast(most: bool) -> Better:
+def _broadcast(most: bool) -> Comparison:
     def both(x: Any, y: Any) -> Any:
         te, topi = load_package("tvm.te"), load_package("tvm.topi")
         shape = [
@@ -113,10 +127,10 @@ def _broadcast(most: bool) -> Better:
             for a, b in _aligned_axes(x.shape, y.shape)
         ]
         wide = [topi.broadcast_to(one, shape) for one in (x, y)]
-        better = _better(most, x.dtype)
+        extremum = _extremum(most, x.dtype)
 
         def at(*i: Any) -> Any:
-            return better(wide[0](*i), wide[1](*i))
+            return extremum(wide[0](*i), wide[1](*i))
 
         return te.compute(shape, at, name="extreme")
 
@@ -143,22 +157,22 @@ def _reducer(most: bool, dtype: Any) -> Any:
     def identity(dtype: Any) -> Any:
         return _bound(dtype, most)
 
-    return te.comm_reducer(_better(most, dtype), identity, name="extreme")
+    return te.comm_reducer(_extremum(most, dtype), identity, name="extreme")
 
 
 def _reduced(builder: Any, call: Any, most: bool) -> Any:
     te = load_package("tvm.te")
-    given = [int(n) for n in call.args[0].ty.shape.values]
-    axes = range(len(given)) if call.attrs.axis is None else [int(a) % len(given) for a in call.attrs.axis]
+    shape = [int(n) for n in call.args[0].ty.shape.values]
+    axes = range(len(shape)) if call.attrs.axis is None else [int(a) % len(shape) for a in call.attrs.axis]
     sizes = [int(n) for n in call.ty.shape.values]
-    kept, reducer = bool(call.attrs.keepdims), _reducer(most, call.args[0].ty.dtype)
+    keepdims, reducer = bool(call.attrs.keepdims), _reducer(most, call.args[0].ty.dtype)
 
     def run(x: Any) -> Any:
-        along = {a: te.reduce_axis((0, given[a]), name=f"k{a}") for a in axes}
+        along = {a: te.reduce_axis((0, shape[a]), name=f"k{a}") for a in axes}
 
         def at(*i: Any) -> Any:
             free = iter(i)
-            place = [along[d] if d in along and not kept else next(free) for d in range(len(given))]
+            place = [along[d] if d in along and not keepdims else next(free) for d in range(len(shape))]
             value = x(*[along.get(d, p) for d, p in enumerate(place)])
             return reducer(value, axis=list(along.values())) if along else value
 
@@ -196,19 +210,19 @@ def _pooled(builder: Any, call: Any) -> Any:
 
 
 INEXACT: Mapping[str, str] = {
-    "aten.log1p.default": "TVM takes log(1 + x) for log1p, which is off where x is small",
+    "aten.log1p.default": "TVM computes log1p as log(1 + x), which is inexact for small x",
 }
-"""Operators whose form in TVM is not what they are."""
-_CONVERTING = released_by_fork(threading.Lock())
+"""Operators that TVM computes inexactly."""
+_CONVERTING = reset_at_fork(threading.Lock())
 
 
-def converted(graph: Graph) -> Any:
-    """A Relax module whose function "main" does what a graph does, down to loops; raises NoForm."""
+def to_relax(graph: Graph) -> Any:
+    """Return a graph as a Relax module with the function "main", legalized; raise UnsupportedOp."""
     relax = load_package("tvm.relax")
     convert = load_package("tvm.relax.frontend.torch").from_exported_program
-    with _CONVERTING, quiet():
+    with _CONVERTING, suppress_warnings():
         try:
-            module = relax.transform.LegalizeOps(loops())(
+            module = relax.transform.LegalizeOps(legalizations())(
                 convert(_exported(graph), run_ep_decomposition=False)
             )
         except Exception as error:
@@ -218,17 +232,17 @@ def converted(graph: Graph) -> Any:
 
 
 def _check_types(module: Any, graph: Graph) -> None:
-    """Whether results are what they must be: of some dtypes the converter makes others."""
-    made = list(module["main"].ret_ty.fields)
-    for kind, node in zip(made, cast("Sequence[Node]", graph.output_node().args[0]), strict=True):
+    """Raise UnsupportedOp if the converter changed the dtype or shape of a result."""
+    types = list(module["main"].ret_ty.fields)
+    for kind, node in zip(types, cast("Sequence[Node]", graph.output_node().args[0]), strict=True):
         value = node.meta["val"]
-        got, wanted = str(kind.dtype), str(value.dtype).removeprefix("torch.")
-        if got != wanted or [int(n) for n in kind.shape.values] != list(value.shape):
-            raise UnsupportedOp(f"TVM makes {got} of what is {wanted} ('{node.name}')")
+        got, expected = str(kind.dtype), str(value.dtype).removeprefix("torch.")
+        if got != expected or [int(n) for n in kind.shape.values] != list(value.shape):
+            raise UnsupportedOp(f"TVM returns {got} in place of {expected} ('{node.name}')")
 
 
 def _exported(graph: Graph) -> ExportedProgram:
-    """A graph that is plain already as a program, without tracing it once more."""
+    """Wrap a graph in an ExportedProgram without tracing it again."""
     operands = graph.find_nodes(op="placeholder")
     results = cast("Sequence[Node]", graph.output_node().args[0])
     inputs = [InputSpec(InputKind.USER_INPUT, TensorArgument(n.name), None) for n in operands]
@@ -250,6 +264,8 @@ def _reason(error: BaseException) -> str:
 
 
 ATEN = torch.ops.aten
+_VALIDATED = COMMON_VALIDATED | {"diagonal.default"}
+"""Operators whose results in TVM were compared with torch's."""
 
 
 def _scaled(x: Tensor, y: Any, alpha: float) -> Any:
@@ -267,7 +283,7 @@ def _sub(x: Tensor, y: Any, alpha: float = 1) -> Any:
 def _rsub(x: Tensor, y: Any, alpha: float = 1) -> Any:
     if alpha == 1:
         return NotImplemented
-    # A number less a tensor is not converted.
+    # TVM does not convert a number minus a tensor.
     return torch.add(x.to(torch.result_type(x, y)) * -alpha, y)
 
 
@@ -282,15 +298,15 @@ def _celu(x: Tensor, alpha: float = 1) -> Any:
 
 
 def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
-    """From the larger one, so that nothing overflows; equal ones may be infinite, and have no difference."""
+    """Compute from the larger operand, so that nothing overflows; equal operands may be infinite."""
     less = torch.exp(-(x - y).abs())
-    # log(1 + less), which TVM has not where `less` is small.
+    # log1p(less), which TVM computes inexactly for small `less`.
     more = torch.asinh(less * (less + 2) / ((less + 1) * 2))
     return torch.where(x == y, x + math.log(2), torch.maximum(x, y) + more)
 
 
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """What is no number is as large as what is infinite; TVM would leave it anywhere."""
+    """Sort NaN as infinity; TVM would leave it anywhere."""
     if not x.dtype.is_floating_point:
         return NotImplemented
     places = torch.topk(torch.where(torch.isnan(x), torch.inf, x), k, dim, largest, sorted)[1]
@@ -308,11 +324,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention with a scale that is not TVM's own, or with fewer heads of keys than of queries."""
+    """Decompose attention with another scale than TVM's, or with grouped queries."""
     if scale is None and not enable_gqa:
         return NotImplemented
     if attn_mask is not None or dropout_p:
-        raise UnsupportedOp("TVM has its own scale of attention")
+        raise UnsupportedOp("TVM has a fixed scale of attention")
     if enable_gqa:
         key, value = (_heads(one, query.shape[-3]) for one in (key, value))
     scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.mT
@@ -328,7 +344,7 @@ def _heads(x: Tensor, count: int) -> Tensor:
     return many.reshape(*before, count, rows, width)
 
 
-MENDS: Mapping[Any, Callable[..., Any]] = {
+TVM_WORKAROUNDS: Mapping[Any, Callable[..., Any]] = {
     ATEN.add.Tensor: _add,
     ATEN.sub.Tensor: _sub,
     ATEN.rsub.Scalar: _rsub,
@@ -337,7 +353,7 @@ MENDS: Mapping[Any, Callable[..., Any]] = {
     ATEN.celu.default: _celu,
     ATEN.logaddexp.default: _logaddexp,
     ATEN.topk.default: _topk,
-    ATEN.pow.Tensor_Scalar: root,
+    ATEN.pow.Tensor_Scalar: pow_as_root,
     ATEN.lerp.Scalar: lerp,
     ATEN.lerp.Tensor: lerp,
     ATEN.scaled_dot_product_attention.default: _attention,
@@ -348,8 +364,8 @@ MENDS: Mapping[Any, Callable[..., Any]] = {
 class Tvm(ProbedSupport, ExternalBackend):
     """Compiles regions of fixed sizes with TVM for the CPU, in float32.
 
-    Nothing is tuned: loops are as TVM writes them by itself, in one thread unless they are sorted or scanned. `target`
-    is a target of TVM's, the processor that this runs on if it is not given.
+    Nothing is tuned: loops are TVM's defaults, in one thread except for sorts and scans. `target` is a TVM target, by
+    default the processor of this machine.
     """
 
     name = "tvm"
@@ -366,47 +382,47 @@ class Tvm(ProbedSupport, ExternalBackend):
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"2 {package_version('apache-tvm')}"
 
-    def judge(self) -> SupportProbe:
-        return _judge()
+    def probe(self) -> SupportProbe:
+        return _probe()
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> TvmProgram:
-        told = reexported(body, operands, results, self.spelling)
-        return TvmProgram(self.target, told.guarded, converted(told.graph))
+        exported = reexport_body(body, operands, results, self.decomposition)
+        return TvmProgram(self.target, exported.guarded, to_relax(exported.graph))
 
     def session(
         self, program: TvmProgram, constants: Mapping[int, Tensor], results: Sequence[Layout]
     ) -> CompiledSession:
         return _TvmSession(program, constants, results)
 
-    def packed(self, program: TvmProgram) -> bytes:
+    def serialize(self, program: TvmProgram) -> bytes:
         with tempfile.TemporaryDirectory(prefix="dovetail-tvm-") as folder:
             path = Path(folder) / "region.so"
-            # It is linked by the compiler of the system; without one this raises, and nothing is kept.
+            # It is linked by the system's compiler; without one this raises, and nothing is cached.
             program.executable().export_library(str(path))
-            return joined(b"g" if program.guarded else b"-", path.read_bytes())
+            return join_parts(b"g" if program.guarded else b"-", path.read_bytes())
 
-    def unpacked(self, data: bytes) -> TvmProgram:
-        guarded, library = parted(data)
+    def deserialize(self, data: bytes) -> TvmProgram:
+        guarded, library = split_parts(data)
         return TvmProgram(self.target, guarded == b"g", library=library)
 
 
 @dataclass(eq=False)
 class TvmProgram:
-    """A Relax module or the library that was made of one, and whether its last result is the flag of its indices."""
+    """A Relax module or its compiled library, and whether its last result is the flag of its indices."""
 
     target: str | None
     guarded: bool
     module: Any = None
     library: bytes = b""
-    _made: Any = None
-    _lock: threading.Lock = field(default_factory=lambda: released_by_fork(threading.Lock()))
+    _executable: Any = None
+    _lock: threading.Lock = field(default_factory=lambda: reset_at_fork(threading.Lock()))
 
     def executable(self) -> Any:
-        """The code."""
+        """Return the code, compiled or loaded once."""
         with self._lock:
-            if self._made is None:
-                self._made = self._loaded() if self.library else self._compiled()
-            return self._made
+            if self._executable is None:
+                self._executable = self._loaded() if self.library else self._compiled()
+            return self._executable
 
     def _compiled(self) -> Any:
         tvm = load_package("tvm")
@@ -415,7 +431,7 @@ class TvmProgram:
         return tvm.compile(self.module, target=target)
 
     def _loaded(self) -> Any:
-        # What is loaded stays when its file is gone.
+        # The loaded library outlives its file.
         with tempfile.NamedTemporaryFile(prefix="dovetail-tvm-", suffix=".so") as file:
             file.write(self.library)
             file.flush()
@@ -430,41 +446,36 @@ class _TvmSession(CompiledSession):
         relax = load_package("tvm.relax")
         self._program, self._results = program, list(results)
         self._machine: Callable[[], Any] = lambda: relax.VirtualMachine(program.executable(), tvm.cpu())
-        self._given: Callable[[Tensor], Any] = tvm.runtime.from_dlpack
-        # The memory is torch's own, and must live as long as TVM reads it.
+        self._from_dlpack: Callable[[Tensor], Any] = tvm.runtime.from_dlpack
+        # TVM reads torch's memory, which must stay alive.
         self._held = {i: _aligned(value) for i, value in constants.items()}
-        self._bound = {i: self._given(value) for i, value in self._held.items()}
+        self._bound = {i: self._from_dlpack(value) for i, value in self._held.items()}
         self.shared = frozenset(i for i, value in constants.items() if self._held[i] is value)
-        # A machine is for one call at a time, and threads may call at once.
+        # A machine serves one call at a time, and threads may call concurrently.
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._idle.put(self._machine())
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
         _set_threads(torch.get_num_threads())
         rows = tuple(map(_aligned, rows))
-        fresh, bound = iter(map(self._given, rows)), self._bound
-        operands = [bound[i] if i in bound else next(fresh) for i in range(len(bound) + len(rows))]
+        operands = with_bound(self._bound, [self._from_dlpack(row) for row in rows])
         try:
             machine = self._idle.get_nowait()
         except queue.Empty:
             machine = self._machine()
         try:
-            made = [torch.from_dlpack(value) for value in machine["main"](*operands)]
+            values = [torch.from_dlpack(value) for value in machine["main"](*operands)]
         finally:
             self._idle.put(machine)
-        if self._program.guarded and not bool(made.pop()):
-            raise IndexError("an index is out of range")
-        return tuple(
-            layout.result(value) for layout, value in zip(self._results, self._fresh(made, rows), strict=True)
-        )
+        return checked_results(self._unaliased(values, rows), self._results, self._program.guarded)
 
-    def _fresh(self, made: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-        """Results in memory of their own: a reshape of an operand, or of another result, is told in place."""
-        seen = {t.data_ptr() for t in (*rows, *self._held.values())}
+    def _unaliased(self, values: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return values in memory of their own: TVM returns a reshape of an operand or of another value in place."""
+        used = {t.data_ptr() for t in (*rows, *self._held.values())}
         own: list[Tensor] = []
-        for value in made:
-            value = value.clone() if value.data_ptr() in seen else value
-            seen.add(value.data_ptr())
+        for value in values:
+            value = value.clone() if value.data_ptr() in used else value
+            used.add(value.data_ptr())
             own.append(value)
         return own
 
@@ -473,7 +484,7 @@ _ALIGNMENT = 64
 
 
 def _aligned(value: Tensor) -> Tensor:
-    """A tensor that begins where TVM's code expects one to; torch's own memory does, a part of it may not."""
+    """Return a tensor with the alignment that TVM expects, which a view of torch's memory may not have."""
     return value.clone() if value.data_ptr() % _ALIGNMENT else value
 
 
@@ -481,7 +492,7 @@ _STATE = threading.local()
 
 
 def _set_threads(count: int) -> None:
-    """Tell TVM how many threads it has; each thread that calls it has threads of its own."""
+    """Set TVM's number of threads, which is local to the calling thread."""
     if getattr(_STATE, "count", 0) != count:
         configure = load_package("tvm").get_global_func("runtime.config_threadpool", allow_missing=True)
         if configure is not None:
@@ -490,54 +501,53 @@ def _set_threads(count: int) -> None:
 
 
 @functools.cache
-def _judge() -> SupportProbe:
-    return SupportProbe(converted, _table, _sifted, mends=MENDS)
+def _probe() -> SupportProbe:
+    return SupportProbe(to_relax, _decompositions, _why_not_probed, workarounds=TVM_WORKAROUNDS)
 
 
-def _table() -> Mapping[Any, Callable[..., Any]]:
+def _decompositions() -> Mapping[Any, Callable[..., Any]]:
     return torch.export.default_decompositions()
 
 
-def _sifted(node: Node) -> str | None:
-    return why_untried(TVM, node) or _why_wrong(node) or why_risky(node)
+def _why_not_probed(node: Node) -> str | None:
+    return why_not_validated(_VALIDATED, node) or _why_wrong(node) or why_risky(node)
 
 
 def _why_wrong(node: Node) -> str | None:
-    """Why an operation would not give in TVM what it gives in torch, where that is a matter of its operands."""
+    """Return why TVM computes something else than torch for these operands, or None."""
     name, first = str(node.target), node.args[0] if node.args else None
     value = first.meta.get("val") if isinstance(first, Node) else None
     if name.startswith("aten.ne.") and isinstance(value, Tensor) and value.dtype.is_floating_point:
-        return "TVM says of what is no number that it equals itself"
+        return "in TVM NaN equals itself"
     if name.endswith(".Scalar") and isinstance(value, Tensor) and not value.dtype.is_floating_point:
-        other = argument(node, "other")
+        other = argument_of(node, "other")
         if isinstance(other, float) and not other.is_integer():
-            return "TVM cuts off what a number has behind its point where it meets whole numbers"
+            return "TVM truncates a float that is combined with integers"
     if name == "aten.topk.default" and isinstance(value, Tensor) and value.dtype is torch.int16:
         return "TVM does not sort int16"
-    if any(argument(node, factor) == 0 for factor in _FACTORS.get(node.target, ())) and _is_floating(node):
-        return "TVM takes zero times a number for zero, also if that is infinite or no number"
+    if any(argument_of(node, factor) == 0 for factor in _FACTORS.get(node.target, ())) and _is_floating(node):
+        return "TVM computes zero times infinity or NaN as zero"
     if name.startswith("aten.clamp") and any(bound != bound for bound in node.args[1:]):
-        return "TVM does not clamp to what is no number"
+        return "TVM does not clamp to NaN"
     if name.startswith("aten.scatter.") and isinstance(value, Tensor):
-        index, dim = argument(node, "index").meta["val"], argument(node, "dim") % value.dim()
+        index, dim = argument_of(node, "index").meta["val"], argument_of(node, "dim") % value.dim()
         if any(index.shape[d] != n for d, n in enumerate(value.shape) if d != dim):
-            return "TVM scatters to other places where there are fewer indices than places"
+            return "TVM scatters to wrong positions if there are fewer indices than positions"
     return INEXACT.get(name)
 
 
-_ATEN = torch.ops.aten
 _FACTORS: Mapping[Any, tuple[str, ...]] = {
-    _ATEN.mul.Tensor: ("other",),
-    _ATEN.add.Tensor: ("alpha",),
-    _ATEN.sub.Tensor: ("alpha",),
-    _ATEN.rsub.Scalar: ("alpha",),
-    _ATEN.rsub.Tensor: ("alpha",),
-    _ATEN.addcmul.default: ("value",),
-    _ATEN.addcdiv.default: ("value",),
-    _ATEN.leaky_relu.default: ("negative_slope",),
-    _ATEN.scaled_dot_product_attention.default: ("scale",),
+    ATEN.mul.Tensor: ("other",),
+    ATEN.add.Tensor: ("alpha",),
+    ATEN.sub.Tensor: ("alpha",),
+    ATEN.rsub.Scalar: ("alpha",),
+    ATEN.rsub.Tensor: ("alpha",),
+    ATEN.addcmul.default: ("value",),
+    ATEN.addcdiv.default: ("value",),
+    ATEN.leaky_relu.default: ("negative_slope",),
+    ATEN.scaled_dot_product_attention.default: ("scale",),
 }
-"""Arguments with which operators multiply."""
+"""Arguments by which operators multiply."""
 
 
 def _is_floating(node: Node) -> bool:

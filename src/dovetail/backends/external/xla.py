@@ -13,22 +13,29 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from dovetail.backends.external.external_base import CompiledSession, ExternalBackend, joined, parted
+from dovetail.backends.external.external_base import (
+    CompiledSession,
+    ExternalBackend,
+    checked_results,
+    join_parts,
+    split_parts,
+    with_bound,
+)
 from dovetail.errors import checked_init
-from dovetail.formats.onnx.writer import Layout
-from dovetail.formats.reexport import reexported
-from dovetail.formats.stablehlo import StableHloSupport, module_of, portable
-from dovetail.ir.process_state import released_by_fork
+from dovetail.formats.memory_layout import Layout
+from dovetail.formats.reexport import reexport_body
+from dovetail.formats.stablehlo_ops import StableHloSupport, import_graphs, portable
+from dovetail.ir.process_state import reset_at_fork
 from dovetail.lowering.backend_protocol import load_package, package_version
 
 
-# Not by way of torchax: its latest version cannot be imported with torch 2.13, and makes jax arrays, not StableHLO.
+# Not with torchax: its latest version cannot be imported with torch 2.13, and makes jax arrays, not StableHLO.
 @checked_init()
 class Xla(StableHloSupport, ExternalBackend):
     """Compiles regions of fixed sizes with XLA for the CPU, with as many threads as torch has.
 
-    Operands and results are passed without copies. Indices are checked, as they are in eager code. XLA takes denormal
-    numbers for zero, whatever its flags, so that `x > 0` is false of one.
+    Operands and results are passed without copies. Indices are checked as in eager code. XLA flushes denormal
+    numbers to zero, whatever its flags, so that `x > 0` is false for one.
     """
 
     name = "xla"
@@ -42,51 +49,51 @@ class Xla(StableHloSupport, ExternalBackend):
         return super().missing() or _why_no_runtime()
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> XlaProgram:
-        told = reexported(body, operands, results, self.spelling)
-        return XlaProgram(portable(module_of({"main": told.graph})), told.guarded)
+        exported = reexport_body(body, operands, results, self.decomposition)
+        return XlaProgram(portable(import_graphs({"main": exported.graph})), exported.guarded)
 
     def session(
         self, program: XlaProgram, constants: Mapping[int, Tensor], results: Sequence[Layout]
     ) -> CompiledSession:
         return _XlaSession(program, constants, results)
 
-    def packed(self, program: XlaProgram) -> bytes:
+    def serialize(self, program: XlaProgram) -> bytes:
         threads = torch.get_num_threads()
         guarded = b"g" if program.guarded else b"-"
         code = program.executable().serialize()
-        return joined(guarded, program.module, threads.to_bytes(4, "little"), code)
+        return join_parts(guarded, program.module, threads.to_bytes(4, "little"), code)
 
-    def unpacked(self, data: bytes) -> XlaProgram:
-        guarded, module, threads, code = parted(data)
+    def deserialize(self, data: bytes) -> XlaProgram:
+        guarded, module, threads, code = split_parts(data)
         return XlaProgram(module, guarded == b"g", {int.from_bytes(threads, "little"): code})
 
 
 @dataclass(eq=False)
 class XlaProgram:
-    """A module, whether its last result is the flag of its indices, and code of it by number of threads."""
+    """A module, whether its last result is the flag of its indices, and its code by number of threads."""
 
     module: bytes
     guarded: bool
-    kept: dict[int, bytes] = field(default_factory=dict[int, bytes])
-    _made: dict[int, Any] = field(default_factory=dict[int, Any])
-    _lock: threading.Lock = field(default_factory=lambda: released_by_fork(threading.Lock()))
+    serialized: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    _executables: dict[int, Any] = field(default_factory=dict[int, Any])
+    _lock: threading.Lock = field(default_factory=lambda: reset_at_fork(threading.Lock()))
 
     def executable(self) -> Any:
-        """The code for the number of threads that torch has now."""
+        """Return the code for torch's current number of threads."""
         threads = torch.get_num_threads()
-        found = self._made.get(threads)
-        if found is None:
+        executable = self._executables.get(threads)
+        if executable is None:
             with self._lock:
-                found = self._made.get(threads)
-                if found is None:
-                    found = self._made[threads] = self._compiled(threads)
-        return found
+                executable = self._executables.get(threads)
+                if executable is None:
+                    executable = self._executables[threads] = self._compiled(threads)
+        return executable
 
     def _compiled(self, threads: int) -> Any:
         client, runtime = _client(threads), _runtime()
-        kept = self.kept.get(threads)
-        if kept is not None:
-            return client.deserialize_executable(kept, client.devices(), None)
+        data = self.serialized.get(threads)
+        if data is not None:
+            return client.deserialize_executable(data, client.devices(), None)
         return client.compile_and_load(self.module, client.devices(), runtime.options())
 
 
@@ -98,29 +105,23 @@ class _XlaSession(CompiledSession):
         self._results, self._guarded = list(results), program.guarded
         self._device = _client(torch.get_num_threads()).devices()[0]
         runtime = _runtime()
-        self._given: Callable[..., Any] = runtime.given
-        self._taken: Callable[..., Any] = runtime.taken
-        # The memory is torch's own, and must live as long as XLA reads it.
+        self._from_dlpack: Callable[..., Any] = runtime.from_dlpack
+        self._to_dlpack: Callable[..., Any] = runtime.to_dlpack
+        # XLA reads torch's memory, which must stay alive.
         self._held = dict(constants)
         self._bound = {
-            i: self._given(value.__dlpack__(), self._device, None) for i, value in constants.items()
+            i: self._from_dlpack(value.__dlpack__(), self._device, None) for i, value in constants.items()
         }
-        # XLA copies what does not begin where it expects a buffer to.
+        # XLA copies a tensor that is not aligned as it expects.
         self.shared = frozenset(
             i for i, value in constants.items() if self._bound[i].unsafe_buffer_pointer() == value.data_ptr()
         )
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        waiting = [self._given(row.__dlpack__(), self._device, None) for row in rows]
-        if self._bound:
-            fresh = iter(waiting)
-            count = len(self._bound) + len(waiting)
-            bound = self._bound
-            waiting = [bound[i] if i in bound else next(fresh) for i in range(count)]
-        made = [torch.from_dlpack(self._taken(value)) for value in self._execute(waiting)]
-        if self._guarded and not bool(made.pop()):
-            raise IndexError("an index is out of range")
-        return tuple(layout.result(value) for layout, value in zip(self._results, made, strict=True))
+        inputs = [self._from_dlpack(row.__dlpack__(), self._device, None) for row in rows]
+        outputs = self._execute(with_bound(self._bound, inputs))
+        values = [torch.from_dlpack(self._to_dlpack(value)) for value in outputs]
+        return checked_results(values, self._results, self._guarded)
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,13 @@ class _Runtime:
 
     client: Callable[..., Any]
     options: Callable[[], Any]
-    given: Callable[..., Any]
-    taken: Callable[..., Any]
+    from_dlpack: Callable[..., Any]
+    to_dlpack: Callable[..., Any]
 
 
 @functools.cache
 def _runtime() -> _Runtime:
-    # jaxlib tells of itself on stderr unless this is set; jax sets it too.
+    # jaxlib logs to stderr unless this is set; jax sets it too.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     xla_client, inner = load_package("jaxlib.xla_client"), load_package("jaxlib._jax")
     for method in ("compile_and_load", "deserialize_executable", "devices"):
@@ -150,33 +151,31 @@ def _runtime() -> _Runtime:
 
 @functools.cache
 def _why_no_runtime() -> str | None:
-    # A client of its own has torch's number of threads, and takes DLPack's capsules as they are; jax's own client has
-    # neither. That part of jaxlib is not promised to stay.
+    # A separate client has torch's number of threads and accepts DLPack capsules; jax's own client does neither. That
+    # part of jaxlib is not a stable interface.
     try:
         _runtime()
     except (ImportError, AttributeError) as error:
-        return (
-            f"jaxlib {package_version('jaxlib')} is not as '{Xla.name}' knows it ({error}); install jax 0.10"
-        )
+        return f"jaxlib {package_version('jaxlib')} does not have the interface that '{Xla.name}' needs ({error}); install jax 0.10"
     return None
 
 
-_STARTING = released_by_fork(threading.Lock())
+_CLIENT_LOCK = reset_at_fork(threading.Lock())
 
 
 def _client(threads: int) -> Any:
-    with _STARTING:
-        return _started(threads)
+    with _CLIENT_LOCK:
+        return _start_client(threads)
 
 
 @functools.cache
-def _started(threads: int) -> Any:
-    """XLA with a number of threads, which it is told by the environment when it starts."""
+def _start_client(threads: int) -> Any:
+    """Start XLA with a number of threads, which it reads from the environment."""
     name = "PJRT_NPROC"
     before = os.environ.get(name)
     os.environ[name] = str(threads)
     try:
-        # Calls return when they are done: torch reads what they made at once.
+        # Calls are synchronous: torch reads the results at once.
         return _runtime().client(asynchronous=False)
     finally:
         if before is None:

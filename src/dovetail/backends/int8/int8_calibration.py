@@ -1,4 +1,4 @@
-"""The range of the values that a product is given: watched in float32, then fixed as 256 steps."""
+"""Calibration: observes the inputs of a product in float32, and fixes their quantization range of 256 steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.ir.process_state import released_by_fork
+from dovetail.ir.process_state import reset_at_fork
 
 _SAMPLED = 2**16
-"""About how many values of all calls are looked at when the range is chosen; its ends are always looked at."""
+"""About how many values of all calls are sampled to choose the range; minimum and maximum are always included."""
 _CUTS = tuple(2 ** (-k / 8) for k in range(33))
-"""Fractions of the largest value that are tried as the end of the range, down to a sixteenth."""
+"""Fractions of the largest absolute value that are candidate as the end of the range, down to a sixteenth."""
 
 
 @dataclass(frozen=True)
-class Range:
-    """Values as bytes: `(byte - zero_point) * scale`, zero itself without error."""
+class QuantRange:
+    """An affine quantization to bytes: `(byte - zero_point) * scale`, exact for zero."""
 
     scale: float
     zero_point: int
@@ -29,43 +29,43 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class ObservedRange:
-    """What is known of the values of a product: their range, the mean of each input, and the sizes they last had."""
+    """Statistics of the inputs of a product: range, mean of each feature, and the last sizes."""
 
-    range: Range
+    range: QuantRange
     mean: Tensor
     sizes: tuple[int, ...]
 
 
-def range_of(low: float, high: float) -> Range:
-    """The steps that span two values and zero."""
+def range_of(low: float, high: float) -> QuantRange:
+    """Return the range that spans two values and zero."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = (high - low) / 255
-    # Below this its inverse is no number.
+    # Below this its inverse is infinite.
     if scale < torch.finfo(torch.float32).tiny:
-        return Range(1.0, 0)
-    return Range(scale, min(255, max(0, round(-low / scale))))
+        return QuantRange(1.0, 0)
+    return QuantRange(scale, min(255, max(0, round(-low / scale))))
 
 
-def closest_range(low: float, high: float, values: Tensor) -> Range:
-    """The range within two ends that gives values back with the least square error.
+def closest_range(low: float, high: float, values: Tensor) -> QuantRange:
+    """Return the range within two ends with the least square error of quantization.
 
-    Cutting off a few far ones gives all the others finer steps.
+    Clipping a few outliers gives all other values finer steps.
     """
     best, least = range_of(low, high), float("inf")
     largest = max(-low, high)
     for cut in _CUTS:
-        tried = range_of(max(low, -cut * largest), min(high, cut * largest))
-        steps = (values / tried.scale).round_().clamp_(-tried.zero_point, 255 - tried.zero_point)
-        error = float((steps.mul_(tried.scale) - values).square_().sum())
+        candidate = range_of(max(low, -cut * largest), min(high, cut * largest))
+        steps = (values / candidate.scale).round_().clamp_(-candidate.zero_point, 255 - candidate.zero_point)
+        error = float((steps.mul_(candidate.scale) - values).square_().sum())
         if error < least:
-            best, least = tried, error
+            best, least = candidate, error
     return best
 
 
 class RangeObserver:
-    """Watches the values of one product, in any number of threads.
+    """Observes the inputs of one product, in any number of threads.
 
-    Called with them, it keeps some, their ends, and the means over all dimensions but that of the inputs.
+    It records a sample of the values, their extrema, and the means over all dimensions but that of the features.
     """
 
     def __init__(self, inputs: int = -1, calls: int = 4) -> None:
@@ -74,14 +74,14 @@ class RangeObserver:
         self.values: list[Tensor] = []
         self.means: list[Tensor] = []
         self.sizes: tuple[int, ...] = ()
-        self._lock = released_by_fork(threading.Lock())
+        self._lock = reset_at_fork(threading.Lock())
         self._generator = torch.Generator().manual_seed(0)
 
     def __call__(self, x: Tensor) -> None:
         if not x.numel():
             return
         low, high = (float(v) for v in torch.aminmax(x.detach()))
-        # One call that went astray must not stretch the range for all the others.
+        # One call with infinite values must not widen the range for all others.
         if not abs(low) + abs(high) < float("inf"):
             return
         with self._lock:
@@ -93,82 +93,82 @@ class RangeObserver:
             self.low, self.high = min(self.low, low), max(self.high, high)
             self.sizes = tuple(x.shape)
 
-    def seen(self) -> ObservedRange | None:
-        """What there is to know of what was seen; None if that is nothing."""
+    def observed(self) -> ObservedRange | None:
+        """Return the statistics of the observed values, or None before the first call."""
         with self._lock:
             if not self.values:
                 return None
-            found = closest_range(self.low, self.high, torch.cat(self.values))
-            return ObservedRange(found, torch.stack(self.means).mean(0), self.sizes)
+            best = closest_range(self.low, self.high, torch.cat(self.values))
+            return ObservedRange(best, torch.stack(self.means).mean(0), self.sizes)
 
 
 def mean_of(x: Tensor, inputs: int) -> Tensor:
-    """The mean of each input of a product, which are along one dimension of its values."""
+    """Return the mean of each feature along a dimension of the inputs."""
     return x.detach().movedim(inputs, 0).reshape(x.shape[inputs], -1).mean(1)
 
 
 class Calibration:
-    """What is known of one call of a region: how often it was watched, and what was seen of each of its products.
+    """The calibration of one call of a region: the number of observed calls, and the ranges of its products.
 
-    Copied and pickled it keeps what came of it in the end: one that is not done begins again.
+    Copies and pickles keep the final ranges; an unfinished calibration starts again.
     """
 
-    def __init__(self, fingerprint: str, inputs: tuple[int, ...], wanted: int, generation: int) -> None:
-        self.fingerprint, self.inputs, self.wanted = fingerprint, inputs, wanted
+    def __init__(self, fingerprint: str, inputs: tuple[int, ...], required: int, generation: int) -> None:
+        self.fingerprint, self.inputs, self.required = fingerprint, inputs, required
         self.generation = generation
-        self.watches = tuple(RangeObserver(dim, wanted) for dim in inputs)
+        self.observers = tuple(RangeObserver(dim, required) for dim in inputs)
         self.calls = 0
-        self.seen: tuple[ObservedRange, ...] | None = None
+        self.ranges: tuple[ObservedRange, ...] | None = None
         self.refused = ""
-        self.lock = released_by_fork(threading.RLock())
+        self.lock = reset_at_fork(threading.RLock())
 
-    def watched(self) -> bool:
-        """Count one more call that was watched; True if it was the last, or one of those before.
+    def observe_call(self) -> bool:
+        """Count one more observed call; return whether the calibration is complete.
 
-        It is the last after as many calls as wanted, if every product has seen something.
+        It is complete after as many calls as required, once every product has observed values.
         """
         with self.lock:
             self.calls += 1
-            if self.seen is None:
-                if self.calls < self.wanted:
+            if self.ranges is None:
+                if self.calls < self.required:
                     return False
-                found = [watch.seen() for watch in self.watches]
-                if any(seen is None for seen in found):
+                observed = [observer.observed() for observer in self.observers]
+                if any(one is None for one in observed):
                     return False
-                self.seen = tuple(seen for seen in found if seen is not None)
-                self.watches = tuple(RangeObserver(dim, self.wanted) for dim in self.inputs)
+                self.ranges = tuple(one for one in observed if one is not None)
+                self.observers = tuple(RangeObserver(dim, self.required) for dim in self.inputs)
             return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = (self.fingerprint, self.inputs, self.wanted, self.generation)
-        return _restored, (told, self.seen, self.refused)
+        arguments = (self.fingerprint, self.inputs, self.required, self.generation)
+        return _restored, (arguments, self.ranges, self.refused)
 
 
-def _restored(told: Any, seen: Any, refused: str) -> Calibration:
-    made = Calibration(*told)
-    made.seen, made.refused = seen, refused
-    return made
+def _restored(arguments: Any, ranges: Any, refused: str) -> Calibration:
+    calibration = Calibration(*arguments)
+    calibration.ranges, calibration.refused = ranges, refused
+    return calibration
 
 
 class Calibrations:
-    """Those of all calls of a graph. New weights in one call change the values that others are given: all begin again."""
+    """The calibrations of all calls of a graph. New weights in one call change the inputs of others: all start again."""
 
     def __init__(self, calls: dict[str, Calibration] | None = None, generation: int = 0) -> None:
         self.calls, self.generation = dict(calls or {}), generation
-        self._lock = released_by_fork(threading.Lock())
+        self._lock = reset_at_fork(threading.Lock())
 
-    def of(self, call: str, fingerprint: str, inputs: tuple[int, ...], wanted: int) -> Calibration:
-        """What is known of a call that has these weights now, or one that wants to be watched so many times.
+    def of(self, call: str, fingerprint: str, inputs: tuple[int, ...], required: int) -> Calibration:
+        """Return the calibration of a call with its current weights, new if they changed.
 
-        `inputs` has for each product the dimension of its values along which its inputs are.
+        `inputs` has for each product the dimension of the features of its inputs.
         """
         with self._lock:
-            found = self.calls.get(call)
-            if found is not None and found.fingerprint != fingerprint:
+            calibration = self.calls.get(call)
+            if calibration is not None and calibration.fingerprint != fingerprint:
                 self.generation += 1
-            if found is None or found.generation != self.generation:
-                found = self.calls[call] = Calibration(fingerprint, inputs, wanted, self.generation)
-            return found
+            if calibration is None or calibration.generation != self.generation:
+                calibration = self.calls[call] = Calibration(fingerprint, inputs, required, self.generation)
+            return calibration
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._lock:
@@ -176,7 +176,7 @@ class Calibrations:
 
 
 def fingerprint(constants: Iterable[Any]) -> str:
-    """What tells the numbers of some weights from any others."""
+    """Return a digest of the values of weights."""
     digest = hashlib.sha256()
     for value in constants:
         if isinstance(value, Tensor):

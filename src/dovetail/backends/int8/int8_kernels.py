@@ -1,4 +1,4 @@
-"""The products of a body that an integer operator can compute, with what it takes along."""
+"""Int8 kernels: finds the products of a body with the operations that oneDNN fuses with them, and runs them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from dovetail import torch_compat
-from dovetail.backends.int8.int8_calibration import ObservedRange, Range, mean_of, range_of
-from dovetail.ir.op_traits import of_overload
-from dovetail.ir.schema import by_name, is_aten, normalised, op_name
+from dovetail.backends.int8.int8_calibration import ObservedRange, QuantRange, mean_of, range_of
+from dovetail.ir.op_traits import overload_traits
+from dovetail.ir.schema import is_aten, named_arguments, normalized_arguments, op_name
 from dovetail.lowering.failures import LoweringFailure
 from dovetail.passes.fold_conv_batch_norm import folded_weights
 
@@ -25,7 +25,7 @@ _NORMS = frozenset(
     {"_native_batch_norm_legit_no_training", "batch_norm", "native_batch_norm"}
     | {"_native_batch_norm_legit_functional", "_native_batch_norm_legit"}
 )
-_TURNS = frozenset({"t", "numpy_T", "transpose", "permute"})
+_TRANSPOSES = frozenset({"t", "numpy_T", "transpose", "permute"})
 
 # Elementwise, and not tagged so.
 _SIMPLE = frozenset({"softplus", "elu", "gelu", "silu", "mish", "hardswish", "relu6", "hardtanh", "clone"})
@@ -33,7 +33,7 @@ _SIMPLE = frozenset({"softplus", "elu", "gelu", "silu", "mish", "hardswish", "re
 
 @dataclass(frozen=True, eq=False)
 class ConvWindow:
-    """How a convolution goes over its images, a number for each dimension."""
+    """Stride, padding and dilation of a convolution for each dimension, and its groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -43,17 +43,18 @@ class ConvWindow:
 
 @dataclass(frozen=True, eq=False)
 class Int8Product:
-    """One product with weights, and what the integer operator does besides.
+    """One product with weights, and the operations that the integer operator fuses with it.
 
-    `node` is the product in the body and `last` the node whose value the operator gives. `turned` says that a weight
-    stands with its rows as columns. `norm` has scale, shift, mean and variance of a batch norm to be folded in.
+    `node` is the product in the body and `last` the node whose value the operator computes. `transposed` marks a weight
+    with inputs first. `norm` has scale, shift, mean and variance of a batch norm to be folded in. `fused` are the nodes
+    that the operator replaces.
     """
 
     node: Node
     last: Node
     x: Node
     weight: Node
-    turned: bool
+    transposed: bool
     bias: Node | None
     window: ConvWindow | None = None
     norm: tuple[Node | None, ...] = ()
@@ -61,28 +62,28 @@ class Int8Product:
     residual: Node | None = None
     post: str = "none"
     algorithm: str = ""
-    taken: tuple[Node, ...] = ()
+    fused: tuple[Node, ...] = ()
 
     @property
     def inputs(self) -> int:
-        """The dimension of its values along which the inputs are."""
+        """The dimension of the features of its input."""
         return -1 if self.window is None else 1
 
 
 def products_of(graph: Graph) -> list[Int8Product]:
-    """The products of a flat body in order. Raises Failure with why it is not for integers."""
-    found = [_product(node) for node in graph.nodes if _is_product(node)]
-    taken = {n for product in found for n in product.taken}
+    """Return the products of a flat body in order; raise LoweringFailure if it cannot run in int8."""
+    products = [_product(node) for node in graph.nodes if _is_product(node)]
+    fused = {n for product in products for n in product.fused}
     for node in graph.nodes:
         if node.op == "placeholder":
             _check_operand(node)
-        elif node.op != "output" and node not in taken and not _is_simple(node):
+        elif node.op != "output" and node not in fused and not _is_simple(node):
             raise LoweringFailure(
-                f"'{node.name}' ({op_name(node.target) or node.op}) is no step beside a product"
+                f"'{node.name}' ({op_name(node.target) or node.op}) is not an elementwise operation or view beside a product"
             )
-    if not found:
+    if not products:
         raise LoweringFailure("it has no product with weights")
-    return found
+    return products
 
 
 def _is_product(node: Node) -> bool:
@@ -96,7 +97,7 @@ def _check_operand(node: Node) -> None:
             f"its operand '{node.name}' is on {value.device.type}, and int8 runs on the CPU"
         )
     if isinstance(value, Tensor) and value.dtype is not torch.float32:
-        raise LoweringFailure(f"its operand '{node.name}' is {value.dtype}, and int8 stands in for float32")
+        raise LoweringFailure(f"its operand '{node.name}' is {value.dtype}, and int8 replaces float32")
 
 
 def _is_simple(node: Node) -> bool:
@@ -104,51 +105,50 @@ def _is_simple(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    told = of_overload(node.target)
-    return told.pointwise or bool(told.aliases) or op_name(node.target) in _SIMPLE
+    traits = overload_traits(node.target)
+    return traits.pointwise or bool(traits.aliases) or op_name(node.target) in _SIMPLE
 
 
 def _product(node: Node) -> Int8Product:
-    given = normalised(node, by_name(node))
+    given = normalized_arguments(node)
     name = op_name(node.target)
     if name in _CONVOLUTIONS:
-        found = _convolution(node, given)
-        return _with_activation(_with_norm(found))
+        return _with_activation(_with_norm(_convolution(node, given)))
     if name == "addmm":
         if given.get("alpha", 1) != 1 or given.get("beta", 1) != 1:
-            raise LoweringFailure(f"'{node.name}' weighs its terms")
+            raise LoweringFailure(f"'{node.name}' scales its terms")
         x, weight, bias = given["mat1"], given["mat2"], given["self"]
     elif name == "linear":
         x, weight, bias = given["input"], given["weight"], given.get("bias")
     else:
         x, weight, bias = given["self"], given["mat2" if name == "mm" else "other"], None
-    weight, turned = _weight(node, weight, name != "linear")
+    weight, transposed = _weight(node, weight, name != "linear")
     if _dims(weight) != 2 or (bias is not None and _dims(bias) != 1):
-        raise LoweringFailure(f"'{node.name}' is no product with a matrix of weights and a vector")
+        raise LoweringFailure(f"'{node.name}' is not a product with a matrix of weights and a vector")
     if _dims(x) < 2:
         raise LoweringFailure(f"'{node.name}' is a product of one vector")
-    found = Int8Product(node, node, x, weight, turned, _operand(node, bias), taken=(node,))
-    return _with_activation(_with_residual(found))
+    product = Int8Product(node, node, x, weight, transposed, _operand(node, bias), fused=(node,))
+    return _with_activation(_with_residual(product))
 
 
 def _convolution(node: Node, given: dict[str, Any]) -> Int8Product:
     if given.get("transposed"):
         raise LoweringFailure(f"'{node.name}' is a transposed convolution")
-    weight, _ = _weight(node, given["weight"], False, turns=False)
+    weight, _ = _weight(node, given["weight"], False, view_through=False)
     rank = _dims(weight) - 2
     if _dims(given["input"]) != rank + 2:
         raise LoweringFailure(f"'{node.name}' has no batch dimension")
-    stride, dilation = _each(given["stride"], rank), _each(given["dilation"], rank)
+    stride, dilation = _per_dim(given["stride"], rank), _per_dim(given["dilation"], rank)
     padding = _padding(node, given["padding"], weight, dilation)
     window = ConvWindow(stride, padding, dilation, int(given["groups"]))
     bias = _operand(node, given.get("bias"))
-    return Int8Product(node, node, given["input"], weight, False, bias, window, taken=(node,))
+    return Int8Product(node, node, given["input"], weight, False, bias, window, fused=(node,))
 
 
 def _padding(node: Node, given: Any, weight: Node, dilation: tuple[int, ...]) -> tuple[int, ...]:
     rank = len(dilation)
     if not isinstance(given, str):
-        return _each(given, rank)
+        return _per_dim(given, rank)
     if given == "valid":
         return (0,) * rank
     kernel = [int(n) for n in weight.meta["val"].shape[2:]]
@@ -158,24 +158,29 @@ def _padding(node: Node, given: Any, weight: Node, dilation: tuple[int, ...]) ->
     return tuple(n // 2 for n in whole)
 
 
-def _each(numbers: Any, rank: int) -> tuple[int, ...]:
-    listed = [int(n) for n in numbers] if isinstance(numbers, (list, tuple)) else [int(numbers)]
-    return tuple(listed * rank if len(listed) == 1 else listed)
+def _per_dim(numbers: Any, rank: int) -> tuple[int, ...]:
+    values = [int(n) for n in numbers] if isinstance(numbers, (list, tuple)) else [int(numbers)]
+    return tuple(values * rank if len(values) == 1 else values)
 
 
-def _weight(node: Node, weight: Any, turned: bool, *, turns: bool = True) -> tuple[Node, bool]:
-    """The operand that is the weight, through transpositions of it."""
-    while turns and isinstance(weight, Node) and is_aten(weight.target) and op_name(weight.target) in _TURNS:
+def _weight(node: Node, weight: Any, transposed: bool, *, view_through: bool = True) -> tuple[Node, bool]:
+    """Return the operand that is the weight, looking through transposes, and whether it is transposed."""
+    while (
+        view_through
+        and isinstance(weight, Node)
+        and is_aten(weight.target)
+        and op_name(weight.target) in _TRANSPOSES
+    ):
         if _dims(weight) != 2:
             break
-        given = normalised(weight, by_name(weight))
+        given = normalized_arguments(weight)
         swaps = (
             list(given["dims"]) != [0, 1] if "dims" in given else given.get("dim0") != given.get("dim1", 1)
         )
-        weight, turned = given["self"], turned != swaps
+        weight, transposed = given["self"], transposed != swaps
     if not isinstance(weight, Node) or weight.op != "placeholder":
-        raise LoweringFailure(f"'{node.name}' multiplies two values, and none of them is a weight")
-    return weight, turned
+        raise LoweringFailure(f"'{node.name}' multiplies two values of which none is a weight")
+    return weight, transposed
 
 
 def _operand(node: Node, value: Any) -> Node | None:
@@ -195,86 +200,88 @@ def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _extended(found: Int8Product, last: Node, *through: Node, **more: Any) -> Int8Product:
-    return replace(found, last=last, taken=(*found.taken, *through, last), **more)
+def _extended(product: Int8Product, last: Node, *through: Node, **more: Any) -> Int8Product:
+    return replace(product, last=last, fused=(*product.fused, *through, last), **more)
 
 
-def _with_norm(found: Int8Product) -> Int8Product:
-    """With the batch norm behind a convolution, where it goes by statistics that are kept."""
-    norm = _only_user(found.last)
+def _with_norm(product: Int8Product) -> Int8Product:
+    """Fuse the batch norm behind a convolution, if it uses running statistics."""
+    norm = _only_user(product.last)
     if norm is None or not is_aten(norm.target) or op_name(norm.target) not in _NORMS:
-        return found
-    given = normalised(norm, by_name(norm))
+        return product
+    given = normalized_arguments(norm)
     numbers = tuple(given.get(k) for k in ("weight", "bias", "running_mean", "running_var"))
     fixed = all(n is None or (isinstance(n, Node) and n.op == "placeholder") for n in numbers)
     if given.get("training") or not fixed or numbers[2] is None or numbers[3] is None:
         raise LoweringFailure(
-            f"'{norm.name}' goes by the statistics of the batch; capture the model in eval mode"
+            f"'{norm.name}' uses the statistics of the batch; capture the model in eval mode"
         )
     whole = op_name(norm.target) == "batch_norm"
     last = norm if whole else _first_part(norm)
-    return _extended(found, last, *([] if whole else [norm]), norm=numbers, eps=float(given["eps"]))
+    return _extended(product, last, *([] if whole else [norm]), norm=numbers, eps=float(given["eps"]))
 
 
 def _first_part(norm: Node) -> Node:
     parts = list(norm.users)
     if len(parts) != 1 or parts[0].target is not operator.getitem or parts[0].args[1] != 0:
-        raise LoweringFailure(f"more than the normalised value is used of '{norm.name}'")
+        raise LoweringFailure(f"another result than the normalised value is used of '{norm.name}'")
     return parts[0]
 
 
-def _with_residual(found: Int8Product) -> Int8Product:
-    """With the sum behind a linear layer, where it is with a value of the same shape."""
-    add = _only_user(found.last)
+def _with_residual(product: Int8Product) -> Int8Product:
+    """Fuse the sum behind a linear layer, if the other term has the same shape."""
+    add = _only_user(product.last)
     if add is None or not is_aten(add.target) or str(add.target) != "aten.add.Tensor":
-        return found
-    given = normalised(add, by_name(add))
+        return product
+    given = normalized_arguments(add)
     terms = [given["self"], given["other"]]
-    others = [t for t in terms if t is not found.last]
-    made = found.last.meta.get("val")
+    others = [t for t in terms if t is not product.last]
+    value = product.last.meta.get("val")
     other = others[0].meta.get("val") if len(others) == 1 and isinstance(others[0], Node) else None
-    if given.get("alpha", 1) != 1 or not isinstance(other, Tensor) or not isinstance(made, Tensor):
-        return found
-    if other.dtype != made.dtype or list(map(str, other.shape)) != list(map(str, made.shape)):
-        return found
-    return _extended(found, add, residual=others[0])
+    if given.get("alpha", 1) != 1 or not isinstance(other, Tensor) or not isinstance(value, Tensor):
+        return product
+    if other.dtype != value.dtype or list(map(str, other.shape)) != list(map(str, value.shape)):
+        return product
+    return _extended(product, add, residual=others[0])
 
 
-def _with_activation(found: Int8Product) -> Int8Product:
-    step = _only_user(found.last)
+def _with_activation(product: Int8Product) -> Int8Product:
+    step = _only_user(product.last)
     name = op_name(step.target) if step is not None and is_aten(step.target) else ""
-    # Over three dimensions the operator takes nothing along.
-    if name == "relu" and step is not None and (found.window is None or len(found.window.stride) < 3):
-        return _extended(found, step, post="relu")
-    if name == "gelu" and step is not None and found.residual is None and found.window is None:
-        return _extended(found, step, post="gelu", algorithm=str(by_name(step).get("approximate", "none")))
-    return found
+    # In three dimensions the operator fuses nothing.
+    if name == "relu" and step is not None and (product.window is None or len(product.window.stride) < 3):
+        return _extended(product, step, post="relu")
+    if name == "gelu" and step is not None and product.residual is None and product.window is None:
+        return _extended(
+            product, step, post="gelu", algorithm=str(named_arguments(step).get("approximate", "none"))
+        )
+    return product
 
 
 _LARGEST = 127
 
-# Added to a number, it leaves the nearest whole one in the last bits of the sum: float32 has 23 behind the first.
+# Added to a number, it leaves the nearest integer in the low bits of the sum: the mantissa of float32 has 23 bits.
 _SHIFT = 1.5 * 2**23
 _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv_pointwise")
 
 
 @functools.cache
 def why_not_here() -> str | None:
-    """Why nothing runs in int8 on this machine; None if it does."""
+    """Return why this machine cannot run int8, or None."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"int8 needs an x86 processor, and this one is {platform.machine()}"
     missing = [name for name in _NEEDED if not hasattr(torch.ops.onednn, name)]
     if missing or not torch.backends.mkldnn.is_available():
         return f"this build of torch has no onednn::{(missing or list(_NEEDED))[0]}"
-    told = torch_compat.VNNI.value
-    if told is None or not told():
+    has_vnni = torch_compat.VNNI.value
+    if has_vnni is None or not has_vnni():
         # Without it oneDNN adds pairs of products in 16 bits, which overflow.
         return "this processor has no AVX512-VNNI, without which sums of bytes overflow"
     return None
 
 
 def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight as int8 and the step of each output, its first dimension."""
+    """Return a weight as int8 and the scale of each output, its first dimension."""
     flat = weight.flatten(1)
     steps = flat.abs().amax(1) / _LARGEST
     steps = torch.where(steps > 0, steps, torch.ones_like(steps))
@@ -282,75 +289,76 @@ def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return whole.reshape(weight.shape), steps
 
 
-class Bytes:
-    """Turns values into bytes of a range, laid out as the operator reads them."""
+class Quantizer:
+    """Quantizes values to bytes, in the memory format of the operator."""
 
-    def __init__(self, steps: Range, layout: torch.memory_format) -> None:
+    def __init__(self, steps: QuantRange, layout: torch.memory_format) -> None:
         self.shift = torch.tensor(_SHIFT + steps.zero_point)
         self.factor, self.layout = 1.0 / steps.scale, layout
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Three passes; scaling, shifting, rounding, cutting off and converting one after the other are five.
+        # Three passes over memory; scale, shift, round, clamp and convert would be five.
         placed = torch.add(self.shift, x, alpha=self.factor).clamp_(_SHIFT, _SHIFT + 255)
         return placed.view(torch.int32).to(torch.uint8, memory_format=self.layout)
 
 
 class Int8Kernel:
-    """One product with its weights packed, for values like those that were seen.
+    """One product with packed weights, for inputs in an observed range.
 
-    What the weights are off by, times the means of the inputs, goes into the bias: on average nothing is off. Called with the value, the residual if there is one, and the weights, which it does not look at any more.
+    The rounding error of the weights times the mean input is added to the bias, which corrects the error on average.
+    Called with the input, the residual if there is one, and the weights, which it ignores.
     """
 
     def __init__(
-        self, product: Int8Product, seen: ObservedRange, layout: torch.memory_format, weights: Any
+        self, product: Int8Product, observed: ObservedRange, layout: torch.memory_format, weights: Any
     ) -> None:
         weight, bias = _folded(product, weights)
         whole, scales = quantised_weight(weight)
-        missing = _on_average(weight - whole * scales.reshape(-1, *[1] * (weight.dim() - 1)), seen.mean)
+        missing = _mean_error(weight - whole * scales.reshape(-1, *[1] * (weight.dim() - 1)), observed.mean)
         bias = missing if bias is None else bias + missing
-        steps, self.layout = seen.range, layout
+        steps, self.layout = observed.range, layout
         zeros = torch.zeros(len(scales), dtype=torch.int32)
         window = product.window
         if window is None:
             packed = torch.ops.onednn.qlinear_prepack(whole.contiguous(), None)
-            self.bytes = Bytes(steps, torch.contiguous_format)
+            self.quantize = Quantizer(steps, torch.contiguous_format)
             geometry: tuple[Any, ...] = ()
         else:
             geometry = tuple(map(list, (window.stride, window.padding, window.dilation)))
             geometry = (*geometry, window.groups)
             packed = torch.ops.onednn.qconv_prepack(
-                whole.contiguous(), scales, steps.scale, steps.zero_point, *geometry, list(seen.sizes)
+                whole.contiguous(), scales, steps.scale, steps.zero_point, *geometry, list(observed.sizes)
             )
-            self.bytes = Bytes(steps, channels_last(len(window.stride)))
+            self.quantize = Quantizer(steps, channels_last(len(window.stride)))
         self.run = _binary if product.residual is not None else _linear if window is None else _conv
-        self.given = (steps.scale, steps.zero_point, packed, scales, zeros)
+        self.quantization = (steps.scale, steps.zero_point, packed, scales, zeros)
         self.rest = (bias, *geometry, 1.0, 0, torch.float32)
         self.post = (product.post, [], product.algorithm)
 
     def __call__(self, x: Tensor, residual: Tensor | None, *_: Any) -> Tensor:
-        return self.run(self, self.bytes(x), residual)
+        return self.run(self, self.quantize(x), residual)
 
 
-def _linear(step: Int8Kernel, x: Tensor, _: Any) -> Tensor:
-    return torch.ops.onednn.qlinear_pointwise.default(x, *step.given, *step.rest, *step.post)
+def _linear(kernel: Int8Kernel, x: Tensor, _: Any) -> Tensor:
+    return torch.ops.onednn.qlinear_pointwise.default(x, *kernel.quantization, *kernel.rest, *kernel.post)
 
 
-def _binary(step: Int8Kernel, x: Tensor, residual: Any) -> Tensor:
-    # It reads the memory of the residual from end to end, whatever the strides say.
+def _binary(kernel: Int8Kernel, x: Tensor, residual: Any) -> Tensor:
+    # It reads the memory of the residual contiguously, ignoring its strides.
     return torch.ops.onednn.qlinear_pointwise.binary(
-        x, *step.given, residual.contiguous(), *step.rest, 1.0, 0, "add", 1.0, *step.post
+        x, *kernel.quantization, residual.contiguous(), *kernel.rest, 1.0, 0, "add", 1.0, *kernel.post
     )
 
 
-def _conv(step: Int8Kernel, x: Tensor, _: Any) -> Tensor:
-    made = torch.ops.onednn.qconv_pointwise.default(x, *step.given, *step.rest, *step.post)
-    return made.contiguous(memory_format=step.layout)
+def _conv(kernel: Int8Kernel, x: Tensor, _: Any) -> Tensor:
+    result = torch.ops.onednn.qconv_pointwise.default(x, *kernel.quantization, *kernel.rest, *kernel.post)
+    return result.contiguous(memory_format=kernel.layout)
 
 
-class Ranging:
-    """A product that takes its range from the values of each call and packs its weights anew.
+class DynamicInt8Kernel:
+    """A product that takes its range from the inputs of each call and packs its weights again.
 
-    Slow: what code is tried and verified with, before there is any call to calibrate on.
+    Slow: used to verify code before there is any call to calibrate with.
     """
 
     def __init__(self, product: Int8Product, layout: torch.memory_format) -> None:
@@ -360,17 +368,17 @@ class Ranging:
         low, high = (float(v) for v in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
         if not abs(low) + abs(high) < float("inf"):
             raise LoweringFailure("values that are not finite have no range")
-        seen = ObservedRange(range_of(low, high), mean_of(x, self.product.inputs), tuple(x.shape))
-        return Int8Kernel(self.product, seen, self.layout, weights)(x, residual)
+        observed = ObservedRange(range_of(low, high), mean_of(x, self.product.inputs), tuple(x.shape))
+        return Int8Kernel(self.product, observed, self.layout, weights)(x, residual)
 
 
 def channels_last(rank: int) -> torch.memory_format:
-    """The layout in which the operator goes over images of so many dimensions."""
+    """Return the memory format of the operator for images of this rank."""
     return {2: torch.channels_last, 3: torch.channels_last_3d}.get(rank, torch.contiguous_format)
 
 
-def _on_average(weight: Tensor, mean: Tensor) -> Tensor:
-    """What a weight gives for inputs that are their means, at the borders of images too."""
+def _mean_error(weight: Tensor, mean: Tensor) -> Tensor:
+    """Return the output of a weight for the mean input, assumed at the borders of images too."""
     inputs = weight.shape[1]
     groups = len(mean) // inputs
     each = weight.reshape(groups, -1, inputs, weight[0, 0].numel()).sum(3)
@@ -378,10 +386,10 @@ def _on_average(weight: Tensor, mean: Tensor) -> Tensor:
 
 
 def _folded(product: Int8Product, weights: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight with outputs first and the bias, a batch norm folded into both."""
-    given: list[Any] = [None if w is None else w.detach() for w in weights]
-    weight, bias, *norm = given
-    if product.turned:
+    """Return the weight with outputs first, and the bias, with the batch norm folded into both."""
+    detached: list[Any] = [None if w is None else w.detach() for w in weights]
+    weight, bias, *norm = detached
+    if product.transposed:
         weight = weight.t()
     if not norm:
         return weight, bias

@@ -1,4 +1,4 @@
-"""The file: an archive of torch.export with two records of our own, written in one go and read without pickle."""
+"""The file: an archive of torch.export with two additional records, written atomically and read without pickle."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import torch
 from torch.export import ExportedProgram
 
 from dovetail.errors import InvalidFile, SaveError
-from dovetail.formats.atomic_write import replaced
+from dovetail.formats.atomic_write import atomic_replace
 
 FORMAT = 1
-"""The version of the description. A file of a later one is refused; older ones must stay readable."""
+"""The version of the description. A file of a later version is refused; earlier ones must stay readable."""
 HEADER, GRAPH = "dovetail_header.json", "dovetail_graph.json"
 _WEIGHTS, _CONSTANTS = "data/weights", "data/constants"
 
-# What a record of ours may cost to read, before any of it is read. A header is a few hundred bytes, and torch writes
-# about a hundred bytes for each entry of the directory, of which there is one per tensor.
+# Limits that are checked before a record is read. A header is a few hundred bytes, and torch writes about a hundred
+# bytes for each entry of the directory, of which there is one per tensor.
 _LARGEST_HEADER = 2**16
 _LARGEST_DIRECTORY = 2**26
 _MOST_ENTRIES = 2**18
 
-# A description has some 35 lists and objects and 800 bytes for each node of a graph; each of those that is parsed
-# takes some hundred bytes of memory, and each value in it a pointer.
+# A description has about 35 lists and objects and 800 bytes for each node of a graph; each parsed one takes about a
+# hundred bytes of memory, and each value in it a pointer.
 _LARGEST_DESCRIPTION = 2**29
 _MOST_CONTAINERS = 2**23
 _MOST_ITEMS = 2**25
@@ -39,24 +39,24 @@ _END, _END64, _LOCATOR64, _ENTRY, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK
 _STORED, _ENCRYPTED = 0, 1
 
 
-def write(
-    program: ExportedProgram, described: Mapping[str, Any], versions: Mapping[str, str], path: Any
+def write_archive(
+    program: ExportedProgram, description: Mapping[str, Any], versions: Mapping[str, str], path: Any
 ) -> None:
-    """Write program and description to a file, or to the target of a path (`target_of`)."""
-    graph = json.dumps(described)
+    """Write program and description to an open file, or to a path from `resolve_target`."""
+    graph = json.dumps(description)
     header = {"format": FORMAT, **versions, "digest": hashlib.sha256(graph.encode()).hexdigest()}
     extra = {HEADER: json.dumps(header), GRAPH: graph}
     if not isinstance(path, Path):
         _write_archive(program, extra, path)
         return
-    with replaced(path) as written, open(written, "wb") as file:
+    with atomic_replace(path) as written, open(written, "wb") as file:
         _write_archive(program, extra, file)
 
 
 def _write_archive(program: ExportedProgram, extra: dict[str, Any], file: Any) -> None:
     try:
         with warnings.catch_warnings():
-            # Weights that are not contiguous are written whole, as any other.
+            # Weights that are not contiguous are written in full like any other.
             warnings.filterwarnings("ignore", "No complete tensor found in the group")
             torch.export.save(program, file, extra_files=extra)
     except OSError:
@@ -66,16 +66,16 @@ def _write_archive(program: ExportedProgram, extra: dict[str, Any], file: Any) -
 
 
 class Archive:
-    """A file being read: its records, which are bytes and JSON, and nothing else is made of them.
+    """A reader of the records of a file, as bytes and JSON.
 
-    Records are read as they are stored, each within the file and no more than the file has bytes in all, so that reading
-    costs no more memory than the file is long. Compressed ones are refused: `save` writes none.
+    Records are read as they are stored, each within the file and in total no more bytes than the file has, so that
+    reading needs no more memory than the file is long. Compressed records are refused: `save` writes none.
     """
 
     def __init__(self, path: Any) -> None:
         is_path = isinstance(path, str | os.PathLike)
         self.path = path if is_path else getattr(path, "name", "the file")
-        # Opening a pipe would wait for whoever writes to it. A file that is not there is told by Python.
+        # Opening a pipe would block. Python reports a missing file.
         if is_path and not stat.S_ISREG(os.stat(path).st_mode):
             raise InvalidFile(self.path, "is a folder or a device, not a file.")
         self._own = open(path, "rb") if is_path else None  # noqa: SIM115
@@ -97,7 +97,7 @@ class Archive:
             self._own.close()
 
     def description(self) -> dict[str, Any]:
-        """The description of the graph, if it is one of ours, whole, and of a version that can be read."""
+        """Return the description of the graph; raise InvalidFile if it is missing, changed or of a later version."""
         if not self.has(f"extra/{HEADER}"):
             is_export = self.has("models/model.json") or "serialized_exported_program.json" in self._entries
             raise InvalidFile(
@@ -110,41 +110,41 @@ class Archive:
         header = self._json(f"extra/{HEADER}", _LARGEST_HEADER)
         version = header.get("format")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise InvalidFile(self.path, "does not say which version of the format it has.")
+            raise InvalidFile(self.path, "has no format version.")
         if version > FORMAT:
             raise InvalidFile(
                 self.path,
                 f"has version {version} of the format and was saved by dovetail {str(header.get('dovetail'))[:40]}; this "
-                f"is one that reads up to version {FORMAT}. Load it with that dovetail, or a newer one.",
+                f"dovetail reads up to version {FORMAT}. Load it with that dovetail, or a newer one.",
             )
         text = self.read(f"extra/{GRAPH}", largest=_LARGEST_DESCRIPTION)
         if hashlib.sha256(text).hexdigest() != header.get("digest"):
             raise InvalidFile(
-                self.path, "was changed since it was saved: the description of the graph is another one."
+                self.path, "was changed since it was saved: the checksum of its description does not match."
             )
         return self._parsed(text)
 
     def places(self) -> dict[str, str]:
-        """The record that has the bytes of each weight and constant, by their names in the archive."""
-        found: dict[str, str] = {}
+        """Return the record with the bytes of each weight and constant, by name in the archive."""
+        records: dict[str, str] = {}
         for folder, kind in ((_WEIGHTS, "weights"), (_CONSTANTS, "constants")):
             config = self._json(f"{folder}/model_{kind}_config.json", _LARGEST_DIRECTORY).get("config")
             for name, row in cast("dict[str, Any]", config).items():
                 if row["use_pickle"]:
                     continue
-                found[f"{kind}:{name}"] = f"{folder}/{row['path_name']}"
-        return found
+                records[f"{kind}:{name}"] = f"{folder}/{row['path_name']}"
+        return records
 
     def has(self, record: str) -> bool:
         return f"{self._root}/{record}" in self._entries
 
     def read(self, record: str, checksum: int | None = None, largest: int | None = None) -> bytes:
-        """The bytes of a record, whose checksum must hold; and be this one, if one is given."""
+        """Return the bytes of a record after verifying its checksum, which must equal `checksum` if one is given."""
         entry = self._entries.get(f"{self._root}/{record}")
         if entry is None:
             raise self._damaged(record, "it is missing")
         if entry.method != _STORED or entry.flags & _ENCRYPTED:
-            raise self._damaged(record, "it is compressed or encrypted, as `dovetail.save` writes none")
+            raise self._damaged(record, "it is compressed or encrypted, which `dovetail.save` does not write")
         if entry.size != entry.packed or entry.size > self._left:
             raise self._damaged(record, "it is larger than the file, or overlaps another")
         if largest is not None and entry.size > largest:
@@ -152,20 +152,21 @@ class Archive:
         self._left -= entry.size
         if checksum is not None and checksum != entry.checksum:
             raise InvalidFile(
-                self.path, f"was changed since it was saved: its record '{record}' is another one."
+                self.path,
+                f"was changed since it was saved: the checksum of its record '{record}' does not match.",
             )
         head = self._at(entry.offset, 30)
         start = entry.offset + 30 + sum(struct.unpack("<HH", head[26:])) if len(head) == 30 else 0
         data = self._at(start, entry.size) if head[:4] == _LOCAL else b""
         if len(data) != entry.size or zlib.crc32(data) != entry.checksum:
-            raise self._damaged(record, "its bytes are not those that were written")
+            raise self._damaged(record, "its checksum does not match")
         return data
 
     def _damaged(self, record: str, why: str) -> InvalidFile:
         return InvalidFile(self.path, f"is damaged: its record '{record[:200]}' cannot be read ({why}).")
 
     def _at(self, offset: int, count: int) -> bytes:
-        """At most `count` bytes from a place in the file."""
+        """Return at most `count` bytes at an offset of the file."""
         if not 0 <= offset <= self._size:
             return b""
         self._file.seek(offset)
@@ -175,41 +176,39 @@ class Archive:
         return data
 
     def _directory(self) -> dict[str, _ArchiveEntry]:
-        """The records of the archive by their names, from the directory at its end."""
+        """Return the records of the archive by name, from the directory at its end."""
         where = max(0, self._size - 65_557)
         tail = self._at(where, 65_557)
         end = tail.rfind(_END)
         if end < 0 or len(tail) - end < 22:
-            raise InvalidFile(self.path, "is no archive, or only the beginning of one.")
+            raise InvalidFile(self.path, "is not an archive, or is truncated.")
         size, offset = struct.unpack("<LL", tail[end + 12 : end + 20])
         last = where + end
         locator = self._at(last - 20, 20)
         if locator[:4] == _LOCATOR64:
-            # The larger form of the same record stands before the place that leads to it.
+            # The 64-bit variant of the record precedes its locator.
             record = self._at(struct.unpack("<Q", locator[8:16])[0], 56)
             if record[:4] == _END64 and len(record) == 56:
                 size, offset = struct.unpack("<QQ", record[40:56])
                 last = struct.unpack("<Q", locator[8:16])[0]
-        before = last - size - offset  # what stands before the archive in the file
+        before = last - size - offset  # bytes in front of the archive
         if size > min(_LARGEST_DIRECTORY, last) or before < 0:
-            raise InvalidFile(
-                self.path, "is no archive, or only the beginning of one: its directory is damaged."
-            )
-        return self._listed(self._at(last - size, size), before)
+            raise InvalidFile(self.path, "is not an archive, or is truncated: its directory is damaged.")
+        return self._parse_directory(self._at(last - size, size), before)
 
-    def _listed(self, directory: bytes, before: int) -> dict[str, _ArchiveEntry]:
+    def _parse_directory(self, directory: bytes, before: int) -> dict[str, _ArchiveEntry]:
         entries: dict[str, _ArchiveEntry] = {}
         at = 0
         while at < len(directory):
             row = directory[at : at + 46]
             if len(row) < 46 or row[:4] != _ENTRY or len(entries) >= _MOST_ENTRIES:
-                raise InvalidFile(self.path, "is damaged: its directory does not list records.")
+                raise InvalidFile(self.path, "is damaged: its directory cannot be parsed.")
             flags, method = struct.unpack("<HH", row[8:12])
             checksum, packed, size, *lengths = struct.unpack("<LLLHHH", row[16:34])
             (offset,) = struct.unpack("<L", row[42:46])
             names = directory[at + 46 : at + 46 + lengths[0]]
             extra = directory[at + 46 + lengths[0] : at + 46 + lengths[0] + lengths[1]]
-            size, packed, offset = _wide(extra, [size, packed, offset])
+            size, packed, offset = _zip64_numbers(extra, [size, packed, offset])
             name = names.decode("utf-8", "surrogateescape")
             if name in entries:
                 raise InvalidFile(self.path, f"is damaged: it has the record '{name[:200]}' twice.")
@@ -224,16 +223,16 @@ class Archive:
         if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS or text.count(b",") > _MOST_ITEMS:
             raise InvalidFile(self.path, "is damaged: a record holds more values than a graph can have.")
         try:
-            found = json.loads(text, parse_constant=_no_constant)
+            value = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             raise InvalidFile(self.path, f"is damaged: {type(error).__name__}: {error}.") from error
-        if not isinstance(found, dict):
-            raise InvalidFile(self.path, "is damaged: a record is not what it must be.")
-        return cast("dict[str, Any]", found)
+        if not isinstance(value, dict):
+            raise InvalidFile(self.path, "is damaged: a record is not a JSON object.")
+        return cast("dict[str, Any]", value)
 
 
 class _ArchiveEntry(NamedTuple):
-    """What the directory of an archive has of a record."""
+    """A record in the directory of an archive."""
 
     method: int
     flags: int
@@ -243,8 +242,8 @@ class _ArchiveEntry(NamedTuple):
     offset: int
 
 
-def _wide(extra: bytes, numbers: list[int]) -> list[int]:
-    """Size, packed size and offset, those that do not fit in four bytes from the extra field that has them."""
+def _zip64_numbers(extra: bytes, numbers: list[int]) -> list[int]:
+    """Return size, packed size and offset, from the extra field if they do not fit in four bytes."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack("<HH", extra[at : at + 4])
@@ -257,21 +256,21 @@ def _wide(extra: bytes, numbers: list[int]) -> list[int]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def checksum_of(storage: torch.UntypedStorage) -> int:
-    """The checksum that an archive has of memory with these bytes."""
+    """Return the checksum of a storage as in the directory of an archive."""
     data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return zlib.crc32(memoryview(cast("Any", data.cpu().numpy())))
 
 
-def storage_of(data: bytes, device: torch.device) -> torch.UntypedStorage:
-    """Memory with these bytes on a device, aligned as torch aligns what it allocates."""
+def storage_from(data: bytes, device: torch.device) -> torch.UntypedStorage:
+    """Return a storage with these bytes on a device, aligned like torch's allocations."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
     with warnings.catch_warnings():
         # The bytes cannot be written to; they are copied at once.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        made = torch.frombuffer(data, dtype=torch.uint8)
-    return made.clone().to(device).untyped_storage()
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+    return tensor.clone().to(device).untyped_storage()

@@ -1,7 +1,8 @@
-"""Values of a graph as JSON: arguments, meta, fake tensors and symbolic sizes, without code and without pickle.
+"""Encodes arguments, meta, fake tensors, symbolic sizes and calling conventions as JSON, without code or pickle.
 
-What JSON has no form for is an object with one short key that says what it is: `{"t": [...]}` is a tuple. Fake tensors,
-long texts and equal metas are written once, in tables, and named by their number.
+A value without a JSON type is an object with one short key for its type: `{"t": [...]}` is a tuple. Fake tensors, long
+strings and equal metas are written once, in tables, and referred to by number. The first half of the file is the
+allow list: which functions, methods and operators a graph in a file may call.
 """
 
 from __future__ import annotations
@@ -13,34 +14,27 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import InvalidArgument
+from dovetail.frontend.calling_convention import Convention, Slot
+from dovetail.frontend.input_guards import ConstantInput, ObjectInput, SymbolInput, TensorInput
+from dovetail.ir.nodes import SYMBOLIC
 from dovetail.ir.tensor_spec import Symbolic, describe_symbolic, tensor_row
 
-ATTRIBUTES = frozenset(
-    (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "T",
-        "mT",
-        "H",
-        "mH",
-        "real",
-        "imag",
-        "requires_grad",
-        "is_cuda",
-    )
-)
-"""What `getattr` may ask a value for: traced code asks tensors for these, and nothing else may be reached with it."""
+_ATTRIBUTES_NAMES = """
+    shape dtype device layout ndim T mT H mH real imag requires_grad is_cuda
+"""
+ATTRIBUTES = frozenset(_ATTRIBUTES_NAMES.split())
+"""The attributes that `getattr` may read: traced code reads these of tensors, and nothing else may be reached."""
 _OPERATORS = """
     getitem setitem add sub mul truediv floordiv mod pow matmul neg pos abs invert not_ and_ or_ xor lshift rshift
     eq ne lt le gt ge iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor is_ is_not truth index contains
@@ -50,60 +44,60 @@ _SPACES = ("torch", "torch.nn.functional", "torch.functional", "torch.linalg", "
 
 
 @functools.cache
-def _plain() -> dict[str, Any]:
-    """What every graph may have: arithmetic, and what exporters write of symbolic sizes and modes."""
-    found: dict[str, Any] = {f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()}
-    found |= {f"builtins.{name}": getattr(builtins, name) for name in _BUILTINS.split()}
-    found |= {
+def _always_allowed() -> dict[str, Any]:
+    """Return arithmetic, and the functions of symbolic sizes and modes that exporters write."""
+    functions: dict[str, Any] = {f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()}
+    functions |= {f"builtins.{name}": getattr(builtins, name) for name in _BUILTINS.split()}
+    functions |= {
         f"math.{name}": value for name, value in vars(math).items() if callable(value) and name[0] != "_"
     }
-    found |= {
+    functions |= {
         f"torch.{name}": value
         for name, value in vars(torch).items()
         if name.startswith(("sym_", "_sym_")) and callable(value)
     }
-    found["torch._C._set_grad_enabled"] = torch._C._set_grad_enabled
+    functions["torch._C._set_grad_enabled"] = torch._C._set_grad_enabled
     for name in ("_enter_autocast", "_exit_autocast"):
-        found[f"torch.amp.autocast_mode.{name}"] = getattr(autocast_mode, name)
-    return found
+        functions[f"torch.amp.autocast_mode.{name}"] = getattr(autocast_mode, name)
+    return functions
 
 
 @functools.cache
-def _of_tensors() -> dict[str, Any]:
-    """torch's own functions of tensors and those that make them: what a tracer writes that keeps them as they are."""
-    # All that torch generates from its operators; one of them reads any file that it is told to.
-    found: dict[str, Any] = {
+def _tensor_functions() -> dict[str, Any]:
+    """Return torch's own functions of tensors and factories, which a tracer may leave as they are."""
+    # All that torch generates from its operators; `from_file` reads any file.
+    functions: dict[str, Any] = {
         f"torch.{name}": getattr(torch, name)
         for name in dir(vars(torch._C)["_VariableFunctions"])
         if not name.startswith("_") and name != "from_file" and hasattr(torch, name)
     }
-    listed = torch.overrides.get_overridable_functions()
-    known = {id(function) for functions in listed.values() for function in functions}
+    overridable = torch.overrides.get_overridable_functions()
+    known = {id(function) for group in overridable.values() for function in group}
     for space in _SPACES:
         module = functools.reduce(getattr, space.split(".")[1:], torch)
         for name, value in vars(module).items():
             if id(value) in known and callable(value):
-                found[f"{space}.{name}"] = value
-    found["torch._assert"] = torch._assert
-    return found
+                functions[f"{space}.{name}"] = value
+    functions["torch._assert"] = torch._assert
+    return functions
 
 
 @functools.cache
 def _names() -> dict[int, str]:
     named: dict[int, str] = {}
-    for name, function in (*_plain().items(), *_of_tensors().items()):
+    for name, function in (*_always_allowed().items(), *_tensor_functions().items()):
         named.setdefault(id(function), name)
     return named
 
 
-def name_of(function: Any) -> str | None:
-    """The name a function goes by in a file; None if a graph that calls it cannot be saved."""
+def function_name(function: Any) -> str | None:
+    """Return the name of a function in a file, or None if a graph that calls it cannot be saved."""
     return _names().get(id(function))
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """The function of a name; None if no graph in a file may call it."""
-    return _plain().get(name) or _of_tensors().get(name)
+    """Return the function of a name, or None if no graph in a file may call it."""
+    return _always_allowed().get(name) or _tensor_functions().get(name)
 
 
 def is_method(name: str) -> bool:
@@ -116,15 +110,15 @@ def is_method(name: str) -> bool:
     )
 
 
-# They call a function that they are given, give access to memory itself, or share it with other processes.
+# They call a function argument, give access to raw memory, or share it with other processes.
 _METHODS_REFUSED = """
     apply_ map_ map2_ as_subclass register_hook register_post_accumulate_grad_hook module_load share_memory_ storage
     untyped_storage data_ptr const_data_ptr from_file
 """
 _NAMESPACES = frozenset({"aten", "prims"})
 
-# TorchScript keeps its own builtins among the operators of ATen (text, dicts, files, random state): they have arguments
-# of other types, or no tensor at all.
+# TorchScript registers its own builtins under aten (strings, dicts, files, random state): they have arguments of other
+# types, or no tensor at all.
 _TYPES = "Tensor int bool float number complex str Device Generator QScheme None NoneType"
 _WITHOUT_TENSORS = (
     "sym_constrain_range sym_constrain_range_for_size _assert_scalar maximum_value minimum_value"
@@ -140,7 +134,7 @@ _REFUSED = {
     **dict.fromkeys(_UNCHECKED.split(), "does not check whether it stays within the memory of its operands"),
 }
 
-# Control flow and modes around graphs that are in the file too. Others hold compiled code, or call what they are given.
+# Control flow and modes around graphs that are in the file too. Others hold compiled code, or call an argument.
 _HIGHER_ORDER = """
     cond while_loop while_loop_stack_output scan associative_scan map map_impl wrap wrap_with_set_grad_enabled
     wrap_with_autocast wrap_activation_checkpoint tag_activation_checkpoint auto_functionalized auto_functionalized_v2
@@ -150,31 +144,31 @@ _HIGHER_ORDER = """
 
 
 class Trust:
-    """Which operators a file may name beside those on the list: all, or those of these names or namespaces."""
+    """Which operators a file may name beside the allow list: all, or those of these names or namespaces."""
 
     def __init__(self, trust: bool | Collection[str]) -> None:
-        listed: Any = () if isinstance(trust, bool) else trust
-        is_listing = isinstance(listed, Collection) and not isinstance(listed, str)
-        if not is_listing or not all(isinstance(name, str) for name in cast("Collection[Any]", listed)):
+        names: Any = () if isinstance(trust, bool) else trust
+        valid = isinstance(names, Collection) and not isinstance(names, str)
+        if not valid or not all(isinstance(name, str) for name in cast("Collection[Any]", names)):
             raise InvalidArgument(
                 f"trust={trust!r} is neither True nor a collection of operators ('acme::mix') or namespaces ('acme')."
             )
-        self._all, self._names = trust is True, frozenset(map(plain_name, listed))
+        self._all, self._names = trust is True, frozenset(map(qualified_name, names))
 
     def permits(self, name: str) -> bool:
         """Whether an operator of a qualified name is trusted, whatever its overload."""
-        qualified = plain_name(name)
+        qualified = qualified_name(name)
         return self._all or qualified in self._names or qualified.split("::")[0] in self._names
 
 
-def plain_name(name: str) -> str:
-    """`acme::mix` for an operator however it is written, `acme` for a namespace."""
+def qualified_name(name: str) -> str:
+    """Return `acme::mix` for any way to write an operator, `acme` for a namespace."""
     space, _, rest = name.removeprefix("torch.ops.").replace("::", ".").partition(".")
     return f"{space}::{rest.split('.')[0]}" if rest else space
 
 
 def why_not_call(called: Any) -> str | None:
-    """Why a graph in a file may not call an operator without being trusted; None if it may."""
+    """Return why a graph in a file may not call an operator without `trust`, or None if it may."""
     if isinstance(called, torch._ops.HigherOrderOperator):
         return (
             None if called.name() in _HIGHER_ORDER.split() else "is not on the list of higher-order operators"
@@ -204,7 +198,6 @@ def _is_of_tensors(schema: Any, name: str) -> bool:
 
 
 _LONG = 40
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 TYPES: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "int": int,
@@ -214,16 +207,16 @@ TYPES: dict[str, Any] = {
     "None": type(None),
 }
 
-# Where a node came from is told by its stack trace and modules; these are the tracer's own notes, or follow from `val`.
+# The source of a node is in its stack trace and modules; these are the tracer's own notes, or follow from `val`.
 _NOTES = frozenset({"from_node", "desc", "tensor_meta", "unbacked_bindings", "eager_input_vals"})
 
 
 class Unwritable(Exception):
-    """A value has no form in a file; the text says which and why."""
+    """A value cannot be saved; the message describes it."""
 
 
 class Encoder:
-    """Writes values, and keeps the tables they refer to."""
+    """Encodes values, and collects the tables they refer to."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
@@ -234,11 +227,11 @@ class Encoder:
         self._meta_numbers: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
         self._storages: dict[int, int] = {}
-        # A number is given by identity: what has one must not make room for another.
-        self._kept: list[Any] = []
+        # Numbers are assigned by identity, so that numbered objects must stay alive.
+        self._alive: list[Any] = []
 
     def tables(self) -> dict[str, Any]:
-        """What values refer to by number."""
+        """Return the tables that values refer to by number."""
         return {
             "texts": list(self.texts),
             "symbols": self.symbols,
@@ -247,12 +240,12 @@ class Encoder:
         }
 
     def value(self, value: Any, nodes: Mapping[Node, int] | None = None) -> Any:
-        """A value as JSON; nodes by their numbers. Raises Unwritable."""
+        """Return a value as JSON, with nodes by their numbers; raise Unwritable."""
         if value is None or value is True or value is False or type(value) is int:
             return value
         if isinstance(value, Node):
             if nodes is None or value not in nodes:
-                raise Unwritable(f"the node '{value.name}', which is none of its graph")
+                raise Unwritable(f"the node '{value.name}', which is not in its graph")
             return {"n": nodes[value]}
         kind = type(value)
         if kind is float:
@@ -289,10 +282,8 @@ class Encoder:
         if value is Ellipsis:
             return {"e": 0}
         if isinstance(value, bool | int | float | str):
-            raise Unwritable(
-                f"a {type(value).__name__}, which is more than a plain {type(value).__mro__[1].__name__}"
-            )
-        name = name_of(value) if callable(value) else None
+            raise Unwritable(f"a {type(value).__name__}, a subclass of {type(value).__mro__[1].__name__}")
+        name = function_name(value) if callable(value) else None
         if name is not None:
             return {"fn": name}
         raise Unwritable(f"a {type(value).__name__}")
@@ -311,21 +302,21 @@ class Encoder:
                 else self._symbolic(describe_symbolic(value))
             )
             self.values.append(row)
-            self._kept.append(value)
+            self._alive.append(value)
             known = self._numbers[id(value)] = len(self.values) - 1
         return known
 
     def _fake(self, value: FakeTensor) -> list[Any]:
         storage, sizes, strides, start, dtype, device, grad, parameter = tensor_row(value, self._storages)
 
-        def plain(size: Any) -> Any:
+        def encode_size(size: Any) -> Any:
             return self._symbolic(size) if isinstance(size, Symbolic) else size
 
         return [
             storage,
-            [plain(s) for s in sizes],
-            None if strides is None else [plain(s) for s in strides],
-            plain(start),
+            [encode_size(s) for s in sizes],
+            None if strides is None else [encode_size(s) for s in strides],
+            encode_size(start),
             str(dtype).removeprefix("torch."),
             str(device),
             bool(grad),
@@ -338,11 +329,11 @@ class Encoder:
         return {"x": [described.kind, described.expr, [name for name, *_ in described.symbols]]}
 
     def type(self, kind: Any) -> str | None:
-        """The name of a node's type where it is a common one; others only annotate."""
+        """Return the name of a common type annotation of a node; others are dropped."""
         return next((name for name, known in TYPES.items() if known is kind), None)
 
     def meta(self, meta: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> int:
-        """The number of a node's meta, with `extra` entries that are JSON already. What has no form is left out."""
+        """Return the number of a node's meta, with `extra` entries that are JSON already; drop what cannot be saved."""
         row: dict[str, Any] = {}
         for key, value in meta.items():
             if extra is not None and key in extra:
@@ -352,14 +343,14 @@ class Encoder:
                     row[key] = self._stack(value) if key == "nn_module_stack" else self.value(value)
                 except Unwritable as reason:
                     self.dropped.setdefault(key, str(reason))
-        told = json.dumps(row)
-        if told not in self._meta_numbers:
-            self._meta_numbers[told] = len(self.metas)
+        key_text = json.dumps(row)
+        if key_text not in self._meta_numbers:
+            self._meta_numbers[key_text] = len(self.metas)
             self.metas.append(row)
-        return self._meta_numbers[told]
+        return self._meta_numbers[key_text]
 
     def _stack(self, stack: Mapping[str, tuple[str, Any]]) -> Any:
-        """The modules that an operation comes from, classes by their names, as exporters write them."""
+        """Return the module stack of an operation with classes by name, as exporters write it."""
         return self.value(
             {
                 key: (path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
@@ -370,4 +361,61 @@ class Encoder:
 
 _ATOM = r"[^.\"'\\{}\x00-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]+"
 PATH = re.compile(rf"{_ATOM}(\.{_ATOM})*")
-"""Where a graph keeps something: it is written into generated code, so what ends a text there has no place in it."""
+"""The path of an attribute. It is written into generated code, so that it may not contain what ends a string there."""
+
+
+INPUTS: dict[str, Any] = {
+    "tensor": TensorInput,
+    "symbol": SymbolInput,
+    "constant": ConstantInput,
+    "object": ObjectInput,
+}
+"""The name in a file of each kind of input guard."""
+
+
+def encode_convention(convention: Convention, encoder: Encoder) -> dict[str, Any]:
+    """Return a calling convention as JSON; raise Unwritable if a type cannot be saved."""
+    input_guards = convention.input_guards
+    return {
+        "slots": [_slot(slot, encoder) for slot in convention.slots],
+        "in": encode_tree(convention.in_spec),
+        "order": list(convention.order),
+        "out": encode_tree(convention.out_spec),
+        "inputs": [_input(expected, encoder) for expected in input_guards.inputs],
+        "ranges": [list(row) for row in input_guards.ranges],
+        "solved": [list(row) for row in input_guards.solved],
+        "guards": list(input_guards.guards),
+        "twins": [list(pair) for pair in input_guards.twins],
+        "written": list(input_guards.owned.written),
+        "read": list(input_guards.owned.read),
+        "function": input_guards.function,
+        "graded": list(input_guards.graded),
+        "training": convention.training,
+        "carried": [[one.slot, one.start, one.count] for one in convention.carried],
+        "appended": convention.appended,
+    }
+
+
+def _slot(slot: Slot, encoder: Encoder) -> list[Any]:
+    try:
+        default = encoder.value(slot.default)
+    except Unwritable:
+        # Callers that omit the argument do not need its value.
+        default = {"missing": 0}
+    return [slot.name, int(slot.kind), slot.has_default, default, slot.captured, slot.by_name]
+
+
+def _input(expected: Any, encoder: Encoder) -> list[Any]:
+    kind = next(name for name, known in INPUTS.items() if type(expected) is known)
+    return [kind, *(encoder.value(getattr(expected, f.name)) for f in fields(expected))]
+
+
+def encode_tree(spec: TreeSpec) -> str:
+    """Return a tree of arguments or results as torch serializes it."""
+    try:
+        return pytree.treespec_dumps(spec)
+    except (NotImplementedError, TypeError, AttributeError) as error:
+        raise Unwritable(
+            f"a type among its arguments or results that has no serialized name: {error} "
+            f"Register it with `serialized_type_name` (torch.utils._pytree.register_pytree_node)"
+        ) from error

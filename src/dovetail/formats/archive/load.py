@@ -91,7 +91,7 @@ class GraphDecoder:
         if convention is not None:
             decoded = decode.decode_convention(as_dict(convention), self.decoder)
             inputs = sum(n.op == "placeholder" for n in root.graph.nodes)
-            if inputs != len(decoded.order) or inputs != len(decoded.expectations.inputs):
+            if inputs != len(decoded.order) or inputs != len(decoded.input_guards.inputs):
                 raise Unreadable("the inputs of the graph do not match its calling convention")
             returned: Any = root.graph.output_node().args[0]
             if decoded.out_spec.num_leaves != (len(returned) if isinstance(returned, tuple | list) else 1):

@@ -1,4 +1,4 @@
-"""A fused graph as an ONNX file: every region a local function, called where the region is."""
+"""Writes a graph as an ONNX file in which every region is a local function."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.formats.atomic_write import atomic_replace, resolve_target
+from dovetail.formats.onnx.region_model import TRANSLATIONS
 from dovetail.formats.onnx.writer import (
     IR_VERSION,
     OPSET,
@@ -28,29 +29,29 @@ from dovetail.formats.onnx.writer import (
     tensor_proto,
     value_info,
 )
+from dovetail.formats.region_calls import calls_in, unique_name
 from dovetail.frontend.cache_pytrees import leaf_steps
 from dovetail.frontend.calling_convention import convention_of
 from dovetail.ir.graph_module import Body, GraphOwner, attribute, only_graph
 from dovetail.ir.meta_keys import DIM_NAMES, REGION
 from dovetail.ir.source_location import of_node
-from dovetail.lowering.failures import UnknownOp, UnsupportedOp, in_a_line
-from dovetail.outlining.region import RegionCall, call_of, results
+from dovetail.lowering.failures import UnknownOp, UnsupportedOp, one_line
+from dovetail.outlining.region import RegionCall, results
 
 CustomFunction = Callable[..., Any]
-"""Called with an `OnnxOperators` and the arguments of an operator; returns the name of the result, or a tuple of them."""
-_LARGEST_CHECKED = 2**31 - 2**26
+"""Called with an `OnnxOperators` and the arguments of an operator; returns the name of the result, or a tuple."""
 
 
 class OnnxOperators:
-    """Appends ONNX nodes: `op.Relu(x)` is the name of a ReLU of the value named x.
+    """Appends ONNX nodes: `op.Relu(x)` returns the name of a ReLU of the value named x.
 
-    Inputs are names of values, numbers, lists of numbers, tensors, or None for one that is left out. Keywords are
-    attributes (numbers, texts, tensors, and lists of them), save `domain` ("" for ONNX's own operators) and `outputs`, how many results there are. `node` is the
-    operation that is written, with `node.meta["val"]` for its dtype and sizes.
+    Inputs are names of values, numbers, lists of numbers, tensors, or None for an omitted one. Keywords are attributes
+    (numbers, strings, tensors, and lists of them), except `domain` ("" for ONNX's own operators) and `outputs`, the
+    number of results. `node` is the FX node that is translated, with `node.meta["val"]` for its dtype and sizes.
     """
 
-    def __init__(self, writer: OnnxWriter, node: Node, what: str) -> None:
-        self._writer, self.node, self._what = writer, node, what
+    def __init__(self, writer: OnnxWriter, node: Node, target: str) -> None:
+        self._writer, self.node, self._target = writer, node, target
 
     def __getattr__(self, kind: str) -> Callable[..., Any]:
         if kind.startswith("_"):
@@ -73,13 +74,13 @@ class OnnxOperators:
             return ""
         if isinstance(value, str):
             if not self._writer.has(value):
-                raise self._wrong(f"reads {value!r}, which is no value of the graph")
+                raise self._wrong(f"reads {value!r}, which is not a value of the graph")
             return value
         if isinstance(value, Tensor):
             return self._writer.op("Constant", value=tensor_proto(value), label="constant")
         numbers: list[Any] = list(cast("list[Any]", value)) if isinstance(value, (list, tuple)) else [value]
         for kind, dtype in ((bool, torch.bool), (int, torch.int64), ((int, float), torch.float32)):
-            # An empty list is of sizes or axes.
+            # An empty list holds sizes or axes.
             if all(isinstance(n, kind) for n in numbers) and (numbers or kind is int):
                 return self._writer.constant(value, dtype)
         raise self._wrong(f"reads a {type(value).__name__}; inputs are names of values, numbers and tensors")
@@ -102,21 +103,21 @@ class OnnxOperators:
         try:
             checker.check_node(written, context)
         except checker.ValidationError as error:
-            raise self._wrong(f"uses '{kind}' wrongly: {in_a_line(error)}") from error
+            raise self._wrong(f"uses '{kind}' wrongly: {one_line(error)}") from error
 
     def _wrong(self, what: str) -> SaveError:
-        return SaveError(f"the form given for {self._what} {what}.", self.node.name)
+        return SaveError(f"the translation of {self._target} {what}.", self.node.name)
 
 
 class CustomTranslation:
-    """The form that a user gave for an operator."""
+    """A user's translation of an operator."""
 
     def __init__(self, target: str, function: CustomFunction) -> None:
         self.target, self.function = target, function
         self.used = False
 
     def write(self, writer: OnnxWriter, node: Node) -> Any:
-        """Append the nodes of the form; SaveError where it is wrong."""
+        """Append the nodes of the translation; raise SaveError if it is wrong."""
         self.used = True
         args, kwargs = map_arg(bind_arguments(node), writer.of)
         try:
@@ -125,26 +126,25 @@ class CustomTranslation:
             raise
         except Exception as error:  # whatever a user's function raises
             raise SaveError(
-                f"the form given for {self.target} raised {in_a_line(error).removesuffix('.')}.",
-                node.name,
+                f"the translation of {self.target} raised {one_line(error).removesuffix('.')}.", node.name
             ) from error
         value = node.meta.get("val")
-        several = isinstance(value, (tuple, list))
+        is_tuple = isinstance(value, (tuple, list))
         names: list[Any] = list(result) if isinstance(result, (tuple, list)) else [result]
-        expected = len(cast("tuple[Any, ...]", value)) if several else 1
-        wrong = not all(isinstance(n, str) and writer.has(n) for n in names) or len(names) != expected
-        if wrong or several != isinstance(result, (tuple, list)):
-            form = f"a tuple of {expected} names" if several else "the name"
+        count = len(cast("tuple[Any, ...]", value)) if is_tuple else 1
+        wrong = not all(isinstance(n, str) and writer.has(n) for n in names) or len(names) != count
+        if wrong or is_tuple != isinstance(result, (tuple, list)):
+            expected = f"a tuple of {count} names" if is_tuple else "the name"
             raise SaveError(
-                f"the form given for {self.target} returned {result!r}; return {form} of what its last "
-                f"ONNX operators gave.",
+                f"the translation of {self.target} returned {result!r}; return {expected} of the results of its "
+                f"last ONNX operators.",
                 node.name,
             )
-        return tuple(names) if several else names[0]
+        return tuple(names) if is_tuple else names[0]
 
     def check(self, model: Any) -> None:
-        """Refuse a model whose types do not fit together, if this form is part of it."""
-        if not self.used or model.ByteSize() > _LARGEST_CHECKED:
+        """Raise SaveError if this translation is part of the model and the types of the model are inconsistent."""
+        if not self.used or model.ByteSize() > _LARGEST:
             return
         import onnx
 
@@ -152,19 +152,19 @@ class CustomTranslation:
             onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             raise SaveError(
-                f"with the form given for {self.target} the model is not valid: {in_a_line(error)}."
+                f"with the translation of {self.target} the model is not valid: {one_line(error)}."
             ) from error
 
 
 DOMAIN = "dovetail"
 """The domain of functions whose kind names no vendor."""
 IDENTITY = REGION
-"""The key in the metadata of a call that has all of the region's identity, as JSON: that of the call here."""
+"""The key in the metadata of a call with the region's identity as JSON; the same as in `node.meta`."""
 GRAPH = "dovetail.graph"
-"""The key in the metadata of a model with the version of what is written here."""
+"""The key in the metadata of a model with the version of this format."""
 FORMAT = 1
 
-# protobuf takes no more than 2 GiB in one piece.
+# protobuf serializes at most 2 GiB.
 _LARGEST = 2**31 - 2**26
 
 
@@ -177,18 +177,18 @@ def to_onnx(
 ) -> Path:
     """Write a graph as an ONNX model whose regions are local functions.
 
-    A region's kind is the domain and the name of its function ("npu.pool" is `pool` of domain `npu`; without a vendor the
-    domain is `dovetail`), its attributes are attributes of the call. There is one function for each distinct body; where
-    several have one kind, the names of all but the first end in a number. Weights are initialisers under the names of the state dict,
-    beyond 2 GiB in a file of their own beside the model. Inputs and results are those of the graph, flat, in its order.
-    Results are named by their place in what the model returns: keys, fields and positions with dots between them, a
-    position alone as `output_0`, a lone tensor as `output`; None is left out. Sizes given as `torch.export.Dim` keep their names.
-    `operators` has forms of one's own: functions that are called with a writer of ONNX nodes (`op.Relu(x)`) and the
-    arguments of the operator, tensors as the names of values, and return the name of the result, or a tuple of names.
-    Raises SaveError, with every operator that has no form, where ONNX cannot hold the graph; then nothing is written.
+    A region's kind is the domain and the name of its function ("npu.pool" is `pool` of domain `npu`; without a vendor
+    the domain is `dovetail`), its attributes are attributes of the call. There is one function for each distinct body;
+    if bodies share a kind, the names of all but the first end in a number. Weights are initialisers under the names of
+    the state dict, beyond 2 GiB in a file of their own beside the model. Inputs and results are those of the graph,
+    flat, in its order. Results are named by their path in what the model returns: keys, fields and positions separated
+    by dots, a position alone as `output_0`, a lone tensor as `output`; None is left out. Sizes given as
+    `torch.export.Dim` keep their names. `operators` has custom translations: functions that are called with a writer of
+    ONNX nodes (`op.Relu(x)`) and the arguments of the operator, tensors as the names of values, and return the name of
+    the result, or a tuple of names. Raises SaveError with every unsupported operator; then nothing is written.
     """
     gm = only_graph(gm)
-    forms = _checked_forms(operators)
+    translations = _checked_translations(operators)
     if not isinstance(path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a str nor a path.")
     try:
@@ -196,27 +196,27 @@ def to_onnx(
     except ImportError as error:
         raise SaveError("onnx is not installed; pip install 'dovetail[onnx]'") from error
     target = resolve_target(path)
-    model = _Model(gm, forms).made()
-    apart = model.ByteSize() > _LARGEST
-    if apart and os.path.islink(path):
-        raise SaveError(f"'{path}' is a link, and weights beyond 2 GiB lie beside the file: give '{target}'.")
+    model = _ModelWriter(gm, translations).model()
+    external = model.ByteSize() > _LARGEST
+    if external and os.path.islink(path):
+        raise SaveError(f"'{path}' is a link, and weights beyond 2 GiB go beside the file: give '{target}'.")
     with atomic_replace(target) as written:
-        if apart:
-            beside = f"{target.name}.data"
-            onnx.save_model(model, str(written), save_as_external_data=True, location=beside)
+        if external:
+            location = f"{target.name}.data"
+            onnx.save_model(model, str(written), save_as_external_data=True, location=location)
         else:
             written.write_bytes(model.SerializeToString(deterministic=True))
     return Path(path)
 
 
-def _checked_forms(operators: Any) -> dict[Any, CustomTranslation]:
+def _checked_translations(operators: Any) -> dict[Any, CustomTranslation]:
     if operators is None:
         return {}
     if not isinstance(operators, Mapping):
         raise InvalidArgument(
             f"operators must be a dict from operators to functions, not a {type(operators).__name__}."
         )
-    forms: dict[Any, CustomTranslation] = {}
+    translations: dict[Any, CustomTranslation] = {}
     for target, function in cast("Mapping[Any, Any]", operators).items():
         if not isinstance(target, (OpOverload, OpOverloadPacket)):
             raise InvalidArgument(
@@ -224,15 +224,15 @@ def _checked_forms(operators: Any) -> dict[Any, CustomTranslation]:
             )
         if not callable(function):
             raise InvalidArgument(
-                f"operators[{target}] is a {type(function).__name__}; a form is a function of a writer and "
-                f"the operator's arguments."
+                f"operators[{target}] is a {type(function).__name__}; a translation is a function of a "
+                f"writer and the operator's arguments."
             )
-        forms[target] = CustomTranslation(str(target), function)
-    return forms
+        translations[target] = CustomTranslation(str(target), function)
+    return translations
 
 
 class _Failures:
-    """What has no form in ONNX, counted, each with the first node that it is."""
+    """Reasons why nodes cannot be written as ONNX, counted, each with its first node."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -245,12 +245,12 @@ class _Failures:
         self.missing = self.missing or isinstance(failure, UnknownOp)
 
     def check(self) -> None:
-        """Raise SaveError with all of them, if there is any."""
+        """Raise SaveError with all reasons, if there is any."""
         if not self.counts:
             return
         hint = ""
         if self.missing:
-            hint = " Give forms of your own: to_onnx(gm, path, operators={torch.ops.ns.name.overload: form})."
+            hint = " Give a translation: to_onnx(gm, path, operators={torch.ops.ns.name.overload: function})."
         first = next(iter(self.first.values())).name
         if len(self.counts) == 1:
             (reason, count), *_ = self.counts.items()
@@ -273,33 +273,30 @@ def _place(node: Node) -> str:
 class _Functions:
     """The functions of a model, one for each kind and body."""
 
-    def __init__(self, forms: Mapping[Any, CustomTranslation]) -> None:
-        self.forms, self.failures = forms, _Failures()
+    def __init__(self, translations: Mapping[Any, CustomTranslation]) -> None:
+        self.translations, self.failures = translations, _Failures()
         self._failed: dict[tuple[str, int], Counter[str]] = {}
-        self.made: list[Any] = []
         self.domains: dict[str, int] = {}
-        self._known: dict[tuple[str, int], Any] = {}
-        self._taken: dict[tuple[str, str], int] = {}
+        self.protos: dict[tuple[str, int], Any] = {}
+        self._names: dict[str, dict[str, int]] = {}
 
     def of(self, body: Body, call: RegionCall) -> tuple[str, str]:
-        """Domain and name of the function that a call of a body is."""
+        """Return domain and name of the function of a body, written on its first call."""
         from onnx import helper
 
         kind = call.identity.kind
+        key = (kind, id(body))
         attributes = sorted(json.loads(call.identity.attrs))
-        known = self._known.get((kind, id(body)))
-        if known is not None:
-            # A call may carry what its function declares; this one may carry more than those before it.
-            known.attribute.extend(a for a in attributes if a not in known.attribute)
-            self.failures.counts.update(self._failed[kind, id(body)])
-            return known.domain, known.name
+        proto = self.protos.get(key)
+        if proto is not None:
+            # A call may have only attributes that its function declares; this one may have others than the first.
+            proto.attribute.extend(a for a in attributes if a not in proto.attribute)
+            self.failures.counts.update(self._failed[key])
+            return proto.domain, proto.name
         vendor, _, name = kind.rpartition(".")
         domain = vendor or DOMAIN
-        # ONNX has overloads for this, but ONNX Runtime takes one for the other where functions call functions.
-        while (domain, name) in self._taken:
-            self._taken[domain, name] += 1
-            name = f"{name}_{self._taken[domain, name]}"
-        self._taken[domain, name] = 0
+        # ONNX has overloads for this, but ONNX Runtime confuses them where functions call functions.
+        name = unique_name(name, self._names.setdefault(domain, {}))
         before = Counter(self.failures.counts)
         writer = _GraphWriter(self, body, call)
         inputs = []
@@ -307,14 +304,13 @@ class _Functions:
             if node.op == "placeholder":
                 writer.names[node] = writer.name(node.name)
                 inputs.append(writer.names[node])
-        for node in body.graph.nodes:
-            if node.op not in ("placeholder", "output"):
-                writer.write_checked(node)
+        for node in writer.calls:
+            writer.write_checked(node)
         outputs = writer.outputs(results(body))
-        self._failed[kind, id(body)] = self.failures.counts - before
+        self._failed[key] = self.failures.counts - before
         used = {"": OPSET, **{n.domain: 1 for n in writer.nodes if n.domain}}
         self.domains.update((d, 1) for d in (domain, *used) if d)
-        made = self._known[kind, id(body)] = helper.make_function(
+        self.protos[key] = helper.make_function(
             domain,
             name,
             inputs,
@@ -324,55 +320,47 @@ class _Functions:
             attributes=attributes,
             doc_string=f"{kind}, version {call.identity.version}",
         )
-        self.made.append(made)
         return domain, name
 
 
 class _GraphWriter(OnnxWriter):
     """Writes the nodes of a graph that may call regions."""
 
-    def __init__(self, functions: _Functions, owner: GraphModule, within: RegionCall | None = None) -> None:
-        super().__init__()
+    def __init__(self, functions: _Functions, owner: GraphModule, caller: RegionCall | None = None) -> None:
+        super().__init__(TRANSLATIONS)
         self.functions, self.owner = functions, owner
-        inside = [n for n in owner.graph.nodes if n.op not in ("placeholder", "output")]
-        # One body serves many calls; what it calls is told by the first of them.
-        self.calls: dict[Node, RegionCall | None] = (
-            {n: call_of(n.meta) for n in inside}
-            if within is None
-            else {n: call_of(m.meta) for n, m in zip(inside, within.members, strict=True)}
-        )
+        self.calls = calls_in(owner, caller)
 
     def write_checked(self, node: Node) -> None:
-        """Append what a node computes; what cannot be written is noted, and has a name all the same."""
+        """Append the translation of a node; record a failure and give the node a name all the same."""
         try:
             call = self.calls.get(node)
-            form = self._custom_form(node)
+            custom = self._custom_translation(node)
             if call is not None:
                 self._call(node, call)
-            elif form is not None:
-                self.names[node] = form.write(self, node)
+            elif custom is not None:
+                self.names[node] = custom.write(self, node)
             elif node.op == "get_attr":
-                self.names[node] = self._held(node)
+                self.names[node] = self._constant_attribute(node)
             elif _is_unused_draw(node):
                 self.names[node] = node.name
             elif node.meta.get("val") is None and not node.users:
-                raise UnsupportedOp(f"{node.target} acts on something; ONNX has values only")
+                raise UnsupportedOp(f"{node.target} has a side effect; ONNX has values only")
             else:
                 self.write(node)
         except UnsupportedOp as failure:
             self.functions.failures.add(failure, node)
             value = node.meta.get("val")
-            several = isinstance(value, (tuple, list))
-            count = len(cast("tuple[Any, ...]", value)) if several else 0
-            self.names[node] = tuple(node.name for _ in range(count)) if several else node.name
+            is_tuple = isinstance(value, (tuple, list))
+            self.names[node] = (node.name,) * len(cast("tuple[Any, ...]", value)) if is_tuple else node.name
 
-    def _custom_form(self, node: Node) -> CustomTranslation | None:
-        forms, target = self.functions.forms, node.target
+    def _custom_translation(self, node: Node) -> CustomTranslation | None:
+        custom, target = self.functions.translations, node.target
         if not isinstance(target, OpOverload):
             return None
-        return forms.get(target) or forms.get(target.overloadpacket)
+        return custom.get(target) or custom.get(target.overloadpacket)
 
-    def _held(self, node: Node) -> str:
+    def _constant_attribute(self, node: Node) -> str:
         value = attribute(self.owner, cast("str", node.target))
         if not isinstance(value, Tensor):
             raise UnsupportedOp(f"it holds a {type(value).__name__}")
@@ -385,87 +373,84 @@ class _GraphWriter(OnnxWriter):
         domain, name = self.functions.of(body, call)
         attrs = json.loads(call.identity.attrs)
         count = len(results(body))
-        made = [self.name(f"{node.name}_{i}" if count > 1 else node.name) for i in range(count)]
-        written = helper.make_node(
+        outputs = [self.name(f"{node.name}_{i}" if count > 1 else node.name) for i in range(count)]
+        call_node = helper.make_node(
             name,
             [self.of(a) for a in cast("Iterable[Any]", node.args)],
-            made,
+            outputs,
             name=node.name,
             domain=domain,
             **{key: _attribute(value) for key, value in attrs.items()},
         )
-        entry = written.metadata_props.add()
-        entry.key, entry.value = IDENTITY, json.dumps(_told(node, call, attrs), sort_keys=True)
-        self.nodes.append(written)
-        self.names[node] = tuple(made)
+        entry = call_node.metadata_props.add()
+        entry.key, entry.value = IDENTITY, json.dumps(_identity(node, call, attrs), sort_keys=True)
+        self.nodes.append(call_node)
+        self.names[node] = tuple(outputs)
 
     def outputs(self, nodes: Iterable[Any]) -> list[tuple[str, Node]]:
-        """The names of results, each one of its own and none that of an input."""
-        taken: set[str] = set()
-        found: list[tuple[str, Node]] = []
+        """Return the names of results, all different, and different from those of inputs."""
+        names: set[str] = set()
+        outputs: list[tuple[str, Node]] = []
         for node in nodes:
             if not isinstance(node, Node):
                 raise SaveError(f"the graph returns {node!r}, and ONNX has tensors only.")
             name = self.of(node)
-            if name in taken or node.op in ("placeholder", "get_attr"):
+            if name in names or node.op in ("placeholder", "get_attr"):
                 name = self.op("Identity", name, label=f"{node.name}_result")
-            taken.add(name)
-            found.append((name, node))
-        return found
+            names.add(name)
+            outputs.append((name, node))
+        return outputs
 
 
-class _Model:
-    def __init__(self, gm: GraphModule, forms: Mapping[Any, CustomTranslation]) -> None:
+class _ModelWriter:
+    def __init__(self, gm: GraphModule, translations: Mapping[Any, CustomTranslation]) -> None:
         self.gm = gm
-        self.functions = _Functions(forms)
+        self.functions = _Functions(translations)
         self.dim_names = _dim_names(gm)
         self.writer = _GraphWriter(self.functions, gm)
         self.initialisers: list[Any] = []
-        self.kept: dict[Any, str] = {}
+        self._weights: dict[Any, str] = {}
 
-    def made(self) -> Any:
+    def model(self) -> Any:
         from onnx import helper
 
         writer = self.writer
         inputs: list[Any] = []
-        listed = list(self.gm.graph.nodes)
-        for node in listed:
-            if node.op == "placeholder":
-                writer.names[node] = writer.name(node.name)
-                if node.users or isinstance(node.meta.get("val"), Tensor):
-                    inputs.append(self._described(writer.names[node], node))
-        returned = pytree.tree_leaves(listed[-1].args)
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            writer.names[node] = writer.name(node.name)
+            if node.users or isinstance(node.meta.get("val"), Tensor):
+                inputs.append(self._value_info(writer.names[node], node))
+        returned = pytree.tree_leaves(self.gm.graph.output_node().args)
         labelled = zip(self._labels(len(returned)), returned, strict=True)
-        # None is no tensor, and what is returned in its place has its own name.
-        kept = [(writer.name(label), value) for label, value in labelled if value is not None]
-        if not kept:
+        present = [(writer.name(label), value) for label, value in labelled if value is not None]
+        if not present:
             raise SaveError("the graph returns no tensor, and an ONNX model has to.")
-        labels, flat = [label for label, _ in kept], [value for _, value in kept]
-        for node in listed:
+        labels = [label for label, _ in present]
+        for node in writer.calls:
             if node.op == "get_attr" and isinstance(attribute(self.gm, cast("str", node.target)), Tensor):
                 writer.names[node] = self._initialiser(node)
-        for node in listed:
-            if node.op not in ("placeholder", "output") and node not in writer.names:
+        for node in writer.calls:
+            if node not in writer.names:
                 writer.write_checked(node)
         self.functions.failures.check()
-        results = writer.outputs(flat)
+        results = writer.outputs(value for _, value in present)
         _rename(writer.nodes, {name: label for (name, _), label in zip(results, labels, strict=True)})
-        outputs = [self._described(label, node) for (_, node), label in zip(results, labels, strict=True)]
+        outputs = [self._value_info(label, node) for (_, node), label in zip(results, labels, strict=True)]
         domains = {"": OPSET, **self.functions.domains, **{n.domain: 1 for n in writer.nodes if n.domain}}
         model = helper.make_model(
             helper.make_graph(writer.nodes, "graph", inputs, outputs, self.initialisers),
-            functions=self.functions.made,
+            functions=list(self.functions.protos.values()),
             opset_imports=[helper.make_opsetid(d, v) for d, v in domains.items()],
             ir_version=IR_VERSION,
             producer_name="dovetail",
         )
         helper.set_model_props(model, {GRAPH: str(FORMAT)})
-        for form in self.functions.forms.values():
-            form.check(model)
+        for translation in self.functions.translations.values():
+            translation.check(model)
         return model
 
     def _labels(self, count: int) -> list[str]:
-        """Names for the results, by their places in what the model returns."""
+        """Return names for the results, by their paths in what the model returns."""
         convention = convention_of(self.gm)
         if convention is None or convention.out_spec.num_leaves != count:
             paths: list[tuple[Any, ...]] = [(i,) for i in range(count)] if count != 1 else [()]
@@ -473,7 +458,7 @@ class _Model:
             paths = leaf_steps(convention.out_spec)
         return [_label(path) for path in paths]
 
-    def _described(self, name: str, node: Node) -> Any:
+    def _value_info(self, name: str, node: Node) -> Any:
         try:
             info = value_info(name, node.meta.get("val"))
             for dim in info.type.tensor_type.shape.dim:
@@ -484,35 +469,35 @@ class _Model:
             raise SaveError(f"{failure}; this graph cannot be written as ONNX.", node.name) from failure
 
     def _initialiser(self, node: Node) -> str:
-        """The name of a weight; one that has two names is written once."""
+        """Return the name of a weight; one that has two names is written once."""
         value = cast("Tensor", attribute(self.gm, cast("str", node.target))).detach()
         place = (value.data_ptr(), value.dtype, tuple(value.shape), tuple(value.stride()))
-        if place not in self.kept or not value.numel():
+        if place not in self._weights or not value.numel():
             try:
                 element_type(value.dtype)
             except UnsupportedOp as failure:
                 raise SaveError(f"{failure}; this graph cannot be written as ONNX.", node.name) from failure
-            made = tensor_proto(value)
-            made.name = self.kept[place] = self.writer.name(cast("str", node.target))
-            self.initialisers.append(made)
-        return self.kept[place]
+            proto = tensor_proto(value)
+            proto.name = self._weights[place] = self.writer.name(cast("str", node.target))
+            self.initialisers.append(proto)
+        return self._weights[place]
 
 
 def _dim_names(gm: GraphModule) -> dict[str, str]:
-    """The names of sizes given as `torch.export.Dim`, by the symbols that stand for them."""
-    given: Mapping[str, str] = gm.meta.get(DIM_NAMES, {})
+    """Return the names of sizes given as `torch.export.Dim`, by their symbols."""
+    by_place: Mapping[str, str] = gm.meta.get(DIM_NAMES, {})
     names: dict[str, str] = {}
-    for node in gm.graph.find_nodes(op="placeholder") if given else ():
+    for node in gm.graph.find_nodes(op="placeholder") if by_place else ():
         value = node.meta.get("val")
         for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
-            name = given.get(f"{node.name}:{dim}")
+            name = by_place.get(f"{node.name}:{dim}")
             if name is not None and isinstance(size, SymInt) and size.node.expr.is_symbol:
                 names.setdefault(str(size.node.expr), name)
     return names
 
 
 def _is_unused_draw(node: Node) -> bool:
-    """Whether a node only moves the random generator on, which ONNX does not have."""
+    """Whether a node only advances the random generator, which ONNX does not have."""
     target = node.target
     if node.users or not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
@@ -520,7 +505,7 @@ def _is_unused_draw(node: Node) -> bool:
 
 
 def _label(path: tuple[Any, ...]) -> str:
-    """A place in a structure as a name: keys, fields and positions with dots between them."""
+    """Return a path in a structure as a name: keys, fields and positions separated by dots."""
     named = bool(path) and not isinstance(path[0], int)
     first = str(path[0]) if named else f"output_{path[0]}" if path else "output"
     return ".".join([first or "output", *(str(step) for step in path[1:])])
@@ -534,17 +519,17 @@ def _rename(nodes: Iterable[Any], names: Mapping[str, str]) -> None:
                     values[i] = names[value]
 
 
-def _told(node: Node, call: RegionCall, attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """A region's identity, exactly; and of what a pattern found, which operands and results are which of the pattern's."""
+def _identity(node: Node, call: RegionCall, attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a region's identity and, for a match of a pattern, the roles of its operands and results."""
     identity = call.identity
-    told = {"name": node.name, "kind": identity.kind, "version": identity.version, "attrs": attrs}
+    row = {"name": node.name, "kind": identity.kind, "version": identity.version, "attrs": attrs}
     if call.arguments or call.results:
-        told |= {"arguments": dict(call.arguments), "results": list(call.results)}
-    return told
+        row |= {"arguments": dict(call.arguments), "results": list(call.results)}
+    return row
 
 
 def _attribute(value: Any) -> Any:
-    """An attribute as ONNX has it: what it has no type for is written as JSON."""
+    """Return an attribute as ONNX has it; a value without an ONNX type is written as JSON."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, (int, float, str)):
