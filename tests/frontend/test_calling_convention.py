@@ -17,7 +17,7 @@ import dovetail
 from dovetail.errors import CallMismatch
 from dovetail.frontend.calling_convention import convention_of
 from dovetail.frontend.capture import capture
-from dovetail.ir.process_state import quiet
+from dovetail.ir.process_state import suppress_torch_warnings
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
 
@@ -241,7 +241,7 @@ def test_other_tools_still_work() -> None:
     assert same(torch.fx.GraphModule(graph, graph.graph)(X, mask=Y), expected)
     assert "linear" in graph.print_readable(print_output=False)
     assert "def forward(self, x, mask=None, *, scale=2.0):" in graph.code
-    with quiet():
+    with suppress_torch_warnings():
         compiled = torch.compile(graph, backend="eager", fullgraph=True)
         assert same(compiled(X, mask=Y), expected)
         again = torch.export.export(graph, (X,), {"mask": Y})

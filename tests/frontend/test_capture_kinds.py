@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dovetail.errors import CaptureError
 from dovetail.frontend.capture import capture
 from dovetail.ir.graph_module import Program
-from dovetail.ir.process_state import quiet
+from dovetail.ir.process_state import suppress_torch_warnings
 
 X = torch.randn(3, 4)
 LAYER = nn.Linear(4, 4)
@@ -99,7 +99,7 @@ def test_functions_take_dynamic_sizes_by_name() -> None:
 def test_an_exported_program(decomposed: bool) -> None:
     model = Model()
     original = copy.deepcopy(model)
-    with quiet():
+    with suppress_torch_warnings():
         program = torch.export.export(model, (X,))
         program = program.run_decompositions({}) if decomposed else program
     before = str(program.graph)

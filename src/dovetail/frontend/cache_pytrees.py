@@ -25,7 +25,7 @@ from dovetail.frontend.calling_convention import (
 
 
 def leaf_steps(spec: TreeSpec) -> list[tuple[Any, ...]]:
-    """The way to each leaf: keys, names of fields, and positions."""
+    """Return the path to each leaf: keys, names of fields, and positions."""
     if spec.is_leaf():
         return [()]
     inner = children(spec)
@@ -39,9 +39,9 @@ def leaf_steps(spec: TreeSpec) -> list[tuple[Any, ...]]:
 
 
 def _steps_of_cache(spec: TreeSpec) -> list[tuple[Any, ...]]:
-    """As `leaf_steps`, of a cache of transformers: the tensors of each layer, or the caches in it by name.
+    """Return the same for a cache of transformers: the tensors of each layer, or the caches in it by name.
 
-    Its children are groups of leaves: the keys of all layers, their values, caches, and what else there is.
+    Its children are groups of leaves: the keys of all layers, their values, caches, and the rest.
     """
     context = context_of(spec)
     fields = cast("list[Any]", context) if isinstance(context, list) else []
@@ -58,9 +58,9 @@ def _steps_of_cache(spec: TreeSpec) -> list[tuple[Any, ...]]:
 
 
 def _steps(spec: TreeSpec, count: int) -> Sequence[Any]:
-    """What the children of a node are called."""
+    """Return the names of the children of a node."""
     context = context_of(spec)
-    # What a named tuple has as context is its class.
+    # The context of a named tuple is its class.
     fields = getattr(context, "_fields", None)
     if fields is not None and len(fields) == count:
         return fields
@@ -71,9 +71,9 @@ def _steps(spec: TreeSpec, count: int) -> Sequence[Any]:
         parts = [part for part in parts if isinstance(part, list)]
     for names in (context, *parts):
         if isinstance(names, (list, tuple)) and len(cast("list[Any]", names)) == count:
-            listed = cast("list[Any]", names)
-            if all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in listed):
-                return listed
+            fields_or_keys = cast("list[Any]", names)
+            if all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in fields_or_keys):
+                return fields_or_keys
     return range(count)
 
 
@@ -81,11 +81,11 @@ def _steps(spec: TreeSpec, count: int) -> Sequence[Any]:
 # are written for these.
 _GROUPS = ("keys", "values", "caches", "lengths", "others")
 _LENGTH = "cumulative_length"
-_PLAIN = (bool, float, str, type(None))
+_JSON_VALUES = (bool, float, str, type(None))
 
 
 def register_caches() -> None:
-    """Register every cache class of transformers that is loaded as a pytree node, unless somebody did already."""
+    """Register every cache class of transformers that is loaded as a pytree node, unless it is registered already."""
     for kind in loaded_types("Cache"):
         if kind not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(
@@ -102,12 +102,12 @@ def _qualified_name(kind: type) -> str:
 
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:
-    """Tensors and integers of a cache and its layers by group, and all else as data that JSON can hold."""
+    """Return the tensors and integers of a cache and its layers by group, and all else as context that JSON can hold."""
     leaves: dict[str, list[Any]] = {group: [] for group in _GROUPS}
     layers = cache_layer_types()
 
     def described(value: Any, name: str) -> Any:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _JSON_VALUES):
             return ["value", value]
         if isinstance(value, (torch.dtype, torch.device)):
             return [type(value).__name__, str(value).removeprefix("torch.")]
@@ -121,7 +121,7 @@ def _flatten(cache: Any) -> tuple[list[Any], Any]:
             return ["dict", [[_key(k), described(v, name)] for k, v in pairs]]
         if isinstance(value, layers):
             return ["layer", _qualified_name(type(value)), attributes(value)]
-        # Tensors and integers, and whatever a tree_map has put in their place.
+        # Tensors and integers, and what a tree_map has replaced them by.
         group = "caches" if is_cache(value) else name if name in ("keys", "values") else "others"
         group = "lengths" if name.startswith(_LENGTH) else group
         leaves[group].append(value)
@@ -142,7 +142,7 @@ def _flatten_with_keys(cache: Any) -> tuple[list[Any], Any]:
 
 
 def _groups(context: Any) -> list[str]:
-    """The groups that a context takes leaves from, `keys` and `values` always."""
+    """Return the groups of leaves that a context refers to, `keys` and `values` always."""
     present = {"keys", "values"}
     stack: list[Any] = [context]
     while stack:

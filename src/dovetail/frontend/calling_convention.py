@@ -1,4 +1,10 @@
-"""How a captured graph is called: as its model is, and only as it was captured."""
+"""Calling convention: a captured graph is called as its model is, and only as it was captured.
+
+`arrange` lines up the parameters of the model's signature with the flat inputs of the graph. `Convention` binds the
+arguments of a call to these inputs, checks the guards, and builds what the model returns from the flat results;
+`ModelCodeGen` generates a `forward` with the model's signature around that. After them follow tree specs, in a form that
+pickles on any torch, and caches of transformers among the arguments, which are updated in place.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import TreeSpec
 
 from dovetail.errors import CallMismatch
-from dovetail.frontend.input_guards import Expectations
+from dovetail.frontend.input_guards import InputGuards
 
 NAME = "_dovetail_call"
 GIVEN = "_dovetail_given"
@@ -29,7 +35,7 @@ _LITERALS = (bool, int, float, str, type(None))
 
 
 class _Missing:
-    """Stands for an argument that was left out and whose default has no literal."""
+    """The default of an argument whose real default has no literal."""
 
     def __repr__(self) -> str:
         return "..."
@@ -41,11 +47,110 @@ class _Missing:
 MISSING = _Missing()
 
 
-class Convention:
-    """The agreement between a captured graph and its callers; immutable.
+@dataclass(frozen=True)
+class Slot:
+    """One parameter of the model's signature; whether it was passed at capture, and whether by name."""
 
-    `bind` turns the arguments of a call into the graph's inputs or raises CallMismatch; `results` turns the
-    graph's flat results into what the model returns.
+    name: str
+    kind: Any
+    has_default: bool
+    default: Any
+    captured: bool
+    by_name: bool = False
+
+    def parameter(self) -> inspect.Parameter:
+        default = self.default if self.has_default else inspect.Parameter.empty
+        return inspect.Parameter(self.name, self.kind, default=default)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the flattened parameters of a signature correspond to a graph's inputs."""
+
+    slots: tuple[Slot, ...]
+    spec: TreeSpec
+    order: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+def arrange(in_spec: TreeSpec, signature: inspect.Signature) -> Arrangement:
+    """Match torch's `(args, kwargs)` spec with the model's signature; raise TypeError if they disagree."""
+    args_spec, kwargs_spec = children(in_spec)
+    specs = [*children(args_spec), *children(kwargs_spec)]
+    keys: list[str] = list(context_of(kwargs_spec) or ())
+    starts: list[int] = []
+    total = 0
+    for spec in specs:
+        starts.append(total)
+        total += spec.num_leaves
+    positional = len(specs) - len(keys)
+    bound = signature.bind(*range(positional), **{k: positional + i for i, k in enumerate(keys)})
+
+    slots: list[Slot] = []
+    chosen: list[TreeSpec] = []
+    leaf_of: list[int] = []
+    paths: list[str] = []
+
+    def take(index: int, path: str) -> TreeSpec:
+        leaf_of.extend(range(starts[index], starts[index] + specs[index].num_leaves))
+        paths.extend(path + inner for inner in _leaf_paths(specs[index]))
+        return specs[index]
+
+    for name, parameter in signature.parameters.items():
+        captured = name in bound.arguments
+        default = parameter.default
+        value: Any = bound.arguments.get(name)
+        by_name = _is_named(value, positional)
+        known = None if default is inspect.Parameter.empty else default
+        slots.append(
+            Slot(name, parameter.kind, default is not inspect.Parameter.empty, known, captured, by_name)
+        )
+        if not captured:
+            continue
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            chosen.append(tuple_of([take(i, f"{name}[{j}]") for j, i in enumerate(value)]))
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            chosen.append(dict_of(list(value), [take(i, f"{name}[{k!r}]") for k, i in value.items()]))
+        else:
+            chosen.append(take(value, name))
+    order = [0] * total
+    named = [""] * total
+    for leaf, (placeholder, path) in enumerate(zip(leaf_of, paths, strict=True)):
+        order[placeholder] = leaf
+        named[placeholder] = path
+    return Arrangement(tuple(slots), tuple_of(chosen), tuple(order), tuple(named))
+
+
+def _is_named(value: Any, positional: int) -> bool:
+    """Return whether a parameter was passed by name, from the number bound to it: those passed by name come last."""
+    return isinstance(value, dict) or (isinstance(value, int) and value >= positional)
+
+
+def _leaf_paths(spec: TreeSpec) -> list[str]:
+    if spec.type is None:
+        return [""]
+    inner = children(spec)
+    keys: list[Any] = list(context_of(spec)) if spec.type is dict else list(range(len(inner)))
+    return [f"[{key!r}]{rest}" for key, child in zip(keys, inner, strict=True) for rest in _leaf_paths(child)]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A cache argument that the model updates in place: which parameter, and where in the results its state is.
+
+    `start` and `count` are the leaves of the results that make up the cache.
+    """
+
+    slot: int
+    start: int
+    count: int
+
+
+class Convention:
+    """How a captured graph is called; immutable.
+
+    `bind` returns the graph's inputs for the arguments of a call or raises CallMismatch; `results` returns what the model
+    returns for the graph's flat results.
     """
 
     missing = MISSING
@@ -56,7 +161,7 @@ class Convention:
         in_spec: TreeSpec,
         order: tuple[int, ...],
         out_spec: TreeSpec,
-        expectations: Expectations,
+        input_guards: InputGuards,
         training: bool | None,
         carried: tuple[Carried, ...] = (),
         appended: int = 0,
@@ -65,7 +170,7 @@ class Convention:
         self.in_spec = in_spec
         self.order = order
         self.out_spec = out_spec
-        self.expectations = expectations
+        self.input_guards = input_guards
         self.training = training
         self.carried = carried
         self.appended = appended
@@ -87,7 +192,7 @@ class Convention:
             pack(self.in_spec),
             self.order,
             pack(self.out_spec),
-            self.expectations,
+            self.input_guards,
             self.training,
             self.carried,
             self.appended,
@@ -95,7 +200,7 @@ class Convention:
         return _restore, state
 
     def called(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Let arguments that do not fit the signature of `forward` raise CallMismatch."""
+        """Return `forward` so that arguments which do not fit its signature raise CallMismatch."""
 
         @functools.wraps(forward)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +218,7 @@ class Convention:
         return inspect.Signature([slot.parameter() for slot in self.slots])
 
     def bind(self, module: nn.Module, values: tuple[Any, ...]) -> Sequence[Any]:
-        """The graph's inputs, from one value for each parameter of the model's signature."""
+        """Return the graph's inputs, from one value for each parameter of the model's signature."""
         tracing = torch.compiler.is_compiling()
         if not tracing and self.training is not None and module.training is not self.training:
             raise CallMismatch(_other_mode(self.training))
@@ -123,14 +228,13 @@ class Convention:
         leaves = given if self._flat else self._flatten(given)
         flat = leaves if self._in_order else [leaves[i] for i in self.order]
         if not tracing and not any(type(leaf) in _SYMBOLIC for leaf in flat):
-            self.expectations.check(module, flat)
+            self.input_guards.check(module, flat)
         return flat
 
     def results(self, flat: Any, given: tuple[Any, ...] | None = None) -> Any:
-        """What the model returns, from the graph's flat results.
+        """Return what the model returns, from the graph's flat results.
 
-        With the values `given` to the call, caches among them are updated in place and returned, as the model
-        does.
+        Caches among `given`, the arguments of the call, are updated in place and returned, as in the model.
         """
         out = list(flat) if isinstance(flat, (list, tuple)) else [flat]
         if self._single and len(out) == 1:
@@ -144,17 +248,17 @@ class Convention:
             state = slice(carried.start, carried.start + carried.count)
             if carried.slot not in updated:
                 new = pytree.tree_unflatten(out[state], inner[carried.start])
-                updated[carried.slot] = hand_back(given[carried.slot], new)
+                updated[carried.slot] = _update_cache(given[carried.slot], new)
             out[state] = [updated[carried.slot]]
         results = pytree.tree_unflatten(out, outer)
         return results[0] if self.appended else results
 
     @functools.cached_property
     def _split(self) -> tuple[TreeSpec, dict[int, TreeSpec]]:
-        return split_at(self.out_spec, frozenset(carried.start for carried in self.carried))
+        return _split_at(self.out_spec, frozenset(carried.start for carried in self.carried))
 
     def inputs(self, *args: Any) -> Sequence[Any]:
-        """The graph's inputs from positional arguments, nested or already flat, as FX tools pass them."""
+        """Return the graph's inputs from positional arguments, nested or already flat, as FX tools pass them."""
         leaves = pytree.arg_tree_leaves(*args)
         if len(leaves) == len(self.order):
             return leaves
@@ -191,7 +295,7 @@ class Convention:
         )
 
     def definition(self, free_vars: list[str], annotation: str, function: str) -> str:
-        """The head of the generated function: its signature and the binding of its inputs."""
+        """Return the head of the generated function: its signature and the binding of its inputs."""
         names = [text.split(":")[0].split("=")[0].split("#")[0].strip() for text in free_vars]
         names = [name for name in names if name != "self"]
         typed = [text.split("#")[0].strip() for text in free_vars if ":" in text]
@@ -212,14 +316,14 @@ class Convention:
 
     @property
     def _named(self) -> bool:
-        """Whether the model's own parameter names can be written down in the generated function."""
+        """Return whether the generated function can have the model's own parameter names."""
         return all(
             slot.name.isidentifier() and not keyword.iskeyword(slot.name) and slot.name not in _TAKEN
             for slot in self.slots
         )
 
     def spread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """One value per parameter, where the generated function cannot name its parameters."""
+        """Return one value per parameter, if the generated function cannot name its parameters."""
         signature = self._signature()
         try:
             bound = signature.bind(*args, **kwargs)
@@ -264,7 +368,7 @@ def _default_text(slot: Slot) -> str:
 
 
 def _is_literal(value: object) -> bool:
-    """False only for the floats whose repr is none."""
+    """Return False for infinite floats, whose repr is not a literal."""
     return not isinstance(value, float) or abs(value) != float("inf")
 
 
@@ -315,118 +419,31 @@ class ModelCodeGen(CodeGen):
 
 
 def convention_of(module: torch.fx.GraphModule) -> Convention | None:
-    """The convention a captured graph is called by, if it has one."""
+    """Return the calling convention of a captured graph, or None."""
     codegen = module.graph._codegen
     return codegen.convention if isinstance(codegen, ModelCodeGen) else None
 
 
-@dataclass(frozen=True)
-class Slot:
-    """One parameter of the model's signature, whether capture was given a value for it, and whether by its name."""
-
-    name: str
-    kind: Any
-    has_default: bool
-    default: Any
-    captured: bool
-    by_name: bool = False
-
-    def parameter(self) -> inspect.Parameter:
-        default = self.default if self.has_default else inspect.Parameter.empty
-        return inspect.Parameter(self.name, self.kind, default=default)
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """How a signature's parameters, flattened in order, line up with a graph's inputs."""
-
-    slots: tuple[Slot, ...]
-    spec: TreeSpec
-    order: tuple[int, ...]
-    paths: tuple[str, ...]
-
-
-def arrange(in_spec: TreeSpec, signature: inspect.Signature) -> Arrangement:
-    """Line up torch's `(args, kwargs)` spec with the model's signature. Raises TypeError if they disagree."""
-    args_spec, kwargs_spec = children(in_spec)
-    specs = [*children(args_spec), *children(kwargs_spec)]
-    keys: list[str] = list(context_of(kwargs_spec) or ())
-    starts: list[int] = []
-    total = 0
-    for spec in specs:
-        starts.append(total)
-        total += spec.num_leaves
-    positional = len(specs) - len(keys)
-    bound = signature.bind(*range(positional), **{k: positional + i for i, k in enumerate(keys)})
-
-    slots: list[Slot] = []
-    chosen: list[TreeSpec] = []
-    leaf_of: list[int] = []
-    paths: list[str] = []
-
-    def take(index: int, path: str) -> TreeSpec:
-        leaf_of.extend(range(starts[index], starts[index] + specs[index].num_leaves))
-        paths.extend(path + inner for inner in _leaf_paths(specs[index]))
-        return specs[index]
-
-    for name, parameter in signature.parameters.items():
-        captured = name in bound.arguments
-        default = parameter.default
-        value: Any = bound.arguments.get(name)
-        by_name = _is_named(value, positional)
-        known = None if default is inspect.Parameter.empty else default
-        slots.append(
-            Slot(name, parameter.kind, default is not inspect.Parameter.empty, known, captured, by_name)
-        )
-        if not captured:
-            continue
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            chosen.append(tuple_of([take(i, f"{name}[{j}]") for j, i in enumerate(value)]))
-        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            chosen.append(dict_of(list(value), [take(i, f"{name}[{k!r}]") for k, i in value.items()]))
-        else:
-            chosen.append(take(value, name))
-    order = [0] * total
-    named = [""] * total
-    for leaf, (placeholder, path) in enumerate(zip(leaf_of, paths, strict=True)):
-        order[placeholder] = leaf
-        named[placeholder] = path
-    return Arrangement(tuple(slots), tuple_of(chosen), tuple(order), tuple(named))
-
-
-def _is_named(value: Any, positional: int) -> bool:
-    """Whether what was bound to a parameter, by number, was given by name: the numbers of those come last."""
-    return isinstance(value, dict) or (isinstance(value, int) and value >= positional)
-
-
-def _leaf_paths(spec: TreeSpec) -> list[str]:
-    if spec.type is None:
-        return [""]
-    inner = children(spec)
-    keys: list[Any] = list(context_of(spec)) if spec.type is dict else list(range(len(inner)))
-    return [f"[{key!r}]{rest}" for key, child in zip(keys, inner, strict=True) for rest in _leaf_paths(child)]
-
-
 def children(spec: TreeSpec) -> list[TreeSpec]:
-    """The specs directly inside `spec`."""
+    """Return the specs directly inside `spec`."""
     getter = getattr(spec, "children", None)
     return list(cast(Any, getter() if callable(getter) else cast(Any, spec).children_specs))
 
 
 def context_of(spec: TreeSpec) -> Any:
-    """What the node keeps beside its children: the keys of a dict, say."""
+    """Return the context of a spec: the keys of a dict, for example."""
     return cast(Any, spec).context
 
 
 def pack(spec: TreeSpec) -> Any:
-    """A tree spec as plain tuples, which pickle without going through torch's own spec classes."""
+    """Return a tree spec as tuples, which pickle without torch's own spec classes."""
     if spec.type is None:
         return None
     return (spec.type, context_of(spec), tuple(pack(child) for child in children(spec)))
 
 
 def unpack(packed: Any) -> TreeSpec:
-    """The tree spec that `pack` wrote."""
+    """Return the tree spec that was packed."""
     if packed is None:
         return leaf_spec()
     kind, context, inner = packed
@@ -446,7 +463,7 @@ def dict_of(keys: Sequence[str], specs: Sequence[TreeSpec]) -> TreeSpec:
 
 
 def describe_spec(names: Sequence[str], spec: TreeSpec) -> str:
-    """The nesting of the arguments in words: a name for each, a star for each leaf."""
+    """Return the nesting of the arguments as text: a name for each, a star for each leaf."""
     parts = [f"{name}={_shown(child)}" for name, child in zip(names, children(spec), strict=False)]
     return f"({', '.join(parts)})"
 
@@ -463,31 +480,19 @@ def _shown(spec: TreeSpec) -> str:
     return f"{spec.type.__name__}({', '.join(inner)})"
 
 
-@dataclass(frozen=True)
-class Carried:
-    """A cache argument that the model updates in place: which parameter, and where in the results its state is.
-
-    `start` and `count` are the leaves of the results that make up the cache.
-    """
-
-    slot: int
-    start: int
-    count: int
-
-
 def find_caches(spec: TreeSpec) -> list[tuple[int, int]]:
-    """First leaf and number of leaves of every cache in a spec, in order."""
-    places: list[tuple[int, int]] = []
+    """Return the first leaf and the number of leaves of every cache in a spec, in order."""
+    caches: list[tuple[int, int]] = []
     stack: list[tuple[TreeSpec, int]] = [(spec, 0)]
     while stack:
         at, start = stack.pop()
         if _is_cache_spec(at):
-            places.append((start, at.num_leaves))
+            caches.append((start, at.num_leaves))
             continue
         for child in children(at):
             stack.append((child, start))
             start += child.num_leaves
-    return sorted(places)
+    return sorted(caches)
 
 
 def is_cache(value: object) -> bool:
@@ -496,7 +501,7 @@ def is_cache(value: object) -> bool:
 
 
 def loaded_types(*names: str) -> list[type]:
-    """Classes of this name in transformers' cache module and all that derive from them."""
+    """Return the classes of these names in transformers' cache module, if that is loaded, and their subclasses."""
     module = sys.modules.get(_CACHES)
     known = [kind for name in names if isinstance(kind := getattr(module, name, None), type)]
     for kind in known:
@@ -512,8 +517,8 @@ def _is_cache_spec(spec: TreeSpec) -> bool:
     return isinstance(spec.type, type) and spec.type in loaded_types("Cache")
 
 
-def split_at(spec: TreeSpec, starts: frozenset[int]) -> tuple[TreeSpec, dict[int, TreeSpec]]:
-    """The spec with the caches whose leaves begin at `starts` as one leaf each, and the specs of these caches."""
+def _split_at(spec: TreeSpec, starts: frozenset[int]) -> tuple[TreeSpec, dict[int, TreeSpec]]:
+    """Return the spec with the caches whose leaves begin at `starts` as one leaf each, and the specs of these caches."""
     leaf = pytree.tree_structure(0)
     inner: dict[int, TreeSpec] = {}
 
@@ -532,13 +537,13 @@ def split_at(spec: TreeSpec, starts: frozenset[int]) -> tuple[TreeSpec, dict[int
     return walk(spec, 0), inner
 
 
-def hand_back(given: Any, updated: Any) -> Any:
-    """Give the caller's cache the updated state, its layers those of theirs; returns the caller's."""
-    for name in [name for name in vars(given) if name not in vars(updated)]:
-        del vars(given)[name]
+def _update_cache(cache: Any, updated: Any) -> Any:
+    """Copy the state of an updated cache into that of the caller, layer by layer, and return the latter."""
+    for name in [name for name in vars(cache) if name not in vars(updated)]:
+        del vars(cache)[name]
     for name, value in vars(updated).items():
-        vars(given)[name] = _merged(vars(given).get(name), value)
-    return given
+        vars(cache)[name] = _merged(vars(cache).get(name), value)
+    return cache
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -556,5 +561,5 @@ def _merged(old: Any, new: Any) -> Any:
         table.update(merged)
         return table
     if is_cache(old) or isinstance(old, cache_layer_types()):
-        return hand_back(old, new)
+        return _update_cache(old, new)
     return new

@@ -20,7 +20,7 @@ from dovetail.errors import CaptureError, InvalidArgument, checked_call
 from dovetail.frontend import cache_pytrees, calling_convention, export, model_copy, side_effects
 from dovetail.frontend.calling_convention import Convention, ModelCodeGen
 from dovetail.frontend.check_capture import check_against_model
-from dovetail.frontend.input_guards import expect, overlap, owned_by
+from dovetail.frontend.input_guards import build_input_guards, guarded_state, overlap
 from dovetail.frontend.model_copy import structural_copy
 from dovetail.frontend.unlift import Unlifted, unlift
 from dovetail.ir.canonicalize import canonicalize
@@ -236,14 +236,14 @@ def _finished(
         state = (*captured.named_parameters(), *captured.named_buffers())
         graded = tuple(name for name, tensor in state if trains and tensor.requires_grad)
     arrangement = calling_convention.arrange(exported.in_spec, signature)
-    expectations = expect(
+    input_guards = build_input_guards(
         [node.meta.get("val") for node in unlifted.inputs],
         arrangement.paths,
         unlifted.mutated,
         exported.program.range_constraints,
         export.guards_of(exported.program),
         frozenset(i for i, node in enumerate(unlifted.inputs) if not node.users),
-        owned_by(captured.graph, writes_inputs=bool(unlifted.mutated)),
+        guarded_state(captured.graph, writes_inputs=bool(unlifted.mutated)),
         ungraded,
         _depends_on_strides(exported, effects),
         effects.function,
@@ -254,7 +254,7 @@ def _finished(
         arrangement.spec,
         arrangement.order,
         exported.out_spec,
-        expectations,
+        input_guards,
         training,
         _carried(arrangement.slots, exported.out_spec, effects.caches),
         effects.appended,

@@ -1,4 +1,4 @@
-"""A captured graph compared with its model on the example inputs, everything restored afterwards."""
+"""Comparison of a captured graph with its model on the example inputs, from the same state, which is restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROUNDINGS = 64
 
 @dataclass(frozen=True)
 class _Run:
-    """What one forward left, each value under its label."""
+    """The results of one forward and the state after it, by label."""
 
     values: dict[str, Any]
     structure: str
@@ -40,8 +40,8 @@ def check_against_model(
     """Raise CaptureMismatch unless the graph does what the model does on these inputs.
 
     Results, inputs and buffers afterwards, and the random streams are compared; gradients are not. Two forwards are run
-    from the same state, two more to name the module where they differ. Nothing is compared on inputs without data, nor
-    where the model itself cannot be run.
+    from the same state, and two more to find the module where they differ. Nothing is compared on inputs without data, or
+    if the model itself cannot be run.
     """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     tensors = [leaf for leaf in (*leaves, *graph.parameters(), *graph.buffers()) if isinstance(leaf, Tensor)]
@@ -59,7 +59,7 @@ def check_against_model(
         raise CaptureMismatch(f"the captured graph raises {type(error).__name__}: {error}") from error
     what = _first_difference(expected, actual)
     if what is None or _first_difference(expected, trial.run(model)) is not None:
-        return  # a model that differs from itself shows nothing of the graph
+        return  # the model is not deterministic
     module, how = trial.first_module()
     raise CaptureMismatch(what, module=module, how=how)
 
@@ -96,7 +96,7 @@ class _ModelTrial:
         return _Run(values, str(spec))
 
     def first_module(self) -> tuple[str, str]:
-        """The first module whose result no value of the graph equals, and how near the nearest comes."""
+        """Return the first module whose result no value of the graph equals, and the least difference."""
         outputs = self._module_outputs()
         values = self._node_values()
         for path, expected in outputs:
@@ -159,14 +159,14 @@ class _ModelTrial:
         return pytree.tree_map(copied, (self.args, self.kwargs))
 
     def _restored(self) -> contextlib.AbstractContextManager[None]:
-        return state_kept(self.state, self.graph)
+        return preserve_module_state(self.state, self.graph)
 
 
 @contextlib.contextmanager
-def state_kept(*roots: nn.Module) -> Generator[None]:
-    """Put back parameters, buffers, gradients and random streams of modules, and attributes but for those of graphs.
+def preserve_module_state(*roots: nn.Module) -> Generator[None]:
+    """Restore parameters, buffers, gradients and random streams of modules at the end, and attributes except of graphs.
 
-    The parameters of more than 2 GiB are not copied, so that what is written to them stays.
+    Parameters of more than 2 GiB in all are not copied, so that writes to them remain.
     """
     attributes = [side_effects.snapshot(root) for root in roots if not isinstance(root, GraphModule)]
     modules = [m for root in roots for m in root.modules()]
@@ -179,7 +179,7 @@ def state_kept(*roots: nn.Module) -> Generator[None]:
     if size > _MOST_COPIED:
         copied = {id(t): t for m in modules for t in m._buffers.values()}
     copied |= {id(t): t for m in modules for t in vars(m).values()}
-    copies = [(t, t.detach().clone()) for t in copied.values() if _is_plain(t)]
+    copies = [(t, t.detach().clone()) for t in copied.values() if _is_dense_tensor(t)]
     gradients = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in state.values() if t.is_leaf]
     streams = [(generator, generator.get_state()) for root in roots for generator in generators_of(root)]
     try:
@@ -208,12 +208,12 @@ def state_kept(*roots: nn.Module) -> Generator[None]:
                     gradient.copy_(copy)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_dense_tensor(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta
 
 
 def _state_of(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    """The module that has the state of a callable, under the names that the graph has it by."""
+    """Return the module that has the state of a callable, under the names that it has in the graph."""
     owner = getattr(model, "__self__", model)
     if isinstance(owner, nn.Module):
         return owner
@@ -235,7 +235,7 @@ def _first_difference(expected: _Run, actual: _Run) -> str | None:
 
 
 def _difference(actual: Any, expected: Tensor) -> str | None:
-    """How a tensor differs from the model's by more than a few roundings, or None."""
+    """Return how a tensor differs from the model's by more than a few roundings, or None."""
     if not isinstance(actual, Tensor):
         return f"is a {type(actual).__name__}, in the model a tensor"
     for what in ("shape", "dtype", "device", "requires_grad"):

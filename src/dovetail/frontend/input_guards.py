@@ -455,14 +455,14 @@ def build_input_guards(
     mutated: frozenset[int],
     range_constraints: Mapping[Any, Any],
     guards: Sequence[Any],
-    unused: frozenset[int] = frozenset(),
-    owned: GuardedState = GuardedState(),
-    ungraded: frozenset[int] = frozenset(),
-    strided: bool = False,
-    function: str = "",
-    graded: tuple[str, ...] = (),
+    unused: frozenset[int],
+    owned: GuardedState,
+    ungraded: frozenset[int],
+    strided: bool,
+    function: str,
+    graded: tuple[str, ...],
 ) -> InputGuards:
-    """The input_guards that follow from the fake inputs of a graph and what its exporter assumed.
+    """Return the guards that follow from the fake inputs of a graph and what its exporter assumed.
 
     With `strided` floating inputs must have the strides that they were captured with.
     """

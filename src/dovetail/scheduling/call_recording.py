@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from dovetail.errors import ScheduleError
-from dovetail.frontend.check_capture import state_kept
+from dovetail.frontend.check_capture import preserve_module_state
 from dovetail.ir.nodes import storage_key
 from dovetail.lowering.guards import trial_run
 
@@ -131,7 +131,7 @@ def record_calls(
     with ExitStack() as stack:
         for path, module in modules.items():
             stack.callback(_record_forward(module, calls[path]))
-        with preserve_state(model), torch.no_grad():
+        with isolated_run(model), torch.no_grad():
             inputs = example.copied()
             try:
                 inputs.call(model)
@@ -155,7 +155,7 @@ def record_results(model: nn.Module, path: str, example: ModelInputs) -> list[An
     def note(*call: Any) -> None:
         returned.append(copy_tensors(call[-1]))
 
-    with preserve_state(model), torch.no_grad():
+    with isolated_run(model), torch.no_grad():
         inputs = example.copied()
         handle = model.get_submodule(path).register_forward_hook(note)
         try:
@@ -197,9 +197,9 @@ def _record_forward(module: nn.Module, calls: list[RecordedCall]) -> Callable[[]
 
 
 @contextmanager
-def preserve_state(model: nn.Module) -> Generator[None]:
+def isolated_run(model: nn.Module) -> Generator[None]:
     """Restore what runs of a model change: parameters, buffers, gradients, attributes, random state."""
-    with state_kept(model), trial_run():
+    with preserve_module_state(model), trial_run():
         yield
 
 
