@@ -129,7 +129,7 @@ def _takes_any_view_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def unchanged(self: Any, i: int, node: Any) -> Any:
         names = {"view", "reshape", "transpose", "contiguous", "clone", "alias"}
         fits = node.op == "call_function" and cleanup.base_name(node) in names
-        return self.made[node.args[0]] if fits else None
+        return self.env[node.args[0]] if fits else None
 
     monkeypatch.setattr(cleanup._Sweep, "_unchanged", unchanged)
 

@@ -213,20 +213,7 @@ class Ledger:
         return (Ledger.from_json, (self.to_json(),))
 
 
-_FIELDS = (
-    "accepted",
-    "declined",
-    "errors",
-    "saved",
-    "refused",
-    "folded",
-    "rounds",
-    "limits",
-    "never",
-    "lowered",
-    "unmatched",
-    "diagnostics",
-)
+_FIELDS = tuple(f.name for f in fields(Ledger) if f.compare)
 
 
 def _to_json(value: Any) -> Any:
@@ -297,17 +284,15 @@ def _joined(ledgers: Sequence[Ledger]) -> Ledger:
             key = (tally.rule, tally.reason)
             refused[key] = refused.get(key, 0) + tally.count
     last = ledgers[-1] if ledgers else Ledger()
+    entries = ("accepted", "declined", "errors", "lowered")
     return replace(
         last,
-        accepted=tuple(e for ledger in ledgers for e in ledger.accepted),
-        declined=tuple(e for ledger in ledgers for e in ledger.declined),
-        errors=tuple(e for ledger in ledgers for e in ledger.errors),
+        **{name: tuple(e for ledger in ledgers for e in getattr(ledger, name)) for name in entries},
         saved=tuple(saved.values()),
         refused=tuple(Tally(*key, count) for key, count in refused.items()),
         folded=sum(ledger.folded for ledger in ledgers),
         rounds=sum(ledger.rounds for ledger in ledgers),
         never={name: why for ledger in ledgers for name, why in ledger.never.items()},
-        lowered=tuple(e for ledger in ledgers for e in ledger.lowered),
         unmatched=tuple(dict.fromkeys(name for ledger in ledgers for name in ledger.unmatched)),
     )
 

@@ -458,26 +458,17 @@ def regions(gm: GraphModule | GraphOwner, *, kind: str | None = None, nested: bo
     return [r for graph in graphs_of(gm) for r in _regions(graph, nested) if kind is None or r.kind == kind]
 
 
-def _regions(gm: GraphModule, nested: bool) -> list[Region]:
-    collector = _Collector(declared_targets(gm), nested, lowering_view(gm))
-    for node in gm.graph.nodes:
-        call = call_of(node.meta)
-        if call is not None:
-            collector.collect(gm, node, call, node.name)
-    return collector.regions
+def _regions(gm: GraphModule, nested: bool) -> Iterator[Region]:
+    declared, lowering = declared_targets(gm), lowering_view(gm)
 
-
-class _Collector:
-    def __init__(self, declared: Mapping[str, str], nested: bool, lowering: LoweringView | None) -> None:
-        self.declared, self.nested, self.lowering = declared, nested, lowering
-        self.regions: list[Region] = []
-
-    def collect(self, owner: GraphModule, node: Node, call: RegionCall, name: str) -> None:
+    def walk_calls(owner: GraphModule, node: Node, call: RegionCall, name: str) -> Iterator[Region]:
         body = attribute(owner, cast("str", node.target))
         if not isinstance(body, GraphModule):
             raise InvalidGraph(f"the region calls '{node.target}', which is not a graph", node.name)
-        self.regions.append(self._snapshot(node, call, body, name))
-        if not self.nested:
+        # The record on the call dates from lowering; code that fails in a call is replaced later.
+        backend = lowering.backend_of(name, call.backend) if lowering is not None else call.backend
+        yield _snapshot(node, call, body, name, backend, _effects(body, declared))
+        if not nested:
             return
         inside = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
         if len(inside) != len(call.members):
@@ -485,30 +476,36 @@ class _Collector:
         for inner_node, member in zip(inside, call.members, strict=True):
             inner = call_of(member.meta)
             if inner is not None:
-                self.collect(body, inner_node, inner, f"{name}/{member.name}")
+                yield from walk_calls(body, inner_node, inner, f"{name}/{member.name}")
 
-    def _snapshot(self, node: Node, call: RegionCall, body: GraphModule, name: str) -> Region:
-        results = [u for u in node.users if is_projection(u)]
-        # The record on the call dates from lowering; code that fails in a call is replaced later.
-        backend = self.lowering.backend_of(name, call.backend) if self.lowering is not None else call.backend
-        return Region(
-            name=name,
-            kind=call.identity.kind,
-            version=call.identity.version,
-            attrs=json.loads(call.identity.attrs),
-            body=body,
-            node=node,
-            inputs=tuple(cast("Node", a) for a in node.args),
-            outputs=tuple(sorted(results, key=lambda n: cast("int", n.args[1]))),
-            nodes=_originals(call),
-            escapes=dict(call.escapes),
-            effects=_effects(body, self.declared),
-            rule=call.rule,
-            round=call.round,
-            backend=backend,
-            arguments=dict(call.arguments),
-            results=call.results,
-        )
+    for node in gm.graph.nodes:
+        call = call_of(node.meta)
+        if call is not None:
+            yield from walk_calls(gm, node, call, node.name)
+
+
+def _snapshot(
+    node: Node, call: RegionCall, body: GraphModule, name: str, backend: str | None, effects: tuple[str, ...]
+) -> Region:
+    results = [u for u in node.users if is_projection(u)]
+    return Region(
+        name=name,
+        kind=call.identity.kind,
+        version=call.identity.version,
+        attrs=json.loads(call.identity.attrs),
+        body=body,
+        node=node,
+        inputs=tuple(cast("Node", a) for a in node.args),
+        outputs=tuple(sorted(results, key=lambda n: cast("int", n.args[1]))),
+        nodes=_originals(call),
+        escapes=dict(call.escapes),
+        effects=effects,
+        rule=call.rule,
+        round=call.round,
+        backend=backend,
+        arguments=dict(call.arguments),
+        results=call.results,
+    )
 
 
 def _originals(call: RegionCall) -> tuple[str, ...]:

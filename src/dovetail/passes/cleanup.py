@@ -7,7 +7,7 @@ the nodes and edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from dovetail.ir.nodes import storage_key, storage_keys
 from dovetail.ir.op_traits import MAY_RETURN_OPERAND, base_name
 from dovetail.ir.schema import same_geometry
 from dovetail.ir.shape_prop import fake_inference, fake_mode, rebase_storages
-from dovetail.outlining.region import call_of, state_of, with_state
+from dovetail.outlining.region import call_of, literal, state_of, with_state
 from dovetail.passes.pass_manager import Pass
 
 
@@ -184,27 +184,9 @@ class _Sweep:
         before = frozenset(self.index.dependencies.before.get(i, ()))
         call = call_of(node.meta)
         region = None if call is None else (call.identity, call.backend)
-        arguments = self._argument(node.args), self._argument(node.kwargs)
+        ordered = dict(sorted(node.kwargs.items()))
+        arguments = (literal(value, self.env.__getitem__) for value in (node.args, ordered))
         return (node.op, node.target, region, *arguments, before)
-
-    def _argument(self, value: Any) -> Any:
-        """Return an argument as a hashable value that distinguishes types and signs of zero."""
-        if isinstance(value, Node):
-            return self.env[value]
-        if isinstance(value, (tuple, list)):
-            return (type(value), *map(self._argument, cast("Iterable[Any]", value)))
-        if isinstance(value, dict):
-            items = cast("dict[Any, Any]", value).items()
-            return (dict, *((k, self._argument(v)) for k, v in sorted(items, key=lambda item: str(item[0]))))
-        if isinstance(value, slice):
-            return (slice, *map(self._argument, (value.start, value.stop, value.step)))
-        if isinstance(value, (float, complex)):
-            return (type(value), repr(value))
-        if isinstance(value, (bool, int, str, type(None), torch.dtype, torch.device)):
-            return (type(value), value)
-        if isinstance(value, (torch.layout, torch.memory_format)):
-            return value
-        return id(value)
 
     def _may_share(self, first: Node, second: Node) -> bool:
         """Whether two equal results may be one tensor: no caller can observe it, and all values stay consistent."""

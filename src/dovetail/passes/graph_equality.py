@@ -52,7 +52,7 @@ def _same_nodes(a: GraphModule, b: GraphModule, pairs: list[tuple[GraphModule, G
     for x, y in zip(a.graph.nodes, b.graph.nodes, strict=True):
         if x.op != y.op or not _same_callee(a, b, x, y, pairs):
             return False
-        if not _same_argument(x.args, y.args, image) or not _same_argument(x.kwargs, y.kwargs, image):
+        if not _same_value(x.args, y.args, image) or not _same_value(x.kwargs, y.kwargs, image):
             return False
         if not _same_meta(x.meta, y.meta):
             return False
@@ -72,26 +72,6 @@ def _same_callee(
     return left is right and x.target == y.target
 
 
-def _same_argument(a: Any, b: Any, image: Mapping[Node, Node]) -> bool:
-    if isinstance(a, Node):
-        return image.get(a) is b
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (tuple, list)):
-        left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
-        return len(left) == len(right) and all(
-            _same_argument(x, y, image) for x, y in zip(left, right, strict=True)
-        )
-    if isinstance(a, dict):
-        one, other = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
-        return one.keys() == other.keys() and all(_same_argument(one[k], other[k], image) for k in one)
-    if isinstance(a, slice):
-        return all(
-            _same_argument(x, y, image) for x, y in ((a.start, b.start), (a.stop, b.stop), (a.step, b.step))
-        )
-    return _same_value(a, b)
-
-
 def _same_meta(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     if a.keys() != b.keys():
         return False
@@ -108,8 +88,11 @@ def _same_entry(key: str, a: Any, b: Any) -> bool:
     return _same_value(a, b)
 
 
-def _same_value(a: Any, b: Any) -> bool:
-    if a is b:
+def _same_value(a: Any, b: Any, image: Mapping[Node, Node] | None = None) -> bool:
+    """Whether two values are equal; with `image`, nodes of the first are compared by their images."""
+    if image is not None and isinstance(a, Node):
+        return image.get(a) is b
+    if a is b and image is None:
         return True
     if type(a) is not type(b):
         return False
@@ -119,14 +102,18 @@ def _same_value(a: Any, b: Any) -> bool:
         return repr(a) == repr(b)  # NaN is NaN, and -0.0 is not 0.0
     if isinstance(a, SYMBOLIC):
         return same_size(a, b) if isinstance(a, torch.SymInt) else str(a) == str(b)
+    if isinstance(a, slice):
+        return _same_value((a.start, a.stop, a.step), (b.start, b.stop, b.step), image)
     if isinstance(a, (tuple, list)):
         left, right = cast("Sequence[Any]", a), cast("Sequence[Any]", b)
-        return len(left) == len(right) and all(_same_value(x, y) for x, y in zip(left, right, strict=True))
+        return len(left) == len(right) and all(
+            _same_value(x, y, image) for x, y in zip(left, right, strict=True)
+        )
     if isinstance(a, dict):
         one, other = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
-        return one.keys() == other.keys() and all(_same_value(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(_same_value(one[k], other[k], image) for k in one)
     try:
-        return bool(a == b)
+        return a is b or bool(a == b)
     except Exception:  # values that other tools store in meta may not support comparison
         return False
 
