@@ -27,7 +27,7 @@ def test_it_is_named_after_what_it_goes_around() -> None:
         by_name("cuda_graphs(nobody)")
     with pytest.raises(InvalidArgument, match="there is no backend 'eager"):
         by_name("eager(torchscript)")
-    with pytest.raises(InvalidArgument, match="around one backend, and 2 were given"):
+    with pytest.raises(InvalidArgument, match="wrap one backend, and 2 were given"):
         CudaGraphs(["eager", "torchscript"])
 
 

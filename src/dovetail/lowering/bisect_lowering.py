@@ -1,4 +1,9 @@
-"""Finding the regions whose lowering breaks something."""
+"""Bisection of a lowered graph: which regions break it when they are lowered.
+
+Minimal failing subsets are found one at a time (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing
+Input, 2002): a binary search for the shortest failing prefix gives one region of the subset, so that a subset of k out
+of n regions takes O(k log n) evaluations.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ class Breakage:
     """Regions that break a graph when they alone are lowered, and do not when any one of them is left as it is.
 
     `backends` are those that run them, in the same order. `same_code` are further regions that run the code of one of
-    them; they were not looked at one by one.
+    them; they were not evaluated one by one.
     """
 
     regions: tuple[str, ...]
@@ -29,19 +34,19 @@ class Breakage:
     same_code: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        listed = " and ".join(
+        named = " and ".join(
             f"region '{name}', lowered by '{backend}'"
             for name, backend in zip(self.regions, self.backends, strict=True)
         )
         more = f"; so may {', '.join(self.same_code)}, which run the same code" if self.same_code else ""
-        return f"{listed}: {'together they break' if len(self.regions) > 1 else 'breaks'} it{more}"
+        return f"{named}: {'together they break' if len(self.regions) > 1 else 'breaks'} it{more}"
 
 
 @dataclass(frozen=True, eq=False)
 class LoweringVerdict:
-    """What breaks a lowered graph: with all of `breakages` taken back it is good.
+    """What breaks a lowered graph: without the lowering of `breakages` it is good.
 
-    `before` has everything lowered but the regions of the first breakage and those that run their code, which is good
+    `before` has everything lowered except the regions of the first breakage and those that run their code, which is good
     unless there are more; `after` has the regions of the first breakage lowered alone, and is bad. `error` is what
     `still_good` raised for the latter, if it did.
     """
@@ -54,12 +59,12 @@ class LoweringVerdict:
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """The names of all regions found guilty."""
+        """The names of all regions that break it."""
         return tuple(name for breakage in self.breakages for name in breakage.regions)
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Who runs them, in the same order."""
+        """The backends that run them, in the same order."""
         return tuple(name for breakage in self.breakages for name in breakage.backends)
 
     def __str__(self) -> str:
@@ -75,10 +80,10 @@ def bisect_lowering(
 ) -> LoweringVerdict:
     """Find the regions of a lowered graph whose lowering makes `still_good(graph)` false.
 
-    Graphs with only some of the regions lowered are evaluated; the code is that which is there, and nothing is
-    compiled for it. A region that breaks it is found in logarithmically many evaluations, then evaluated alone; where
-    it takes several together, a smallest set of them is found; then it goes on until the rest is good. A
-    `still_good` that raises has found the graph bad, or with `errors="raise"` raises.
+    Graphs with only some of the regions lowered are evaluated, with the code that exists; nothing is compiled. A
+    region that breaks it is found in logarithmically many evaluations, then evaluated alone; if it takes several
+    together, a minimal set of them is found; then the search goes on until the rest is good. A `still_good` that
+    raises counts as bad, or with `errors="raise"` the error is raised.
     """
     require_graph(gm)
     lowering = lowered_state_of(gm)
@@ -97,17 +102,17 @@ def bisect_lowering(
 class _RegionBisection:
     def __init__(self, gm: GraphModule, lowering: LoweredState, is_good: GraphCheck) -> None:
         self.gm, self.lowering, self.is_good = gm, lowering, is_good
-        found = regions(gm, nested=True)
-        self.regions = {r.name: r for r in found if local_name(r.name) in lowering.assigned}
+        candidates = regions(gm, nested=True)
+        self.regions = {r.name: r for r in candidates if local_name(r.name) in lowering.assigned}
         self.names = tuple(self.regions)
         self.raised: Exception | None = None
 
     def graph(self, names: Sequence[str]) -> GraphModule:
-        """The graph with only these regions lowered."""
+        """Return the graph with only these regions lowered."""
         if not names:
             return with_lowering(self.gm, None, {})
-        told = {local_name(n): self.regions[n].backend for n in names}
-        return with_lowering(self.gm, self.lowering.restricted(local_name(n) for n in names), told)
+        backends = {local_name(n): self.regions[n].backend for n in names}
+        return with_lowering(self.gm, self.lowering.restricted(backends), backends)
 
     def is_bad(self, names: Sequence[str]) -> bool:
         graph = self.graph(names)
@@ -134,10 +139,10 @@ class _RegionBisection:
         )
 
     def _smallest(self, names: tuple[str, ...]) -> tuple[tuple[str, ...], Exception | None]:
-        """A smallest set of regions out of a bad one that is bad by itself, and what was raised for it."""
+        """Return a minimal bad subset of a bad set of regions, and what was raised for it."""
         needed: tuple[str, ...] = ()
         while True:
-            # The least beginning that is bad together with what is needed: its last region is needed too.
+            # The shortest prefix that is bad together with what is needed: its last region is needed too.
             last = first_bad(0, len(names), partial(self._is_bad_with, names, needed)) - 1
             needed, names = (names[last], *needed), names[:last]
             if self.is_bad(needed) or not names:
@@ -147,8 +152,8 @@ class _RegionBisection:
         return self.is_bad((*names[:count], *needed))
 
     def _same_code(self, guilty: Sequence[str], rest: Sequence[str]) -> tuple[str, ...]:
-        mine = {self._code(self.regions[n]) for n in guilty}
-        return tuple(n for n in rest if n not in guilty and self._code(self.regions[n]) in mine)
+        codes = {self._code(self.regions[n]) for n in guilty}
+        return tuple(n for n in rest if n not in guilty and self._code(self.regions[n]) in codes)
 
     def _code(self, region: Region) -> int:
         return id(self.lowering.dispatcher(region, self.lowering.assigned[local_name(region.name)]))

@@ -127,7 +127,7 @@ class _Compilation:
         return replace(result, seconds=time.perf_counter() - start, source=source)
 
     def _load_from_disk(self) -> CompiledRegion | None:
-        """Return code that this or another process stored; None if there is none that works."""
+        """Return code that this or another process stored; None without any that works."""
         if self.store is None:
             return None
         self.key = self.store.key(self.unit, self.backend, self.specialization)

@@ -1,4 +1,4 @@
-"""A region as backends get it: constants as operands, and what its body does to the world around it."""
+"""Regions as backends get them, with constants lifted to operands, and the analysis of their gradient flags."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dovetail.outlining.region import Region, body_key, call_of, results
 
 @dataclass(frozen=True, eq=False)
 class CompileUnit:
-    """One distinct body to be compiled.
+    """One distinct body to compile.
 
-    `region` is the first call of it, its body with constants lifted to operands; `lifted` says where the outermost
-    graph keeps those, in the order of the operands they became. `obstacle` says why nobody but itself can run it.
+    `region` is the first call of it, its body with constants lifted to operands; `lifted` are the attributes of the
+    outermost graph that hold those, in the order of the operands. `obstacle` is why no backend can compile it.
     """
 
     region: Region
@@ -38,28 +38,28 @@ class CompileUnit:
 
     @property
     def roles(self) -> tuple[Any, ...]:
-        """What the region is said to be, and which argument and result of its pattern each operand and result is.
+        """The identity of the region, and the roles of its operands and results in the pattern.
 
-        Equal bodies may differ in that, and so may what a backend makes of them.
+        Equal bodies may differ in these, and so may the code of a backend for them.
         """
         region = self.region
-        said = (region.kind, region.version, json.dumps(region.attrs, sort_keys=True))
-        return (*said, tuple(region.arguments.items()), region.results)
+        identity = (region.kind, region.version, json.dumps(region.attrs, sort_keys=True))
+        return (*identity, tuple(region.arguments.items()), region.results)
 
     @cached_property
     def domains(self) -> Mapping[int, Domain]:
-        """Which numbers the body computes with, for the operands that may not be just any."""
+        """The domains of the operands that may not be any number."""
         return domains_of(flat(cast("Body", self.region.body)).graph)
 
     @property
     def values(self) -> list[Any]:
-        """What is known of the operands, lifted ones last."""
+        """The fake values of the operands, lifted ones last."""
         return [n.meta.get("val") for n in self.region.body.graph.nodes if n.op == "placeholder"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    # None for the body itself: facts that held it would keep it for ever.
+    # None for the body itself: a reference to the key would keep it alive for ever.
     lifted_body: Body | None
     lifted: tuple[str, ...]
     key: str
@@ -71,12 +71,12 @@ _FACTS: WeakKeyDictionary[Body, _Facts] = WeakKeyDictionary()
 
 
 def unit_of(region: Region) -> CompileUnit:
-    """The unit a region's body is; facts are kept with the body."""
+    """Return the unit of a region; its facts are cached by the body."""
     body = cast("Body", region.body)
     facts = _FACTS.get(body)
     if facts is None:
         obstacle = _obstacle(body)
-        lifted, targets = _lifted(body) if body.borrows and obstacle is None else (body, ())
+        lifted, targets = _lift_constants(body) if body.borrows and obstacle is None else (body, ())
         own = None if lifted is body else lifted
         facts = _FACTS[body] = _Facts(own, targets, body_key(lifted), summarize_body(lifted), obstacle)
     run = facts.lifted_body or body
@@ -85,8 +85,8 @@ def unit_of(region: Region) -> CompileUnit:
     )
 
 
-def _lifted(body: Body) -> tuple[Body, tuple[str, ...]]:
-    """The body written out, with the tensors it holds as operands after the others."""
+def _lift_constants(body: Body) -> tuple[Body, tuple[str, ...]]:
+    """Return the body flattened, with its tensor constants as operands after the others, and their attributes."""
     graph = Graph()
     held: dict[str, Node] = {}
     constants: dict[str, Node] = {}
@@ -96,13 +96,13 @@ def _lifted(body: Body) -> tuple[Body, tuple[str, ...]]:
         if target not in held:
             value = held_value(body, target)
             if isinstance(value, Tensor):
-                made = graph.create_node("placeholder", node.name)
-                made.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
-                constants[target] = made
+                new_node = graph.create_node("placeholder", node.name)
+                new_node.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+                constants[target] = new_node
             else:
-                made = graph.create_node("get_attr", f"held_{len(objects)}")
-                objects[cast("str", made.target)] = (value, target)
-            held[target] = made
+                new_node = graph.create_node("get_attr", f"held_{len(objects)}")
+                objects[cast("str", new_node.target)] = (value, target)
+            held[target] = new_node
         return held[target]
 
     operands: list[Node] = []
@@ -111,13 +111,13 @@ def _lifted(body: Body) -> tuple[Body, tuple[str, ...]]:
             operand = graph.create_node("placeholder", node.name, name=node.name)
             operand.meta = dict(node.meta)
             operands.append(operand)
-    made = Flattener(graph, lambda _: None, hold).write_body(body, operands)
-    # Operands come first, in the order in which they are given.
+    outputs = Flattener(graph, lambda _: None, hold).write_body(body, operands)
+    # Placeholders come first, in the order of the call.
     for node in reversed([*operands, *constants.values()]):
         first = next(iter(graph.nodes))
         if first is not node:
             first.prepend(node)
-    graph.output(made)
+    graph.output(outputs)
     new = make_body(graph, type(body).__name__)
     new.training = body.training
     new.meta.update(body.meta)
@@ -136,7 +136,7 @@ def _obstacle(body: GraphModule) -> str | None:
             if isinstance(module, nn.Module) and not isinstance(module, Body):
                 return f"'{node.name}' calls {module._get_name()}, which is not a graph; leave it out of the region"
         elif node.op == "placeholder" and node.meta.get("val") is None:
-            return f"nothing is known of its operand '{node.name}': capture the model, or set `meta['val']`"
+            return f"its operand '{node.name}' has no known value: capture the model, or set `meta['val']`"
     return None
 
 
@@ -145,23 +145,23 @@ Flags = tuple[bool, ...]
 
 
 class GradAnalysis:
-    """Follows gradients from parameters and inputs to the operands of regions.
+    """A forward dataflow analysis of `requires_grad`, from parameters and inputs to the operands of regions.
 
-    What it cannot know (a custom operator without a derivative) it takes for differentiable: a wrong guess costs a
-    compilation, for every call is checked again.
+    Unknown cases (a custom operator without a derivative) count as differentiable: a wrong answer costs a compilation,
+    for every call is guarded.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Body, Flags], tuple[Flags, Mapping[Node, bool]]] = {}
 
     def operands(self, gm: GraphModule) -> dict[str, Flags]:
-        """For each region by its path, nested ones too, whether each operand requires gradients."""
-        found: dict[str, Flags] = {}
+        """Return whether each operand requires gradients, for each region by its path, nested ones included."""
+        by_region: dict[str, Flags] = {}
         flags = self._follow(
-            gm, gm.graph.nodes, {n: _asks(n) for n in gm.graph.nodes if n.op == "placeholder"}
+            gm, gm.graph.nodes, {n: _requires_grad(n) for n in gm.graph.nodes if n.op == "placeholder"}
         )
-        self._collect(gm, list(gm.graph.nodes), flags, "", None, found)
-        return found
+        self._collect(gm, list(gm.graph.nodes), flags, "", None, by_region)
+        return by_region
 
     def _collect(
         self,
@@ -170,50 +170,53 @@ class GradAnalysis:
         flags: Mapping[Node, bool],
         prefix: str,
         members: Sequence[Any] | None,
-        found: dict[str, Flags],
+        by_region: dict[str, Flags],
     ) -> None:
         for i, node in enumerate(nodes):
             call = call_of(node.meta if members is None else members[i].meta)
             if call is None:
                 continue
             name = f"{prefix}{node.name if members is None else members[i].name}"
-            given = tuple(flags[a] for a in cast("tuple[Node, ...]", node.args))
-            found[name] = given
+            operands = tuple(flags[a] for a in cast("tuple[Node, ...]", node.args))
+            by_region[name] = operands
             body = cast("Body", attribute(owner, cast("str", node.target)))
             inner = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
             if any(call_of(m.meta) is not None for m in call.members):
-                self._collect(body, inner, self._body(body, given)[1], f"{name}/", call.members, found)
+                self._collect(
+                    body, inner, self._analyze(body, operands)[1], f"{name}/", call.members, by_region
+                )
 
-    def _body(self, body: Body, given: Flags) -> tuple[Flags, Mapping[Node, bool]]:
-        known = self._known.get((body, given))
+    def _analyze(self, body: Body, operands: Flags) -> tuple[Flags, Mapping[Node, bool]]:
+        known = self._known.get((body, operands))
         if known is None:
-            operands = [n for n in body.graph.nodes if n.op == "placeholder"]
-            flags = self._follow(body, body.graph.nodes, dict(zip(operands, given, strict=True)))
-            known = self._known[body, given] = (tuple(flags[n] for n in results(body)), flags)
+            placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+            flags = self._follow(body, body.graph.nodes, dict(zip(placeholders, operands, strict=True)))
+            known = self._known[body, operands] = (tuple(flags[n] for n in results(body)), flags)
         return known
 
     def _follow(self, owner: nn.Module, nodes: Any, flags: dict[Node, bool]) -> dict[Node, bool]:
-        taken: dict[Node, Flags] = {}
+        outputs: dict[Node, Flags] = {}
         for node in nodes:
             if node.op in ("placeholder", "output"):
                 continue
             if node.op == "get_attr":
                 value = attribute(owner, cast("str", node.target))
                 flags[node] = isinstance(value, Tensor) and value.requires_grad
-            elif is_projection(node) and node.args[0] in taken:
-                flags[node] = taken[cast("Node", node.args[0])][cast("int", node.args[1])]
+            elif is_projection(node) and node.args[0] in outputs:
+                flags[node] = outputs[cast("Node", node.args[0])][cast("int", node.args[1])]
             elif isinstance(body := _body_of(owner, node), Body):
-                taken[node] = self._body(body, tuple(flags[a] for a in cast("tuple[Node, ...]", node.args)))[
-                    0
-                ]
-                flags[node] = any(taken[node])
+                operands = tuple(flags[a] for a in cast("tuple[Node, ...]", node.args))
+                outputs[node] = self._analyze(body, operands)[0]
+                flags[node] = any(outputs[node])
             else:
                 reached = any(flags[a] for a in node.all_input_nodes)
-                flags[node] = reached and node.target not in _STOPS and _differentiable(node.meta.get("val"))
+                flags[node] = (
+                    reached and node.target not in _STOPS and _is_differentiable(node.meta.get("val"))
+                )
         return flags
 
 
-def _asks(node: Node) -> bool:
+def _requires_grad(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -222,9 +225,9 @@ def _body_of(owner: nn.Module, node: Node) -> Any:
     return attribute(owner, cast("str", node.target)) if node.op == "call_module" else None
 
 
-def _differentiable(value: Any) -> bool:
+def _is_differentiable(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dtype.is_floating_point or value.dtype.is_complex
     if isinstance(value, (tuple, list)):
-        return any(_differentiable(v) for v in cast("Sequence[Any]", value))
+        return any(_is_differentiable(v) for v in cast("Sequence[Any]", value))
     return value is None

@@ -34,7 +34,7 @@ _VERSION = operator.attrgetter("_version")
 _BATCH_NORM_TRAINING = "aten._native_batch_norm_legit_functional"
 _RUNNING = ("running_mean", "running_var")
 Tap = tuple[int, int, bool]
-"""The number of a result, that of the node's output it is, and whether it is a view of that output."""
+"""The index of a result, of the node's output that it is, and whether it is a view of that output."""
 
 
 class TwiceDifferentiable:
@@ -60,12 +60,12 @@ class TwiceDifferentiable:
         return results
 
     def obstacle(self, results: Sequence[int]) -> str | None:
-        """Why the body cannot be computed again for these results; None if it can."""
+        """Return why the body cannot be recomputed for these results; None if it can."""
         effects = self.unit.effects
         if effects.random:
             return "it draws random numbers, and the body would draw others"
         if effects.host_effect:
-            return f"it acts on the world ({effects.host_effect})"
+            return f"it acts on the host ({effects.host_effect})"
         if effects.writes and _depends_on_written(
             cast("Body", self.unit.region.body), effects.writes, results
         ):
@@ -73,7 +73,7 @@ class TwiceDifferentiable:
         return None
 
     def refused(self, reason: str) -> LoweringError:
-        """The error of a backward that cannot be differentiated."""
+        """Return the error of a backward that cannot be differentiated."""
         return LoweringError(
             self.unit.region.name,
             self.backend,
@@ -82,7 +82,7 @@ class TwiceDifferentiable:
         )
 
     def _refuse_interior(self, results: Any, operands: Sequence[Any]) -> None:
-        """Let nodes that may not be differentiable again, and stand among others, refuse that."""
+        """Let each Function among several nodes raise when its backward is differentiated."""
         inner = [node for node in _reached(results, operands) if isinstance(node, BackwardCFunction)]
         self._is_transparent = not inner
         for node in inner:
@@ -107,16 +107,16 @@ class _Override:
     def apply_boxed(self, grads: list[Any]) -> Any:
         return self.backward(grads, cast("Any", type(self.node())).apply_boxed, (grads,))
 
-    def backward(self, grads: Sequence[Any], compiled: Callable[..., Any], given: Sequence[Any]) -> Any:
+    def backward(self, grads: Sequence[Any], compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         raise NotImplementedError
 
 
 class _Refusing(_Override):
-    def backward(self, grads: Sequence[Any], compiled: Callable[..., Any], given: Sequence[Any]) -> Any:
+    def backward(self, grads: Sequence[Any], compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         if torch.is_grad_enabled():
             name = type(self.node()).__name__
             raise self.code.refused(f"{name} is one of several autograd nodes of its code")
-        return compiled(self.node(), *given)
+        return compiled(self.node(), *args)
 
 
 class _Backward(_Override):
@@ -129,11 +129,11 @@ class _Backward(_Override):
             _Saved(operands) if has_saved_tensor_hooks() else _Held(operands)
         )
 
-    def backward(self, grads: Sequence[Any], compiled: Callable[..., Any], given: Sequence[Any]) -> Any:
+    def backward(self, grads: Sequence[Any], compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         held = self.operands
         keep = _keeps_graph()
         if held is None or not (torch.is_grad_enabled() or _transform() is not None):
-            result = compiled(self.node(), *given)
+            result = compiled(self.node(), *args)
         else:
             result = self._through_body(grads, held)
         if not keep:
@@ -151,7 +151,7 @@ class _Backward(_Override):
         records = torch.is_grad_enabled()
         writes = code.unit.effects.writes
         with torch.enable_grad(), disable_autocast():
-            # Of one operand that is computed from another, only what reaches the body directly is wanted.
+            # Of one operand that is computed from another, only what reaches the body directly is needed.
             fresh = [_fresh(a, i in writes) for i, a in enumerate(operands)]
             results = code.unit.region.body(*fresh)
         outputs: dict[int, tuple[Tensor, Tensor]] = {}
@@ -164,19 +164,19 @@ class _Backward(_Override):
                 raise code.refused(f"result {i} is a view of another tensor than in the body")
             outputs[number] = (value, grad)
         edges = [_edge(a) for a in operands]
-        wanted = [i for i, edge in enumerate(edges) if edge is not None and edge in node.next_functions]
-        found: Sequence[Any] = [None] * len(wanted)
-        if outputs and wanted:
-            found = torch.autograd.grad(
+        inputs = [i for i, edge in enumerate(edges) if edge is not None and edge in node.next_functions]
+        gradients: Sequence[Any] = [None] * len(inputs)
+        if outputs and inputs:
+            gradients = torch.autograd.grad(
                 [value for value, _ in outputs.values()],
-                [fresh[i] for i in wanted],
+                [fresh[i] for i in inputs],
                 [grad for _, grad in outputs.values()],
                 create_graph=records,
                 allow_unused=True,
             )
         # A tensor that is several operands may have one place among the node's inputs, or several: autograd adds up.
         total: dict[Any, Any] = {}
-        for i, grad in zip(wanted, found, strict=True):
+        for i, grad in zip(inputs, gradients, strict=True):
             before = total.get(edges[i])
             total[edges[i]] = grad if before is None else before if grad is None else before + grad
         places = iter(edge for edge in node.next_functions if edge[0] is not None)
@@ -193,7 +193,7 @@ class _Held:
         self.versions = _versions(operands)
 
     def restore(self) -> Sequence[Any] | None:
-        """The operands; None if one has been written since."""
+        """Return the operands; None if one has been written since."""
         return self.operands if self.versions == _versions(self.operands) else None
 
 
@@ -208,7 +208,7 @@ class _Saved:
         self.node: Any = cast("Any", _Save.apply(*tensors)).grad_fn
 
     def restore(self) -> Sequence[Any]:
-        """The operands; torch raises if one has been written since."""
+        """Return the operands; torch raises if one has been written since."""
         tensors = iter(self.node.saved_tensors)
         return [next(tensors) if a is None else a for a in self.operands]
 
@@ -243,21 +243,23 @@ def _edge(value: Any) -> tuple[Any, int] | None:
 
 
 def _single_node(results: Any, operands: Sequence[Any]) -> tuple[Any, list[Tap]]:
-    """The one Function that all differentiable results come from, and how; None where that is not so."""
+    """Return the Function that all differentiable results come from, and how; None if they have several."""
     node: Any = None
     taps: list[Tap] = []
-    given = [id(a) for a in operands]
+    operand_ids = [id(a) for a in operands]
     for i, value in enumerate(results):
         if not isinstance(value, Tensor) or not value.requires_grad:
             continue
         source, is_view = value, False
         if value._is_view():
             source = cast("Tensor", value._base)
-            if id(source) in given or any(isinstance(a, Tensor) and source is a._base for a in operands):
+            if id(source) in operand_ids or any(
+                isinstance(a, Tensor) and source is a._base for a in operands
+            ):
                 continue  # a view of an operand, which autograd sees as one
             is_view = not isinstance(value.grad_fn, BackwardCFunction)
             source = source if is_view else value
-        elif id(value) in given:
+        elif id(value) in operand_ids:
             continue
         origin = source.grad_fn
         if not isinstance(origin, BackwardCFunction) or (node is not None and origin is not node):
@@ -268,12 +270,12 @@ def _single_node(results: Any, operands: Sequence[Any]) -> tuple[Any, list[Tap]]
 
 
 def _reached(results: Any, operands: Sequence[Any]) -> Iterator[Any]:
-    """The autograd nodes between results and operands."""
+    """Return the autograd nodes between results and operands."""
     return autograd_history(results, (edge[0] for edge in map(_edge, operands) if edge is not None))
 
 
 def _depends_on_written(body: Body, writes: frozenset[int], results: Sequence[int]) -> bool:
-    """Whether a result depends on what an operand was before it was written.
+    """Return whether a result depends on the value of an operand before it was written.
 
     The statistics that a batch norm keeps while it trains are not what it normalises by.
     """

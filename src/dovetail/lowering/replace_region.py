@@ -1,4 +1,4 @@
-"""Bringing a region's own code back: a callable in place of a region, checked as any backend's code is."""
+"""Replacement of a region by a callable, checked like the code of a backend."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ def replace_region(
     check: bool = True,
     trains: bool = False,
 ) -> GraphModule:
-    """A graph in which a region, or by the key of its body every region with it, runs a callable; the input is untouched.
+    """Return a graph in which a region, or every region with a body of this key, runs a callable.
 
-    It takes the operands as `region.export` lists them and returns a tensor, or a tuple of them. It is tried on made-up
-    operands: what it returns must have the body's dtypes, shapes and strides and, with `check`, its values, or
-    LoweringError says what is wrong. `trains` says that autograd can go through it; gradients are compared too then.
-    Calls for which it is not made (gradients without `trains`, autocast) run the body. Other regions keep their backends.
+    It takes the operands as `region.export` lists them and returns a tensor, or a tuple of them. It is run on sample
+    inputs: its results must have the body's dtypes, shapes and strides and, with `check`, its values; otherwise
+    LoweringError is raised with the difference. With `trains` autograd goes through it, and gradients are compared too.
+    Calls that it does not cover (gradients without `trains`, autocast) run the body. Other regions keep their backends.
     """
     require_graph(gm)
     _check_arguments(name_or_key, callable, check, trains)
-    listed = regions(gm, nested=True)
-    found = [r for r in listed if r.name == name_or_key] or [r for r in listed if r.key == name_or_key]
-    if not found:
+    candidates = regions(gm, nested=True)
+    replaced = [r for r in candidates if r.name == name_or_key]
+    replaced = replaced or [r for r in candidates if r.key == name_or_key]
+    if not replaced:
         raise UnknownRegion(
             f"the graph has no region of the name or key '{name_or_key}'",
-            [r.name for r in listed],
+            [r.name for r in candidates],
             name_or_key,
         )
     before = lowered_state_of(gm)
-    _require_free(before, found, listed)
+    _require_unassigned(before, replaced)
     backend = _Replacement(callable, trains)
-    wanted: dict[str, Backend] = {region.name: backend for region in found}
     if trains:
-        # Code for calls with gradients is made and compared when such a call comes; what is wrong with it is told now.
-        _lowered(gm, wanted, _options(check, grad=True), found)
-    made = _lowered(gm, wanted, _options(check, grad=False), found)
+        # Code for calls with gradients is compiled when such a call comes; it is compared now.
+        _lower(gm, backend, replaced, check, grad=True)
+    lowered = _lower(gm, backend, replaced, check, grad=False)
     if before is None:
-        return made
-    inside = tuple(f"{region.name}/" for region in found)
-    gone = [local_name(r.name) for r in listed if r.name.startswith(inside)]
-    fresh = lowered_state_of(made)
-    joined = before.joined(fresh, gone) if fresh is not None else before
-    return with_lowering(gm, joined, {local_name(r.name): joined.backend_of(r.name) for r in listed})
+        return lowered
+    inside = tuple(f"{region.name}/" for region in replaced)
+    nested = [local_name(r.name) for r in candidates if r.name.startswith(inside)]
+    after = lowered_state_of(lowered)
+    joined = before.joined(after, nested) if after is not None else before
+    return with_lowering(gm, joined, {local_name(r.name): joined.backend_of(r.name) for r in candidates})
 
 
 class _Replacement(Backend):
-    """Runs the regions that it is asked for by one callable."""
+    """Runs regions by one callable."""
 
     smallest = 1
 
@@ -73,16 +73,11 @@ class _Replacement(Backend):
         return True
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
-        return _Called(self.function)
+        def call(*operands: Any) -> Any:
+            results = self.function(*operands)
+            return (results,) if isinstance(results, Tensor) else results
 
-
-class _Called:
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *operands: Any) -> Any:
-        made = self.function(*operands)
-        return (made,) if isinstance(made, Tensor) else made
+        return call
 
 
 def _check_arguments(name_or_key: Any, function: Any, check: Any, trains: Any) -> None:
@@ -90,38 +85,33 @@ def _check_arguments(name_or_key: Any, function: Any, check: Any, trains: Any) -
         raise InvalidArgument(f"{name_or_key!r} is neither the name of a region nor the key of a body.")
     if not callable(function):
         raise InvalidArgument(f"a {type(function).__name__} cannot be called in place of '{name_or_key}'.")
-    for what, given in (("check", check), ("trains", trains)):
-        if not isinstance(given, bool):
-            raise InvalidArgument(f"{what} {given!r}; give True or False.")
+    for name, value in (("check", check), ("trains", trains)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name} {value!r}; give True or False.")
 
 
-def _options(check: bool, grad: bool) -> Options:
-    return Options(on_error="raise", verify=check, smallest=1, cache=False, grad=grad)
-
-
-def _lowered(
-    gm: GraphModule, wanted: dict[str, Backend], options: Options, found: list[Region]
+def _lower(
+    gm: GraphModule, backend: Backend, replaced: list[Region], check: bool, *, grad: bool
 ) -> GraphModule:
-    made = lower_with(gm, wanted, options, progress=False)
-    lowering = lowered_state_of(made)
-    for region in found:
-        if lowering is None or lowering.backend_of(region.name) is None:
-            events = [] if lowering is None else [e.reason for e in lowering.events if e.reason]
-            reason = events[0] if events else "nothing is known of its operands"
-            raise LoweringError(
-                region.name, wanted[region.name].name, f"it cannot stand for the region: {reason}"
-            )
-    return made
+    options = Options(on_error="raise", verify=check, smallest=1, cache=False, grad=grad)
+    lowered = lower_with(gm, {region.name: backend for region in replaced}, options, progress=False)
+    state = lowered_state_of(lowered)
+    for region in replaced:
+        if state is None or state.backend_of(region.name) is None:
+            reasons = [] if state is None else [e.reason for e in state.events if e.reason]
+            reason = reasons[0] if reasons else "its operands have no known values"
+            raise LoweringError(region.name, backend.name, f"it cannot replace the region: {reason}")
+    return lowered
 
 
-def _require_free(before: LoweredState | None, found: list[Region], listed: list[Region]) -> None:
-    """A region inside one that a backend runs as a whole cannot have code of its own."""
+def _require_unassigned(before: LoweredState | None, replaced: list[Region]) -> None:
+    """Raise for a region inside one that a backend runs as a whole."""
     if before is None:
         return
-    for region in found:
-        above = region.name.split("/")[:-1]
-        for n in range(1, len(above) + 1):
-            outer = "/".join(above[:n])
+    for region in replaced:
+        path = region.name.split("/")[:-1]
+        for n in range(1, len(path) + 1):
+            outer = "/".join(path[:n])
             if local_name(outer) in before.assigned:
                 raise RegionError(
                     f"region '{region.name}' is inside '{outer}', which '{before.backend_of(outer)}' runs as a whole. "

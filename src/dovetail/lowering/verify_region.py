@@ -49,7 +49,7 @@ def verify_unit(
     specialization: Specialization,
     bound: float | None = None,
 ) -> str | None:
-    """Run code and body on the same sample inputs; return the first difference, None if there is none.
+    """Run code and body on the same sample inputs; return the first difference, or None.
 
     Results, written operands and, where gradients are recorded, the gradients of all operands are compared: each
     number by the error of the body itself against float64, or, with a `bound`, each value as a whole by its relative
@@ -223,7 +223,7 @@ class _RegionTrial:
         return None
 
     def compare(self, run: Compiled, inputs: Sequence[Any]) -> str | None:
-        """Return the first difference between one run of the code and of the body; None if there is none."""
+        """Return the first difference between one run of the code and of the body, or None."""
         try:
             expected = self._run(self.body, inputs)
         except Exception:

@@ -105,7 +105,7 @@ def difference(actual: Tensor, reference: Reference) -> str | None:
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the root mean square of a difference relative to that of the expected value, where that is finite.
 
-    Infinite if a number is expected and there is none, or if all numbers must be zero and one is not.
+    Infinite if a finite number is expected and another is not finite, or if all numbers must be zero and one is not.
     """
     has, needs = _widened(actual.detach()), _widened(expected.detach())
     finite = needs.isfinite()

@@ -154,7 +154,7 @@ class CaptureCache:
         ]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call with the capture that covers it, made now if there is none."""
+        """Run a call with the capture that covers it; capture now if no capture does."""
         if (torch.compiler.is_compiling() or is_traced()) and not self.captured_elsewhere():
             return self.run_model(args, kwargs)
         last = self._last

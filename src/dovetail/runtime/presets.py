@@ -1,4 +1,4 @@
-"""From a captured graph to a lowered one: the passes that `compile` runs, and the backends it lowers to."""
+"""The default pipelines of `compile`: passes from a captured graph to a lowered one, for some backends."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from dovetail.rules.repeated_blocks.repeats_rule import repeats
 REST = "rest"
 
 
-def _is_plain(node: Node) -> bool:
+def _is_not_a_region(node: Node) -> bool:
     return call_of(node.meta) is None
 
 
 def blocks() -> tuple[Pass, ...]:
-    """Passes that leave nothing outside of regions: blocks that repeat, each one body, and what is around them."""
+    """Return passes that leave nothing outside of regions: repeated blocks, each one body, and what is between them."""
     return (
         Fuse(repeats(), rounds=1),
-        Fuse(capability(_is_plain, REST, min_size=1, join_siblings=True), rounds=1),
+        Fuse(capability(_is_not_a_region, REST, min_size=1, join_siblings=True), rounds=1),
     )
 
 
 @dataclass(frozen=True)
 class CompilePreset:
-    """What is done to every graph of a model: the pipeline, the backends and how they are used."""
+    """What is done to every captured graph of a model: the pipeline, the backends and the options."""
 
     pipeline: Pass
     backends: Any
@@ -46,22 +46,22 @@ class CompilePreset:
         return self.options.strict
 
     def __call__(self, gm: GraphModule) -> GraphModule:
-        """The lowered graph."""
+        """Return the lowered graph."""
         fused = self.pipeline(gm)
         return lower_with(fused, self.backends, self.options)
 
 
 def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
-    """The passes for some backends.
+    """Return the passes for some backends.
 
-    Compilers get blocks as large as they repeat. Rules go first where the caller names some, or where a backend has
-    kernels for kinds, which the rules of the library find. Where a backend brings rules of its own, what lies between
-    its regions goes to the others: a block that holds some could not be taken as a whole. Such a backend may lack the
-    operations that masks and positions are made with, which are done once before.
+    Compilers get repeated blocks as large as possible. Rules go first if the caller names some, or if a backend has
+    kernels for kinds, which the rules of the library find. If a backend has rules of its own, what is between its
+    regions goes to the others: a block that contains some could not be assigned as a whole. Such a backend may lack
+    the operations that compute masks and positions, which are folded before.
     """
-    brought = [b.rules for b in backends if b.rules is not None]
-    if rules is None and brought:
-        return Pipeline([FoldConstants(), *map(Fuse, brought), blocks()[-1]])
+    own_rules = [b.rules for b in backends if b.rules is not None]
+    if rules is None and own_rules:
+        return Pipeline([FoldConstants(), *map(Fuse, own_rules), blocks()[-1]])
     named = rules is not None or any(b.kernels for b in backends)
     if not named:
         return Pipeline(list(blocks()))
@@ -69,7 +69,7 @@ def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
 
 
 def as_pipeline(value: Any) -> Pass:
-    """A pass, or a list of them as a pipeline."""
+    """Return a pass, or a list of them as a pipeline."""
     if isinstance(value, Pass):
         return value
     if isinstance(value, (list, tuple)):
