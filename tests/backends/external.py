@@ -26,7 +26,7 @@ from dovetail import Region, zoo
 from dovetail.lowering.backend_protocol import Answer, Backend, Compiled, resolve
 from dovetail.lowering.lower import lower
 from tests.backends.external_models import OPERATORS, Chain, Layers, Several, whole
-from tests.backends.external_numbers import ForeignNumbers
+from tests.backends.external_numbers import ExternalNumericsTests
 from tests.lowering import faulty
 from tests.lowering.helpers import Blocks, events, fused
 from tests.lowering.test_failures import FAULTS, LIES, scaled
@@ -67,7 +67,7 @@ def off(value: Tensor, exact: Tensor) -> float:
 SECOND = """
 import json, sys
 import torch, dovetail
-from tests.backends.external_numbers import ForeignNumbers
+from tests.backends.external_numbers import ExternalNumericsTests
 from tests.backends.external_models import Layers, whole
 from tests.lowering.helpers import events
 
@@ -81,7 +81,7 @@ print(json.dumps({"right": right, "events": [e.outcome for e in events(lowered)]
 """
 
 
-class ForeignKit(ForeignNumbers):
+class ExternalBackendTests(ExternalNumericsTests):
     """Tests of one backend. `isolated` and `dies` are variants of it that compile in a process of their own."""
 
     isolated: ClassVar[type[Backend]]

@@ -14,7 +14,7 @@ from dovetail.lowering.lower import lower
 from tests.backends.external_models import whole
 
 
-class ForeignNumbers:
+class ExternalNumericsTests:
     """Tests of one backend: tensors without elements, sizes that become zero, denormal numbers."""
 
     name: ClassVar[str]

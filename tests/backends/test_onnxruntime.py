@@ -14,7 +14,7 @@ from dovetail.backends.external.onnxruntime import OnnxRuntime
 from dovetail.lowering.backend_protocol import Compiled, by_name
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
-from tests.backends.external import ForeignKit
+from tests.backends.external import ExternalBackendTests
 from tests.backends.external_models import whole
 
 pytest.importorskip("onnxruntime")
@@ -31,7 +31,7 @@ class Dies(Isolated):
         os.abort()
 
 
-class TestOnnxRuntime(ForeignKit):
+class TestOnnxRuntime(ExternalBackendTests):
     name = "onnxruntime"
     isolated = Isolated
     dies = Dies

@@ -15,7 +15,7 @@ from dovetail.backends.external.openvino import OpenVino
 from dovetail.lowering.backend_protocol import Compiled
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
-from tests.backends.external import ForeignKit
+from tests.backends.external import ExternalBackendTests
 from tests.backends.external_models import whole
 
 pytest.importorskip("openvino")
@@ -32,7 +32,7 @@ class Dies(Isolated):
         os.abort()
 
 
-class TestOpenVino(ForeignKit):
+class TestOpenVino(ExternalBackendTests):
     name = "openvino"
     isolated = Isolated
     dies = Dies

@@ -13,7 +13,7 @@ from dovetail.backends.external.tvm import Tvm
 from dovetail.lowering.backend_protocol import Compiled, by_name, identity
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
-from tests.backends.external import ForeignKit
+from tests.backends.external import ExternalBackendTests
 from tests.backends.external_models import whole
 
 pytest.importorskip("tvm")
@@ -30,7 +30,7 @@ class Dies(Isolated):
         os.abort()
 
 
-class TestTvm(ForeignKit):
+class TestTvm(ExternalBackendTests):
     name = "tvm"
     isolated = Isolated
     dies = Dies

@@ -14,7 +14,7 @@ from dovetail.backends.external.xla import Xla
 from dovetail.lowering.backend_protocol import Compiled, by_name
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
-from tests.backends.external import ForeignKit
+from tests.backends.external import ExternalBackendTests
 from tests.backends.external_models import whole
 
 pytest.importorskip("torch_mlir")
@@ -32,7 +32,7 @@ class Dies(Isolated):
         os.abort()
 
 
-class TestXla(ForeignKit):
+class TestXla(ExternalBackendTests):
     name = "xla"
     isolated = Isolated
     dies = Dies
@@ -42,9 +42,9 @@ class TestXla(ForeignKit):
 def test_operands_and_results_are_not_copied() -> None:
     x = torch.randn(64, 64)
     runtime = xla._runtime()
-    buffer = runtime.given(x.__dlpack__(), xla._client(1).devices()[0], None)
+    buffer = runtime.from_dlpack(x.__dlpack__(), xla._client(1).devices()[0], None)
     assert buffer.unsafe_buffer_pointer() == x.data_ptr()
-    assert torch.from_dlpack(runtime.taken(buffer)).data_ptr() == x.data_ptr()
+    assert torch.from_dlpack(runtime.to_dlpack(buffer)).data_ptr() == x.data_ptr()
 
 
 def test_another_jaxlib_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_another_jaxlib_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_NPROC", "7")
-    xla._started.cache_clear()
+    xla._start_client.cache_clear()
     assert xla._client(1) is xla._client(1)
     assert os.environ["PJRT_NPROC"] == "7"
     monkeypatch.delenv("PJRT_NPROC")

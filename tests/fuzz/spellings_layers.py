@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import spellings_attention, spellings_attention_forms, spellings_convolution, spellings_losses
+from . import spellings_attention, spellings_attention_variants, spellings_convolution, spellings_losses
 from .references import Family, Spelling
 from .spelling_drawing import Drawing
 from .spellings_grids import MIX_FFN
@@ -408,7 +408,7 @@ _POOLING = frozenset({"mean", "mean_turned", "bf16", "f64", "symbolic", "make_fx
 
 FAMILIES: tuple[Family, ...] = (
     *spellings_attention.FAMILIES,
-    *spellings_attention_forms.FAMILIES,
+    *spellings_attention_variants.FAMILIES,
     *spellings_convolution.FAMILIES,
     *spellings_losses.FAMILIES,
     MIX_FFN,

@@ -20,7 +20,7 @@ from dovetail.rules.partition import capability
 from dovetail.rules.rule import Limits, Refusal, Rule, RuleContext
 from dovetail.rules.vertical import groups
 from tests.outlining.helpers import equal, run
-from tests.rules.proposing import (
+from tests.rules.proposal_helpers import (
     candidates,
     fused,
     is_connected,

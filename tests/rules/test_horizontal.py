@@ -14,7 +14,7 @@ import dovetail
 from dovetail.rules.horizontal import siblings
 from dovetail.rules.rule import Decline, Limits, RuleContext
 from tests.outlining.helpers import equal, run
-from tests.rules.proposing import (
+from tests.rules.proposal_helpers import (
     candidates,
     captured,
     proposed,

@@ -17,7 +17,7 @@ from dovetail import zoo
 from dovetail.rules.op_classes import OpClass, classify, classify_body
 from dovetail.rules.rule import RuleContext
 from tests.outlining.helpers import trace
-from tests.rules.proposing import captured
+from tests.rules.proposal_helpers import captured
 
 aten = torch.ops.aten
 ELEMENTWISE, BROADCAST, INJECTIVE = OpClass.ELEMENTWISE, OpClass.BROADCAST, OpClass.INJECTIVE

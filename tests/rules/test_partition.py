@@ -17,7 +17,16 @@ from dovetail.errors import RuleError
 from dovetail.rules.partition import capability
 from dovetail.rules.rule import Decline, Limits, RuleContext, RuleSet
 from tests.outlining.helpers import drawn, trace
-from tests.rules.proposing import bodies, captured, fused, proposed, refusals, relisted, structure, why_not
+from tests.rules.proposal_helpers import (
+    bodies,
+    captured,
+    fused,
+    proposed,
+    refusals,
+    relisted,
+    structure,
+    why_not,
+)
 
 aten = torch.ops.aten
 SQUARE = (4, 4)

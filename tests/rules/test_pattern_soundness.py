@@ -15,7 +15,7 @@ from dovetail.rules.patterns.alternatives import Const, optional
 from dovetail.rules.patterns.pattern_rule import rule
 from dovetail.rules.rule import Decline
 from tests.rules.helpers import declined, found, outlined, proposals
-from tests.rules.meaning import wrong
+from tests.rules.match_semantics import wrong
 
 VECTOR = torch.randn(4)
 

@@ -15,7 +15,16 @@ import dovetail
 from dovetail.rules.rule import Limits
 from dovetail.rules.vertical import groups
 from tests.outlining.helpers import trace
-from tests.rules.proposing import bodies, captured, fused, proposed, refusals, relisted, structure, why_not
+from tests.rules.proposal_helpers import (
+    bodies,
+    captured,
+    fused,
+    proposed,
+    refusals,
+    relisted,
+    structure,
+    why_not,
+)
 
 SQUARE = (4, 4)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import dovetail
 from dovetail.rules.patterns.pattern_rule import PatternRule, rule
 from dovetail.rules.rule import RuleContext
-from tests.rules.meaning import wrong
+from tests.rules.match_semantics import wrong
 
 Step = tuple[str, tuple[Any, ...]]
 _UNARY: dict[str, Callable[..., Any]] = {
