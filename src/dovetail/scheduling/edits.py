@@ -29,7 +29,7 @@ from dovetail.outlining.inline import inline_named
 from dovetail.outlining.outline import Request, outline
 from dovetail.outlining.region import Region, call_of, make_identity, regions, walk, write_call
 from dovetail.rules.rule import Decline, RuleContext
-from dovetail.scheduling.call_recording import RecordedCall, preserve_state
+from dovetail.scheduling.call_recording import RecordedCall, isolated_run
 from dovetail.scheduling.decompose import decompose_nodes, has_formula
 from dovetail.scheduling.finders import ByRegion, Finder, PartMatch, relative_path
 from dovetail.scheduling.replacement_checks import Replacement, with_replacement
@@ -105,7 +105,7 @@ def _written_by(module: nn.Module, call: RecordedCall) -> list[str]:
         leaf for leaf in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(leaf, Tensor)
     ]
     watched += [(f"argument {i}", value, value._version) for i, value in enumerate(tensors)]
-    with preserve_state(module), torch.no_grad():
+    with isolated_run(module), torch.no_grad():
         example.call(module.forward)
         replaced = [f"'{name}'" for name, value in module.named_buffers() if state.get(name) is not value]
         return [name for name, value, version in watched if value._version != version] + replaced

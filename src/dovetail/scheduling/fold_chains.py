@@ -213,7 +213,7 @@ def _chains_of(group: ModuleGroup, calls: Mapping[str, Mapping[str, list[Node]]]
     links.sort(key=lambda of: _ORDER.index(of[0].role))
     _require_sequence(group, links)
     makers = [{link.value: link for link in of} for of in links]
-    found_chains: list[Chain] = []
+    matched: list[Chain] = []
     for last in links[-1]:
         walked = [last]
         for before in reversed(makers[:-1]):
@@ -221,10 +221,10 @@ def _chains_of(group: ModuleGroup, calls: Mapping[str, Mapping[str, list[Node]]]
                 break
             walked.insert(0, before[walked[0].input])
         else:
-            found_chains.append(Chain(group, tuple(walked)))
-    if not found_chains:
+            matched.append(Chain(group, tuple(walked)))
+    if not matched:
         raise ScheduleError(f"{group} cannot be fused: {_first_gap(links)}")
-    return found_chains
+    return matched
 
 
 def _link_of(group: ModuleGroup, name: str, nodes: list[Node]) -> Link:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -216,11 +216,6 @@ class Part:
 
     def __iter__(self) -> Iterator[Part]:
         return (Part(self._session, (path,)) for path in self.paths)
-
-    @overload
-    def __getitem__(self, key: str | int) -> Part: ...
-    @overload
-    def __getitem__(self, key: slice) -> Part: ...
 
     def __getitem__(self, key: str | int | slice) -> Part:
         if isinstance(key, str):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
-from dovetail.scheduling.call_recording import RecordedCall, copy_tensors, expand_objects, preserve_state
+from dovetail.scheduling.call_recording import RecordedCall, copy_tensors, expand_objects, isolated_run
 from dovetail.scheduling.finders import is_within
 from dovetail.scheduling.installed_forward import hook_kind
 from dovetail.scheduling.replacement_checks import (
@@ -57,7 +57,7 @@ def _check_call(
     module: nn.Module, old: nn.Module, call: RecordedCall, path: str, label: str, check: bool
 ) -> None:
     both = nn.ModuleList([old, module])
-    with preserve_state(both), torch.no_grad():
+    with isolated_run(both), torch.no_grad():
         try:
             result = copy_tensors(call.example.copied().call(module))
         except Exception as error:
@@ -67,7 +67,7 @@ def _check_call(
     expected = call.result
     if check:
         # From the same state, which both may share, and the same random numbers.
-        with preserve_state(both), torch.no_grad():
+        with isolated_run(both), torch.no_grad():
             expected = call.example.copied().call(old)
     check_results(
         flat_leaves(expand_objects(result)), flat_leaves(expand_objects(expected)), label, values=check

@@ -20,7 +20,7 @@ from dovetail.ir.meta_keys import REGION
 from dovetail.ir.process_state import get_rng_state, set_rng_state
 from dovetail.numerics.compare import describe_tensor, tensor_mismatch
 from dovetail.outlining.region import Region
-from dovetail.scheduling.call_recording import ModelInputs, copy_tensors, preserve_state, training_mode
+from dovetail.scheduling.call_recording import ModelInputs, copy_tensors, isolated_run, training_mode
 from dovetail.scheduling.finders import PartMatch
 
 Operand = tuple[int, int]
@@ -218,7 +218,7 @@ def run_probe(gm: GraphModule, region: Region, example: ModelInputs, owner: nn.M
     probe = Probe(region.body)
     run = with_call(gm, region, probe, "probe")
     # The graph holds the buffers of modules that replaced those of the owner.
-    with preserve_state(owner), preserve_state(run), torch.no_grad():
+    with isolated_run(owner), isolated_run(run), torch.no_grad():
         example.copied().call(run)
     return probe
 
@@ -278,7 +278,7 @@ def _run_replacement(
     inputs = list(copy_tensors(operands))
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     state = [*adapter.parameters(), *adapter.buffers()]
-    with preserve_state(adapter), torch.no_grad():
+    with isolated_run(adapter), torch.no_grad():
         set_rng_state(start)
         before = [value._version for value in tensors], [value._version for value in state]
         results = flat_leaves(adapter.call(inputs))

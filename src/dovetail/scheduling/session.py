@@ -229,11 +229,11 @@ class ScheduleSession:
             root = state.root_of(path)
             assert root is not None
             for form in range(len(state.traces[root].calls)):
-                found, reason = finder.find(
+                part_matches, reason = finder.find(
                     self.contexts(state.graphs[root, form].gm), relative_path(path, root)
                 )
-                matches += [self._located_match(match, path, root, form) for match in found]
-                if not found:
+                matches += [self._located_match(match, path, root, form) for match in part_matches]
+                if not part_matches:
                     why[f"{path}: {reason}" if path else reason] = None
         return Matches(matches, "" if matches else "; ".join(why))
 

@@ -56,7 +56,7 @@ class ScheduleState:
     notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     def root_of(self, path: str) -> str | None:
-        """Return the traced part that a path is in; None if there is none."""
+        """Return the traced part that a path is in; None without one."""
         return next((outer for outer in enclosing_paths(path) if outer in self.traces), None)
 
     def with_edit(self, edit: Edit, contexts: ContextProvider) -> tuple[ScheduleState, list[str]]:

@@ -17,7 +17,7 @@ from dovetail.ir.graph_module import attribute
 from dovetail.ir.process_state import get_rng_state, set_rng_state
 from dovetail.numerics.compare import ModelOutcome, ReferenceRuns, output_gradients
 from dovetail.numerics.tolerance import float64_operands, machine_epsilon
-from dovetail.scheduling.call_recording import ModelInputs, expand_objects, preserve_state, training_mode
+from dovetail.scheduling.call_recording import ModelInputs, expand_objects, isolated_run, training_mode
 from dovetail.scheduling.edits import ReplaceEdit
 from dovetail.scheduling.finders import is_within
 from dovetail.scheduling.install import Installation
@@ -68,7 +68,7 @@ class TrialRuns:
         with (
             self.installation.temporarily(state) as model,
             training_mode(model, self.train),
-            preserve_state(model),
+            isolated_run(model),
         ):
             unused = set[int]() if state is None else _unused_parameters(state)
             return self._outcome(
