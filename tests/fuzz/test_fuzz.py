@@ -93,7 +93,7 @@ def _no_effect_edges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _clones_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(escapes, "_why_not_clone", lambda *_: "")
+    monkeypatch.setattr(escapes, "_clone_obstacle", lambda *_: "")
 
 
 def _loses_meta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,13 +106,13 @@ def _loses_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _returns_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = escapes.settle
+    resolve_escapes = escapes.resolve_escapes
 
     def stingy(at: Any, draft: Any) -> None:
-        settle(at, draft)
+        resolve_escapes(at, draft)
         del draft.outputs[1:]
 
-    monkeypatch.setattr(outline, "settle", stingy)
+    monkeypatch.setattr(outline, "resolve_escapes", stingy)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_a_broken_outliner_is_caught(
 
 def _undoes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        ScheduleSession, "undo", lambda self, count: [self.done.pop().entry for _ in range(count)]
+        ScheduleSession, "undo", lambda self, count: [self.completed.pop().entry for _ in range(count)]
     )
 
 
 def _keeps_buffers_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_recording, "undisturbed", lambda model: nullcontext())
+    monkeypatch.setattr(call_recording, "isolated_run", lambda model: nullcontext())
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_what_is_no_truncated_normal() -> None:
     refused = {
         "its bounds are not in order": between(end(LOW), end(HIGH), HIGH, LOW),
         "it is not truncated at both ends": between(end(LOW), end(HIGH), LOW, None),
-        "is moved to the bound or never reached": between(end(LOW), end(HIGH), LOW / 2, HIGH / 2),
+        "are clamped, or the bound is never reached": between(end(LOW), end(HIGH), LOW / 2, HIGH / 2),
         "never reached": between(end(LOW), end(HIGH), LOW, 2 * HIGH),
         "where truncation at": between(end(4 * STD) + 5e-10, end(5 * STD), 4 * STD, 5 * STD),
     }

@@ -220,7 +220,7 @@ IMAGES = r(2, 3, 8, 8)
         ("avg_pool_slices", slices, IMAGES.long(), "is torch.int64"),
         ("avg_pool_slices", slices, IMAGES.to(torch.uint8), "is torch.uint8"),
         ("avg_pool_slices", slices, IMAGES.to(torch.complex64), "is torch.complex64"),
-        ("avg_pool_slices", slices, r(2, 3, 0, 8), "has no elements"),
+        ("avg_pool_slices", slices, r(2, 3, 0, 8), "is empty"),
         ("avg_pool_windows", windows, IMAGES.to(torch.complex64), "is torch.complex64"),
         ("avg_pool_blocks", blocks, IMAGES.long(), "is torch.int64"),
         ("avg_pool_blocks", blocks, IMAGES.to(torch.complex64), "is torch.complex64"),

@@ -181,4 +181,4 @@ def test_a_real_factor_turns_nothing() -> None:
         pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * factor).flatten(3)
 
-    assert "it is real" in why(rotary_complex, scaled, Q, torch.randn(S, D // 2))
+    assert "is real" in why(rotary_complex, scaled, Q, torch.randn(S, D // 2))
