@@ -82,9 +82,9 @@ def test_per_node_by_node_object_and_a_bad_one():
     gm = inner_value()
     m = next(n for n in gm.graph.nodes if n.name == "m")
     outlined(gm, ["m", "n"], X, kind="k", escapes={m: "leave"})
-    assert "none of" in refused(gm, InvalidArgument, ["m", "n"], kind="k", escapes={"m": "clone"})
+    assert "not one of" in refused(gm, InvalidArgument, ["m", "n"], kind="k", escapes={"m": "clone"})
     assert "no such node" in refused(gm, dovetail.UnknownNode, ["m", "n"], kind="k", escapes={"zz": "leave"})
-    assert "none of" in refused(gm, InvalidArgument, ["m", "n"], kind="k", escapes="sometimes")
+    assert "not one of" in refused(gm, InvalidArgument, ["m", "n"], kind="k", escapes="sometimes")
     assert "give a policy" in refused(gm, InvalidArgument, ["m", "n"], kind="k", escapes=3)
 
 
