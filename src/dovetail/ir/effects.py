@@ -82,7 +82,7 @@ def _nodes_at(node: Node, traits: OpTraits, names: Iterable[str]) -> tuple[Node,
 
 def _of_call(node: Node, traits: OpTraits) -> Effects:
     writes: tuple[Node, ...] = ()
-    if traits.writes and traits.holds(traits.writes_if, node):
+    if traits.writes_at(node):
         writes = _nodes_at(node, traits, traits.writes)
     assumed = False
     if traits.opaque:
@@ -98,7 +98,7 @@ def _of_call(node: Node, traits: OpTraits) -> Effects:
         aliases=aliases,
         reads_data=traits.reads_data
         and not (node.target is operator.getitem and _is_basic_index(node.args[1])),
-        random=traits.opaque or (traits.random and traits.holds(traits.random_if, node)),
+        random=traits.opaque or traits.draws_at(node),
         host_effect=traits.host_effect,
         barrier=traits.barrier,
         reshapes_in_place=traits.reshapes_in_place,
@@ -131,11 +131,6 @@ class BodySummary:
 
 
 _SUMMARIES: WeakKeyDictionary[GraphModule, BodySummary] = WeakKeyDictionary()
-
-
-def _attribute_tensors(root: nn.Module, target: str) -> list[torch.Tensor]:
-    value = attribute(root, target)
-    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _of_leaf(node: Node, module: nn.Module) -> Effects:
@@ -294,10 +289,11 @@ class EffectAnalysis:
         state_read = [t for e in each for t in e.state_read]
         for node in nodes:
             if node.op == "get_attr":
-                named = _attribute_tensors(body, cast("str", node.target))
-                state_read.extend(named)
-                if classes.of(node) in touched:
-                    state_written.extend(named)
+                value = attribute(body, cast("str", node.target))
+                if isinstance(value, torch.Tensor):
+                    state_read.append(value)
+                    if classes.of(node) in touched:
+                        state_written.append(value)
         summary = BodySummary(
             writes=frozenset(i for i, p in enumerate(placeholders) if classes.of(p) in touched),
             returns=frozenset(i for i, p in enumerate(placeholders) if classes.of(p) in returned),

@@ -22,26 +22,22 @@ from dovetail import torch_compat
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
-    """A condition on literal arguments: holds unless one of `names` is given and false, zero or None."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What calling a target may do. `parameters` are the names of its arguments, in order."""
+    """What calling a target may do. `parameters` are the names of its arguments, in order.
+
+    It writes, or draws, unless an argument named in `writes_if`, or `random_if`, is false, zero or None.
+    """
 
     name: str
     parameters: tuple[str, ...] = ()
     defaults: Mapping[str, Any] | None = None
     writes: tuple[str, ...] = ()
-    writes_if: Flag | None = None
+    writes_if: tuple[str, ...] = ()
     aliases: tuple[str, ...] | None = ()  # arguments the result may share storage with; None: any of them
     reads_data: bool = True  # False for a view, which depends on the shape of its operand only
     reshapes_in_place: bool = False
     random: bool = False
-    random_if: Flag | None = None
+    random_if: tuple[str, ...] = ()
     host_effect: str = ""
     barrier: bool = False
     opaque: bool = False  # may do anything: write its arguments, draw, act on the host
@@ -49,9 +45,7 @@ class OpTraits:
     pointwise: bool = False
     returns_tuple: bool = False  # returns a tuple or list
     gathers: bool = False  # of lists, returns a list that holds the same tensors
-    composite: bool = (
-        False  # decomposes into others: its result may be an argument without an alias in the schema
-    )
+    composite: bool = False  # decomposes: its result may be an operand, schema or not
     pure: bool = False  # computes a new value and does nothing else, whatever the arguments
 
     def argument(self, node: Node, name: str) -> Any:
@@ -64,18 +58,19 @@ class OpTraits:
                 return node.args[index]
         return (self.defaults or {}).get(name)
 
-    def holds(self, flag: Flag | None, node: Node) -> bool:
-        """Whether a condition holds at a call; an argument that is computed may have any value."""
-        if flag is None:
-            return True
-        for name in flag.names:
+    def writes_at(self, node: Node) -> bool:
+        return bool(self.writes) and self._holds(self.writes_if, node)
+
+    def draws_at(self, node: Node) -> bool:
+        return self.random and self._holds(self.random_if, node)
+
+    def _holds(self, names: tuple[str, ...], node: Node) -> bool:
+        for name in names:
             if name not in self.parameters and name not in node.kwargs:
                 continue
             value = self.argument(node, name)
-            if not isinstance(value, Node) and not value:
-                # native_dropout(train=None) means train
-                if value is None and name == "train":
-                    continue
+            # An argument that is computed may have any value, and native_dropout(train=None) means train.
+            if not isinstance(value, Node) and not value and not (value is None and name == "train"):
                 return False
         return True
 
@@ -140,9 +135,9 @@ def _schema_traits(op: OpOverload) -> OpTraits:
         for a in schema.arguments
         if a.alias_info is not None and (a.alias_info.before_set & returned or "*" in a.alias_info.after_set)
     )
-    writes_if = None
+    writes_if: tuple[str, ...] = ()
     if namespace == "aten" and name in _UPDATES_STATISTICS:
-        writes, writes_if = ("running_mean", "running_var"), Flag(("training", "use_input_stats"))
+        writes, writes_if = ("running_mean", "running_var"), ("training", "use_input_stats")
     if name in _UNDECLARED_VIEWS:
         aliases = ("self",)
     if name == "set_" and "source" in parameters:
@@ -156,7 +151,7 @@ def _schema_traits(op: OpOverload) -> OpTraits:
         # Its result may be the operand itself; fake values of a decomposition may not show it.
         aliases = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
     random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED_RANDOM
-    random_if = Flag(tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters))
+    random_if = tuple(p for p in ("train", "training", "dropout_p", "dropout") if p in parameters)
     host_effect = _host_effect(namespace, name, has_results=bool(schema.returns), writes=bool(writes))
     returns_tuple = len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns)
     makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
@@ -171,7 +166,7 @@ def _schema_traits(op: OpOverload) -> OpTraits:
         reads_data=not aliases or composite or bool(writes) or returns_tuple,
         reshapes_in_place=torch.Tag.inplace_view in tags,
         random=random,
-        random_if=random_if if random_if.names else None,
+        random_if=random_if,
         host_effect=host_effect,
         pointwise=torch.Tag.pointwise in tags,
         returns_tuple=returns_tuple,
@@ -266,14 +261,14 @@ _ALWAYS_RANDOM = _names(
 
 # Python functions of torch.nn.functional, by the argument that makes them draw or write.
 _FUNCTIONAL: dict[str, dict[str, Any]] = {
-    **{name: {"random": True, "random_if": Flag(("training",))} for name in _DROPOUTS},
+    **{name: {"random": True, "random_if": ("training",)} for name in _DROPOUTS},
     **{name: {"random": True} for name in _ALWAYS_RANDOM},
-    "multi_head_attention_forward": {"random": True, "random_if": Flag(("training", "dropout_p"))},
-    "scaled_dot_product_attention": {"random": True, "random_if": Flag(("dropout_p",))},
-    "batch_norm": {"writes": ("running_mean", "running_var"), "writes_if": Flag(("training",))},
-    "instance_norm": {"writes": ("running_mean", "running_var"), "writes_if": Flag(("use_input_stats",))},
-    "embedding": {"writes": ("weight",), "writes_if": Flag(("max_norm",))},
-    "embedding_bag": {"writes": ("weight",), "writes_if": Flag(("max_norm",))},
+    "multi_head_attention_forward": {"random": True, "random_if": ("training", "dropout_p")},
+    "scaled_dot_product_attention": {"random": True, "random_if": ("dropout_p",)},
+    "batch_norm": {"writes": ("running_mean", "running_var"), "writes_if": ("training",)},
+    "instance_norm": {"writes": ("running_mean", "running_var"), "writes_if": ("use_input_stats",)},
+    "embedding": {"writes": ("weight",), "writes_if": ("max_norm",)},
+    "embedding_bag": {"writes": ("weight",), "writes_if": ("max_norm",)},
 }
 
 
@@ -334,7 +329,7 @@ def _functional(name: str, function: Any) -> OpTraits:
     defaults.update(inner.__kwdefaults__ or {})
     traits = dict(_FUNCTIONAL.get(name, {}))
     if "inplace" in parameters and "writes" not in traits:
-        traits.update(writes=(parameters[0],), writes_if=Flag(("inplace",)))
+        traits.update(writes=(parameters[0],), writes_if=("inplace",))
     elif name.endswith("_"):
         traits.update(writes=(parameters[0],))
     name = f"torch.nn.functional.{name}"
@@ -483,5 +478,5 @@ def is_removable(node: Node) -> bool:
         is_arithmetic = target in _ARITHMETIC or getattr(target, "__module__", "") == "math"
         return node.op == "get_attr" or (node.op == "call_function" and is_arithmetic)
     traits = overload_traits(target)
-    writes = bool(traits.writes) and traits.holds(traits.writes_if, node)
-    return target.namespace in ("aten", "prims") and not (writes or traits.random or traits.host_effect)
+    has_effect = traits.writes_at(node) or traits.random or bool(traits.host_effect)
+    return target.namespace in ("aten", "prims") and not has_effect

@@ -58,16 +58,16 @@ class _Printer:
 
     def _line(self, gm: GraphModule, node: Node) -> str:
         if node.op == "output":
-            return f"return {self._value(node.args[0])}"
+            return f"return {format_argument(node.args[0], self.symbols)}"
         type_of = format_type(node.meta.get("val"), self.symbols)
         left = f"%{node.name}: {type_of}" if type_of else f"%{node.name}"
         if node.op == "placeholder":
-            default = f" = {self._value(node.args[0])}" if node.args else ""
+            default = f" = {format_argument(node.args[0], self.symbols)}" if node.args else ""
             return f"{left} = input{default}"
         if node.op == "get_attr":
             return f"{left} = {self._attribute(gm, node)}"
-        arguments = [self._value(a) for a in node.args]
-        arguments += [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
+        arguments = [format_argument(a, self.symbols) for a in node.args]
+        arguments += [f"{k}={format_argument(v, self.symbols)}" for k, v in node.kwargs.items()]
         return f"{left} = {self._callee(gm, node)}({', '.join(arguments)})"
 
     def _attribute(self, gm: GraphModule, node: Node) -> str:
@@ -99,9 +99,6 @@ class _Printer:
             self.labels[key] = label
             self.queue.append((label, body))
         return self.labels[key]
-
-    def _value(self, value: Any) -> str:
-        return format_argument(value, self.symbols)
 
 
 def _is_buffer(gm: nn.Module, target: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import logging
 import os
@@ -147,21 +148,16 @@ def defer_torch_output() -> Generator[list[str]]:
     messages: list[str] = []
     names = ["", *(name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch")]
     handlers = [h for name in names for h in logging.getLogger(name).handlers]
-    held: list[tuple[logging.Handler, logging.LogRecord]] = []
+    deferred: list[tuple[logging.Handler, logging.LogRecord]] = []
 
-    class Hold(logging.Filter):
-        def __init__(self, handler: logging.Handler) -> None:
-            super().__init__()
-            self.handler = handler
+    def defer(handler: logging.Handler, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("torch"):
+            return True
+        messages.append(record.getMessage())
+        deferred.append((handler, record))
+        return False
 
-        def filter(self, record: logging.LogRecord) -> bool:
-            if not record.name.startswith("torch"):
-                return True
-            messages.append(record.getMessage())
-            held.append((self.handler, record))
-            return False
-
-    filters = [(handler, Hold(handler)) for handler in handlers]
+    filters = [(handler, functools.partial(defer, handler)) for handler in handlers]
     real, buffer = sys.stderr, io.StringIO()
     for handler, hold in filters:
         handler.addFilter(hold)
@@ -177,6 +173,6 @@ def defer_torch_output() -> Generator[list[str]]:
             messages.append(buffer.getvalue())
         else:
             real.write(buffer.getvalue())
-            for handler, record in held:
+            for handler, record in deferred:
                 if record.levelno >= logging.ERROR:
                     handler.handle(record)

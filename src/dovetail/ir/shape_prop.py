@@ -39,7 +39,7 @@ def propagate_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping
     flat = _example_inputs(program, inputs, args, kwargs)
     if flat is None:
         return program
-    mode = _mode_of(flat) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = _first_mode(flat) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes = _Fakes(mode)
     with defer_torch_output(), preserve_rng_state(), mode, _OneDtype():
         given = [fakes.of(value) for value in flat]
@@ -100,7 +100,7 @@ def _lined_up(
     )
 
 
-def _mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
+def _first_mode(values: Iterable[Any]) -> FakeTensorMode | None:
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
@@ -201,11 +201,7 @@ def _recorded(result: Any) -> Any:
 
 def fake_mode(nodes: Iterable[Node]) -> FakeTensorMode | None:
     """Return the fake mode of a graph's values; None if it has no fake values."""
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    return None
+    return _first_mode(node.meta.get("val") for node in nodes)
 
 
 @contextlib.contextmanager

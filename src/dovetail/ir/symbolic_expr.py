@@ -58,31 +58,15 @@ _SYMBOL = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _FLOAT = re.compile(r"-?\d{1,40}(\.\d{0,40})?(e[-+]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _ARITHMETIC_CALLS = {"max": (2, 32), "min": (2, 32), "abs": (1, 1), "round": (1, 1), "int": (1, 1)}
 _RESERVED = frozenset({*_ARITHMETIC_CALLS, "values", "holds", "size"})
-_OPERATORS = (
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.FloorDiv,
-    ast.Mod,
-    ast.BitAnd,
-    ast.BitOr,
-    ast.BitXor,
-    ast.RShift,
-)
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_BIT_OPERATORS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.RShift)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SYMPY = (
     "Add Mul Pow Abs And Or Not Equality Unequality GreaterThan LessThan StrictGreaterThan StrictLessThan "
     "Max Min Mod floor ceiling"
 )
-_NAMED: dict[str, Any] = {
-    "true": sympy.true,
-    "false": sympy.false,
-    "oo": sympy.oo,
-    "zoo": sympy.zoo,
-    "nan": sympy.nan,
-    "int_oo": int_oo,
-}
+_NAMED: dict[str, Any] = {name: getattr(sympy, name) for name in ("true", "false", "oo", "zoo", "nan")}
+_NAMED["int_oo"] = int_oo
 _POWERS = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift", "RShift", "RoundDecimal"})
 
 
@@ -323,7 +307,7 @@ def _unbounded_bits(tree: ast.expr, symbols: Set[str], depth: int) -> int:
             return bits(tree.left) * (abs(_integer(tree.right)) + 1)
         case ast.BinOp(op=ast.LShift()):
             return bits(tree.left) + abs(_integer(tree.right))
-        case ast.BinOp() if isinstance(tree.op, _OPERATORS):
+        case ast.BinOp() if isinstance(tree.op, _OPERATORS + _BIT_OPERATORS):
             left, right = bits(tree.left), bits(tree.right)
             return left + right if isinstance(tree.op, ast.Mult) else max(left, right) + 1
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _ARITHMETIC_CALLS:
