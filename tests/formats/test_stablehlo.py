@@ -38,8 +38,8 @@ def run(module: str | bytes, values: list[Tensor]) -> list[Tensor]:
     runtime, client = xla._runtime(), xla._client(1)
     device = client.devices()[0]
     code = client.compile_and_load(module, client.devices(), runtime.options())
-    given = [runtime.given(v.detach().contiguous().__dlpack__(), device, None) for v in values]
-    return [torch.from_dlpack(runtime.taken(made)) for made in code.execute(given)]
+    given = [runtime.from_dlpack(v.detach().contiguous().__dlpack__(), device, None) for v in values]
+    return [torch.from_dlpack(runtime.to_dlpack(made)) for made in code.execute(given)]
 
 
 def arguments(gm: GraphModule, text: StableHlo, inputs: Any) -> list[Tensor]:

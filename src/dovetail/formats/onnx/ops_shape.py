@@ -28,9 +28,9 @@ def _getitem(w: OnnxWriter, node: Node, pair: Node, index: int) -> Any:
 def _view(w: OnnxWriter, node: Node, x: Any, size: Any) -> str:
     # With all but one size known, -1 stands for the last, and no symbol is needed.
     known = list(w.value(node).shape)
-    open_sizes = [i for i, n in enumerate(known) if not is_static_size(n)]
-    if len(open_sizes) <= 1 and 0 not in known:
-        size = [-1 if i in open_sizes else n for i, n in enumerate(known)]
+    symbolic_dims = [i for i, n in enumerate(known) if not is_static_size(n)]
+    if len(symbolic_dims) <= 1 and 0 not in known:
+        size = [-1 if i in symbolic_dims else n for i, n in enumerate(known)]
     return w.op("Reshape", w.of(x), w.integers(size), allowzero=1, label=node.name)
 
 
