@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -313,22 +313,28 @@ class _Classifier:
             return OpClass.OPAQUE
         if op_class is not OpClass.ELEMENTWISE:
             return op_class
-        own = self._known_sizes(node)
+        own = self.known_sizes(node)
         for operand in node.all_input_nodes if own is not None else ():
-            theirs = self._known_sizes(operand)
+            theirs = self.known_sizes(operand)
             if theirs is not None and theirs != own:
                 return OpClass.BROADCAST
         return op_class
 
-    def _known_sizes(self, node: Node) -> tuple[Any, ...] | None:
+    def known_sizes(self, node: Node) -> tuple[Any, ...] | None:
+        """Return the sizes of a node's value, None if unknown."""
         value = node.meta.get("val")
         key = id(value)
         if key not in self._sizes:
-            self._sizes[key] = known_sizes(value)
+            self._sizes[key] = _sizes(value)
         return self._sizes[key]
 
 
-def known_sizes(value: Any) -> tuple[Any, ...] | None:
+def known_sizes(context: RuleContext) -> Callable[[Node], tuple[Any, ...] | None]:
+    """Return a cached function of a graph's nodes: the sizes of a value, in a form that compares without guards."""
+    return context.analysis(_classify).known_sizes
+
+
+def _sizes(value: Any) -> tuple[Any, ...] | None:
     """Return the sizes of a tensor, or of the first in a tuple, in a form that compares without adding guards."""
     if isinstance(value, (tuple, list)):
         value = next((v for v in cast("list[Any]", value) if isinstance(v, torch.Tensor)), None)

@@ -15,9 +15,9 @@ Tarjan, "Depth-First Search and Linear Graph Algorithms", SIAM J. Comput. 1(2), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from dovetail.errors import checked_call
 from dovetail.ir.effects import PURE
@@ -76,30 +76,26 @@ def _strongly_connected(needs: Sequence[set[int]]) -> dict[int, int]:
     """Return for each vertex on a cycle its strongly connected component, by Tarjan's algorithm without recursion."""
     count = len(needs)
     visited, low = [-1] * count, [0] * count
-    on_stack = [False] * count
+    clock = itertools.count()
     stack: list[int] = []
+    walk: list[tuple[int, Iterator[int]]] = []
     components: dict[int, int] = {}
-    clock = 0
+
+    def enter(vertex: int) -> None:
+        visited[vertex] = low[vertex] = next(clock)
+        stack.append(vertex)
+        walk.append((vertex, iter(needs[vertex])))
+
     for start in range(count):
-        if visited[start] >= 0:
-            continue
-        walk = [(start, iter(needs[start]))]
-        visited[start] = low[start] = clock
-        clock += 1
-        stack.append(start)
-        on_stack[start] = True
+        if visited[start] < 0:
+            enter(start)
         while walk:
             at, rest = walk[-1]
             for other in rest:
                 if visited[other] < 0:
-                    visited[other] = low[other] = clock
-                    clock += 1
-                    stack.append(other)
-                    on_stack[other] = True
-                    walk.append((other, iter(needs[other])))
+                    enter(other)
                     break
-                if on_stack[other]:
-                    low[at] = min(low[at], visited[other])
+                low[at] = min(low[at], visited[other])
             else:
                 walk.pop()
                 if walk:
@@ -108,8 +104,8 @@ def _strongly_connected(needs: Sequence[set[int]]) -> dict[int, int]:
                     members = [stack.pop()]
                     while members[-1] != at:
                         members.append(stack.pop())
-                    for m in members:
-                        on_stack[m] = False
+                    for member in members:
+                        visited[member] = count  # a finished component lowers nothing
                     if len(members) > 1:
                         components.update(dict.fromkeys(members, at))
     return components
@@ -138,7 +134,7 @@ class Grouping:
         self.weight = unit_weights(context)
         self.max_weight = context.limits.nodes or sum(self.weight)
         self.refused = RefusalLog(rule.name)
-        self._sizes: dict[int, object] = {}
+        self._sizes = known_sizes(context)
         # Units that would follow an anchor if its group were not at the limit.
         self._over_limit: dict[int, int] = {}
         self.owner = self._epilogues(self._followable_anchors())
@@ -148,14 +144,8 @@ class Grouping:
 
     def _same_sizes(self, position: int, unit: int) -> bool:
         """Whether the values at two positions have the same sizes, as far as both are known."""
-        cache, nodes = self._sizes, self.context.nodes
-        pair: list[object] = []
-        for i in (position, unit):
-            value = nodes[i].meta.get("val")
-            if id(value) not in cache:
-                cache[id(value)] = known_sizes(value)
-            pair.append(cache[id(value)])
-        return pair[0] == pair[1] or pair[0] is None or pair[1] is None
+        one, two = (self._sizes(self.context.nodes[i]) for i in (position, unit))
+        return one == two or one is None or two is None
 
     def _followable_anchors(self) -> list[int]:
         """Return for each unit the anchor whose epilogue it could be in, -1 if none; the deepest if there are more."""
@@ -370,7 +360,7 @@ class Grouping:
         for i in sorted(hard, key=self.context.order.__getitem__)[:_MAX_REASONS]:
             reasons.append(f"between them is '{nodes[i].name}', {classes[i].description}")
         units = [self.units.unit_of[i] for i in path]
-        steps = [(a, b) for a, b in pairwise(units) if self.group[a] != self.group[b]]
+        steps = [(a, b) for a, b in itertools.pairwise(units) if self.group[a] != self.group[b]]
         return reasons or self._why_apart(*steps[0], self.group)
 
 
