@@ -123,14 +123,14 @@ def test_a_value_from_inside_is_a_reason() -> None:
     gm = outlined(several, X, X + 1, arguments={"a": "x", "b": "y"}, results=["relu", "sum_1"])
     new = lowered(gm, lambda a, b: ((a + b).relu(), (a + b).sum(-1)))
     assert dovetail.regions(new)[0].backend is None
-    assert "a value from inside, which a kernel for the whole does not have" in events(new)[0].reason
+    assert "an inner value, which a kernel for the whole region does not compute" in events(new)[0].reason
     assert torch.equal(new(X, X + 1)[2], X + (X + 1))
 
 
 def test_an_operand_without_a_name_is_a_reason() -> None:
     gm = outlined(scaled, X, W, arguments={"data": "x"})
     new = lowered(gm, lambda data: data)
-    assert events(new)[0].reason == "its operand 'weight' is none of the arguments of the pattern (data)"
+    assert events(new)[0].reason == "its operand 'weight' is not an argument of the pattern (data)"
     assert torch.equal(new(X, W), scaled(X, W))
 
 

@@ -66,7 +66,7 @@ def without_a_near_name(q: Tensor, k: Tensor, v: Tensor, *, p: float = 0.5) -> T
             attend,
             torch.randn(2, 4, 8, 16),
             without_a_near_name,
-            "parameter 'p' is none of the kind 'attention'",
+            "parameter 'p' does not belong to the kind 'attention'",
         ),
     ],
 )

@@ -215,7 +215,7 @@ class ModelOutcome:
     random: dict[str, Tensor]
 
     def get(self, label: str) -> Any:
-        """Return the value of a label; None if there is none."""
+        """Return the value of a label; None without one."""
         return {**self.results, **self.inputs, **self.buffers, **self.gradients}.get(label)
 
     def drew_like(self, other: ModelOutcome) -> bool:

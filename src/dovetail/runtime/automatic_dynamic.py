@@ -16,7 +16,7 @@ from torch.utils._pytree import MappingKey, SequenceKey, TreeSpec
 
 from dovetail.frontend import calling_convention
 
-# What torch._dynamo.mark_dynamic, mark_unbacked, maybe_mark_dynamic and mark_static leave on a tensor.
+# Attributes that torch._dynamo.mark_dynamic, mark_unbacked, maybe_mark_dynamic and mark_static set on a tensor.
 _MARKED, _UNBACKED, _MAYBE_MARKED, _STATIC = (
     "_dynamo_dynamic_indices",
     "_dynamo_unbacked_indices",
@@ -33,12 +33,12 @@ _MARKS = (
     "_dynamo_hint_overrides",
 )
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, defaultdict, deque})
-_MOST_SHOWN = 3
+_MAX_SHOWN = 3
 
 
 @dataclass
 class _Observed:
-    """Calls that differ in nothing but sizes and integers: the latest of these, and which ones differed so far."""
+    """Calls that differ only in sizes and integers: those of the last call, and which ones differed so far."""
 
     spec: TreeSpec
     kinds: list[Any]
@@ -49,10 +49,10 @@ class _Observed:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The sizes to leave open: for each leaf of the arguments its dimensions, an integer being of dimension 0.
+    """The symbolic dimensions of each leaf of the arguments; an integer has dimension 0.
 
-    `changes` describes those that are open because they changed since the last such call, and were not before;
-    `specialized` those that would be open if they were not 0 or 1.
+    `changes` describes those that are symbolic because they changed since the last such call, and were not before;
+    `specialized` those that would be symbolic if they were not 0 or 1.
     """
 
     spec: TreeSpec
@@ -66,7 +66,7 @@ class Dimensions:
     def as_dynamic_shapes(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The same as `torch.export` takes it, by parameters of `forward`."""
+        """Return the `dynamic_shapes` for `torch.export`, by parameters of `forward`."""
         leaves, _ = pytree.tree_flatten((args, dict(kwargs)))
         marks = [
             _Mark((dims.get(0) if not isinstance(leaf, Tensor) else dims) or None)
@@ -79,13 +79,13 @@ class Dimensions:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What stands in the tree for one leaf."""
+    """A leaf of the tree of arguments, replaced by its dimensions."""
 
     dims: Any
 
 
 def _nested(value: Any) -> Any:
-    """A tree of marks in builtin containers: any other node is the sequence of its children."""
+    """Return a tree of marks in builtin containers; any other node becomes the sequence of its children."""
     if isinstance(value, _Mark):
         return value.dims
     if not _is_builtin(value):
@@ -99,11 +99,11 @@ def _is_builtin(value: Any) -> bool:
 
 @dataclass
 class AutomaticDynamic:
-    """Sizes as they were in the calls so far, so that those that change are captured as symbols.
+    """The sizes of calls so far, so that those that change are captured as symbols.
 
-    With `dynamic` None these are the sizes and integers that were others in an earlier call of the same structure, those
+    With `dynamic` None these are the sizes and integers that differed in an earlier call of the same structure, those
     marked by `torch._dynamo.mark_dynamic`, and the lengths of key-value caches, which grow from call to call. With True
-    it is every size, with False none but those that are marked.
+    every size, with False only those that are marked.
     """
 
     dynamic: bool | None = None
@@ -112,7 +112,7 @@ class AutomaticDynamic:
     def observe(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Dimensions:
-        """The sizes that a capture for this call should leave open; the call counts as seen."""
+        """Record a call and return the dimensions that should be symbolic in a capture for it."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         kinds, sizes = [_kind(leaf) for leaf in leaves], [_sizes(leaf) for leaf in leaves]
         known = next((o for o in self._observed if o.spec == spec and o.kinds == kinds), None)
@@ -129,33 +129,33 @@ class AutomaticDynamic:
                 changed = {d for d, (a, b) in enumerate(zip(was, now, strict=True)) if a != b}
                 changes += [(i, dim, was[dim]) for dim in sorted(changed - known.dynamic[i])]
                 known.dynamic[i] |= changed
-                # Broadcasting and emptiness are decided there.
+                # Broadcasting and emptiness depend on these.
                 specialized += [(i, dim, None) for dim in sorted(changed) if now[dim] in (0, 1)]
         known.sizes = sizes
         dims = tuple(
-            {} if known.is_static else self._dims(leaf, opened, size)
-            for leaf, opened, size in zip(leaves, known.dynamic, sizes, strict=True)
+            {} if known.is_static else self._dims(leaf, symbolic, size)
+            for leaf, symbolic, size in zip(leaves, known.dynamic, sizes, strict=True)
         )
-        opened = [(i, d, was) for i, d, was in changes if d in dims[i]]
+        changed_dims = [(i, d, was) for i, d, was in changes if d in dims[i]]
         return Dimensions(
             spec,
             dims,
-            _described(forward, args, kwargs, opened),
-            _described(forward, args, kwargs, specialized),
+            _describe_changes(forward, args, kwargs, changed_dims),
+            _describe_changes(forward, args, kwargs, specialized),
         )
 
     def keep_static(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Leave no sizes of such calls open from now on: they could not be captured so."""
+        """Make no sizes of such calls symbolic from now on, because they could not be captured so."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         kinds = [_kind(leaf) for leaf in leaves]
         for known in self._observed:
             if known.spec == spec and known.kinds == kinds:
                 known.is_static = True
 
-    def _dims(self, leaf: Any, opened: set[int], sizes: tuple[int, ...]) -> dict[int, Any]:
+    def _dims(self, leaf: Any, symbolic: set[int], sizes: tuple[int, ...]) -> dict[int, Any]:
         if self.dynamic is True:
-            opened = set(range(len(sizes)))
-        dims: dict[int, Any] = {d: Dim.AUTO for d in sorted(opened) if sizes[d] not in (0, 1)}
+            symbolic = set(range(len(sizes)))
+        dims: dict[int, Any] = {d: Dim.AUTO for d in sorted(symbolic) if sizes[d] not in (0, 1)}
         if isinstance(leaf, Tensor):
             dims |= dict.fromkeys(sorted(getattr(leaf, _MAYBE_MARKED, ())), Dim.AUTO)
             for name in (_UNBACKED, _MARKED):
@@ -166,9 +166,9 @@ class AutomaticDynamic:
 
 
 @contextmanager
-def preserve_dynamic_marks(given: Any) -> Generator[None]:
-    """Let tensors have the marks of dynamic sizes afterwards that they have now: torch.export removes them."""
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+def preserve_dynamic_marks(inputs: Any) -> Generator[None]:
+    """Restore the marks of dynamic sizes on tensors, which torch.export removes."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     marks = [(t, name, getattr(t, name)) for t in tensors for name in _MARKS if hasattr(t, name)]
     try:
         yield
@@ -192,7 +192,7 @@ def _sizes(leaf: Any) -> tuple[int, ...]:
 
 
 def _lengths_of_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """The leaves and dimensions that have the length of a cache, or of a cache and the tokens of this call."""
+    """Yield the leaves and dimensions with the length of a cache, or of a cache and the tokens of this call."""
     leaves = pytree.tree_leaves((args, dict(kwargs)), is_leaf=calling_convention.is_cache)
     if not any(calling_convention.is_cache(leaf) for leaf in leaves):
         return
@@ -219,28 +219,28 @@ def _lengths_of_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
         yield from ((index, dim) for dim, size in enumerate(tensor.shape) if size in lengths)
 
 
-def _described(
+def _describe_changes(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     changes: Sequence[tuple[int, int, int | None]],
 ) -> tuple[str, ...]:
-    """Each size and, if given, what it was before; of several in one argument that are alike, the first."""
+    """Return each size and, if given, its previous value; of several equal ones in an argument the first."""
     if not changes:
         return ()
     paths, leaves = zip(*pytree.tree_flatten_with_path((args, dict(kwargs)))[0], strict=True)
     names = _positional_names(forward, len(args))
     lines: dict[tuple[Any, int, int | None], str] = {}
     for i, dim, was in changes:
-        what = f"'{_shown(paths[i], names)}'"
+        place = f"'{_argument_name(paths[i], names)}'"
         if isinstance(leaves[i], Tensor):
-            what = f"dimension {dim} of {what}"
+            place = f"dimension {dim} of {place}"
         size = _sizes(leaves[i])[dim]
         change = f"is {size}" if was is None else f"from {was} to {size}"
-        lines.setdefault((paths[i][:2], dim, was), f"{what} {change}")
+        lines.setdefault((paths[i][:2], dim, was), f"{place} {change}")
     shown = list(lines.values())
-    rest = len(shown) - _MOST_SHOWN
-    return (*shown[:_MOST_SHOWN], f"{rest} more") if rest > 0 else tuple(shown)
+    rest = len(shown) - _MAX_SHOWN
+    return (*shown[:_MAX_SHOWN], f"{rest} more") if rest > 0 else tuple(shown)
 
 
 def _positional_names(forward: Callable[..., Any], count: int) -> list[str]:
@@ -251,7 +251,7 @@ def _positional_names(forward: Callable[..., Any], count: int) -> list[str]:
     return names
 
 
-def _shown(path: tuple[Any, ...], names: list[str]) -> str:
+def _argument_name(path: tuple[Any, ...], names: list[str]) -> str:
     head = path[1]
     name = names[head.idx] if isinstance(head, SequenceKey) else str(head.key)
     return name + pytree.keystr(path[2:])

@@ -1,4 +1,4 @@
-"""dovetail behind `torch.compile(model, backend="dovetail")`."""
+"""The backend of `torch.compile(model, backend="dovetail")`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's: brought to the form that `capture` gives, fused and lowered.
+    """Compile a graph of Dynamo: it is captured as a model is, fused and lowered.
 
     `options` are those of `dovetail.compile`. Equal bodies are compiled once, also across graphs and graph breaks. A
     graph that cannot be captured runs as it is, with a warning; with `on_error="raise"` the error is raised.
@@ -60,9 +60,9 @@ def backend(
 
 
 class _DynamoCaptures:
-    """One graph of Dynamo's, captured again for calls that Dynamo lets pass and no capture so far was made for.
+    """A graph of Dynamo, captured again for calls that pass Dynamo's guards and that no capture so far covers.
 
-    A capture may specialize sizes that Dynamo left open.
+    A capture may specialize sizes that are symbolic for Dynamo.
     """
 
     def __init__(self, gm: GraphModule, preset: CompilePreset, first: Callable[..., Any]) -> None:
@@ -104,22 +104,24 @@ def _lowered(gm: GraphModule, example_inputs: Sequence[Any], preset: CompilePres
     gm, floats = _with_floats_specialized(gm, example_inputs)
     known = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     with torch._guards.tracing(None):
-        graph = capture(_Flat(gm), tuple(_settled(v) for v in example_inputs), dynamic_shapes=_dynamic(known))
+        graph = capture(
+            _Flat(gm), tuple(_concrete(v) for v in example_inputs), dynamic_shapes=_dynamic(known)
+        )
         with disable_autocast():
             run = _guarded(preset(graph).forward, floats)
     if not active_autocast():
         return run
 
-    def cast_already(*args: Any) -> Any:
+    def run_without_autocast(*args: Any) -> Any:
         # Dynamo guards on autocast, and its casts are in the captured graph.
         with disable_autocast():
             return run(*args)
 
-    return cast_already
+    return run_without_autocast
 
 
 def _without_checkpoints(gm: GraphModule) -> GraphModule:
-    """The graph with bodies of activation checkpoints called as they are: capture keeps no checkpoints."""
+    """Return the graph with bodies of activation checkpoints called directly: capture does not keep checkpoints."""
     checkpoints = gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
     if not checkpoints:
         return gm
@@ -146,7 +148,7 @@ def _without_checkpoints(gm: GraphModule) -> GraphModule:
 def _with_floats_specialized(
     gm: GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[GraphModule, Mapping[int, float]]:
-    """The graph with numbers in place of floats that Dynamo passes as tensors, and these by the inputs they are.
+    """Return the graph with numbers in place of floats that Dynamo passes as tensors, and these by input.
 
     With dynamic=True that is every float, an eps or a dropout's probability too, and operators branch on them.
     """
@@ -169,21 +171,21 @@ def _guarded(run: Callable[..., Any], floats: Mapping[int, float]) -> Callable[.
     if not floats:
         return run
 
-    def called(*args: Any) -> Any:
+    def checked(*args: Any) -> Any:
         for i, value in floats.items():
             if args[i].item() != value:
                 raise CallMismatch(
-                    f"a number was {value} when the graph was captured and is another one here."
+                    f"a number was {value} when the graph was captured and is {args[i].item()} here."
                 )
         return run(*args)
 
-    return called
+    return checked
 
 
 def _refuse_lost_gradients(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise for a function with a derivative of its own: captured, it would be what its forward does."""
-    asked = any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs)
-    if not (torch.is_grad_enabled() and asked):
+    """Raise for an autograd.Function, of which a capture has the forward only."""
+    requires_grad = any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs)
+    if not (torch.is_grad_enabled() and requires_grad):
         return
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
@@ -195,17 +197,17 @@ def _refuse_lost_gradients(gm: GraphModule, example_inputs: Sequence[Any]) -> No
 
 
 def _preset(options: Mapping[str, Any] | None) -> CompilePreset:
-    given = dict(options or {})
-    unknown = sorted(set(given) - set(_OPTIONS))
+    values = dict(options or {})
+    unknown = sorted(set(values) - set(_OPTIONS))
     if unknown:
         raise InvalidArgument(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}.")
-    how = {name: given.pop(name) for name in _PRESET if name in given}
+    arguments = {name: values.pop(name) for name in _PRESET if name in values}
     # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
-    return make_preset(Options(**given, grad=torch.is_grad_enabled()), **how)[0]
+    return make_preset(Options(**values, grad=torch.is_grad_enabled()), **arguments)[0]
 
 
 class _Flat(nn.Module):
-    """A graph of Dynamo's as a model with positional inputs, so that it is captured like any other."""
+    """A graph of Dynamo as a model with positional inputs, so that it is captured like any other."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__()
@@ -215,21 +217,20 @@ class _Flat(nn.Module):
         return self.graph_module(*inputs)
 
 
-def _settled(value: Any) -> Any:
-    """An example input with its sizes as they were in the call that is being compiled."""
+def _concrete(value: Any) -> Any:
+    """Return an example input with its sizes in the call that is being compiled."""
     if isinstance(value, SymInt):
         return int(cast("Any", value).node.hint)
     return value
 
 
 def _dynamic(inputs: Sequence[Any]) -> Any:
-    """Which sizes Dynamo left open, in the form that export takes; None if none is."""
-    if not any(_open(v) for v in inputs):
-        return None
-    return {"inputs": tuple(_open(v) for v in inputs)}
+    """Return the sizes that are symbolic for Dynamo, as `dynamic_shapes` for export; None if all are static."""
+    shapes = tuple(_symbolic_dims(v) for v in inputs)
+    return {"inputs": shapes} if any(shapes) else None
 
 
-def _open(value: Any) -> Any:
+def _symbolic_dims(value: Any) -> Any:
     if isinstance(value, SymInt):
         return Dim.AUTO
     if isinstance(value, Tensor):
