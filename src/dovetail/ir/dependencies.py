@@ -244,7 +244,7 @@ def _order_barriers(nodes: list[Node], effects: dict[int, Effects], edges: dict[
 
 
 class Index:
-    """Positions, neighbours and reachability of a graph, as of when the index was built.
+    """Positions, neighbors and reachability of a graph, as of when the index was built.
 
     Edges are data edges and effect edges. A position is an index into the graph's own (topological) order.
     """
