@@ -153,9 +153,7 @@ def test_images_with_channels_last_stay_so() -> None:
 
 
 REFUSED = {
-    "dtype": Form(
-        F.linear, [W.bfloat16()], X.bfloat16(), "is torch.bfloat16, and int8 replaces float32"
-    ),
+    "dtype": Form(F.linear, [W.bfloat16()], X.bfloat16(), "is torch.bfloat16, and int8 replaces float32"),
     "two values": Form(
         lambda x: x.relu() @ x.tanh().mT,
         [],
@@ -170,7 +168,10 @@ REFUSED = {
     ),
     "no product": Form(lambda x: torch.relu(x) + 1, [], X, "it has no product with weights"),
     "more": Form(
-        lambda x, w: torch.softmax(F.linear(x, w), -1), [W], X, "(softmax) is not an elementwise operation or view beside a product"
+        lambda x, w: torch.softmax(F.linear(x, w), -1),
+        [W],
+        X,
+        "(softmax) is not an elementwise operation or view beside a product",
     ),
     "transposed": Form(
         lambda x, w: F.conv_transpose2d(x, w),

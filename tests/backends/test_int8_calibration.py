@@ -118,9 +118,7 @@ def test_sample_inputs_calibrate_before_the_first_call_and_leave_no_trace() -> N
 def test_samples_that_do_not_fit_are_made_up_for_by_calls() -> None:
     model = Layers().eval()
     fast = lowered(model, X, backend=Int8([(torch.randn(2, 32),), (X,)]))
-    assert reasons(fast, "calibration") == [
-        "1 of 2 sample inputs match this graph; calls replace the others"
-    ]
+    assert reasons(fast, "calibration") == ["1 of 2 sample inputs match this graph; calls replace the others"]
     assert torch.equal(fast(X), model(X))
     assert integers(fast, X) == 2
 

@@ -105,7 +105,9 @@ def test_other_numbers(path: Path) -> None:
         def zeros(name: str, data: bytes, record: str = record) -> bytes:
             return bytes(len(data)) if name.endswith(record) else data
 
-        with pytest.raises(InvalidFile, match=f"was changed since it was saved: the checksum of its record '.*{record}'"):
+        with pytest.raises(
+            InvalidFile, match=f"was changed since it was saved: the checksum of its record '.*{record}'"
+        ):
             load(rewritten(path, zeros))
 
 

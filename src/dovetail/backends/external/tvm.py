@@ -210,7 +210,7 @@ def _pooled(builder: Any, call: Any) -> Any:
 
 
 INEXACT: Mapping[str, str] = {
-    "aten.log1p.default": "TVM computes log1p as log(1 + x), which is inexact for small x",
+    "aten.log1p.default": "TVM computes log1p as log(1 + x), which is inexact for small x"
 }
 """Operators that TVM computes inexactly."""
 _CONVERTING = reset_at_fork(threading.Lock())

@@ -131,18 +131,13 @@ def _code(old: Graph, products: Sequence[Int8Product], put: Callable[..., None])
     return GraphModule({}, graph).forward
 
 
-class _Fake(Interpreter):
-    def __init__(self, module: GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-
-
 def _layouts(
     whole: GraphModule, products: Sequence[Int8Product], examples: Sequence[Any]
 ) -> tuple[torch.memory_format, ...]:
     """Return the memory formats of the results of products when the body computes them for such operands."""
     if all(p.window is None for p in products):
         return (torch.contiguous_format,) * len(products)
-    interpreter = _Fake(whole)
+    interpreter = Interpreter(whole, garbage_collect_values=False)
     mode = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
     with mode, torch.no_grad():
         interpreter.run(*examples)

@@ -18,11 +18,7 @@ from dovetail.errors import InvalidArgument
 from dovetail.formats.archive import encode
 from dovetail.formats.archive.encode import INPUTS, TYPES, Unwritable
 from dovetail.frontend.calling_convention import MISSING, Carried, Convention, Slot, children, find_caches
-from dovetail.frontend.input_guards import (
-    GuardedState,
-    InputGuards,
-    TensorInput,
-)
+from dovetail.frontend.input_guards import GuardedState, InputGuards, TensorInput
 from dovetail.ir.meta_keys import CLONE, DECLARED, DIM_NAMES
 from dovetail.ir.nodes import SYMBOLIC
 from dovetail.ir.pickling import higher_order_by_name, overload_by_name, packet_by_name

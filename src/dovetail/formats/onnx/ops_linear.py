@@ -422,5 +422,5 @@ def _fused(
 
 
 ATTENTION: Mapping[tuple[str, ...], OpTranslation] = {
-    ("aten.scaled_dot_product_attention.default",): _scaled_dot_product_attention,
+    ("aten.scaled_dot_product_attention.default",): _scaled_dot_product_attention
 }

@@ -145,13 +145,7 @@ def _slice(
 
 
 def _diff(
-    w: OnnxWriter,
-    node: Node,
-    x: Any,
-    n: int = 1,
-    dim: int = -1,
-    prepend: Any = None,
-    append: Any = None,
+    w: OnnxWriter, node: Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
 ) -> str:
     dtype, value = w.dtype(node), w.value(x)
     axis = dim % value.dim()

@@ -22,17 +22,7 @@ from dovetail.formats.onnx.writer import (
     value_info,
 )
 
-_TABLES = (
-    ELEMENTWISE,
-    SHAPE,
-    INDEXING,
-    REDUCTIONS,
-    PRODUCTS,
-    ATTENTION,
-    CONVOLUTIONS,
-    NORMS,
-    REARRANGE,
-)
+_TABLES = (ELEMENTWISE, SHAPE, INDEXING, REDUCTIONS, PRODUCTS, ATTENTION, CONVOLUTIONS, NORMS, REARRANGE)
 TRANSLATIONS: Mapping[str, OpTranslation] = {
     target: translation for table in _TABLES for targets, translation in table.items() for target in targets
 }
