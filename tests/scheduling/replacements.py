@@ -47,16 +47,16 @@ def drawing(x: Tensor) -> Tensor:
 
 
 def with_other_momentum(old: nn.Module) -> nn.Module:
-    made = nn.BatchNorm1d(8, momentum=0.5).train(old.training)
-    made.load_state_dict(old.state_dict())
-    return made
+    result = nn.BatchNorm1d(8, momentum=0.5).train(old.training)
+    result.load_state_dict(old.state_dict())
+    return result
 
 
 def copied(old: nn.Module) -> nn.Module:
     assert isinstance(old, nn.Linear)
-    made = nn.Linear(old.in_features, old.out_features)
-    made.load_state_dict(old.state_dict())
-    return made
+    result = nn.Linear(old.in_features, old.out_features)
+    result.load_state_dict(old.state_dict())
+    return result
 
 
 def is_replaced(node: Any) -> bool:

@@ -12,7 +12,7 @@ from tests.scheduling.models import mlp, net
 
 def test_attributes_of_a_region_are_added_and_nothing_else_changes() -> None:
     model, x = net(training=False)
-    wanted = model(x)
+    expected = model(x)
     s = schedule(model, (x,))
     part = s["blocks.*"]
     regions = part.fuse(part.find(mlp), kind="mlp", attrs={"width": 8})
@@ -27,7 +27,7 @@ def test_attributes_of_a_region_are_added_and_nothing_else_changes() -> None:
     assert [(r.kind, r.version, r.key) for r in now] == [(r.kind, r.version, r.key) for r in regions]
     for gm in part.graphs:
         dovetail.check(gm)
-    assert torch.equal(s.build()(x), wanted)
+    assert torch.equal(s.build()(x), expected)
     assert s.undo()[0]["attrs"] == {"tile": 32}
     assert part.regions[0].attrs["tile"] == 64
 

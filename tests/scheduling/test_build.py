@@ -65,9 +65,9 @@ def test_other_batch_sizes_and_the_other_mode_get_the_same_regions():
         other.train(training)
         for rows in (2, 3):
             torch.manual_seed(0)
-            made = built(x[:rows])
+            result = built(x[:rows])
             torch.manual_seed(0)
-            assert torch.equal(made, other(x[:rows]))
+            assert torch.equal(result, other(x[:rows]))
     programs = [form.program for form in runner.cache.captures]
     assert len(programs) == 4  # the second size is captured with the number of rows open
     assert [[r.kind for r in dovetail.regions(gm)] for gm in programs] == [["mlp"]] * 4
@@ -138,11 +138,11 @@ def test_torch_compile_works_over_it(training: bool):
     other, _ = net(training=training)
     compiled = torch.compile(fused(model, x).build(), backend="aot_eager", fullgraph=True)
     torch.manual_seed(0)
-    made = compiled(x)
+    result = compiled(x)
     torch.manual_seed(0)
     expected = other(x)
-    torch.testing.assert_close(made, expected)
-    made.sum().backward()
+    torch.testing.assert_close(result, expected)
+    result.sum().backward()
     expected.sum().backward()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)

@@ -45,20 +45,20 @@ def stepped(model: nn.Module, x: Tensor) -> tuple[list[Any], int]:
 
     torch.manual_seed(3)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        made = model(x)
-    made.square().sum().backward()
+        result = model(x)
+    result.square().sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [made.detach(), *gradients, torch.rand(1)], sum(kept.values())
+    return [result.detach(), *gradients, torch.rand(1)], sum(kept.values())
 
 
 def test_a_module_keeps_less_and_is_equal() -> None:
     model, x = tower()
-    wanted, before = stepped(model, x)
+    expected, before = stepped(model, x)
     s = schedule(model, (x,))
     s["blocks.*"].checkpoint()
     built, after = stepped(s.build(), x)
     assert after < before / 3
-    torch.testing.assert_close(built, wanted)
+    torch.testing.assert_close(built, expected)
     assert [step["do"] for step in s.history] == ["schedule", "checkpoint"]
     s.undo()
     assert stepped(model, x)[1] == before
@@ -66,14 +66,14 @@ def test_a_module_keeps_less_and_is_equal() -> None:
 
 def test_a_region_keeps_less_and_is_equal_drawn_numbers_included() -> None:
     model, x = tower()
-    wanted, before = stepped(model, x)
+    expected, before = stepped(model, x)
     s = schedule(model, (x,))
     regions = s.fuse(s.find(r"^blocks\.\d$"), kind="block")
     s.checkpoint(regions)
     assert [r.backend for r in s.regions] == ["checkpoint"] * 3
     built, after = stepped(s.build(), x)
     assert after < before / 3
-    torch.testing.assert_close(built, wanted)
+    torch.testing.assert_close(built, expected)
     # Another batch size is checkpointed too.
     y = torch.randn(5, 8)
     model(y)
@@ -85,7 +85,7 @@ def test_a_region_keeps_less_and_is_equal_drawn_numbers_included() -> None:
 
 def test_one_region_of_several_and_steps_after_it() -> None:
     model, x = tower()
-    wanted, before = stepped(model, x)
+    expected, before = stepped(model, x)
     s = schedule(model, (x,))
     regions = s.fuse(s.find(r"^blocks\.\d$"), kind="block")
     s.checkpoint(regions[1])
@@ -94,7 +94,7 @@ def test_one_region_of_several_and_steps_after_it() -> None:
     assert [(r.name, r.backend) for r in s.regions] == [("block_0", None), ("block_1", "checkpoint")]
     built, after = stepped(s.build(), x)
     assert after < before
-    torch.testing.assert_close(built, wanted)
+    torch.testing.assert_close(built, expected)
 
 
 def test_a_region_that_calls_a_module_of_the_users_is_refused() -> None:

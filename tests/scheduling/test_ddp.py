@@ -37,9 +37,9 @@ def work(rank: int, port: int, path: str) -> None:
 def test_gradients_are_those_of_the_model(tmp_path):  # type: ignore[no-untyped-def]
     if sys.platform != "linux":
         return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
     mp.spawn(work, (port, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for plain, fused in ranks:

@@ -43,22 +43,22 @@ def apart(function: Callable[..., Any], *inputs: Tensor) -> torch.fx.GraphModule
     """A function's graph with all that can be taken apart taken apart: values, strides and gradients compared."""
     gm = dovetail.capture(function, inputs)
     before = dovetail.text(gm)
-    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
+    result = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
     assert dovetail.text(gm) == before
-    dovetail.check(made)
-    assert not any(has_formula(n) and n.target is not _aten.softmax.int for n in made.graph.nodes)
-    ours, theirs = ran(made, inputs), ran(gm, inputs)
+    dovetail.check(result)
+    assert not any(has_formula(n) and n.target is not _aten.softmax.int for n in result.graph.nodes)
+    ours, theirs = ran(result, inputs), ran(gm, inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    return made
+    return result
 
 
 def ran(gm: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Any]:
     given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     torch.manual_seed(5)
-    made = gm(*given)
-    wanted = [x for x in given if x.requires_grad]
-    gradients = torch.autograd.grad(made.square().sum(), wanted)
-    return [made.detach(), made.stride(), *gradients, torch.rand(1)]
+    result = gm(*given)
+    leaves = [x for x in given if x.requires_grad]
+    gradients = torch.autograd.grad(result.square().sum(), leaves)
+    return [result.detach(), result.stride(), *gradients, torch.rand(1)]
 
 
 def heads(*sizes: int) -> Tensor:
@@ -86,9 +86,9 @@ def test_attention_is_written_by_hand(options: dict[str, Any], kv_heads: int, ha
         return mixed.transpose(1, 2).reshape(2, 3, 32)
 
     inputs = (heads(2, 4, 3, 8), heads(2, kv_heads, 3, 8), heads(2, kv_heads, 3, 8))
-    made = operators(apart(attend, *inputs))
-    assert not set(has) - set(made)
-    assert "scaled_dot_product_attention" not in made
+    result = operators(apart(attend, *inputs))
+    assert not set(has) - set(result)
+    assert "scaled_dot_product_attention" not in result
 
 
 def test_dropout_within_one_kernel_of_a_device_is_refused() -> None:
@@ -96,7 +96,9 @@ def test_dropout_within_one_kernel_of_a_device_is_refused() -> None:
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.4)
 
     gm = dovetail.capture(attend, (torch.empty(1, 1, 3, 8, device="meta"),))
-    with pytest.raises(ScheduleError, match="with random numbers that separate operators on meta do not draw"):
+    with pytest.raises(
+        ScheduleError, match="with random numbers that separate operators on meta do not draw"
+    ):
         decompose_nodes(gm, ["scaled_dot_product_attention"])
 
 
@@ -139,9 +141,9 @@ def test_half_precisions_are_worked_out_wide() -> None:
     x = heads(3, 64).bfloat16()
     module = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Softmax(1)).bfloat16()
     gm = dovetail.capture(module, (x,))
-    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
-    assert "_to_copy" in operators(made)
-    torch.testing.assert_close(made(x), module(x), rtol=0.02, atol=1e-3)
+    result = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
+    assert "_to_copy" in operators(result)
+    torch.testing.assert_close(result(x), module(x), rtol=0.02, atol=1e-3)
 
 
 def test_meta_and_place_are_kept_and_names_are_fresh() -> None:
@@ -149,14 +151,14 @@ def test_meta_and_place_are_kept_and_names_are_fresh() -> None:
     gm = dovetail.capture(model, (x,))
     names = [n.name for n in gm.graph.nodes if has_formula(n)]
     stacks = {n.name: n.meta["nn_module_stack"] for n in gm.graph.nodes if n.name in names}
-    made = decompose_nodes(gm, names)
-    dovetail.check(made)
+    result = decompose_nodes(gm, names)
+    dovetail.check(result)
     old = {n.name for n in gm.graph.nodes}
-    fresh = [n for n in made.graph.nodes if n.name not in old]
+    fresh = [n for n in result.graph.nodes if n.name not in old]
     assert fresh
     assert all(n.meta["nn_module_stack"] in stacks.values() and n.meta["val"] is not None for n in fresh)
     # Statistics are written where they were, and drawn numbers keep their order.
-    assert operators(made).count("copy_") == operators(gm).count("copy_")
+    assert operators(result).count("copy_") == operators(gm).count("copy_")
     again, y = net()
     loss, state = trained(again, y)
     scheduled = schedule(model, (x,))
@@ -171,19 +173,19 @@ def test_sizes_that_are_symbols_stay_symbols() -> None:
     layer = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(1))
     batch = torch.export.Dim("batch", min=2, max=64)
     gm = dovetail.capture(layer, (heads(3, 8),), dynamic_shapes=({0: batch},))
-    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
-    dovetail.check(made)
+    result = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
+    dovetail.check(result)
     x = heads(7, 8)
-    torch.testing.assert_close(made(x), layer(x))
+    torch.testing.assert_close(result(x), layer(x))
 
 
 def test_what_torch_can_take_apart_is_done_when_asked_for() -> None:
     gm = dovetail.capture(lambda x: F.hardswish(x), (heads(3, 4),))
     assert not any(has_formula(n) for n in gm.graph.nodes)
-    made = decompose_nodes(gm, ["hardswish"])
-    assert "hardswish" not in operators(made)
-    assert len(operators(made)) > 2
-    torch.testing.assert_close(made(heads(3, 4)), F.hardswish(heads(3, 4)))
+    result = decompose_nodes(gm, ["hardswish"])
+    assert "hardswish" not in operators(result)
+    assert len(operators(result)) > 2
+    torch.testing.assert_close(result(heads(3, 4)), F.hardswish(heads(3, 4)))
 
 
 @pytest.mark.parametrize(
@@ -213,15 +215,15 @@ def test_equal_operations_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "trace", lambda *a, **k: (traced.append(a), trace(*a, **k))[1])  # pyright: ignore
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)), nn.Linear(4, 2))
     gm = dovetail.capture(model, (heads(3, 4),))
-    made = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
-    assert operators(made).count("matmul") == 21
+    result = decompose_nodes(gm, [n.name for n in gm.graph.nodes if has_formula(n)])
+    assert operators(result).count("matmul") == 21
     assert len(traced) == 2
 
 
 def test_a_region_is_inlined_and_its_parts_are_found_and_fused_again() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
-    wanted = model(x)
+    expected = model(x)
     regions = s["blocks.*"].fuse(s["blocks.*"].find(mlp), kind="mlp")
     before = [dovetail.text(gm) for gm in s["blocks.*"].graphs]
     s.decompose(regions[:2])
@@ -230,7 +232,7 @@ def test_a_region_is_inlined_and_its_parts_are_found_and_fused_again() -> None:
     assert [r.path for r in again] == ["blocks.0", "blocks.1"]
     s.undo(2)
     assert [dovetail.text(gm) for gm in s["blocks.*"].graphs] == before
-    assert torch.equal(s.build()(x), wanted)
+    assert torch.equal(s.build()(x), expected)
 
 
 def test_several_regions_are_opened_in_one_sweep_each_one_level_deep() -> None:
@@ -247,7 +249,7 @@ def test_several_regions_are_opened_in_one_sweep_each_one_level_deep() -> None:
 
 def test_regions_and_operations_are_taken_apart_in_one_step() -> None:
     model, x = net(training=False)
-    wanted = model(x)
+    expected = model(x)
     s = schedule(model, (x,))
     block = s["blocks.0"]
     region = block.fuse(block.find(mlp), kind="mlp")[0]
@@ -258,18 +260,18 @@ def test_regions_and_operations_are_taken_apart_in_one_step() -> None:
     assert "gelu" in operators(block.graph)
     assert [r.backend for r in block.regions] == ["own"]
     assert [step["do"] for step in s.history] == ["schedule", "fuse", "fuse", "decompose"]
-    torch.testing.assert_close(s.build()(x), wanted)
+    torch.testing.assert_close(s.build()(x), expected)
 
 
 def test_a_linear_module_by_path_and_by_class() -> None:
     model, x = net(training=False)
-    wanted = model(x)
+    expected = model(x)
     s = schedule(model, (x,))
     s["head"].decompose()
     assert operators(s["head"].graph) == ["t", "matmul", "add"]
     s.decompose(s["blocks.0"].find(nn.Linear))
     assert operators(s["blocks.0"].graph).count("matmul") == 2
-    torch.testing.assert_close(s.build()(x), wanted)
+    torch.testing.assert_close(s.build()(x), expected)
     # Another batch size is captured anew, and taken apart again.
     s.release()
     y = torch.randn(6, 8)
@@ -300,7 +302,7 @@ def test_a_module_with_nothing_to_take_apart_is_refused() -> None:
 def test_the_zoo_is_taken_apart_and_its_kinds_are_found_again(name: str) -> None:
     entry = zoo.get(name)
     model, inputs = entry.build().eval(), entry.example_inputs()
-    wanted = model(*inputs.args, **inputs.kwargs)
+    expected = model(*inputs.args, **inputs.kwargs)
     s = schedule(model, inputs.args, inputs.kwargs)
     s["layers.*"].decompose()
     for gm in s["layers.*"].graphs:
@@ -310,10 +312,10 @@ def test_the_zoo_is_taken_apart_and_its_kinds_are_found_again(name: str) -> None
         )
     for rule in dovetail.rules.DEFAULT:
         if rule.name in ("attention_by_hand", "attention_causal", "layer_norm", "rms_norm"):
-            found = s["layers.*"].find(rule)
-            if found:
-                s.fuse(found)
+            matches = s["layers.*"].find(rule)
+            if matches:
+                s.fuse(matches)
     kinds = {r.kind for r in s["layers.*"].regions}
     assert "attention" in kinds
     assert kinds & {"rms_norm", "layer_norm"}
-    torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), expected, rtol=1e-4, atol=1e-5)

@@ -14,9 +14,9 @@ from tests.scheduling.models import activation, is_gelu, mlp, net, relu_plus_one
 
 def test_a_pattern_function_binds_inputs():
     model, x = net()
-    found = schedule(model, (x,))["blocks.*"].find(mlp)
-    assert [m.module_path for m in found] == ["blocks.0", "blocks.1", "blocks.2"]
-    match = found[0]
+    matches = schedule(model, (x,))["blocks.*"].find(mlp)
+    assert [m.module_path for m in matches] == ["blocks.0", "blocks.1", "blocks.2"]
+    match = matches[0]
     assert isinstance(match, dovetail.Match)
     assert [n.name for n in match.nodes] == ["linear", "gelu", "linear_1"]
     assert match["w"].shape == (8, 8)
@@ -47,17 +47,17 @@ def test_literals_and_edges_count():
     def pattern(x: Tensor) -> Tensor:
         return torch.softmax(x, 1) * 2
 
-    found = schedule(Other(), (torch.randn(2, 3),)).find(pattern)
-    assert found == []
-    assert found.why
+    matches = schedule(Other(), (torch.randn(2, 3),)).find(pattern)
+    assert matches == []
+    assert matches.why
 
 
 def test_a_class_of_modules():
     model, x = net()
     s = schedule(model, (x,))
-    found = s.find(nn.LayerNorm)
-    assert [m.module_path for m in found] == ["blocks.0.norm", "blocks.1.norm", "blocks.2.norm"]
-    assert [n.target for m in found for n in m.nodes] == [torch.ops.aten.layer_norm.default] * 3
+    matches = s.find(nn.LayerNorm)
+    assert [m.module_path for m in matches] == ["blocks.0.norm", "blocks.1.norm", "blocks.2.norm"]
+    assert [n.target for m in matches for n in m.nodes] == [torch.ops.aten.layer_norm.default] * 3
 
 
 def test_a_regular_expression_on_paths():
@@ -93,9 +93,9 @@ def test_a_predicate_that_raises_is_told():
 )
 def test_nothing_found_is_an_empty_list_that_tells_why(what: object, why: str):
     model, x = net()
-    found = schedule(model, (x,))["blocks.0"].find(what)
-    assert found == []
-    assert why in found.why
+    matches = schedule(model, (x,))["blocks.0"].find(what)
+    assert matches == []
+    assert why in matches.why
 
 
 def test_a_near_miss_is_told():
@@ -103,9 +103,9 @@ def test_a_near_miss_is_told():
         return F.linear(F.gelu(F.linear(x, w, b), approximate="tanh"), v, c)
 
     model, x = net()
-    found = schedule(model, (x,))["blocks.0"].find(pattern)
-    assert found == []
-    assert "tanh" in found.why
+    matches = schedule(model, (x,))["blocks.0"].find(pattern)
+    assert matches == []
+    assert "tanh" in matches.why
 
 
 def test_matches_do_not_overlap_and_come_in_execution_order():
@@ -116,9 +116,9 @@ def test_matches_do_not_overlap_and_come_in_execution_order():
     def pair(x: Tensor) -> Tensor:
         return x.relu().relu()
 
-    found = schedule(Chain(), (torch.randn(2),)).find(pair)
-    names = [n.name for m in found for n in m.nodes]
-    assert len(found) == 2
+    matches = schedule(Chain(), (torch.randn(2),)).find(pair)
+    names = [n.name for m in matches for n in m.nodes]
+    assert len(matches) == 2
     assert names == ["relu", "relu_1", "relu_2", "relu_3"]
 
 
@@ -130,8 +130,8 @@ def test_however_it_is_spelled_and_wherever_it_is(spelling: str):
             self.relu = nn.ReLU()
 
         def forward(self, x: Tensor) -> Tensor:
-            made = {"module": self.relu, "function": F.relu, "method": Tensor.relu}[spelling](x)
-            return made + 1
+            result = {"module": self.relu, "function": F.relu, "method": Tensor.relu}[spelling](x)
+            return result + 1
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -158,6 +158,6 @@ def test_find_takes_one_description():
 def test_a_rule_of_the_library():
     model, x = net()
     s = schedule(model, (x,))
-    found = s.find(dovetail.rules.modules(nn.LayerNorm, kind="norm"))
-    assert [m.kind for m in found] == ["norm"] * 3
+    matches = s.find(dovetail.rules.modules(nn.LayerNorm, kind="norm"))
+    assert [m.kind for m in matches] == ["norm"] * 3
     assert len(s.find(activation)) == 3

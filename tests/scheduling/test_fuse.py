@@ -29,16 +29,16 @@ def test_a_fused_model_computes_the_same(training: bool):
 def test_one_match_gives_a_region_and_a_list_a_list():
     model, x = net()
     s = schedule(model, (x,))
-    found = s["blocks.*"].find(mlp)
-    assert s.fuse(found[0]).name == "mlp_0"
-    assert [r.kind for r in s.fuse(found[1:])] == ["mlp", "mlp"]
+    matches = s["blocks.*"].find(mlp)
+    assert s.fuse(matches[0]).name == "mlp_0"
+    assert [r.kind for r in s.fuse(matches[1:])] == ["mlp", "mlp"]
 
 
 def test_matches_found_before_other_steps_are_still_good():
     model, x = net()
     s = schedule(model, (x,))
-    found = s.find(activation)
-    names = [s.fuse(match).name for match in found]
+    matches = s.find(activation)
+    names = [s.fuse(match).name for match in matches]
     assert names == ["act_0", "act_1", "act_2"]
 
 
@@ -105,12 +105,12 @@ def test_any_legal_region():
     expected = model(*args, **kwargs)
     s = schedule(model, args, kwargs)
     names = {"mul", "layer_norm", "split"}
-    found = s.find(where=lambda n: n.name.split("_")[0] in {m.split("_")[0] for m in names})
-    region = s.fuse(found, kind="odd", together=True)
+    matches = s.find(where=lambda n: n.name.split("_")[0] in {m.split("_")[0] for m in names})
+    region = s.fuse(matches, kind="odd", together=True)
     assert len(region.outputs) >= 2
-    made = s.build()(*args, **kwargs)
-    assert torch.equal(made[0], expected[0])
-    assert all(torch.equal(made[1][k], v) for k, v in expected[1].items())
+    result = s.build()(*args, **kwargs)
+    assert torch.equal(result[0], expected[0])
+    assert all(torch.equal(result[1][k], v) for k, v in expected[1].items())
 
 
 def test_a_region_that_would_be_a_cycle_is_refused():
@@ -121,10 +121,10 @@ def test_a_region_that_would_be_a_cycle_is_refused():
             return x + y
 
     s = schedule(Cycle(), (torch.randn(2),))
-    found = s.find(torch.ops.aten.add)
+    matches = s.find(torch.ops.aten.add)
     before = s.text()
     with pytest.raises(dovetail.CyclicRegion, match="tanh"):
-        s.fuse(found, kind="sum", together=True, escapes="output")
+        s.fuse(matches, kind="sum", together=True, escapes="output")
     assert s.text() == before
 
 
@@ -191,10 +191,10 @@ def test_a_backend_of_ones_own_is_called():
 def test_bad_options_are_refused_and_nothing_changes(options: dict[str, object], reason: str):
     model, x = net()
     s = schedule(model, (x,))
-    found = s["blocks.0"].find(mlp)
+    matches = s["blocks.0"].find(mlp)
     before = s.text()
     with pytest.raises(dovetail.DovetailError, match=reason):
-        s.fuse(found, **options)
+        s.fuse(matches, **options)
     assert s.text() == before
 
 
@@ -213,7 +213,7 @@ def test_a_scheduled_model_trains_as_the_model_does():
     s = schedule(model, (x,))
     s.fuse(s["blocks.*"].find(mlp))
     loss, state = trained(s.build(), x)
-    wanted, expected = trained(other, x)
-    torch.testing.assert_close(loss, wanted)
+    needed, expected = trained(other, x)
+    torch.testing.assert_close(loss, needed)
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, msg=name)

@@ -161,19 +161,19 @@ def test_statistics_that_were_written_without_a_trace_are_folded_anew():
 def test_threads_may_make_the_first_call_at_once():
     model, x = Net().eval(), image()
     fused, expected = fuse_modules(model, CONV_BN_RELU), model(x).detach()
-    made: list[Tensor] = []
+    result: list[Tensor] = []
 
     def work(grad: bool) -> None:
         with torch.set_grad_enabled(grad):
-            made.extend(fused(x).detach() for _ in range(4))
+            result.extend(fused(x).detach() for _ in range(4))
 
     threads = [threading.Thread(target=work, args=(bool(i % 2),)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 16
-    for value in made:
+    assert len(result) == 16
+    for value in result:
         torch.testing.assert_close(value, expected)
 
 
@@ -199,9 +199,9 @@ def test_what_runs_in_inference_mode_first_runs_with_gradients_later():
     fused = fuse_modules(model, CONV_BN_RELU)
     with torch.inference_mode():
         torch.testing.assert_close(fused(x), model(x))
-    given = x.clone().requires_grad_()
-    fused(given).sum().backward()
-    assert given.grad is not None
+    inputs = x.clone().requires_grad_()
+    fused(inputs).sum().backward()
+    assert inputs.grad is not None
     for one in (fused, model):
         one.get_parameter("bn.bias").add_(1)
     torch.testing.assert_close(fused(x), model(x))
@@ -256,10 +256,10 @@ def test_a_norm_over_something_else_than_the_channels_is_kept():
 def test_images_with_channels_last_are_folded_and_stay_so():
     model, x = Net().eval(), image().to(memory_format=torch.channels_last)
     fused = fuse_modules(model, CONV_BN_RELU, (x,))
-    for given in (x, torch.cat([x, x])[..., 1:]):
-        made, expected = evaluated(fused, given), evaluated(model, given)
-        torch.testing.assert_close(made, expected)
-        assert made.stride() == expected.stride()
+    for inputs in (x, torch.cat([x, x])[..., 1:]):
+        result, expected = evaluated(fused, inputs), evaluated(model, inputs)
+        torch.testing.assert_close(result, expected)
+        assert result.stride() == expected.stride()
     assert norms(fused) == 0
 
 

@@ -81,13 +81,13 @@ def test_it_can_be_captured_fused_and_exported():
 def test_copies_and_pickles_are_fused_too_and_have_weights_of_their_own():
     model, x = Net().eval(), image()
     fused = fuse_modules(model, CONV_BN_RELU, (x,))
-    for made in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+    for result in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         with torch.no_grad():
-            made.get_parameter("bn.bias").add_(1)
+            result.get_parameter("bn.bias").add_(1)
         expected = Net().eval()
-        expected.load_state_dict(made.state_dict())
-        torch.testing.assert_close(evaluated(made, x), evaluated(expected, x))
-        assert norms(made) == 0
+        expected.load_state_dict(result.state_dict())
+        torch.testing.assert_close(evaluated(result, x), evaluated(expected, x))
+        assert norms(result) == 0
     torch.testing.assert_close(evaluated(fused, x), evaluated(model, x))
 
 

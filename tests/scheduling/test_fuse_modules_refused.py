@@ -101,8 +101,8 @@ def test_a_call_that_cannot_be_captured_is_tried_once():
     model.bn.momentum = None  # in training it computes with the number of calls
     fused = fuse_modules(model, CONV_BN_RELU, (x,)).train()
     with pytest.warns(UserWarning, match="a call runs the model as it is"):
-        made = fused(x)
-    assert torch.equal(made, model.train()(x))
+        result = fused(x)
+    assert torch.equal(result, model.train()(x))
     for _ in range(10):
         assert torch.equal(fused(x), model(x))
     torch.testing.assert_close(dict(fused.state_dict()), dict(model.state_dict()), rtol=0, atol=0)

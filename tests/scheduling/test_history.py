@@ -66,7 +66,10 @@ def test_a_history_is_saved_as_json_and_loaded(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "location",
-    ["dovetail.rules.library.linear:linear_gelu", "dovetail.rules.library.a_file_of_another_version:linear_gelu"],
+    [
+        "dovetail.rules.library.linear:linear_gelu",
+        "dovetail.rules.library.a_file_of_another_version:linear_gelu",
+    ],
 )
 def test_a_rule_of_the_library_is_found_wherever_a_history_says_it_was(location: str):
     model, x = net(training=False)
@@ -174,10 +177,10 @@ def test_a_replay_that_fails_leaves_a_built_model_as_it_was():
 
 
 def fuse_everything(s: Schedule, what: Any, *, kind: str) -> int:
-    found = s["blocks.*"].find(what)
-    for match in found:
+    matches = s["blocks.*"].find(what)
+    for match in matches:
         s.fuse(match, kind=kind)
-    return len(found)
+    return len(matches)
 
 
 def test_a_primitive_of_ones_own_is_one_step():

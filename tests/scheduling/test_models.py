@@ -75,21 +75,21 @@ def test_every_norm_attention_and_mlp_is_fused(name: str, training: bool):
     model.train(training)
     s = schedule(model, args, kwargs)
     for rules in (library.NORMS, library.ATTENTION, library.GATES, library.LINEAR):
-        found = s[glob].find(rules)
-        if found:
-            s.fuse(found)
-    made = Counter(region.kind for region in s.regions)
+        matches = s[glob].find(rules)
+        if matches:
+            s.fuse(matches)
+    result = Counter(region.kind for region in s.regions)
     if not training and torch.__version__.startswith("2.13"):
-        assert expected.items() <= made.items()
-    assert sum(made.values()) >= 6
+        assert expected.items() <= result.items()
+    assert sum(result.values()) >= 6
     assert s.verify().runs
 
 
 def test_convolutions_of_the_zoos_resnet_are_fused_in_its_blocks():
     model, args, kwargs = of_the_zoo("resnet")
     s = schedule(model.train(), args, kwargs)
-    found = s.find(library.CONVOLUTION)
-    regions = s.fuse(found)
+    matches = s.find(library.CONVOLUTION)
+    regions = s.fuse(matches)
     assert len(regions) >= 4
     s.verify()
     optimizer = torch.optim.SGD(s.build().parameters(), 0.01)
@@ -110,9 +110,9 @@ def test_attention_by_hand_is_replaced_by_torchs():
     model, args, kwargs = of_the_zoo("bert")
     model.eval()
     s = schedule(model, args, kwargs)
-    found = s.find(bert_attention)
-    assert found, found.why
-    for match in found:
+    matches = s.find(bert_attention)
+    assert matches, matches.why
+    for match in matches:
         s.replace(fast_attention, match, concrete_args={"scale": match["scale"]}, check=True)
     s.verify()
     calls: list[Any] = []
@@ -125,7 +125,7 @@ def test_attention_by_hand_is_replaced_by_torchs():
     built = s.build()
     with Counting():
         built(*args, **kwargs)
-    assert calls.count(F.scaled_dot_product_attention) == len(found)
+    assert calls.count(F.scaled_dot_product_attention) == len(matches)
 
 
 def test_a_schedule_of_one_model_is_replayed_on_another_of_its_kind():

@@ -94,9 +94,9 @@ def test_there_is_one_trace_for_each_way_of_calling():
     s = schedule(model, (x,))
     part = s["block"]
     assert len(part.graphs) == 2
-    found = part.find(activation)
-    assert [m.form for m in found] == [0, 1]
-    regions = s.fuse(found)
+    matches = part.find(activation)
+    assert [m.form for m in matches] == [0, 1]
+    regions = s.fuse(matches)
     assert [r.form for r in regions] == [0, 1]
     assert torch.equal(s.build()(x), expected)
 

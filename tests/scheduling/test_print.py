@@ -125,9 +125,9 @@ class Twice(nn.Module):
 
 def test_ways_of_calling_and_what_was_done_in_one_of_them() -> None:
     s = schedule(Twice(), (torch.randn(2, 4),))
-    found = s["first"].find(torch.ops.aten.gelu.default)
-    assert [m.form for m in found] == [0, 1]
-    s.fuse(found[1])
+    matches = s["first"].find(torch.ops.aten.gelu.default)
+    assert [m.form for m in matches] == [0, 1]
+    s.fuse(matches[1])
     assert (
         show(str(s))
         == """
@@ -138,7 +138,7 @@ Twice
     0: Linear
     1: GELU"""
     )
-    s.fuse(found[0])
+    s.fuse(matches[0])
     assert "    1: GELU  <- gelu\n" in str(s)
 
 

@@ -52,15 +52,15 @@ def bert(**options: Any) -> tuple[nn.Module, zoo.Inputs]:
 
 def test_attention_by_hand_becomes_the_operator_in_every_layer() -> None:
     model, inputs = bert()
-    wanted = model(*inputs.args, **inputs.kwargs)
+    expected = model(*inputs.args, **inputs.kwargs)
     s = schedule(model, inputs.args, inputs.kwargs)
-    found = s["layers.*"].find(attention)
-    assert len(found) == 2
-    refused(s, "in more than one graph .*replace_all", lambda: s.replace(sdpa, found))
-    assert s.replace_all(found, lambda _: sdpa, check=True) == ["layers.0.attention", "layers.1.attention"]
+    matches = s["layers.*"].find(attention)
+    assert len(matches) == 2
+    refused(s, "in more than one graph .*replace_all", lambda: s.replace(sdpa, matches))
+    assert s.replace_all(matches, lambda _: sdpa, check=True) == ["layers.0.attention", "layers.1.attention"]
     assert not s["layers.*"].find(attention)
     built = s.build()
-    torch.testing.assert_close(built(*inputs.args, **inputs.kwargs), wanted)
+    torch.testing.assert_close(built(*inputs.args, **inputs.kwargs), expected)
     larger = zoo.get("bert").example_inputs(batch=3)
     ours = built(*larger.args, **larger.kwargs)
     torch.testing.assert_close(ours, s.release()(*larger.args, **larger.kwargs))
@@ -73,26 +73,26 @@ def test_weights_are_taken_over_by_name() -> None:
     entry = zoo.get("llama")
     model, inputs = entry.build(), entry.example_inputs()
     names = list(model.state_dict())
-    wanted = model(*inputs.args)
+    expected = model(*inputs.args)
     s = schedule(model, inputs.args)
     part = s["layers.0"]
     match = part.find(rms)[0]
     part.replace(made_rms(match), match, params={"weight": match["w"]}, check=True)
     s["layers.1"].replace_all(rms, made_rms, params={"weight": "w"}, check=True)
     built = s.build()
-    torch.testing.assert_close(built(*inputs.args), wanted)
+    torch.testing.assert_close(built(*inputs.args), expected)
     assert list(model.state_dict()) == names
     built(*inputs.args).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     s.verify()
     # Traced as a piece of a larger part, the steps are done there again.
     s.fuse(s.find(torch.ops.aten.silu))
-    torch.testing.assert_close(s.build()(*inputs.args), wanted)
+    torch.testing.assert_close(s.build()(*inputs.args), expected)
 
 
 def test_siblings_become_one_call_and_its_results_are_taken_apart() -> None:
     model, inputs = bert()
-    wanted = model(*inputs.args, **inputs.kwargs)
+    expected = model(*inputs.args, **inputs.kwargs)
     s = schedule(model, inputs.args, inputs.kwargs)
     part = s["layers.0.attention"]
     siblings = part.find(r"^(query|key|value)$")
@@ -105,10 +105,10 @@ def test_siblings_become_one_call_and_its_results_are_taken_apart() -> None:
     }
     refused(s, r"result 0 of 'Several' is off by", lambda: part.replace(new, siblings, check=True))
     part.replace(new, siblings, params=params, check=True)
-    torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), wanted)
+    torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), expected)
     assert not [name for name in model.state_dict() if "Several" in name]
     s.fuse(s.find(nn.LayerNorm))
-    torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), wanted)
+    torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), expected)
     s.release()
     s.undo(2)
     # With weights of its own it is trained and saved with the model.
@@ -136,22 +136,22 @@ def test_results_in_another_order_are_told_by_their_numbers() -> None:
             return double.exp() - more
 
     model, x = Around(), torch.randn(3)
-    wanted = model(x)
+    expected = model(x)
     s = schedule(model, (x,))
     s.fuse(s.find(torch.ops.aten.exp))
     s.replace(lambda x: (x * 2, None, x + 1), "two")
-    assert torch.equal(s.build()(x), wanted)
+    assert torch.equal(s.build()(x), expected)
     refused(s, "returns 1 values, and what it replaces returns 2", lambda: s.replace(torch.exp, "two"))
 
 
 def test_a_module_at_a_path() -> None:
     model, x = net(training=False)
-    wanted, names = model(x), list(model.state_dict())
+    expected, names = model(x), list(model.state_dict())
     s = schedule(model, (x,))
     new = nn.LayerNorm(8)
     s.replace(new, "blocks.0.norm", params={"weight": "weight", "bias": "blocks.0.norm.bias"}, check=True)
     built = s.build()
-    assert torch.equal(built(x), wanted)
+    assert torch.equal(built(x), expected)
     assert list(model.state_dict()) == names
     assert built.get_submodule("blocks.0.norm") is new
     assert not new.training
@@ -159,7 +159,7 @@ def test_a_module_at_a_path() -> None:
     # Around it other steps are done.
     block = s["blocks.0"]
     block.fuse(block.find(mlp))
-    assert torch.equal(s.build()(x), wanted)
+    assert torch.equal(s.build()(x), expected)
 
 
 def test_a_module_in_a_traced_part_every_call_of_it() -> None:
@@ -184,7 +184,7 @@ def test_a_module_in_a_traced_part_every_call_of_it() -> None:
 
 def test_a_region_is_replaced_and_what_is_around_it_is_fused() -> None:
     model, x = net(training=False)
-    wanted = model(x)
+    expected = model(x)
     s = schedule(model, (x,))
     block = s["blocks.0"]
     region = block.fuse(block.find(mlp), kind="mlp")[0]
@@ -196,14 +196,14 @@ def test_a_region_is_replaced_and_what_is_around_it_is_fused() -> None:
     )
     assert "replaced_0" not in {n.name for n in block.graph.graph.nodes}
     assert not whole.effects
-    assert torch.equal(s.build()(x), wanted)
+    assert torch.equal(s.build()(x), expected)
     s.undo(2)
     assert s.text() == before
 
 
 def test_arguments_by_name_by_order_and_fixed() -> None:
     model, x = net(training=False)
-    wanted = model(x)
+    expected = model(x)
     s = schedule(model, (x,))
     block = s["blocks.0"]
 
@@ -227,7 +227,7 @@ def test_arguments_by_name_by_order_and_fixed() -> None:
         (others, {"six": 1.0}),
     ):
         s.replace(new, block.find(mlp)[0], concrete_args=fixed, check=True)
-        torch.testing.assert_close(s.build()(x), wanted)
+        torch.testing.assert_close(s.build()(x), expected)
         s.release()
         s.undo()
     refused(
@@ -304,7 +304,7 @@ def test_every_module_of_a_class_and_none_that_was_just_made() -> None:
             return self.inner(x)
 
     model, x = net(training=False)
-    wanted = model(x)
+    expected = model(x)
     s = schedule(model, (x,))
     block = s["blocks.2"]
     block.fuse(block.find(torch.ops.aten.gelu))
@@ -312,7 +312,7 @@ def test_every_module_of_a_class_and_none_that_was_just_made() -> None:
     assert paths == [*(f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")), "head"]
     assert type(s["blocks.0.up"].modules[0]) is Wrapped
     assert not block.find(torch.ops.aten.linear)
-    torch.testing.assert_close(s.build()(x), wanted)
+    torch.testing.assert_close(s.build()(x), expected)
     s.release()
     refused(s, "no module of class Conv2d is in the model", lambda: s.replace_all(nn.Conv2d, Wrapped))
     refused(s, "does not take what 'head'|is float32", lambda: s["head"].replace_all(Wrapped, lambda _: nn.Linear(8, 3)))  # fmt: skip
@@ -351,9 +351,9 @@ def test_a_tracer_sees_through_what_was_replaced() -> None:
     s = schedule(model, (x,))
     s["blocks.0"].replace(nn.LayerNorm(8), s["blocks.0"].find(nn.LayerNorm), params={"weight": "norm_weight"})
     built = s.build()
-    wanted = built(x)
-    torch.testing.assert_close(torch.compile(built, backend="eager")(x), wanted)
-    torch.testing.assert_close(dovetail.capture(built, (x,))(x), wanted)
+    expected = built(x)
+    torch.testing.assert_close(torch.compile(built, backend="eager")(x), expected)
+    torch.testing.assert_close(dovetail.capture(built, (x,))(x), expected)
 
 
 class Doubling(nn.Module):

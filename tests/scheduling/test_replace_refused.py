@@ -57,9 +57,11 @@ def test_values_used_outside_are_refused_by_name() -> None:
             return F.gelu(y) + y
 
     s = schedule(Escaping(), (torch.randn(3, 4),))
-    found = s.find(inner)
+    matches = s.find(inner)
     refused(
-        s, "inner values of what is replaced are used outside of it: linear", lambda: s.replace(inner, found)
+        s,
+        "inner values of what is replaced are used outside of it: linear",
+        lambda: s.replace(inner, matches),
     )
 
 
@@ -91,9 +93,9 @@ def test_hooks_of_what_is_replaced_would_be_lost() -> None:
 def test_what_writes_to_its_operands_is_refused() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
-    found = s["blocks.0"].find(torch.ops.aten.gelu)[0]
-    refused(s, "'<lambda>' writes to its operands", lambda: s.replace(lambda x: x.relu_(), found))
-    s.replace(lambda x: x.clone().relu_(), found)
+    matches = s["blocks.0"].find(torch.ops.aten.gelu)[0]
+    refused(s, "'<lambda>' writes to its operands", lambda: s.replace(lambda x: x.relu_(), matches))
+    s.replace(lambda x: x.clone().relu_(), matches)
 
 
 class _ReadsSecondFirst(nn.Module):

@@ -74,20 +74,20 @@ def test_a_built_model_can_be_captured():
 def test_stand_ins_for_parameters_reach_the_graph():
     _, built, x = replaced(tripled)
     doubled = {name: p.detach() * 2 for name, p in built.named_parameters()}
-    made = torch.func.functional_call(built, doubled, (x,))
+    result = torch.func.functional_call(built, doubled, (x,))
     with torch.no_grad():
         for p in built.parameters():
             p.mul_(2)
-    assert torch.equal(made, built(x))
+    assert torch.equal(result, built(x))
 
 
 def test_stand_ins_in_a_call_that_nothing_was_done_for():
     _, built, x = replaced(tripled)
-    given = {name: p.detach() for name, p in built.named_parameters()}
+    inputs = {name: p.detach() for name, p in built.named_parameters()}
     with pytest.raises(dovetail.ScheduleError, match="Call it with such inputs first"):
-        torch.func.functional_call(built, given, (x[:2],))
+        torch.func.functional_call(built, inputs, (x[:2],))
     expected = built(x[:2])
-    assert torch.equal(torch.func.functional_call(built, given, (x[:2],)), expected)
+    assert torch.equal(torch.func.functional_call(built, inputs, (x[:2],)), expected)
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -46,9 +46,9 @@ class Failing(Declining):
 def test_a_backend_that_was_asked_for_and_does_not_take_a_region_is_an_error(backend: Any, reason: str):
     model, x = net(training=False)
     s = schedule(model, (x,))
-    found = s["blocks.*"].find(mlp)
-    refused(s, reason, lambda: s.fuse(found, backends=backend), dovetail.DovetailError)
-    assert [r.backend for r in s.fuse(found, backends=[Declining(), "torchscript"])] == ["torchscript"] * 3
+    matches = s["blocks.*"].find(mlp)
+    refused(s, reason, lambda: s.fuse(matches, backends=backend), dovetail.DovetailError)
+    assert [r.backend for r in s.fuse(matches, backends=[Declining(), "torchscript"])] == ["torchscript"] * 3
 
 
 def test_a_region_that_calls_something_of_the_users_says_what():
@@ -102,9 +102,9 @@ def test_a_detach_is_not_taken_apart():
     model, x = net()
     s = schedule(model, (x,))
     s.decompose(s["blocks.0"].find(nn.BatchNorm1d))
-    found = s["blocks.0"].find(torch.ops.aten.detach)
-    assert found
-    refused(s, "as simple as it gets", lambda: s.decompose(found))
+    matches = s["blocks.0"].find(torch.ops.aten.detach)
+    assert matches
+    refused(s, "as simple as it gets", lambda: s.decompose(matches))
 
 
 def test_undo_within_a_step_is_refused():
@@ -262,8 +262,8 @@ def test_runs_of_verify_are_trials():
 def test_escapes_by_node_are_not_saved():
     model, x = net(training=False)
     s = schedule(model, (x,))
-    found = s["blocks.0"].find(mlp)
-    s.fuse(found, escapes={found[0].nodes[0]: "output"})
+    matches = s["blocks.0"].find(mlp)
+    s.fuse(matches, escapes={matches[0].nodes[0]: "output"})
     with pytest.raises(dovetail.ScheduleError, match="given by node"):
         s.history.json()
 

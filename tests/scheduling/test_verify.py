@@ -111,8 +111,8 @@ def test_fresh_inputs_find_what_is_right_on_the_example_only() -> None:
 
     class Remembering(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            made = super().forward(input)
-            return made if torch.allclose(input, seen[0], atol=1e-4) else made + 1
+            result = super().forward(input)
+            return result if torch.allclose(input, seen[0], atol=1e-4) else result + 1
 
     new = Remembering(8, 2)
     new.load_state_dict(model.head.state_dict())
@@ -131,7 +131,7 @@ def test_nothing_is_left_changed() -> None:
     s["head"].replace(nn.Linear(8, 2))
     state = {k: v.clone() for k, v in model.state_dict().items()}
     gradients = {n: (p.grad, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None}
-    modes, made = [m.training for m in model.modules()], s["head"].modules[0]
+    modes, result = [m.training for m in model.modules()], s["head"].modules[0]
     text, drawn = s.text(), torch.get_rng_state()
     for train in (None, True, False):
         with pytest.raises(VerificationError):
@@ -141,7 +141,7 @@ def test_nothing_is_left_changed() -> None:
     assert all(p.grad is gradients[n][0] for n, p in model.named_parameters())
     assert all(torch.equal(*pair) for pair in gradients.values())
     assert [m.training for m in model.modules()] == modes
-    assert made.training
+    assert result.training
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert s.text() == text
 

@@ -80,8 +80,8 @@ def test_replaced_weights_are_compared_by_name_and_what_is_gone_is_told() -> Non
     s = schedule(model, (x,))
     s["head"].replace(copied(model.head))
     assert s.verify().gradients == 26
-    found = s["blocks.1"].find(torch.ops.aten.linear.default)[0]
-    s.replace(copied(model.get_submodule("blocks.1.up")), found)
+    matches = s["blocks.1"].find(torch.ops.aten.linear.default)[0]
+    s.replace(copied(model.get_submodule("blocks.1.up")), matches)
     verdict = s.verify()
     assert verdict.gradients == 24
     assert verdict.notes == (

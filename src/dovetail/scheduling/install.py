@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -29,21 +28,15 @@ class CheckpointedForward(InstalledForward):
         return CheckpointedForward, (self.module,)
 
 
-@dataclass(eq=False)
 class _Changes:
     """Changes of a model: forwards, swapped and added modules, and parameters that others replace."""
 
-    state: ScheduleState | None = None
-    forwards: list[InstalledForward] = field(default_factory=list[InstalledForward])
-    swapped: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = field(
-        default_factory=list[tuple[dict[str, Any], str, nn.Module, nn.Module]]
-    )
-    added: list[tuple[dict[str, Any], str, nn.Module]] = field(
-        default_factory=list[tuple[dict[str, Any], str, nn.Module]]
-    )
-    cleared: list[tuple[dict[str, Any], str, Any]] = field(
-        default_factory=list[tuple[dict[str, Any], str, Any]]
-    )
+    def __init__(self) -> None:
+        self.state: ScheduleState | None = None
+        self.forwards: list[InstalledForward] = []
+        self.swapped: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = []
+        self.added: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self.cleared: list[tuple[dict[str, Any], str, Any]] = []
 
     def undo(self) -> None:
         for forward in reversed(self.forwards):
