@@ -201,9 +201,7 @@ def test_hard_sigmoid() -> None:
 
 
 def test_what_is_no_hard_sigmoid() -> None:
-    assert "the constant is 0.2, not 0.1666667" in why(
-        hard_sigmoid, lambda x: (0.2 * x + 0.5).clamp(0, 1), X
-    )
+    assert "the constant is 0.2, not 0.1666667" in why(hard_sigmoid, lambda x: (0.2 * x + 0.5).clamp(0, 1), X)
     assert "where the pattern has" in why(hard_sigmoid, lambda x: (x + 3).clamp(0, 5) / 6, X)
     assert not candidates(hard_sigmoid, graph_of(lambda x: F.relu6(x) / 6, (X,)))
 

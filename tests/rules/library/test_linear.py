@@ -178,7 +178,9 @@ def test_linear_dropout_and_a_residual(mode: str) -> None:
 
 
 def test_what_is_added_to_every_row_is_a_bias() -> None:
-    assert "broadcast over the rows: a bias, not a residual" in why(linear_residual, lambda x, b: BARE(x) + b, X, BIAS)
+    assert "broadcast over the rows: a bias, not a residual" in why(
+        linear_residual, lambda x, b: BARE(x) + b, X, BIAS
+    )
 
 
 class Gated(nn.Module):

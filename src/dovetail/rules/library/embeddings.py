@@ -161,7 +161,7 @@ def added_is_independent(match: Match) -> Decline | None:
     while stack:
         for used in stack.pop().all_input_nodes:
             if used in inside:
-                return Decline(f"'{added.name}' is computed from the embedding: a residual", at=added)
+                return Decline(f"'{added.name}' is computed from the embedding: it is a residual", at=added)
             if used not in visited:
                 visited.add(used)
                 stack.append(used)
