@@ -158,6 +158,7 @@ class Play:
         self.schedule = dovetail.schedule(model, args, kwargs)
         self.is_built = False
         self.kept: list[Any] = []  # what was found before, which may be out of date
+        self.kept_find = ""
         self.marks: list[
             tuple[bool, bool]
         ] = []  # for each step: whether numbers may change, and whether it is saved
@@ -192,8 +193,11 @@ class Play:
         else:
             found = self._part(do).find(self.known.get(do.find, FINDS.get(do.find)))
         if found and do.find != "stale":
-            self.kept = list(found)
+            self.kept, self.kept_find = list(found), do.find
         return _picked(do, found)
+
+    def _is_saved(self, do: Do) -> bool:
+        return (self.kept_find if do.find == "stale" else do.find) not in UNSAVED
 
     def _targets(self, do: Do) -> Any:
         """Regions, matches, or a path, as a step takes them."""
@@ -206,7 +210,7 @@ class Play:
         found = self._found(do)
         made = self._part(do).fuse(found, **options)
         assert isinstance(made, list) == (isinstance(found, list) and not options.get("together"))
-        self._mark(inexact=options.get("backends") == "torchscript", saved=do.find not in UNSAVED)
+        self._mark(inexact=options.get("backends") == "torchscript", saved=self._is_saved(do))
 
     def _lower(self, do: Do, options: dict[str, Any]) -> None:
         self.schedule.lower(self._targets(do), options["backends"])
@@ -278,7 +282,7 @@ class Play:
     def _decompose(self, do: Do, options: dict[str, Any]) -> None:
         target = self._targets(do)
         self.schedule.decompose(target)
-        self._mark(inexact=do.find != "regions", saved=do.find not in UNSAVED)
+        self._mark(inexact=do.find != "regions", saved=self._is_saved(do))
 
     def _annotate(self, do: Do, options: dict[str, Any]) -> None:
         self.schedule.annotate(self._targets(do), **options)
