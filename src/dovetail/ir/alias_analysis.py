@@ -19,7 +19,7 @@ from torch.fx import Node
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.meta_keys import CANONICAL
 from dovetail.ir.nodes import SCALARS, storage_key, storage_keys
-from dovetail.ir.union_find import UnionFind
+from dovetail.ir.quotient_graph import UnionFind
 
 
 class AliasInfo(Protocol):
