@@ -104,7 +104,7 @@ def test_a_detach_is_not_taken_apart():
     s.decompose(s["blocks.0"].find(nn.BatchNorm1d))
     matches = s["blocks.0"].find(torch.ops.aten.detach)
     assert matches
-    refused(s, "as simple as it gets", lambda: s.decompose(matches))
+    refused(s, "has no simpler form", lambda: s.decompose(matches))
 
 
 def test_undo_within_a_step_is_refused():
