@@ -230,8 +230,11 @@ def _json_value(value: Any, where: str) -> Any:
     )
 
 
-def literal(value: Any, ref: Callable[[Node], Any]) -> Any:
-    """Return a node argument as a hashable value that distinguishes what Python compares equal: 1, 1.0, True, -0.0."""
+def literal(value: Any, ref: Callable[[Node], Any], opaque: Callable[[Any], Any] | None = None) -> Any:
+    """Return a node argument as a hashable value that distinguishes what Python compares equal: 1, 1.0, True, -0.0.
+
+    Objects of other types are compared by value, or, where that could equate distinct objects, by `opaque`.
+    """
     if isinstance(value, Node):
         return ref(value)
     kind = type(value)
@@ -242,14 +245,16 @@ def literal(value: Any, ref: Callable[[Node], Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return (
             "tuple" if isinstance(value, tuple) else "list",
-            *(literal(v, ref) for v in cast("Sequence[Any]", value)),
+            *(literal(v, ref, opaque) for v in cast("Sequence[Any]", value)),
         )
     if isinstance(value, dict):
-        return ("dict", *((k, literal(v, ref)) for k, v in cast("dict[Any, Any]", value).items()))
+        return ("dict", *((k, literal(v, ref, opaque)) for k, v in cast("dict[Any, Any]", value).items()))
     if isinstance(value, slice):
-        return ("slice", *(literal(v, ref) for v in (value.start, value.stop, value.step)))
+        return ("slice", *(literal(v, ref, opaque) for v in (value.start, value.stop, value.step)))
     if kind in (bool, str, complex):
         return (kind.__name__, repr(value))
+    if opaque is not None:
+        return opaque(value)
     try:
         hash(value)
     except TypeError:

@@ -185,7 +185,7 @@ class _Sweep:
         call = call_of(node.meta)
         region = None if call is None else (call.identity, call.backend)
         ordered = dict(sorted(node.kwargs.items()))
-        arguments = (literal(value, self.env.__getitem__) for value in (node.args, ordered))
+        arguments = (literal(value, self.env.__getitem__, _by_identity) for value in (node.args, ordered))
         return (node.op, node.target, region, *arguments, before)
 
     def _may_share(self, first: Node, second: Node) -> bool:
@@ -233,3 +233,9 @@ def _calls_graph(gm: GraphModule, node: Node) -> bool:
     if isinstance(node.target, HigherOrderOperator):
         return True
     return node.op == "call_module" and isinstance(attribute(gm, cast("str", node.target)), GraphModule)
+
+
+def _by_identity(value: Any) -> Any:
+    """Return what an argument of any other type is compared by: torch's constants by value, objects by identity."""
+    known = isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format))
+    return value if known else id(value)
