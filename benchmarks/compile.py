@@ -93,9 +93,9 @@ def cold(method: str, layers: int, device: str, seq: int) -> dict[str, Any]:
         torch.cuda.synchronize()
     found: dict[str, Any] = {"seconds": time.perf_counter() - start}
     if method == "dovetail":
-        from dovetail.lowering.lowered_state import lowering_of
+        from dovetail.lowering.lowered_state import lowered_state_of
 
-        events = [e for g in run.graphs for e in lowering_of(g).events]  # type: ignore[union-attr]
+        events = [e for g in run.graphs for e in lowered_state_of(g).events]  # type: ignore[union-attr]
         found["compilations"] = sum(e.outcome == "compiled" for e in events)
     return found
 

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def recorded(lowered: Any) -> list[RecordedGraph]:
-    from dovetail.lowering.lowered_state import lowering_of
+    from dovetail.lowering.lowered_state import lowered_state_of
 
-    lowering = lowering_of(lowered)
+    lowering = lowered_state_of(lowered)
     assert lowering is not None
     return [run for site in lowering.sites.values() for run, _ in site._prepared.values()]
 
