@@ -42,12 +42,10 @@ from dovetail.lowering.backend_protocol import Backend
 from dovetail.lowering.bisect_lowering import bisect_lowering
 from dovetail.lowering.lower import Lower, lower
 from dovetail.outlining.inline import inline
-from dovetail.outlining.outline import outline
-from dovetail.outlining.region import Region, regions
+from dovetail.outlining.outline import Request, outline
+from dovetail.outlining.region import Escape, Region, regions
 from dovetail.outlining.region import RegionWriter as _RegionWriter
 from dovetail.outlining.region import install_writers as _install_writers
-from dovetail.outlining.region_call import Escape
-from dovetail.outlining.request import Request
 from dovetail.passes.bisect_passes import bisect
 from dovetail.passes.cleanup import Cleanup
 from dovetail.passes.fold_constants import FoldConstants
