@@ -1,7 +1,10 @@
 """The source keeps its shape: imports point one way, files stay small, names do not collide."""
 
 import ast
+import io
 import re
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -13,6 +16,30 @@ import dovetail
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "dovetail"
 MOST_LINES = 600
+# A shorter file that only one other imports belongs into that one.
+FEWEST_LINES = 80
+# The one table of modules by name: the backends that come with dovetail.
+BACKEND_TABLE = "dovetail.lowering.backend_protocol"
+# Words that do not name what a variable holds, or that the field has a term for.
+RETIRED = {
+    *(
+        "told",
+        "tells",
+        "says",
+        "said",
+        "made",
+        "found",
+        "wanted",
+        "world",
+        "looks",
+        "several",
+        "plain",
+        "shut",
+    ),
+    *("barred", "listed", "lies", "standin", "makeup", "wish", "wishes", "whoever"),
+}
+# Names that users meet: attributes of refusals and of the context of rules, operators and arguments of others.
+PUBLIC_WORDS = {"wanted", "barred"}
 # A group of entry points looks like a key of meta, and is none.
 ENTRY_POINTS = "dovetail.backends"
 
@@ -144,3 +171,72 @@ def test_meta_keys_are_spelled_in_one_module_and_documented() -> None:
     assert not {key: where for key, where in spelled.items() if len(where) > 1}
     documents = (ROOT / "docs" / "internals.md").read_text()
     assert not [key for key in spelled if f"`{key}`" not in documents]
+
+
+def importers() -> dict[str, set[str]]:
+    """By module, the modules that import it, at any depth of their code."""
+    users: dict[str, set[str]] = {name: set() for name in NAMES}
+    for name, path in NAMES.items():
+        for statement in ast.walk(ast.parse(path.read_text())):
+            for other in imported(path, statement):
+                users.setdefault(other, set()).add(name)
+    return users
+
+
+def test_short_files_have_two_importers() -> None:
+    # A backend is imported by name, through the one table of them; settings are read by users.
+    users = importers()
+    short = [
+        name
+        for name, path in NAMES.items()
+        if path.name != "__init__.py"
+        and part(name) not in ("zoo", "backends", "config")
+        and len(path.read_text().splitlines()) < FEWEST_LINES
+        and len(users[name]) < 2
+    ]
+    assert not short
+
+
+def test_file_and_class_names_are_used_once() -> None:
+    files = [path for path in FILES if path.name != "__init__.py" and part(module_name(path)) != STANDS_ALONE]
+    classes = [
+        node.name
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not {name for name, count in Counter(path.name for path in files).items() if count > 1}
+    assert not {name for name, count in Counter(classes).items() if count > 1}
+
+
+def test_every_function_has_a_name() -> None:
+    assert not [
+        f"{name}:{node.lineno}"
+        for name, path in NAMES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == "_"
+    ]
+
+
+def test_imports_by_string_do_not_point_upwards() -> None:
+    # The names of the built-in backends are resolved like entry points.
+    wrong = [
+        f"{name}:{node.lineno} names {node.value}"
+        for name, path in NAMES.items()
+        if part(name) and name != BACKEND_TABLE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and node.value in NAMES
+        and node.value.count(".") > 1  # a key of meta may be called like a folder
+        and not may_import(part(name), part(node.value))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_identifiers_say_what_they_name(path: Path) -> None:
+    if part(module_name(path)) == STANDS_ALONE:
+        return
+    words = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    names = {token.string for token in words if token.type == tokenize.NAME}
+    assert not {n for n in names - PUBLIC_WORDS if RETIRED & set(n.lower().strip("_").split("_"))}

@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from dovetail.formats.memory_layout import Layout
 from dovetail.ir.schema import op_name
+from dovetail.ir.tensor_spec import Layout
 
 ATEN = torch.ops.aten
 Decomposition = Callable[[Node], GraphModule | None]

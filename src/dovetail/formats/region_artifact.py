@@ -18,12 +18,12 @@ from torch import Tensor
 from dovetail.errors import InvalidArgument, RegionError
 from dovetail.formats import check_artifact
 from dovetail.formats.exported_program import exported
-from dovetail.ir.nodes import symbol_ranges
+from dovetail.ir.nodes import example_size, symbol_ranges
 from dovetail.ir.printer import text
 from dovetail.ir.process_state import preserve_rng_state
 from dovetail.lowering.compile_unit import CompileUnit, unit_of
 from dovetail.lowering.failures import one_line
-from dovetail.numerics.sample_inputs import as_non_leaf, example_size, random_inputs
+from dovetail.numerics.sample_inputs import as_non_leaf, random_inputs
 from dovetail.outlining.inline import inline
 from dovetail.outlining.region import Region, results
 

@@ -17,12 +17,11 @@ from torch.utils import _pytree as pytree
 from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.formats.atomic_write import atomic_replace, resolve_target
 from dovetail.formats.reexport import Reexporter
-from dovetail.formats.region_calls import calls_in, unique_name
 from dovetail.formats.stablehlo_ops import StableHloSupport, import_graphs, missing, portable
 from dovetail.ir.graph_module import Body, GraphOwner, attribute, only_graph
 from dovetail.lowering.backend_protocol import load_package
 from dovetail.lowering.failures import UnsupportedOp
-from dovetail.outlining.region import RegionCall, call_of, results, walk
+from dovetail.outlining.region import RegionCall, call_of, calls_in, results, unique_name, walk
 
 
 @dataclass(frozen=True)

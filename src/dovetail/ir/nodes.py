@@ -28,7 +28,6 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 SCALARS = (int, float, bool, *SYMBOLIC)
 """The types of numbers in `meta["val"]`."""
@@ -191,3 +190,11 @@ def is_projection(node: Node) -> bool:
 def is_static_size(size: Any) -> bool:
     """Whether a size is a number and not a symbol."""
     return isinstance(size, int)
+
+
+def example_size(value: Any) -> Any:
+    """Return the hint of a symbolic size, 2 for one that depends on data; other values as they are."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    hint = size_hint(value)
+    return 2 if hint is None else hint

@@ -21,10 +21,9 @@ from torch.fx import Node
 
 from dovetail.errors import InvalidArgument, did_you_mean, nearest
 from dovetail.ir.effects import effects_of, summarize_body
-from dovetail.ir.nodes import is_static_size
+from dovetail.ir.nodes import example_size, is_static_size
 from dovetail.lowering.failures import LoweringFailure
 from dovetail.numerics.compare import expected_outcome
-from dovetail.numerics.sample_inputs import example_size
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 

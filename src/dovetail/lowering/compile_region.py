@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from dovetail.ir.nodes import example_size
 from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.lowering.backend_protocol import Backend, Compiled, identity
@@ -25,7 +26,7 @@ from dovetail.lowering.options import Options
 from dovetail.lowering.verify_region import verify_unit
 from dovetail.lowering.worker import Workers
 from dovetail.numerics.compare import ExpectedOutcome, MutationCheck, expected_outcome
-from dovetail.numerics.sample_inputs import as_non_leaf, example_size, fake_inputs, random_inputs
+from dovetail.numerics.sample_inputs import as_non_leaf, fake_inputs, random_inputs
 
 # Inductor and most compilers are not to be entered by two threads at once.
 COMPILING = reset_at_fork(threading.RLock())

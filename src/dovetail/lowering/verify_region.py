@@ -12,17 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.ir.graph_module import Body
+from dovetail.ir.nodes import example_size
 from dovetail.ir.process_state import preserve_rng_state
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.lowering.backend_protocol import Compiled, contract_of
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.numerics.compare import bitwise_equal, flatten_results, output_gradients, type_mismatch
-from dovetail.numerics.sample_inputs import (
-    as_non_leaf,
-    clone_span,
-    example_size,
-    random_inputs,
-)
+from dovetail.numerics.sample_inputs import as_non_leaf, clone_span, random_inputs
 from dovetail.numerics.tolerance import (
     Float64Interpreter,
     Reference,

@@ -14,9 +14,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dovetail.ir.effects import BodySummary
-from dovetail.ir.nodes import storage_key
+from dovetail.ir.nodes import example_size, storage_key
 from dovetail.ir.weight_guard import packed_bytes
-from dovetail.numerics.sample_inputs import as_non_leaf, example_size
+from dovetail.numerics.sample_inputs import as_non_leaf
 from dovetail.numerics.tolerance import (
     Reference,
     Tolerance,

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 
-from dovetail.ir.nodes import size_hint
+from dovetail.ir.nodes import example_size
 from dovetail.ir.schema import named_arguments, op_name, viewed_operand
 from dovetail.ir.tensor_spec import NumberSpec, Specialization, TensorSpec
 
@@ -279,11 +279,3 @@ def as_non_leaf(value: Any, written: bool) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
         value
     )
-
-
-def example_size(value: Any) -> Any:
-    """Return the hint of a symbolic size, 2 for one that depends on data; other values as they are."""
-    if not isinstance(value, torch.SymInt):
-        return value
-    hint = size_hint(value)
-    return 2 if hint is None else hint

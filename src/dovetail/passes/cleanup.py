@@ -54,7 +54,7 @@ def clean_up(gm: GraphModule) -> GraphModule:
         if not all(live):
             gm = _without_dead(gm, index, live)
             index = Index(gm)
-        sweep = _Sweep(index)
+        sweep = _ValueNumbering(index)
         sweep.run()
         if not sweep.merged:
             return gm
@@ -95,7 +95,7 @@ def _meta_with_ranks(gm: GraphModule, graph: Graph) -> dict[str, Any]:
     return with_state(gm.meta, replace(state, ranks=ranks))
 
 
-class _Sweep:
+class _ValueNumbering:
     """One forward sweep that copies the graph with one node for equal computations."""
 
     def __init__(self, index: Index) -> None:

@@ -19,12 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from dovetail.formats.memory_layout import Layout, layout_of
 from dovetail.formats.onnx.region_model import TRANSLATIONS, region_model
 from dovetail.formats.onnx.writer import Dialect, OnnxWriter
 from dovetail.formats.op_support import OperationSupport
 from dovetail.ir.graph_module import Body
 from dovetail.ir.process_state import make_immortal, register_after_fork, reset_at_fork
+from dovetail.ir.tensor_spec import Layout, layout_of
 from dovetail.lowering.backend_protocol import (
     Answer,
     Backend,

@@ -16,8 +16,8 @@ from dovetail.backends.external.external_base import (
     checked_results,
 )
 from dovetail.errors import checked_init
-from dovetail.formats.memory_layout import Layout
 from dovetail.formats.onnx.writer import ELEMENT_TYPES, Dialect
+from dovetail.ir.tensor_spec import Layout
 from dovetail.lowering.backend_protocol import package_version
 
 

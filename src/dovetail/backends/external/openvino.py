@@ -20,8 +20,8 @@ from dovetail.backends.external.external_base import (
     input_names,
 )
 from dovetail.errors import checked_init
-from dovetail.formats.memory_layout import Layout
 from dovetail.formats.op_support import INTEGRAL
+from dovetail.ir.tensor_spec import Layout
 from dovetail.lowering.backend_protocol import package_version, values_of
 
 

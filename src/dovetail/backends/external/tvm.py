@@ -36,7 +36,6 @@ from dovetail.backends.external.external_base import (
     with_bound,
 )
 from dovetail.errors import checked_init
-from dovetail.formats.memory_layout import Layout
 from dovetail.formats.op_support import (
     COMMON_VALIDATED,
     ProbedSupport,
@@ -47,6 +46,7 @@ from dovetail.formats.op_support import (
 from dovetail.formats.reexport import lerp, pow_as_root, reexport_body
 from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import argument_of
+from dovetail.ir.tensor_spec import Layout
 from dovetail.lowering.backend_protocol import load_package, package_version, suppress_warnings
 from dovetail.lowering.failures import UnsupportedOp
 

@@ -22,10 +22,10 @@ from dovetail.backends.external.external_base import (
     with_bound,
 )
 from dovetail.errors import checked_init
-from dovetail.formats.memory_layout import Layout
 from dovetail.formats.reexport import reexport_body
 from dovetail.formats.stablehlo_ops import StableHloSupport, import_graphs, portable
 from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.tensor_spec import Layout
 from dovetail.lowering.backend_protocol import load_package, package_version
 
 

@@ -22,12 +22,12 @@ from dovetail.backends.int8.int8_kernels import (
 )
 from dovetail.errors import CallMismatch, InvalidArgument, checked_init
 from dovetail.ir.graph_module import Body
+from dovetail.ir.nodes import example_size
 from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
 from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled, why_effectful
 from dovetail.lowering.failures import LoweringFailure
 from dovetail.lowering.guards import disable_autocast, is_trial
 from dovetail.lowering.lowered_state import lowered_state_of
-from dovetail.numerics.sample_inputs import example_size
 from dovetail.numerics.tolerance import relative_error
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from dovetail.formats.memory_layout import Layout
 from dovetail.formats.onnx.ops_elementwise import ELEMENTWISE
 from dovetail.formats.onnx.ops_linear import ATTENTION, CONVOLUTIONS, PRODUCTS
 from dovetail.formats.onnx.ops_reduce import NORMS, REDUCTIONS
@@ -21,6 +20,7 @@ from dovetail.formats.onnx.writer import (
     element_type,
     value_info,
 )
+from dovetail.ir.tensor_spec import Layout
 
 _TABLES = (ELEMENTWISE, SHAPE, INDEXING, REDUCTIONS, PRODUCTS, ATTENTION, CONVOLUTIONS, NORMS, REARRANGE)
 TRANSLATIONS: Mapping[str, OpTranslation] = {

@@ -29,14 +29,13 @@ from dovetail.formats.onnx.writer import (
     tensor_proto,
     value_info,
 )
-from dovetail.formats.region_calls import calls_in, unique_name
 from dovetail.frontend.cache_pytrees import leaf_steps
 from dovetail.frontend.calling_convention import convention_of
 from dovetail.ir.graph_module import Body, GraphOwner, attribute, only_graph
 from dovetail.ir.meta_keys import DIM_NAMES, REGION
 from dovetail.ir.source_location import of_node
 from dovetail.lowering.failures import UnknownOp, UnsupportedOp, one_line
-from dovetail.outlining.region import RegionCall, results
+from dovetail.outlining.region import RegionCall, calls_in, results, unique_name
 
 CustomFunction = Callable[..., Any]
 """Called with an `OnnxOperators` and the arguments of an operator; returns the name of the result, or a tuple."""

@@ -12,10 +12,10 @@ from torch import SymInt, Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from dovetail.formats.region_calls import unique_name
 from dovetail.ir.nodes import is_static_size
 from dovetail.ir.weight_guard import packed_bytes
 from dovetail.lowering.failures import UnknownOp, UnsupportedOp
+from dovetail.outlining.region import unique_name
 
 ELEMENT_TYPES: dict[torch.dtype, int] = {
     torch.float32: 1,
