@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import InvalidArgument, RegionError
-from dovetail.formats import check_artifact
+from dovetail.formats import artifact_check_script
 from dovetail.formats.exported_program import exported
 from dovetail.ir.nodes import example_size, symbol_ranges
 from dovetail.ir.printer import text
@@ -54,7 +54,7 @@ def write(region: Region, folder: Path, *, seed: int = 0) -> Path:
         torch.save({"results": expected, "operands": after}, scratch / "expected.pt")
         identity = json.dumps(_identity(region, unit, seed), indent=2, sort_keys=False)
         (scratch / "region.json").write_text(identity + "\n", encoding="utf-8")
-        (scratch / "check.py").write_text(inspect.getsource(check_artifact), encoding="utf-8")
+        (scratch / "check.py").write_text(inspect.getsource(artifact_check_script), encoding="utf-8")
         os.chmod(scratch, 0o777 & ~_umask())
         if folder.exists():
             folder.rmdir()

@@ -39,7 +39,7 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     strict: bool = False,
     check_capture: bool = False,
 ) -> GraphModule:

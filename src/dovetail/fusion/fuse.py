@@ -58,7 +58,7 @@ from dovetail.ir.graph_module import Program, as_program, pause_gc, require_grap
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.outline import outline_drafts
 from dovetail.outlining.region import call_of
-from dovetail.rules.rule import UNLIMITED, Limits, Rule, RuleContext, RuleSet, as_rules
+from dovetail.rules.rule import UNLIMITED, Limits, Rule, RuleContext, Rules, RuleSet, as_rules
 
 
 def require_rules(rules: Any) -> RuleSet:
@@ -139,7 +139,7 @@ _MOST_WHYS = 8
 )
 def fuse(
     gm: GraphModule,
-    rules: Rule | RuleSet | Iterable[Any] | None = None,
+    rules: Rules | None = None,
     *,
     rounds: int | None = None,
     must: NodeSelector | Iterable[NodeSelector | Iterable[NodeSelector]] = (),

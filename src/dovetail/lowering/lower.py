@@ -22,7 +22,7 @@ from dovetail.ir.meta_keys import LEDGER, LOWERING
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.ir.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.assign import ALL, Assigner, Granularity, preferences
-from dovetail.lowering.backend_protocol import DEFAULT, checked_backends, resolve
+from dovetail.lowering.backend_protocol import DEFAULT, BackendChain, Backends, checked_backends, resolve
 from dovetail.lowering.compile_unit import GradAnalysis, unit_of
 from dovetail.lowering.dispatch import Dispatcher
 from dovetail.lowering.failures import fault_of
@@ -82,9 +82,9 @@ def _worker_count(jobs: int) -> int:
 @checked_call(rules="them to `fuse`, which comes before", strict="on_error='raise'")
 def lower(
     gm: GraphModule,
-    backends: Any = None,
+    backends: Backends | None = None,
     *,
-    plan: Mapping[str, Any] | None = None,
+    plan: Mapping[str, BackendChain] | None = None,
     on_error: Literal["fallback", "raise"] = "fallback",
     verify: bool = False,
     granularity: Granularity = "outer",

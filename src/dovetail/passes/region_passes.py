@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, checked_init
+from dovetail.fusion.constraints import NodeSelector
 from dovetail.fusion.cost import CostModel
 from dovetail.fusion.fuse import (
     fuse,
@@ -22,7 +23,7 @@ from dovetail.outlining.inline import inline
 from dovetail.outlining.outline import Request, outline
 from dovetail.outlining.region import regions
 from dovetail.passes.pass_manager import Pass
-from dovetail.rules.rule import Limits, Rule, RuleSet, as_rules
+from dovetail.rules.rule import Limits, Rules, as_rules
 
 
 @checked_init(strict="on_error='raise'")
@@ -34,10 +35,10 @@ class Fuse(Pass):
     reads. Invalid options are refused when the pass is constructed, as far as they can be checked without a graph.
     """
 
-    rules: Rule | RuleSet | Iterable[Any] | None = None
+    rules: Rules | None = None
     rounds: int | None = None
-    must: Any = ()
-    never: Any = ()
+    must: NodeSelector | Iterable[NodeSelector | Iterable[NodeSelector]] = ()
+    never: NodeSelector | Iterable[NodeSelector] = ()
     limits: Limits | None = None
     priorities: Mapping[str, int] | None = field(default=None, hash=False)
     fuel: int | None = None

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -203,7 +203,7 @@ class RuleSet:
 
     rules: tuple[Rule, ...] = field(default=())
 
-    def __init__(self, *rules: Rule | RuleSet | Iterable[Any]) -> None:
+    def __init__(self, *rules: Rules) -> None:
         object.__setattr__(self, "rules", tuple(_flatten(rules)))
         by_name: dict[str, Rule] = {}
         for rule in self.rules:
@@ -236,7 +236,11 @@ class RuleSet:
         return f"RuleSet({', '.join(rule.name for rule in self.rules)})"
 
 
-def as_rules(rules: Any) -> RuleSet:
+Rules: TypeAlias = Rule | RuleSet | Iterable[Rule | RuleSet | Iterable[Rule | RuleSet]]
+"""A rule, a rule set, or a list of them, which may hold lists."""
+
+
+def as_rules(rules: Rules) -> RuleSet:
     """Return a rule, a rule set or any nesting of lists of them as one set."""
     return rules if isinstance(rules, RuleSet) else RuleSet(rules)
 

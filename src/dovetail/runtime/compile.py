@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +15,10 @@ from dovetail.frontend.export import require_dynamic_shapes
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.ir.weight_guard import CHECK_INTERVAL
 from dovetail.lowering.assign import Granularity
-from dovetail.lowering.backend_protocol import DEFAULT, Backend, resolve
+from dovetail.lowering.backend_protocol import DEFAULT, Backend, BackendChain, Backends, resolve
 from dovetail.lowering.options import Options
+from dovetail.passes.pass_manager import Pass
+from dovetail.rules.rule import Rules
 from dovetail.runtime.capture_cache import CudaGraphs
 from dovetail.runtime.compiled_module import CompiledModule
 from dovetail.runtime.presets import CompilePreset, as_pipeline, default_pipeline
@@ -28,12 +30,12 @@ def compile(
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    backends: Any = None,
-    rules: Any = None,
-    pipeline: Any = None,
-    plan: Mapping[str, Any] | None = None,
+    backends: Backends | None = None,
+    rules: Rules | None = None,
+    pipeline: Pass | Sequence[Pass] | None = None,
+    plan: Mapping[str, BackendChain] | None = None,
     dynamic: bool | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     on_error: Literal["fallback", "raise"] = "fallback",
     verify: bool = False,
     granularity: Granularity = "outer",

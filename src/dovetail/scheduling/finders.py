@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
@@ -497,6 +497,20 @@ def _named_operands(node: Node) -> Iterator[tuple[str, Node]]:
     call = call_of(node.meta)
     for name, number in call.arguments if call is not None else ():
         yield name, cast("Node", node.args[number])
+
+
+Findable: TypeAlias = (
+    Finder
+    | Rule
+    | RuleSet
+    | OpOverload[..., Any]
+    | OpOverloadPacket[..., Any]
+    | type[nn.Module]
+    | str
+    | re.Pattern[str]
+    | Callable[..., Any]
+)
+"""What `find` takes: a pattern or rule, a module class, a regular expression on paths, a predicate or an operator."""
 
 
 def finder_of(what: Any) -> Finder:

@@ -17,7 +17,7 @@ from dovetail.errors import CaptureError, InvalidArgument, ScheduleError, checke
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.ir.graph_module import Program
 from dovetail.ir.process_state import reset_at_fork
-from dovetail.lowering.backend_protocol import checked_backends
+from dovetail.lowering.backend_protocol import BackendChain, checked_backends
 from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.lower import settle_parts
 from dovetail.runtime.capture_cache import CaptureCache
@@ -167,7 +167,7 @@ def fuse_modules(
     kwargs: Mapping[str, Any] | None = None,
     *,
     inplace: bool = False,
-    backends: Any = (),
+    backends: BackendChain = (),
 ) -> nn.Module:
     """Return the model with named modules fused: a convolution or linear layer, a batch norm and an activation each.
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, ScheduleError, UnknownPart, checked_call
-from dovetail.lowering.backend_protocol import checked_backends, resolve
+from dovetail.lowering.backend_protocol import BackendChain, checked_backends, resolve
 from dovetail.outlining.region import Region, make_identity
 from dovetail.scheduling import replace as replacement_steps
 from dovetail.scheduling.decompose import has_formula
@@ -25,6 +25,7 @@ from dovetail.scheduling.edits import (
 )
 from dovetail.scheduling.finders import (
     ByNode,
+    Findable,
     Matches,
     PartMatch,
     PartRegion,
@@ -35,6 +36,7 @@ from dovetail.scheduling.finders import (
 from dovetail.scheduling.history import backend_entry
 from dovetail.scheduling.resolve import (
     AddressGroup,
+    Target,
     body_keys,
     group_by_graph,
     is_path_target,
@@ -248,7 +250,7 @@ class Part:
         return f"Part({', '.join(path or 'the model' for path in self.paths)})"
 
     @checked_call()
-    def find(self, what: Any = None, *, where: Callable[[Node], Any] | None = None) -> Matches:
+    def find(self, what: Findable | None = None, *, where: Callable[[Node], object] | None = None) -> Matches:
         """Return the matches of something in these parts: disjoint, in execution order.
 
         `what` is a pattern function, a rule or a rule set, a class of modules, a regular expression on module paths, an operator,
@@ -265,13 +267,13 @@ class Part:
     @checked_call()
     def fuse(
         self,
-        matches: Any,
+        matches: Target,
         *,
         kind: str | None = None,
         version: int | None = None,
         attrs: Mapping[str, Any] | None = None,
-        escapes: Any = None,
-        backends: Any = (),
+        escapes: str | Mapping[str, str] | None = None,
+        backends: BackendChain = (),
         together: bool = False,
     ) -> Any:
         """Make a region of each match, which computes exactly the same; with `together`, one of all of them.
@@ -295,7 +297,7 @@ class Part:
     def replace(
         self,
         new: Any,
-        target: Any = None,
+        target: Target | None = None,
         *,
         params: Mapping[str, Any] | None = None,
         concrete_args: Mapping[str, Any] | None = None,
@@ -320,7 +322,7 @@ class Part:
     @checked_call()
     def replace_all(
         self,
-        what: Any,
+        what: Findable,
         factory: Callable[[Any], Any],
         *,
         params: Mapping[str, Any] | None = None,
@@ -337,7 +339,7 @@ class Part:
             self._session, self.paths, what, factory, params=params, concrete_args=concrete_args, check=check
         )
 
-    def decompose(self, target: Any = None) -> None:
+    def decompose(self, target: Target | None = None) -> None:
         """Decompose regions, matches, or the operations of these modules.
 
         A region becomes its operations, an operation simpler ones (a linear layer product and bias, attention its
@@ -345,16 +347,16 @@ class Part:
         """
         decompose(self._session, self.paths if target is None else target)
 
-    def annotate(self, target: Any = None, **attrs: Any) -> None:
+    def annotate(self, target: Target | None = None, **attrs: Any) -> None:
         """Add attributes to regions, or notes to modules."""
         annotate(self._session, self.paths if target is None else target, attrs)
 
-    def checkpoint(self, target: Any = None) -> None:
+    def checkpoint(self, target: Target | None = None) -> None:
         """Recompute the inner values of regions or modules in backward instead of saving them."""
         checkpoint(self._session, self.paths if target is None else target)
 
     @checked_call()
-    def lower(self, target: Any, backends: Any) -> None:
+    def lower(self, target: Target, backends: BackendChain) -> None:
         """Lower regions to a backend, or to the first of a list that accepts them; None is the default."""
         chosen = checked_backends(backends)
         if chosen is None:

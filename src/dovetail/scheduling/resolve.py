@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.outlining.region import Region, call_of, regions, walk
@@ -23,6 +23,10 @@ class AddressGroup:
     addresses: tuple[Address, ...]
     matches: tuple[PartMatch, ...]
     indices: tuple[int, ...]
+
+
+Target: TypeAlias = PartMatch | Region | str | Iterable[PartMatch | Region | str]
+"""What a step is about: matches and regions of the schedule, or paths of modules."""
 
 
 def target_list(target: Any, what: str) -> tuple[list[Any], bool]:

@@ -47,8 +47,9 @@ from dovetail.formats.reexport import lerp, pow_as_root, reexport_body
 from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import argument_of
 from dovetail.ir.tensor_spec import Layout
-from dovetail.lowering.backend_protocol import load_package, package_version, suppress_warnings
+from dovetail.lowering.backend_protocol import load_package, package_version
 from dovetail.lowering.failures import UnsupportedOp
+from dovetail.lowering.region_support import suppress_warnings
 
 Legalization = Callable[[Any, Any], Any]
 Comparison = Callable[[Any, Any], Any]

@@ -24,10 +24,11 @@ from dovetail.errors import CallMismatch, InvalidArgument, checked_init
 from dovetail.ir.graph_module import Body
 from dovetail.ir.nodes import example_size
 from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
-from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled, why_effectful
+from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled
 from dovetail.lowering.failures import LoweringFailure
 from dovetail.lowering.guards import disable_autocast, is_trial
 from dovetail.lowering.lowered_state import lowered_state_of
+from dovetail.lowering.region_support import why_effectful
 from dovetail.numerics.tolerance import relative_error
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
@@ -188,7 +189,7 @@ class Int8(Backend):
         self.version = f"1 {torch.__version__}"
 
     @property
-    def rules(self) -> Any:
+    def rules(self) -> RuleSet:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The rules for its regions: the library's rules for products, and rules for single products."""
 
         return RULES
