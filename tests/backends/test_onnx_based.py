@@ -171,7 +171,7 @@ def test_a_number_that_the_dtype_has_not_is_told_of() -> None:
     given = SMALL[torch.uint8]
     made = compiled("onnxruntime", lambda a: a < 300, given, on_error="fallback")
     assert torch.equal(made(given), given < 300)
-    with pytest.raises(dovetail.SaveError, match="300 is no uint8"):
+    with pytest.raises(dovetail.SaveError, match="300 is not a uint8"):
         dovetail.to_onnx(dovetail.capture(Of(lambda a: a < 300), (given,)), "never.onnx")
 
 

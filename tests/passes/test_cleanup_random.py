@@ -112,17 +112,17 @@ def _drops_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _shares_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleanup._Sweep, "_may_share", lambda *_: True)
+    monkeypatch.setattr(cleanup._ValueNumbering, "_may_share", lambda *_: True)
 
 
 def _ignores_effects(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = cleanup._Sweep._key
+    key = cleanup._ValueNumbering._key
 
     def blind(self: Any, i: int, node: Any) -> Any:
         self.effects, self.written = {i: PURE}, set[int]()
         return key(self, i, node)
 
-    monkeypatch.setattr(cleanup._Sweep, "_key", blind)
+    monkeypatch.setattr(cleanup._ValueNumbering, "_key", blind)
 
 
 def _takes_any_view_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def _takes_any_view_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
         fits = node.op == "call_function" and cleanup.base_name(node) in names
         return self.env[node.args[0]] if fits else None
 
-    monkeypatch.setattr(cleanup._Sweep, "_unchanged", unchanged)
+    monkeypatch.setattr(cleanup._ValueNumbering, "_unchanged", unchanged)
 
 
 @pytest.mark.filterwarnings("ignore")
