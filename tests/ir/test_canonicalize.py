@@ -17,6 +17,7 @@ import dovetail
 from dovetail import zoo
 from dovetail.frontend.capture import capture
 from dovetail.ir.canonicalize import canonicalize
+from dovetail.ir.op_traits import is_removable
 from dovetail.ir.schema import SLICE_END
 
 X = torch.randn(2, 3, 4)
@@ -297,3 +298,13 @@ def test_views_there_and_back_change_nothing() -> None:
     _, second = both(X)
     assert torch.equal(second, X)
     assert second._base is X
+
+
+def test_an_out_variant_is_never_dead() -> None:
+    graph = torch.fx.Graph()
+    operands = [graph.placeholder(name) for name in ("x", "weight", "bias", "mean", "var")]
+    outputs = {name: graph.placeholder(name) for name in ("out", "save_mean", "save_invstd")}
+    target = torch.ops.aten.native_batch_norm.out
+    node = graph.call_function(target, (*operands, False, 0.1, 1e-5), outputs)
+    graph.output(outputs["out"])
+    assert not is_removable(node)

@@ -82,7 +82,7 @@ def portable(module: Any) -> bytes:
 
 
 def nested_operations(owner: Any) -> Iterator[Any]:
-    """Yield the nested_operations inside an operation, those of nested regions included."""
+    """Yield the operations inside an operation, those of nested regions included."""
     for region in owner.regions:
         for block in region.blocks:
             for op in list(block.operations):
@@ -278,7 +278,7 @@ XLA_WORKAROUNDS: Mapping[Any, Callable[..., Any]] = {
 
 
 class StableHloSupport(ProbedSupport):
-    """Which nested_operations torch-mlir writes as StableHLO such that XLA computes what torch does."""
+    """Which operations torch-mlir writes as StableHLO such that XLA computes what torch does."""
 
     name = "stablehlo"
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.float64, *INTEGRAL})

@@ -477,6 +477,7 @@ def is_removable(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(target, OpOverload):
         is_arithmetic = target in _ARITHMETIC or getattr(target, "__module__", "") == "math"
         return node.op == "get_attr" or (node.op == "call_function" and is_arithmetic)
-    traits = overload_traits(target)
-    has_effect = traits.writes_at(node) or traits.random or bool(traits.host_effect)
+    traits, schema = overload_traits(target), target._schema
+    writes = schema.is_mutable or not schema.returns or traits.writes_at(node)
+    has_effect = writes or traits.random or bool(traits.host_effect)
     return target.namespace in ("aten", "prims") and not has_effect

@@ -162,8 +162,9 @@ class _Adapter(Backend):
     def __getattribute__(self, name: str) -> Any:
         if name in _HOOKS:
             wrapped = object.__getattribute__(self, "wrapped")
-            if hasattr(wrapped, name):
-                return getattr(wrapped, name)
+            value = getattr(wrapped, name, None)
+            if value is not None:
+                return value
         return object.__getattribute__(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -124,7 +124,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks on saved tensors are active, those of checkpointing among them, other than `nothing_noted`'s."""
+    """Whether hooks on saved tensors are active, those of checkpointing among them, unless they are suspended."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
     return hooks is not None and hooks[0] is not _unchanged
 

@@ -241,8 +241,9 @@ class _Folding:
         like = cast("Node", given["weight"]).meta.get("val")
         if isinstance(like, FakeTensor):
             weight.meta["val"] = torch.empty_like(like, requires_grad=False)
-            mean = cast("Tensor", cast("Node", norm["running_mean"]).meta["val"])
-            bias.meta["val"] = like.new_empty(mean.shape, requires_grad=False)
+            mean = cast("Node", norm["running_mean"]).meta.get("val")
+            shape = mean.shape if isinstance(mean, Tensor) else like.shape[:1]
+            bias.meta["val"] = like.new_empty(shape, requires_grad=False)
         return weight, bias
 
 

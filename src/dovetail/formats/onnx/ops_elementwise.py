@@ -33,9 +33,9 @@ def _promoted(a: Any, b: Any) -> torch.dtype:
 
 
 def require_floating(w: OnnxWriter, node: Any) -> None:
-    """Raise UnsupportedOp for integers, where ONNX takes require_floating point only."""
+    """Raise UnsupportedOp for integers, where ONNX takes floating point only."""
     if not w.dtype(node).is_floating_point:
-        raise UnsupportedOp("integers, where ONNX takes require_floating point only")
+        raise UnsupportedOp("integers, where ONNX takes floating point only")
 
 
 def _unary(kind: str) -> OpTranslation:
