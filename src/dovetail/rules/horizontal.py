@@ -25,15 +25,17 @@ from dovetail.ir.effects import PURE
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.op_traits import is_commutative
 from dovetail.rules.fusion_units import (
-    RefusalLog,
+    OpSet,
+    Predicate,
+    UnitPlan,
+    UnitRule,
+    as_op_predicate,
     by_rank,
     check_rule_options,
-    excluded_positions,
-    fusion_units,
-    why_excluded,
+    predicate_name,
+    verdict,
 )
 from dovetail.rules.op_classes import OpClass, classify
-from dovetail.rules.op_predicate import OpSet, Predicate, as_op_predicate, predicate_name, verdict
 from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleContext
 
 CallForm = tuple[Any, ...]
@@ -109,15 +111,13 @@ _MAX_SHOWN = 6
 Branch = list[int]
 
 
-class SiblingSearch:
+class SiblingSearch(UnitPlan):
     """The sets of siblings of one graph: for each, its branches as positions, in structural order."""
 
     def __init__(self, context: RuleContext, rule: Siblings) -> None:
-        self.context, self.rule, self.of, self.alike = context, rule, rule.of, rule.alike
-        self.units = fusion_units(context)
-        self.excluded = excluded_positions(context, rule.kind, rule.nests)
+        super().__init__(context, rule)
+        self.rule, self.of, self.alike = rule, rule.of, rule.alike
         self.classes = classify(context, self.excluded)
-        self.refused = RefusalLog(rule.name)
         self.budget = max(_MIN_STEPS, _STEPS_PER_NODE * len(context.nodes))
         self._reasons: dict[int, str] = {}
         self.sets: list[list[Branch]] = []
@@ -143,7 +143,7 @@ class SiblingSearch:
         units = sorted({unit_of[at[u]] for u in node.users} - {unit_of[shared]}, key=order.__getitem__)
         forms: dict[CallForm, list[int]] = {}
         for unit in units:
-            if self._why_excluded(unit):
+            if self._why_unfit(unit):
                 continue
             key = self._form(unit, node) if self.alike else ()
             forms.setdefault(key, []).append(unit)
@@ -155,18 +155,18 @@ class SiblingSearch:
     def _form(self, unit: int, shared: Node) -> CallForm:
         return call_form(self.context.nodes[unit], shared, self.context.gm, operand_signature)
 
-    def _why_excluded(self, unit: int) -> str:
+    def _why_unfit(self, unit: int) -> str:
         """Return why an operation cannot be a sibling, "" if it can; logged as a refusal if the rule applies to it."""
         if unit not in self._reasons:
             applies, self._reasons[unit] = self._check(unit)
             if applies and self._reasons[unit]:
-                self.refused.add((unit,), self._reasons[unit], unit)
+                self.refuse((unit,), self._reasons[unit], unit)
         return self._reasons[unit]
 
     def _check(self, unit: int) -> tuple[bool, str]:
         """Return whether the rule applies to an operation, and why it may still not be taken."""
         name = self.context.nodes[unit].name
-        excluded = why_excluded(self.context, self.rule.kind, self.rule.nests, unit)
+        excluded = self.why_excluded(unit)
         if self.context.nodes[unit].op == "output":
             return False, excluded
         effects = self.context.index.dependencies.effects.get(unit, PURE)
@@ -192,14 +192,14 @@ class SiblingSearch:
 
     def _refuse_unlike(self, forms: Mapping[CallForm, list[int]]) -> None:
         """Refuse pairs that apply the same operator to the same value with different arguments."""
-        if len(forms) < 2 or not self.alike or self.refused.full:
+        if len(forms) < 2 or not self.alike or self.refused_enough:
             return
         first: dict[object, tuple[CallForm, int]] = {}
         for own, units in forms.items():
             known = first.setdefault(own[0], (own, units[0]))
             if known[0] is not own:
                 reason = f"not alike: {difference(known[0], own)}"
-                self.refused.add((known[1], units[0]), reason, units[0])
+                self.refuse((known[1], units[0]), reason, units[0])
 
     def _independent(self, units: Sequence[int]) -> Iterator[list[int]]:
         """Yield the units in sets of consecutive ones without a path between members, each as long as possible."""
@@ -210,7 +210,7 @@ class SiblingSearch:
             if path:
                 names = [self.context.nodes[i].name for i in path]
                 shown = names if len(names) <= _MAX_SHOWN else [*names[: _MAX_SHOWN - 1], "...", names[-1]]
-                self.refused.add((path[0], unit), f"one depends on the other: {' -> '.join(shown)}", unit)
+                self.refuse((path[0], unit), f"one depends on the other: {' -> '.join(shown)}", unit)
             if path or path is None or len(current) == most:
                 yield list(current)
                 current = {}
@@ -236,7 +236,7 @@ class SiblingSearch:
                     reason = (
                         "whether one depends on the other is unknown: the budget of the search is exhausted"
                     )
-                    self.refused.add((first, target), reason, target)
+                    self.refuse((first, target), reason, target)
                     return None
                 if j in visited or order[j] < low:
                     continue
@@ -288,23 +288,22 @@ class SiblingSearch:
             [[p for unit in branch for p in (unit, *projections.get(unit, ()))] for branch in branches]
         )
 
-    def why_not(self, first: int, second: int) -> list[str]:
-        """Return why two positions are not in one set, empty if they are."""
-        nodes, unit_of = self.context.nodes, self.units.unit_of
-        one, two = sorted((unit_of[first], unit_of[second]), key=self.context.order.__getitem__)
-        if one == two or any(all(any(u in b for b in s) for u in (one, two)) for s in self.sets):
+    def why_not(self, early: int, late: int) -> list[str]:
+        """Return why two units are not branches of one set, empty if they are."""
+        nodes = self.context.nodes
+        if early == late or any(all(any(u in b for b in s) for u in (early, late)) for s in self.sets):
             return []
-        reasons = [why for unit in (one, two) if (why := self._why_excluded(unit))]
+        reasons = [why for unit in (early, late) if (why := self._why_unfit(unit))]
         common = [
-            n for n in nodes[one].all_input_nodes if n in nodes[two].all_input_nodes and n.op != "get_attr"
+            n for n in nodes[early].all_input_nodes if n in nodes[late].all_input_nodes and n.op != "get_attr"
         ]
         if not common:
-            return [*reasons, f"'{nodes[one].name}' and '{nodes[two].name}' read no value in common"]
-        forms = [(self._form(one, n), self._form(two, n)) for n in common]
+            return [*reasons, f"'{nodes[early].name}' and '{nodes[late].name}' read no value in common"]
+        forms = [(self._form(early, n), self._form(late, n)) for n in common]
         if self.alike and all(a != b for a, b in forms):
             a, b = forms[0]
             reasons.append(f"not alike: {difference(a, b) if a[0] == b[0] else 'other operators'}")
-        path = self.context.index.path(one, two)
+        path = self.context.index.path(early, late)
         if path:
             names = " -> ".join(nodes[i].name for i in path)
             reasons.append(f"one depends on the other: {names}")
@@ -343,7 +342,7 @@ def siblings(
 
 
 @dataclass(frozen=True, repr=False)
-class Siblings(Rule):
+class Siblings(UnitRule):
     """The rule that `siblings` returns."""
 
     of: OpSet | Predicate | None
@@ -364,15 +363,11 @@ class Siblings(Rule):
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         """Yield a candidate for each set of siblings, and refusals of readers of one value that are not in one set."""
-        search = context.analysis(self._search)
+        search = context.analysis(self.plan)
         for branches in search.sets:
             members = tuple(dict.fromkeys(i for branch in branches for i in branch))
             yield Candidate(self.name, self.kind, members, escapes="output", priority=self.priority)
-        yield from search.refused.refusals
+        yield from search.refusals
 
-    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
-        """Return why two positions are not branches of one set."""
-        return context.analysis(self._search).why_not(first, second)
-
-    def _search(self, context: RuleContext) -> SiblingSearch:
+    def plan(self, context: RuleContext) -> SiblingSearch:
         return SiblingSearch(context, self)

@@ -1,6 +1,6 @@
 """Fusion classes of operators (elementwise, broadcast, injective, reduction, anchor, opaque), as in TVM and Relay.
 
-A class is found from the ATen name, the tags and the schema of what is called, and refined by arguments and shapes.
+A class is derived from the ATen name, the tags and the schema of what is called, and refined by arguments and shapes.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _classify(context: RuleContext) -> _Classifier:
     effects = context.index.dependencies.effects
     classifier = _Classifier(context.gm, context.index.position)
     for i, node in enumerate(context.nodes):
-        classifier.add(node, effects.get(i, PURE))
+        classifier.classes.append(classifier.classify(node, effects.get(i, PURE)))
     return classifier
 
 
@@ -268,10 +268,8 @@ class _Classifier:
         self._targets: dict[tuple[str, Any], tuple[OpClass, str]] = {}
         self._sizes: dict[int, tuple[Any, ...] | None] = {}
 
-    def add(self, node: Node, effects: Effects) -> None:
-        self.classes.append(self._classify(node, effects))
-
-    def _classify(self, node: Node, effects: Effects) -> OpClass:
+    def classify(self, node: Node, effects: Effects) -> OpClass:
+        """Return the class of the node that follows those in `classes`."""
         if node.op in ("placeholder", "get_attr", "output"):
             return OpClass.OPAQUE
         if effects is not PURE and (

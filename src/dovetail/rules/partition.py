@@ -11,7 +11,7 @@ merges nearly all that can be merged. For the edges left, a bidirectional search
 ends within the part of a dynamic topological order that such a path would have to lie in (Pearce and Kelly 2006); when
 one side is exhausted no such path exists, the order is repaired by moving that side past the other end, and the two are
 merged. Order keys are tuples, so that a key between two others always exists. A tree of last predecessors answers many
-searches at once: a path along it is found by comparing intervals.
+searches at once: a path along it is detected by comparing intervals.
 
 The sweep takes O(edges log edges). The search is exact within a budget of 16 steps per node and at least 2^18; beyond
 it all regions are legal, but two of them may be left that could be one.
@@ -29,15 +29,17 @@ from typing import Any
 from dovetail.errors import checked_call
 from dovetail.ir.quotient_graph import UnionFind
 from dovetail.rules.fusion_units import (
-    RefusalLog,
+    OpSet,
+    Predicate,
+    UnitPlan,
+    UnitRule,
+    as_op_predicate,
     by_rank,
     check_rule_options,
-    excluded_positions,
     fusion_units,
-    unit_weights,
-    why_excluded,
+    predicate_name,
+    verdicts,
 )
-from dovetail.rules.op_predicate import OpSet, Predicate, as_op_predicate, predicate_name, verdicts
 from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleContext
 
 _STEPS_PER_NODE = 16
@@ -308,7 +310,7 @@ def capability(
 
 
 @dataclass(frozen=True, repr=False)
-class Capability(Rule):
+class Capability(UnitRule):
     """The rule that `capability` returns."""
 
     accepts: OpSet | Predicate
@@ -327,7 +329,7 @@ class Capability(Rule):
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         """Yield regions that are legal each and all together, and refusals of what is declined or not merged."""
-        plan = context.analysis(self._plan)
+        plan = context.analysis(self.plan)
         for units in plan.regions:
             yield Candidate(
                 self.name,
@@ -337,39 +339,29 @@ class Capability(Rule):
                 priority=self.priority,
                 divisible=True,
             )
-        yield from plan.refused.refusals
+        yield from plan.refusals
 
-    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
-        """Return why two positions are not in one region: what is not accepted, or what is between them."""
-        unit_of = fusion_units(context).unit_of
-        early, late = sorted((unit_of[first], unit_of[second]), key=context.order.__getitem__)
-        return context.analysis(self._plan).why_not(early, late)
-
-    def _plan(self, context: RuleContext) -> _PartitionPlan:
-        return _PartitionPlan(context, self)
+    def plan(self, context: RuleContext) -> PartitionPlan:
+        return PartitionPlan(context, self)
 
 
-class _PartitionPlan:
+class PartitionPlan(UnitPlan):
     """The regions of one graph; `number` is the region of each accepted position."""
 
     def __init__(self, context: RuleContext, rule: Capability) -> None:
-        self.context, self.rule = context, rule
-        self.units = fusion_units(context)
-        self.refused = RefusalLog(rule.name)
-        excluded = excluded_positions(context, rule.kind, rule.nests)
-        candidates = [u for u in self.units.ordered if not excluded[u]]
+        super().__init__(context, rule)
+        self.rule = rule
+        candidates = [u for u in self.units.ordered if not self.excluded[u]]
         self.verdicts = verdicts(rule.accepts, context, candidates, rule.name)
         self.accepted = accepted = [False] * len(context.nodes)
         for unit, verdict in self.verdicts.items():
             if isinstance(verdict, Decline):
-                self.refused.add((unit,), verdict.reason, unit)
+                self.refuse((unit,), verdict.reason, unit)
             elif verdict:
                 accepted[unit] = True
         for unit, projections in self.units.projections.items():
             for projection in projections:
                 accepted[projection] = accepted[unit]
-        self.weights = unit_weights(context)
-        self.max_weight = context.limits.nodes or sum(self.weights)
         self.blocked: dict[tuple[int, int], int] = {}
         self.number = self._levels() if rule.join_siblings else self._connected()
         self.regions = self._collect(rule.min_size)
@@ -378,7 +370,7 @@ class _PartitionPlan:
         contraction = PartitionContraction(self.context, self.accepted, self.weights, self.max_weight)
         self.blocked = contraction.blocked
         for (early, late), between in contraction.blocked.items():
-            self.refused.add((early, late), self._why_blocked(between), None if between < 0 else between)
+            self.refuse((early, late), self._why_blocked(between), None if between < 0 else between)
         return [contraction.find(i) for i in range(len(self.accepted))]
 
     def _why_blocked(self, between: int) -> str:
@@ -421,17 +413,17 @@ class _PartitionPlan:
                 members.setdefault(self.number[unit], []).append(unit)
         for units in members.values():
             if len(units) < min_size:
-                self.refused.add(tuple(units), f"a region has at least {min_size} operations", units[0])
+                self.refuse(tuple(units), f"a region has at least {min_size} operations", units[0])
         return [units for units in members.values() if len(units) >= min_size]
 
     def why_not(self, early: int, late: int) -> list[str]:
-        """Return why two units are not in one region, empty if they are."""
+        """Return why two units are not in one region: what is not accepted, or what is between them."""
         if early == late or (self.accepted[early] and self.number[early] == self.number[late]):
             return []
         context, nodes, rule = self.context, self.context.nodes, self.rule
         reasons: list[str] = []
         for unit in (early, late):
-            excluded = why_excluded(context, rule.kind, rule.nests, unit)
+            excluded = self.why_excluded(unit)
             verdict = self.verdicts.get(unit)
             if excluded:
                 reasons.append(excluded)

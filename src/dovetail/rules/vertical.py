@@ -23,12 +23,9 @@ from dovetail.errors import checked_call
 from dovetail.ir.effects import PURE
 from dovetail.outlining.escapes import why_not_clone
 from dovetail.rules.fusion_units import (
-    RefusalLog,
+    UnitPlan,
+    UnitRule,
     check_rule_options,
-    excluded_positions,
-    fusion_units,
-    unit_weights,
-    why_excluded,
 )
 from dovetail.rules.op_classes import OpClass, classify, known_sizes
 from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
@@ -116,7 +113,7 @@ _REDUCTION, _ANCHOR, _OPAQUE = OpClass.REDUCTION, OpClass.ANCHOR, OpClass.OPAQUE
 _MAX_REASONS = 4
 
 
-class Grouping:
+class Grouping(UnitPlan):
     """The groups of one graph, for regions of one kind.
 
     `groups` are the units of each group and those cloned into it, `group` the number of each position's group,
@@ -124,16 +121,11 @@ class Grouping:
     """
 
     def __init__(self, context: RuleContext, rule: Groups) -> None:
-        self.context, self.rule = context, rule
-        self.units = fusion_units(context)
-        self.excluded = excluded_positions(context, rule.kind, rule.nests, rule.grows)
+        super().__init__(context, rule, grows=rule.grows)
         self.classes = classify(context, self.excluded)
         self.takes_no_producer = [
             excluded or c >= _ANCHOR for excluded, c in zip(self.excluded, self.classes, strict=True)
         ]
-        self.weight = unit_weights(context)
-        self.max_weight = context.limits.nodes or sum(self.weight)
-        self.refused = RefusalLog(rule.name)
         self._sizes = known_sizes(context)
         # Units that would follow an anchor if its group were not at the limit.
         self._over_limit: dict[int, int] = {}
@@ -155,7 +147,7 @@ class Grouping:
         anchors = {i for i in self.units.ordered if classes[i] is _ANCHOR and not self.excluded[i]}
         if not anchors:
             return label
-        size = {i: self.weight[i] for i in anchors}
+        size = {i: self.weights[i] for i in anchors}
         for unit in self.units.ordered:
             if unit in anchors:
                 label[unit] = unit
@@ -169,9 +161,9 @@ class Grouping:
                     continue
                 if self._same_sizes(j, unit):
                     best = source
-            if best >= 0 and size[label[best]] + self.weight[unit] <= self.max_weight:
+            if best >= 0 and size[label[best]] + self.weights[unit] <= self.max_weight:
                 label[unit] = label[best]
-                size[label[best]] += self.weight[unit]
+                size[label[best]] += self.weights[unit]
             elif best >= 0:
                 self._over_limit[unit] = label[best]
         return label
@@ -204,7 +196,7 @@ class Grouping:
 
     def _join(self) -> list[int]:
         """Return for each unit the last unit of its group."""
-        classes, weights = self.classes, self.weight
+        classes, weights = self.classes, self.weights
         group = list(range(len(classes)))
         size = list(weights)
         for unit in reversed(self.units.ordered):
@@ -218,7 +210,7 @@ class Grouping:
             if fits and self._fits(unit, self.owner[last]) and size[last] + weights[unit] <= self.max_weight:
                 group[unit] = last
                 size[last] += weights[unit]
-            elif not self.refused.full:
+            elif not self.refused_enough:
                 self._refuse(unit, readers, group)
         return group
 
@@ -241,7 +233,7 @@ class Grouping:
                 last = split[unit]
                 for reader in self.units.readers[unit]:
                     if group[reader] == group[unit] and split[reader] != last:
-                        self.refused.add((unit, reader), "effects would be reordered", reader)
+                        self.refuse((unit, reader), "effects would be reordered", reader)
         return split
 
     def _collect(self, min_size: int) -> list[tuple[list[int], list[int]]]:
@@ -257,7 +249,7 @@ class Grouping:
             if len(units) + len(copied) < min_size or not cloned.isdisjoint(units):
                 continue
             if len(units) + len(copied) > 1 and all(self._is_view(u) for u in units):
-                self.refused.add(tuple(units), "nothing but views: no value is computed", units[0])
+                self.refuse(tuple(units), "nothing but views: no value is computed", units[0])
                 continue
             groups.append((units, copied))
         return groups
@@ -270,7 +262,7 @@ class Grouping:
         """Return the units to clone into each group: those alone in their group, of whose readers some fit one group."""
         clones: dict[int, list[int]] = {}
         copied: set[int] = set()
-        size = {number: sum(self.weight[u] for u in units) for number, units in members.items()}
+        size = {number: sum(self.weights[u] for u in units) for number, units in members.items()}
         anchors = {number: max(self.owner[u] for u in units) for number, units in members.items()}
         for unit in reversed(self.units.ordered):
             readers = self.units.readers[unit]
@@ -290,21 +282,21 @@ class Grouping:
             if into in copied or any(self.group[r] == into for r in set(readers).difference(fitting)):
                 continue
             reason = why_not_clone(self.context.index, unit)
-            if reason or size[into] + self.weight[unit] > self.max_weight:
+            if reason or size[into] + self.weights[unit] > self.max_weight:
                 reason = reason or "the group would be larger than the limit"
-                self.refused.add((unit, *members[into]), f"not cloned into the group: {reason}", unit)
+                self.refuse((unit, *members[into]), f"not cloned into the group: {reason}", unit)
                 continue
             clones.setdefault(into, []).append(unit)
-            size[into] += self.weight[unit]
+            size[into] += self.weights[unit]
             copied.add(unit)
-        self.refused.refusals = [r for r in self.refused.refusals if r.members[0] not in copied]
+        self.refusals = [r for r in self.refusals if r.members[0] not in copied]
         return clones
 
     def _refuse(self, unit: int, readers: Sequence[int], group: list[int]) -> None:
         fusible = [r for r in readers if self.classes[r] is not _OPAQUE and not self.excluded[r]]
         if fusible:
             reader = min(fusible, key=self.context.order.__getitem__)
-            self.refused.add((unit, reader), self._why_apart(unit, reader, group)[0], reader)
+            self.refuse((unit, reader), self._why_apart(unit, reader, group)[0], reader)
 
     def _why_apart(self, unit: int, reader: int, group: Sequence[int]) -> list[str]:
         """Return why a unit is not in one group with one that reads it, at least one reason."""
@@ -340,13 +332,11 @@ class Grouping:
         return f"'{name}' follows the anchor '{anchor}', after which only elementwise work of its shape fuses"
 
     def why_not(self, early: int, late: int) -> list[str]:
-        """Return why two units are not in one group, empty if they are."""
+        """Return why two units are not in one group: their classes, what is between them, other readers."""
         if early == late or self.group[early] == self.group[late]:
             return []
         nodes, classes = self.context.nodes, self.classes
-        rule = self.rule
-        excluded = (why_excluded(self.context, rule.kind, rule.nests, i, rule.grows) for i in (early, late))
-        reasons = [reason for reason in excluded if reason]
+        reasons = [why for unit in (early, late) if (why := self.why_excluded(unit))]
         if late in self.units.readers[early]:
             return reasons or self._why_apart(early, late, self.group)
         for i in (early, late):
@@ -388,7 +378,7 @@ def groups(
 
 
 @dataclass(frozen=True)
-class Groups(Rule):
+class Groups(UnitRule):
     """The rule that `groups` returns."""
 
     kind: str = "group"
@@ -403,7 +393,7 @@ class Groups(Rule):
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         """Yield groups that are legal each and all together, and refusals of pairs that do not fuse."""
-        grouping = context.analysis(self._grouping)
+        grouping = context.analysis(self.plan)
         for units, clones in grouping.groups:
             yield Candidate(
                 self.name,
@@ -413,13 +403,7 @@ class Groups(Rule):
                 priority=self.priority,
                 divisible=True,
             )
-        yield from grouping.refused.refusals
+        yield from grouping.refusals
 
-    def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
-        """Return why two positions are not in one group: their classes, what is between them, other readers."""
-        unit_of = fusion_units(context).unit_of
-        early, late = sorted((unit_of[first], unit_of[second]), key=context.order.__getitem__)
-        return context.analysis(self._grouping).why_not(early, late)
-
-    def _grouping(self, context: RuleContext) -> Grouping:
+    def plan(self, context: RuleContext) -> Grouping:
         return Grouping(context, self)
