@@ -22,7 +22,7 @@ __all__ = ["DEFAULT", "capability", "groups", "library", "modules", "repeats", "
 
 
 def __getattr__(name: str) -> _Any:
-    # The library is only made when somebody asks for it.
+    # The library takes a while to build and is imported on first use.
     if name == "library":
         from importlib import import_module
 

@@ -88,11 +88,14 @@ class TransparentOps:
         floats = before.is_floating_point() and after.is_floating_point()
         return operand if is_view or (is_cast and floats) else None
 
-    def same_dim(self, where: Where, theirs: Node, ours_dim: int, their_dim: int) -> bool:
+    def same_dim(self, where: Where, state: MatchState, ours_dim: Any, their_dim: Any) -> bool:
         """Whether an argument is a dim and two values of it are the same counted from the end."""
-        if where is None or not self.views or argument_name(where) not in _DIMS:
+        node = state.nodes.get(where[0]) if where is not None else None
+        if node is None or where is None or not self.views or argument_name(where) not in _DIMS:
             return False
-        left, right = _first_tensor(where[0]), _first_tensor(theirs)
+        if type(ours_dim) is not int or type(their_dim) is not int:
+            return False
+        left, right = _first_tensor(where[0]), _first_tensor(node)
         return left is not None and right is not None and ours_dim - left.dim() == their_dim - right.dim()
 
     def same_value(self, ours: Node, theirs: Node, same_number: SameNumber) -> bool:
@@ -221,11 +224,11 @@ class Matcher:
         constant: Callable[[Node], Tensor | None],
         order: Callable[[Node], int],
         through: TransparentOps | None = None,
-        same_number: SameNumber = operator.eq,
     ) -> None:
         self.template, self.strict = template, strict
-        self.constant, self.order = constant, order
-        self.through, self.same_number = through, same_number
+        self.constant, self.order, self.through = constant, order, through
+        fake_env = template.fake_env
+        self.same_number: SameNumber = operator.eq if fake_env is None else fake_env.same_number
         self.literal_at: dict[tuple[Node, Path], str] = {
             place: name for name, places in template.literals.items() for place in places
         }
@@ -451,7 +454,7 @@ class Matcher:
         if (
             argument_name(where) in _SETTINGS
             or self._same_literal(ours, theirs, where)
-            or self._same_dim(ours, theirs, where, state)
+            or (self.through is not None and self.through.same_dim(where, state, ours, theirs))
         ):
             return [[]]
         at = state.nodes.get(where[0]) if where is not None else None
@@ -517,13 +520,6 @@ class Matcher:
                 self._missed(state, what, theirs)
                 return False
         return True
-
-    def _same_dim(self, ours: Any, theirs: Any, where: Where, state: MatchState) -> bool:
-        """Whether two dims are the same counted from the end, where views are transparent."""
-        if self.through is None or where is None or type(ours) is not int or type(theirs) is not int:
-            return False
-        node = state.nodes.get(where[0])
-        return node is not None and self.through.same_dim(where, node, ours, theirs)
 
     def _same_value(self, ours: Node, theirs: Node) -> bool:
         if self.through is not None:

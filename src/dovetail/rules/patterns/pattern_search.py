@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.fx import Node
 
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.nodes import is_projection, returns_tuple
-from dovetail.rules.patterns.example_shapes import Parameters, PatternExample
+from dovetail.rules.patterns.example_shapes import PatternExample
 from dovetail.rules.patterns.match_state import Match, MatchState, NearMiss, Value, same_literal
 from dovetail.rules.patterns.matcher import Matcher, TransparentOps
 from dovetail.rules.patterns.normalized_graph import NormalizedGraph, normalized_graph_of
 from dovetail.rules.patterns.template import Template, has_tensors
-from dovetail.rules.patterns.variants import Variants
 from dovetail.rules.rule import Candidate, Decline, Proposal, Refusal, RuleContext
+
+if TYPE_CHECKING:
+    from dovetail.rules.patterns.pattern_rule import PatternRule
 
 _MAX_MISSES = 200
 _NEAR_MISS_RATIO = 0.5
 _MAX_SPAN = 256
 
 
-class Pattern(Protocol):
-    """The part of a pattern rule that the search uses."""
-
-    name: str
-    kind: str
-    priority: int
-    version: int
-    escapes: str
-    through: frozenset[str]
-    parameters: Parameters
-    variants: Variants
-
-    def check_guards(self, match: Match) -> Decline | None: ...
-
-    def attributes(self, match: Match) -> dict[str, Any] | Decline: ...
-
-    def results(self, match: Match) -> Sequence[Node | None]: ...
-
-
 class PatternSearch:
     """The occurrences of every form of one rule's pattern in one graph."""
 
-    def __init__(self, rule: Pattern, context: RuleContext) -> None:
+    def __init__(self, rule: PatternRule, context: RuleContext) -> None:
         self.rule, self.context = rule, context
         self.graph: NormalizedGraph = context.analysis(normalized_graph_of)
+        self.through = TransparentOps(rule.through) if rule.through else None
         self.proposed: set[tuple[int, ...]] = set()
         self.misses: dict[Node, Refusal] = {}
         self.covered: set[int] = set()
@@ -78,15 +61,14 @@ class PatternSearch:
         return present >= _NEAR_MISS_RATIO * template.required.total()
 
     def _look_for(self, template: Template, dialect: str) -> Iterator[Proposal]:
-        through = TransparentOps(self.rule.through) if self.rule.through else None
-        matcher = self._matcher(template, strict=False, through=through)
+        matcher = self._matcher(template, strict=False)
         roots = [n for target in template.root_targets for n in self.graph.by_target.get(target, ())]
         for root in roots:
             matched = False
             nonconvex: tuple[Candidate, Match] | None = None
             for state in matcher.find(root):
                 matched = True
-                proposal = self._verify(template, root, state, dialect, through)
+                proposal = self._verify(template, root, state, dialect)
                 if isinstance(proposal, Candidate):
                     if not self._is_convex(proposal.members):
                         # Another match, with operands swapped, may be convex.
@@ -108,16 +90,9 @@ class PatternSearch:
         """Whether no operation is between members; assumed where these are far apart in the graph."""
         return max(members) - min(members) > _MAX_SPAN or not self.context.index.between(members)
 
-    def _matcher(self, template: Template, *, strict: bool, through: TransparentOps | None) -> Matcher:
-        fake_env = template.fake_env
-        same_number = fake_env.same_number if fake_env is not None else operator.eq
+    def _matcher(self, template: Template, *, strict: bool) -> Matcher:
         return Matcher(
-            template,
-            strict=strict,
-            constant=self._constant,
-            order=self._order,
-            through=through,
-            same_number=same_number,
+            template, strict=strict, constant=self._constant, order=self._order, through=self.through
         )
 
     def _constant(self, node: Node) -> Tensor | None:
@@ -131,9 +106,7 @@ class PatternSearch:
             return None
         return None if _is_persistent_buffer(self.context.gm, cast("str", real.target)) else value
 
-    def _verify(
-        self, template: Template, root: Node, state: MatchState, dialect: str, through: TransparentOps | None
-    ) -> Proposal | None:
+    def _verify(self, template: Template, root: Node, state: MatchState, dialect: str) -> Proposal | None:
         """Return a candidate for a loose match, if the pattern traced on its operands matches strictly."""
         values: dict[str, tuple[Any, Any]] = {}
         for name, node in template.operands.items():
@@ -160,7 +133,7 @@ class PatternSearch:
             if isinstance(exact, str):
                 refusal = refusal or self._refusal(state, template, exact, None)
                 continue
-            strict = self._matcher(exact, strict=True, through=through)
+            strict = self._matcher(exact, strict=True)
             operands = {
                 exact.operands[name]: state.operands[node]
                 for name, node in template.operands.items()

@@ -21,7 +21,6 @@ from dovetail.rules.patterns.example_shapes import Parameters, PatternExample
 from dovetail.rules.patterns.trace import (
     CAPTURED,
     FakeEnvironment,
-    MetaTrace,
     NotRecordable,
     trace,
     trace_on_meta,
@@ -130,14 +129,16 @@ def make_template(
             added_guards.extend(fake_env.added_guards())
         return results
 
-    on_meta = (
-        _form_on_meta(run, example, present, chooser) if values is None and dialect == CAPTURED else None
-    )
-    if on_meta is not None:
-        program = on_meta.program
-    else:
-        operands_at = values if values is not None else _fake_operands(example)
-        program = trace(run, [operands_at[n] for n in present], dialect, quick=values is not None)
+    traced: tuple[Program, bool] | None = None
+    if values is not None:
+        traced = trace(run, [values[n] for n in present], dialect, quick=True), False
+    elif dialect == CAPTURED:
+        traced = _form_on_meta(run, example, present, chooser)
+    if traced is None:
+        with FakeEnvironment().mode:
+            examples = _example_operands(example, present)
+        traced = trace(run, examples, dialect), False
+    program, dtype_independent = traced
     if added_guards:
         raise NotProvable(f"what the pattern computes depends on unknown sizes: {added_guards[0]}")
     inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
@@ -162,7 +163,7 @@ def make_template(
         required,
         fake_env,
         skippable=skippable,
-        dtype_independent=on_meta is not None and on_meta.dtype_independent,
+        dtype_independent=dtype_independent,
     )
 
 
@@ -324,10 +325,10 @@ def component_count(template: Template) -> int:
 
 def _form_on_meta(
     run: Callable[..., Any], example: PatternExample, present: list[str], chooser: Chooser
-) -> MetaTrace | None:
+) -> tuple[Program, bool] | None:
     """Trace a form on the meta device; None where `trace` has to do it, or to report what is wrong."""
     try:
-        return trace_on_meta(run, list(_meta_operands(example, present)))
+        return trace_on_meta(run, _example_operands(example, present, device="meta"))
     except DovetailError:
         raise
     except NotRecordable:
@@ -338,12 +339,7 @@ def _form_on_meta(
         return None
 
 
-def _meta_operands(example: PatternExample, names: Iterable[str]) -> Iterator[Tensor]:
-    for name in names:
-        shape, dtype = example.shapes[name]
-        yield torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _fake_operands(example: PatternExample) -> dict[str, Tensor]:
-    with FakeEnvironment().mode:
-        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in example.shapes.items()}
+def _example_operands(
+    example: PatternExample, names: Iterable[str], device: str | None = None
+) -> list[Tensor]:
+    return [torch.empty(s, dtype=d, device=device) for s, d in map(example.shapes.__getitem__, names)]

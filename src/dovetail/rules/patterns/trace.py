@@ -12,7 +12,6 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -243,19 +242,14 @@ def trace(
     return canonicalize(traced)[0]
 
 
-@dataclass(frozen=True)
-class MetaTrace:
-    """A graph traced on tensors of the meta device, and whether it is the same in any precision."""
+def trace_on_meta(function: Callable[..., Any], values: Sequence[Tensor]) -> tuple[Program, bool]:
+    """Return the canonical graph of a function on tensors of the meta device, and whether any precision has the same.
 
-    program: Program
-    dtype_independent: bool
-
-
-def trace_on_meta(function: Callable[..., Any], values: Sequence[Tensor]) -> MetaTrace:
-    """Return the canonical graph of a function on tensors of the meta device; NotRecordable as in `record`."""
+    Raise NotRecordable as in `record`.
+    """
     with suppress_torch_warnings(), suppress_fake_tensor_log(), preserve_rng_state(), torch.no_grad():
         recorded, dtype_independent = record(function, values, capture_decompositions())
-    return MetaTrace(canonicalize(recorded)[0], dtype_independent)
+    return canonicalize(recorded)[0], dtype_independent
 
 
 def _try_record(function: Callable[..., Any], values: Sequence[Any]) -> Program | None:

@@ -3,7 +3,7 @@
 Tracing a pattern on each place of a graph would be exact and slow. The loose templates are therefore traced once per rule,
 on example operands, and deduplicated by form (operators and wiring); they propose matches. An exact template is traced on
 the operands of a proposed match and cached by their signatures, so that the layers of a model share one. Where a captured
-literal stands in a template is found by differential testing: a float that occurs nowhere else is searched for, any other
+literal stands in a template is determined by differential testing: a float that occurs nowhere else is searched for, any other
 literal is changed and the two traces are compared.
 """
 
@@ -251,17 +251,12 @@ def _at_ranks(example: PatternExample, dialect: str) -> list[PatternExample]:
     """Return the example at other ranks too, which decide on the operators in AOTAutograd's dialect."""
     if dialect != AUTOGRAD:
         return [example]
-    examples = [example]
-    ranks = {len(shape) for shape, _ in example.shapes.values()}
-    top = max(ranks, default=0)
-    size = next((s[0] for s, _ in example.shapes.values() if s), 8)
-    for rank in (2, 3, 4):
-        shapes = {n: ((size,) * rank if len(s) == top else s, d) for n, (s, d) in example.shapes.items()}
-        examples.append(replace(example, shapes=shapes))
-    first = next(iter(example.shapes), None)
-    if first is not None:
+    examples, known = [example], example.shapes
+    top = max((len(shape) for shape, _ in known.values()), default=0)
+    size = next((s[0] for s, _ in known.values() if s), 8)
+    for changed in ([n for n, (s, _) in known.items() if len(s) == top], list(known)[:1]):
         for rank in (2, 3, 4):
-            shapes = {**example.shapes, first: ((size,) * rank, example.shapes[first][1])}
+            shapes = {n: ((size,) * rank if n in changed else s, d) for n, (s, d) in known.items()}
             examples.append(replace(example, shapes=shapes))
     return examples
 

@@ -15,7 +15,6 @@ Reference: Karp, Miller and Rosenberg, "Rapid Identification of Repeated Pattern
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
 from itertools import pairwise
 
 from dovetail.rules.repeated_blocks.blocks import (
@@ -237,20 +236,14 @@ _RIVAL_RATIO = 0.75
 _CHAIN_RATIO = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLimits:
-    """Bounds on the blocks of a family; `max_size` is None without an upper one."""
-
-    min_size: int
-    min_repeats: int
-    max_size: int | None
-
-
 class BlockSearch:
-    """Searches a line for families of equal blocks; those inside other blocks are left to `inside`."""
+    """Searches a line for families of equal blocks; those inside other blocks are left to `inside`.
 
-    def __init__(self, line: Linearization, limits: BlockLimits) -> None:
-        self.line, self.limits = line, limits
+    A family has at least `min_repeats` blocks of at least `min_size` operations, and of no more than the context allows.
+    """
+
+    def __init__(self, line: Linearization, min_size: int, min_repeats: int) -> None:
+        self.line, self.min_size, self.min_repeats = line, min_size, min_repeats
         self.small: list[Family] = []  # equal blocks that are too small or too few
 
     def families(self) -> list[Family]:
@@ -312,7 +305,7 @@ class BlockSearch:
     def _promising(self, extractor: BlockExtractor, owner: dict[int, Block]) -> Iterator[MaximalRepeat]:
         """Yield the repeats that cover most, without those inside blocks already extracted."""
         tries = 0
-        for repeat in extractor.windows.maximal_repeats(max(2, self.limits.min_size * 3 // 4)):
+        for repeat in extractor.windows.maximal_repeats(max(2, self.min_size * 3 // 4)):
             if tries >= _MAX_TRIED or extractor.effort > extractor.max_effort:
                 return
             last = repeat.start + repeat.length - 1
@@ -326,11 +319,11 @@ class BlockSearch:
 
     def _split_chain(self, extractor: BlockExtractor, family: Family) -> list[Family]:
         """Return the family, or the one its blocks are chains of: four layers twice are eight layers."""
-        if family.length < 2 * self.limits.min_size:
+        if family.length < 2 * self.min_size:
             return [family]
         inner = BlockExtractor(self.line, frozenset(), sorted(family.blocks[0]))
         least = _CHAIN_RATIO * family.length
-        for repeat in inner.windows.maximal_repeats(self.limits.min_size):
+        for repeat in inner.windows.maximal_repeats(self.min_size):
             if not repeat.is_tandem or repeat.covered < least:
                 continue
             part = inner.extract(repeat)
@@ -348,14 +341,12 @@ class BlockSearch:
 
     def _is_enough(self, family: Family) -> bool:
         size = sum(self.line.size(q) for q in family.blocks[0])
-        if family.length < 2 or size < self.limits.min_size:
+        if family.length < 2 or size < self.min_size:
             return False
-        if (
-            self.limits.max_size is not None
-            and len(self.line.positions(family.blocks[0])) > self.limits.max_size
-        ):
+        max_size = self.line.context.limits.nodes
+        if max_size is not None and len(self.line.positions(family.blocks[0])) > max_size:
             return False
-        return len(family.blocks) >= self.limits.min_repeats
+        return len(family.blocks) >= self.min_repeats
 
 
 def _replicate(family: Family, part: Family) -> Family:

@@ -1,4 +1,4 @@
-"""The `repeats` rule: blocks of operations that occur repeatedly, found from the dataflow alone; and near-misses."""
+"""The `repeats` rule: blocks of operations that occur repeatedly, detected from the dataflow alone; and near-misses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.ir.graph_module import pause_gc
 from dovetail.ir.nodes import format_type
 from dovetail.ir.op_traits import target_name, traits_of
 from dovetail.outlining.region import literal, make_identity
-from dovetail.rules.repeated_blocks.block_search import BlockExtractor, BlockLimits, BlockSearch
+from dovetail.rules.repeated_blocks.block_search import BlockExtractor, BlockSearch
 from dovetail.rules.repeated_blocks.blocks import (
     Block,
     DataflowStep,
@@ -32,22 +32,11 @@ _MAX_REFUSALS = 8
 _MAX_COMPARED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMiss:
-    """Operations that almost equal a block: `matched` of `total` do, and the first difference is `at` a place."""
-
-    places: tuple[int, ...]
-    reason: str
-    at: int
-    matched: int
-    total: int
-
-
-def near_blocks(line: Linearization, family: Family, taken: Set[int]) -> list[BlockMiss]:
-    """Return misses that end like a block of the family and match at least half of one."""
+def near_blocks(rule: str, line: Linearization, family: Family, taken: Set[int]) -> list[Refusal]:
+    """Return refusals of operations that end like a block of the family and match at least half of one."""
     model = family.blocks[0]
     last, steps = max(model), match_plan(line, model)
-    misses: list[BlockMiss] = []
+    misses: list[Refusal] = []
     compared = 0
     for root, label in enumerate(line.labels):
         if label != line.labels[last] or root in taken:
@@ -59,9 +48,11 @@ def near_blocks(line: Linearization, family: Family, taken: Set[int]) -> list[Bl
         matched = tuple(q for q in places.values() if q not in taken)
         if 2 * len(matched) < len(model):
             continue
-        miss = _first_difference(line, model, places, failed, taken)
-        if miss is not None:
-            misses.append(BlockMiss(matched, *miss, len(matched), len(model)))
+        difference = _first_difference(line, model, places, failed, taken)
+        if difference is not None:
+            reason = f"almost equal to {len(family.blocks)} blocks: {difference[0]}"
+            at = line.heads[difference[1]]
+            misses.append(Refusal(rule, line.positions(matched), reason, at, len(matched), len(model)))
     return misses
 
 
@@ -100,8 +91,8 @@ def _first_difference(
     return f"'{_name(line, block[k])}' {how}, unlike '{_name(line, model[k])}' of the others", block[k]
 
 
-def near_repeats(line: Linearization, taken: Set[int], min_size: int) -> Iterator[BlockMiss]:
-    """Yield windows that call the same operators as earlier ones, in the same order, with different arguments."""
+def near_repeats(rule: str, line: Linearization, taken: Set[int], min_size: int) -> Iterator[Refusal]:
+    """Yield refusals of windows that call the same operators as earlier ones, in order, with different arguments."""
     unique = max(line.op_labels, default=0) + 1
     windows = WindowNumbering([unique + q if q in taken else op for q, op in enumerate(line.op_labels)])
     reported: set[int] = set()
@@ -115,8 +106,9 @@ def near_repeats(line: Linearization, taken: Set[int], min_size: int) -> Iterato
         if not unlike or 2 * len(unlike) > length:
             continue
         reported.update(places)
-        reason = describe_difference(line, unlike[0] - repeat.distance, unlike[0])
-        yield BlockMiss(tuple(places), reason, unlike[0], length - len(unlike), length)
+        reason = f"almost a repetition: {describe_difference(line, unlike[0] - repeat.distance, unlike[0])}"
+        at, matched = line.heads[unlike[0]], length - len(unlike)
+        yield Refusal(rule, line.positions(places), reason, at, matched, length)
         count += 1
         if count >= _MAX_REFUSALS:
             return
@@ -214,7 +206,7 @@ class Repeats(Rule):
 
     def _propose(self, context: RuleContext) -> Iterator[Proposal]:
         line = self._linearize(context)
-        search = BlockSearch(line, self._limits(context))
+        search = BlockSearch(line, self.min_size, self.min_repeats)
         families = search.families()
         for family, height in self._levels(line, families):
             for block in family.blocks:
@@ -231,9 +223,6 @@ class Repeats(Rule):
                 )
         yield from self._refusals(line, search, families)
 
-    def _limits(self, context: RuleContext) -> BlockLimits:
-        return BlockLimits(self.min_size, self.min_repeats, context.limits.nodes)
-
     def _linearize(self, context: RuleContext) -> Linearization:
         free = [
             i
@@ -249,9 +238,9 @@ class Repeats(Rule):
         if not self.nests:
             return [(family, 0) for family in families]
         nested: list[tuple[Family, int | None]] = [(family, None) for family in families]
-        limits = self._limits(line.context)
+        search = BlockSearch(line, self.min_size, self.min_repeats)
         for n, (family, _) in enumerate(nested):  # grows during the iteration
-            nested.extend((inner, n) for inner in BlockSearch(line, limits).inside(family))
+            nested.extend((inner, n) for inner in search.inside(family))
         heights = [0] * len(nested)
         for n in range(len(nested) - 1, -1, -1):
             around = nested[n][1]
@@ -279,18 +268,9 @@ class Repeats(Rule):
             reason = f"{count} equal blocks of {size} operations, less than {what} requires"
             yield Refusal(self.name, line.positions(family.blocks[0]), reason)
         for family in families[:_MAX_REFUSALS]:
-            for miss in near_blocks(line, family, taken):
-                reason = f"almost equal to {len(family.blocks)} blocks: {miss.reason}"
-                yield self._refusal(line, miss, reason)
-        for miss in near_repeats(
-            line, taken | {q for q, free in enumerate(line.free) if not free}, self.min_size
-        ):
-            reason = f"almost a repetition: {miss.reason}"
-            yield self._refusal(line, miss, reason)
-
-    def _refusal(self, line: Linearization, miss: BlockMiss, reason: str) -> Refusal:
-        members = line.positions(miss.places)
-        return Refusal(self.name, members, reason, line.heads[miss.at], miss.matched, miss.total)
+            yield from near_blocks(self.name, line, family, taken)
+        taken.update(q for q, free in enumerate(line.free) if not free)
+        yield from near_repeats(self.name, line, taken, self.min_size)
 
     def why_not(self, context: RuleContext, first: int, second: int) -> list[str]:
         line = self._linearize(context)
