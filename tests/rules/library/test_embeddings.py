@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail.rules.library import KINDS
-from dovetail.rules.library.embeddings import embedding_layer_norm, embedding_rms_norm
+from dovetail.rules.library.norms import embedding_layer_norm, embedding_rms_norm
 from tests.rules.library.helpers import (
     assert_references,
     candidates,

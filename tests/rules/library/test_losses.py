@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.rules.library.losses import cross_entropy, cross_entropy_by_hand
-from dovetail.rules.library.sampling import trunc_normal
+from dovetail.rules.library.training import cross_entropy, cross_entropy_by_hand, trunc_normal
 from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
 
 N, C = 6, 8

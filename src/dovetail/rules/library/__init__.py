@@ -5,15 +5,12 @@ from collections.abc import Mapping as _Mapping
 from dovetail.rules.library.activations import ACTIVATIONS
 from dovetail.rules.library.attention_variants import ATTENTION
 from dovetail.rules.library.convolution import CONVOLUTION, MIX_FFN
-from dovetail.rules.library.embeddings import EMBEDDINGS
-from dovetail.rules.library.gradients import GRADIENTS
 from dovetail.rules.library.library_rule import Kind as _Kind
 from dovetail.rules.library.linear import GATES, LINEAR
-from dovetail.rules.library.losses import LOSSES
-from dovetail.rules.library.norms import NORMS
+from dovetail.rules.library.norms import EMBEDDINGS, NORMS
 from dovetail.rules.library.pooling import POOLING
 from dovetail.rules.library.rotary import ROTARY
-from dovetail.rules.library.sampling import SAMPLING
+from dovetail.rules.library.training import GRADIENTS, LOSSES, SAMPLING
 
 ALL = (
     ATTENTION

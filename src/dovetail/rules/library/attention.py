@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dovetail.ir.graph_module import attribute
 from dovetail.ir.schema import named_arguments, op_name, static_size, value_of
-from dovetail.rules.library.library_rule import bundle_literals, has_op, kind, meta_tensor, shapes_differ
+from dovetail.rules.library.library_rule import bundle_arguments, has_op, kind, meta_tensor, shapes_differ
 from dovetail.rules.patterns.alternatives import either, optional
 from dovetail.rules.patterns.match_state import Match, Value
 from dovetail.rules.patterns.template import NotProvable
@@ -150,7 +150,7 @@ def _require_scalar(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ScorePattern:
-    """Sub-patterns for the operations on scores between the two products, with their literals."""
+    """Sub-patterns for the operations on scores between the two products, with their operands and literals."""
 
     scale: Any
     scale_divisor: Any
@@ -159,10 +159,14 @@ class ScorePattern:
     late_scale: Any = None
     late_divisor: Any = None
     relax: Any = None
+    mask: Any = None
+    bias: Any = None
+    filler: Any = None
+    second_bias: Any = None
+    factor: Any = None
+    divisor: Any = None
 
-    def scaled_product(
-        self, q: Tensor, columns: Tensor, factor: Tensor, divisor: Tensor, multiply: Product = torch.matmul
-    ) -> Tensor:
+    def scaled_product(self, q: Tensor, columns: Tensor, multiply: Product = torch.matmul) -> Tensor:
         """A product with a scale of its own, with one on a factor, or without."""
         return either(
             lambda: multiply(q, columns) * self.scale,
@@ -170,22 +174,25 @@ class ScorePattern:
             lambda: multiply(q * self.scale, columns),
             lambda: multiply(q / self.scale_divisor, columns),
             lambda: multiply(q, columns * self.scale),
-            lambda: multiply(q, columns) * _require_scalar(factor),
-            lambda: multiply(q, columns) / _require_scalar(divisor),
-            lambda: multiply(q * _require_scalar(factor), columns),
-            lambda: multiply(q / _require_scalar(divisor), columns),
-            lambda: multiply(q, columns / _require_scalar(divisor)),
+            lambda: multiply(q, columns) * _require_scalar(self.factor),
+            lambda: multiply(q, columns) / _require_scalar(self.divisor),
+            lambda: multiply(q * _require_scalar(self.factor), columns),
+            lambda: multiply(q / _require_scalar(self.divisor), columns),
+            lambda: multiply(q, columns / _require_scalar(self.divisor)),
             lambda: multiply(q, columns),
         )
 
-    def with_bias_and_mask(
-        self, product: Tensor, scaled: Tensor, mask: Tensor, bias: Tensor, second_bias: Tensor
-    ) -> Tensor:
+    def biased_product(self, q: Tensor, columns: Tensor, multiply: Product = torch.matmul) -> Tensor:
+        """A product with its scale, its mask and its biases."""
+        scaled = self.scaled_product(q, columns, multiply)
+        return self.with_bias_and_mask(multiply(q, columns), scaled)
+
+    def with_bias_and_mask(self, product: Tensor, scaled: Tensor) -> Tensor:
         """Scores with their biases and their mask; a bias may be scaled along with the `product` it is added to."""
 
         def biased(x: Tensor) -> Tensor:
-            total = x + bias
-            return either(lambda: total + second_bias, lambda: total + 0, lambda: total)
+            total = x + self.bias
+            return either(lambda: total + self.second_bias, lambda: total + 0, lambda: total)
 
         def late(x: Tensor) -> Tensor:
             return either(lambda: x * self.late_scale, lambda: x / self.late_divisor)
@@ -198,9 +205,9 @@ class ScorePattern:
             lambda: late(biased(product)),
         )
         return either(
-            lambda: self.masked(scores, mask),
-            lambda: self.masked(scaled, mask) + bias,
-            lambda: late(self.filled(product, mask)),
+            lambda: self.masked(scores, self.mask),
+            lambda: self.masked(scaled, self.mask) + self.bias,
+            lambda: late(self.filled(product, self.mask)),
             lambda: scores,
         )
 
@@ -259,12 +266,20 @@ def row_softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 _LITERALS = {"scale": 0.2503, "scale_divisor": 4.2, "fill": -1e9, "dropout": 0.1202}
 _LATE_SCALE, _RELAX = {"late_scale": 0.3504, "late_divisor": 4.3}, {"relax": 32.6}
-with_score_pattern = bundle_literals("scores", {**_LITERALS, **_LATE_SCALE, **_RELAX}, ScorePattern)
-"""Gives a pattern the argument `scores`, whose literals `attention_attrs` and `is_supported_attention` read."""
-with_unbiased_pattern = bundle_literals("scores", {**_LITERALS, **_RELAX}, ScorePattern)
-"""As `with_score_pattern`, for a pattern without `with_bias_and_mask`."""
-with_unshifted_pattern = bundle_literals("scores", {**_LITERALS, **_LATE_SCALE}, ScorePattern)
-"""As `with_score_pattern`, for a pattern without `weights`."""
+
+
+def with_scores(
+    operands: str, *, biased: bool = True, shifted: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a pattern the argument `scores`: a `ScorePattern` with these operands.
+
+    `attention_attrs` and `is_supported_attention` read its literals. A pattern without `with_bias_and_mask` is not
+    `biased`, one without `weights` not `shifted`.
+    """
+    literals = {**_LITERALS, **(_LATE_SCALE if biased else {}), **(_RELAX if shifted else {})}
+    return bundle_arguments("scores", ScorePattern, literals, operands.split())
+
+
 _MAX_MASK_DISTANCE = 4
 
 # Beyond it float16 scores of ordinary size become subnormal.

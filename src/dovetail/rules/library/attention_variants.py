@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from dovetail.rules.library.attention import (
     KV,
     MASK,
     SCALAR,
-    Product,
     Q,
     ScorePattern,
     attention_attrs,
@@ -29,11 +29,15 @@ from dovetail.rules.library.attention import (
     row_max,
     row_softmax,
     transposed_keys,
-    with_score_pattern,
-    with_unbiased_pattern,
-    with_unshifted_pattern,
+    with_scores,
 )
-from dovetail.rules.library.library_rule import LibraryRule, library_rule, meta_tensor, nearest_consumer
+from dovetail.rules.library.library_rule import (
+    LibraryRule,
+    library_rule,
+    meta_tensor,
+    nearest_consumer,
+    nodes_of,
+)
 from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.normalized_graph import normalized_graph_of
@@ -42,18 +46,17 @@ from dovetail.rules.rule import Decline, Proposal, Refusal, Rule, RuleContext, R
 _SCORE_OPS = frozenset({"mul", "div", "add", "masked_fill", "where", "_to_copy"})
 _SOFTMAX_OPS = frozenset({"softmax", "amax", "max"})
 _COLUMNS = meta_tensor(2, 4, 16, 8)
+_attention_rule = partial(library_rule, attention_kind, attrs_of=attention_attrs)
 _BATCHED, _BATCHED_SCORES = meta_tensor(8, 8, 16), meta_tensor(8, 8, 8)
 _BATCHED_MASK, _BATCHED_COLUMNS = meta_tensor(8, 8, 8, dtype=torch.bool), meta_tensor(8, 16, 8)
 
 
-@library_rule(
-    attention_kind,
+@_attention_rule(
     needs=(
         "scaled_dot_product_attention|_scaled_dot_product_flash_attention_for_cpu"
         "|_scaled_dot_product_flash_attention|_scaled_dot_product_efficient_attention"
         "|_scaled_dot_product_cudnn_attention|_scaled_dot_product_fused_attention_overrideable|_softmax"
     ),
-    attrs_of=attention_attrs,
     examples=[(Q, GROUPED_KV, GROUPED_KV, MASK), (Q, KV, KV, MASK)],
 )
 def attention(
@@ -75,34 +78,22 @@ def attention(
     )
 
 
-@library_rule(
-    attention_kind,
+@_attention_rule(
     needs="softmax|_softmax|exp matmul|bmm|mm",
-    attrs_of=attention_attrs,
     examples=[(Q, keys, keys, MASK, BIAS, SCALAR, BIAS, SCALAR, SCALAR) for keys in (GROUPED_KV, KV)],
 )
-@with_score_pattern
+@with_scores("mask bias filler second_bias factor divisor")
 def attention_by_hand(
-    scores: ScorePattern,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor,
-    filler: Tensor,
-    second_bias: Tensor,
-    factor: Tensor,
-    divisor: Tensor,
-    cap: Any = Const(30.5),
+    q: Tensor, k: Tensor, v: Tensor, scores: ScorePattern, cap: Any = Const(30.5)
 ) -> Tensor:
     """softmax(QKᵀ)V from its steps; scores may be capped, biased and masked."""
     keys, values = repeat_kv(q, k, v)
     columns = transposed_keys(keys)
-    scaled = optional(scores.scaled_product(q, columns, factor, divisor), lambda x: torch.tanh(x / cap) * cap)
+    scaled = optional(scores.scaled_product(q, columns), lambda x: torch.tanh(x / cap) * cap)
     masked = either(
-        lambda: torch.where(mask, scaled, filler) + bias,
-        lambda: torch.where(mask, scaled, filler),
-        lambda: scores.with_bias_and_mask(q @ columns, scaled, mask, bias, second_bias),
+        lambda: torch.where(scores.mask, scaled, scores.filler) + scores.bias,
+        lambda: torch.where(scores.mask, scaled, scores.filler),
+        lambda: scores.with_bias_and_mask(q @ columns, scaled),
     )
     return scores.weights(masked, v.dtype) @ values
 
@@ -117,48 +108,21 @@ def _is_transposed(node: Any) -> bool:
 
 def _has_untransposed_keys(context: RuleContext) -> bool:
     """Return whether there is a softmax of a product whose second operand is not transposed for it."""
-    products = [n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "matmul"]
     return any(
         not _is_transposed(n.args[1]) and nearest_consumer([n], _SOFTMAX_OPS, _SCORE_OPS) is not None
-        for n in products
+        for n in nodes_of(context, "matmul")
     )
 
 
-def _biased_scores(
-    scores: ScorePattern,
-    q: Tensor,
-    columns: Tensor,
-    added: tuple[Tensor, Tensor, Tensor],
-    scales: tuple[Tensor, Tensor],
-    multiply: Product = torch.matmul,
-) -> Tensor:
-    """A product with its scale, its mask and its two biases; `scales` are a factor and a divisor."""
-    scaled = scores.scaled_product(q, columns, *scales, multiply)
-    return scores.with_bias_and_mask(multiply(q, columns), scaled, *added)
-
-
-@library_rule(
-    attention_kind,
+@_attention_rule(
     needs="softmax|_softmax|exp matmul|bmm|mm",
     when=_has_untransposed_keys,
-    attrs_of=attention_attrs,
     examples=[(Q, _COLUMNS, KV, MASK, BIAS, BIAS, SCALAR, SCALAR)],
 )
-@with_score_pattern
-def attention_of_columns(
-    scores: ScorePattern,
-    q: Tensor,
-    columns: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor,
-    second_bias: Tensor,
-    factor: Tensor,
-    divisor: Tensor,
-) -> Tensor:
+@with_scores("mask bias second_bias factor divisor")
+def attention_of_columns(q: Tensor, columns: Tensor, v: Tensor, scores: ScorePattern) -> Tensor:
     """Attention whose keys are columns, so that there is no transpose."""
-    masked = _biased_scores(scores, q, columns, (mask, bias, second_bias), (factor, divisor))
-    return scores.weights(masked, v.dtype) @ v
+    return scores.weights(scores.biased_product(q, columns), v.dtype) @ v
 
 
 @attention_of_columns.guard
@@ -169,17 +133,14 @@ def keys_are_not_transposed(match: Match) -> Decline | None:
     return None
 
 
-@library_rule(
-    attention_kind,
+@_attention_rule(
     needs="softmax|_softmax|exp bmm|baddbmm",
-    attrs_of=attention_attrs,
     examples=[
         (*[_BATCHED] * 3, _BATCHED_MASK, _BATCHED_SCORES, _BATCHED_COLUMNS, MASK, SCALAR, SCALAR),
     ],
 )
-@with_unbiased_pattern
+@with_scores("factor divisor", biased=False)
 def attention_of_batches(
-    scores: ScorePattern,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -187,8 +148,7 @@ def attention_of_batches(
     bias: Tensor,
     columns: Tensor,
     mask_4d: Tensor,
-    factor: Tensor,
-    divisor: Tensor,
+    scores: ScorePattern,
 ) -> Tensor:
     """Attention with the heads in the batch dimension, as in `torch.nn.MultiheadAttention`.
 
@@ -196,7 +156,7 @@ def attention_of_batches(
     """
     keys = k.transpose(-1, -2)
     scaled = either(
-        lambda: scores.scaled_product(q, keys, factor, divisor, torch.bmm),
+        lambda: scores.scaled_product(q, keys, torch.bmm),
         lambda: torch.baddbmm(bias, q * scores.scale, keys),
         lambda: torch.baddbmm(bias, q, keys, alpha=scores.scale),
         lambda: torch.bmm(q, columns),
@@ -220,19 +180,15 @@ def attention_of_batches(
     return torch.bmm(either(batched, by_head), v)
 
 
-@library_rule(
-    attention_kind,
+@_attention_rule(
     needs="softmax|_softmax|exp matmul|bmm|mm triu|tril",
-    attrs_of=attention_attrs,
     examples=[(Q, GROUPED_KV, GROUPED_KV, SCALAR, SCALAR), (Q, KV, KV, SCALAR, SCALAR)],
 )
-@with_unbiased_pattern
-def attention_causal(
-    scores: ScorePattern, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, divisor: Tensor
-) -> Tensor:
+@with_scores("factor divisor", biased=False)
+def attention_causal(q: Tensor, k: Tensor, v: Tensor, scores: ScorePattern) -> Tensor:
     """softmax(QKᵀ)V from its steps, with a causal mask that is computed for it."""
     k, v = repeat_kv(q, k, v)
-    scaled = scores.scaled_product(q, transposed_keys(k), factor, divisor)
+    scaled = scores.scaled_product(q, transposed_keys(k))
     size = scaled.shape[-2:]
 
     def ones(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -266,32 +222,21 @@ def mask_is_not_shared(match: Match) -> Decline | None:
     return None
 
 
-@library_rule(
-    attention_kind,
+@_attention_rule(
     needs="softmax|_softmax|exp einsum",
-    attrs_of=attention_attrs,
     examples=[(Q, KV, KV, MASK, BIAS, BIAS, SCALAR, SCALAR)],
 )
-@with_score_pattern
+@with_scores("mask bias second_bias factor divisor")
 def attention_einsum(
-    scores: ScorePattern,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
-    bias: Tensor,
-    second_bias: Tensor,
-    factor: Tensor,
-    divisor: Tensor,
+    scores: ScorePattern,
     score_equation: Any = Const("bhid,bhjd->bhij"),
     value_equation: Any = Const("bhij,bhjd->bhid"),
 ) -> Tensor:
     """softmax(QKᵀ)V by einsum, with any letters and heads in any dimension."""
-
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return torch.einsum(score_equation, a, b)
-
-    masked = _biased_scores(scores, q, k, (mask, bias, second_bias), (factor, divisor), multiply)
+    masked = scores.biased_product(q, k, partial(torch.einsum, score_equation))
     return torch.einsum(value_equation, scores.weights(masked, v.dtype), v)
 
 
@@ -325,37 +270,25 @@ def _is_attention(score_equation: str, value_equation: str) -> bool:
 
 def _has_sinks(context: RuleContext) -> bool:
     """Return whether there is a softmax of a concatenation."""
-    joined = [n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "cat"]
+    joined = nodes_of(context, "cat")
     return nearest_consumer(joined, _SOFTMAX_OPS, frozenset({"sub", "_to_copy"})) is not None
 
 
-@library_rule(
-    attention_kind,
+@_attention_rule(
     needs="softmax|_softmax matmul|bmm|mm cat slice",
     when=_has_sinks,
-    attrs_of=attention_attrs,
     examples=[
         (Q, keys, keys, MASK, BIAS, BIAS, SCALAR, SCALAR, meta_tensor(4), meta_tensor(2, 4, 8, 1))
         for keys in (GROUPED_KV, KV)
     ],
 )
-@with_unshifted_pattern
+@with_scores("mask bias second_bias factor divisor", shifted=False)
 def attention_with_sinks(
-    scores: ScorePattern,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor,
-    second_bias: Tensor,
-    factor: Tensor,
-    divisor: Tensor,
-    sinks: Tensor,
-    sink_column: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, scores: ScorePattern, sinks: Tensor, sink_column: Tensor
 ) -> Tensor:
     """softmax(QKᵀ)V with one more column of scores in the softmax, as gpt-oss has it for each head."""
     keys, values = repeat_kv(q, k, v)
-    masked = _biased_scores(scores, q, transposed_keys(keys), (mask, bias, second_bias), (factor, divisor))
+    masked = scores.biased_product(q, transposed_keys(keys))
 
     def of_heads() -> Tensor:
         column = either(lambda: sinks.reshape(1, -1, 1, 1), lambda: sinks[None, :, None, None])
@@ -384,14 +317,14 @@ _MAX_PATH = 8
 class UnmatchedAttention(Rule):
     """Proposes nothing: refuses each softmax between two products for which no rule for attention has a proposal."""
 
+    name, kind, reference = "attention_unusual", "attention", attention_kind
+
     def __init__(self, rules: Sequence[LibraryRule]) -> None:
-        self.name, self.kind, self.reference = "attention_unusual", "attention", attention_kind
         self.rules = tuple(rules)
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
-        normalized = context.analysis(normalized_graph_of)
-        origins = normalized.origins
-        softmaxes = [n for n in normalized.nodes if op_name(n.target) in ("softmax", "_softmax")]
+        origins = context.analysis(normalized_graph_of).origins
+        softmaxes = nodes_of(context, "softmax", "_softmax")
         if not softmaxes:
             return
         covered = {i for rule in self.rules for p in rule.propose(context) for i in p.members}
@@ -409,29 +342,19 @@ class UnmatchedAttention(Rule):
 
 def _path_to_product(softmax: Node, *, back: bool) -> list[Node]:
     """Return the operations from a softmax to the nearest product, the product last; empty if none is near."""
-    previous: dict[Node, Node | None] = {softmax: None}
-    frontier = [softmax]
+    visited, paths = {softmax}, [[softmax]]
     for _ in range(_MAX_PATH):
-        following: list[Node] = []
-        for node in frontier:
-            for other in node.all_input_nodes if back else node.users:
-                if other in previous or other.op != "call_function":
+        longer: list[list[Node]] = []
+        for path in paths:
+            for other in path[-1].all_input_nodes if back else path[-1].users:
+                if other in visited or other.op != "call_function":
                     continue
-                previous[other] = node
+                visited.add(other)
+                longer.append([*path, other])
                 if op_name(other.target) in _PRODUCT_OPS:
-                    return _path(previous, other)
-                following.append(other)
-        frontier = following
+                    return longer[-1][1:]
+        paths = longer
     return []
-
-
-def _path(previous: dict[Node, Node | None], end: Node) -> list[Node]:
-    path: list[Node] = []
-    node: Node | None = end
-    while node is not None:
-        path.append(node)
-        node = previous[node]
-    return path[-2::-1]
 
 
 def _unexpected_op(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> tuple[Node, str]:

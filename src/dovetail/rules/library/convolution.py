@@ -29,6 +29,7 @@ from dovetail.rules.library.library_rule import (
     kind,
     library_rule,
     meta_tensor,
+    nodes_of,
     required_result,
     results_by_position,
     shapes_differ,
@@ -103,19 +104,8 @@ def conv_grad_kind(
     """
     if activation == "relu":
         grad = torch.where(cast("Tensor", activated) <= 0, 0.0, grad)
-    return torch.ops.aten.convolution_backward.default(
-        grad,
-        x,
-        weight,
-        bias_sizes,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        groups,
-        output_mask,
-    )
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    return torch.ops.aten.convolution_backward.default(grad, x, weight, bias_sizes, *options, output_mask)
 
 
 def _apply_activation(x: Tensor, slope: Any) -> Tensor:
@@ -195,22 +185,34 @@ def _has_string_padding(context: RuleContext) -> bool:
     return any(getattr(target, "_overloadname", "") == "padding" for target in targets)
 
 
+def residual_has_sum_shape(match: Match) -> Decline | None:
+    """Refuse a residual that is broadcast, or that broadcasts the value it is added to."""
+    residual = match["residual"]
+    if residual is None:
+        return None
+    sums = (n for n in match.aten if op_name(n.target) == "add" and residual.aten in n.all_input_nodes)
+    total = next(sums)
+    shapes = [n.meta["val"].shape for n in (total, *total.all_input_nodes)]
+    if residual.ndim == match["weight"].ndim and not any(shapes_differ(s, shapes[0]) for s in shapes):
+        return None
+    return Decline(f"'{residual.name}' does not have the shape of the value it is added to", at=residual)
+
+
 def _convolution_rules(rank: int, *, string_padding: bool) -> list[LibraryRule]:
     x, kernel, vector, residual = _examples(rank)
     ones: list[int] = [1] * rank
     padding_example: Any = "valid" if string_padding else [0] * rank
     name = f"conv{rank}d_padded" if string_padding else f"conv{rank}d"
     when = _has_string_padding if string_padding else None
+    conv_rule = partial(library_rule, conv_bn_act_kind, attrs_of=_conv_attrs, when=when)
     operators = f"conv{rank}d|convolution"
     norms = "_native_batch_norm_legit_no_training|_native_batch_norm_legit_functional|native_batch_norm|batch_norm"
 
-    @library_rule(
-        conv_bn_act_kind,
+    @conv_rule(
         name=f"{name}_bn_act",
-        when=when,
         needs=f"{operators} {norms}",
-        attrs_of=_conv_attrs,
-        examples=[(x, kernel, vector, vector, vector, vector, vector, residual)],
+        examples=[(x, kernel, *[vector] * 5, residual)],
+        guards=[residual_has_sum_shape],
     )
     def conv_bn_act(
         x: Tensor,
@@ -232,14 +234,7 @@ def _convolution_rules(rank: int, *, string_padding: bool) -> list[LibraryRule]:
         y = batch_norm_pattern(y, mean, variance, scale, shift, momentum, eps)
         return optional(optional(y, lambda y: y + residual), lambda y: _apply_activation(y, slope))
 
-    @library_rule(
-        conv_bn_act_kind,
-        name=f"{name}_act",
-        when=when,
-        needs=f"{operators} {_ACTIVATIONS}",
-        attrs_of=_conv_attrs,
-        examples=[(x, kernel, vector)],
-    )
+    @conv_rule(name=f"{name}_act", needs=f"{operators} {_ACTIVATIONS}", examples=[(x, kernel, vector)])
     def conv_act(
         x: Tensor,
         weight: Tensor,
@@ -251,18 +246,6 @@ def _convolution_rules(rank: int, *, string_padding: bool) -> list[LibraryRule]:
     ) -> Tensor:
         return _apply_activation(conv_pattern(rank, x, weight, bias, stride, padding, dilation), slope)
 
-    @conv_bn_act.guard
-    def residual_has_result_shape(match: Match) -> Decline | None:
-        residual = match["residual"]
-        if residual is None:
-            return None
-        sums = (n for n in match.aten if op_name(n.target) == "add" and residual.aten in n.all_input_nodes)
-        total = next(sums)
-        shapes = [n.meta["val"].shape for n in (total, *total.all_input_nodes)]
-        if residual.ndim == rank + 2 and not any(shapes_differ(shape, shapes[0]) for shape in shapes):
-            return None
-        return Decline(f"'{residual.name}' does not have the shape of the value it is added to", at=residual)
-
     return [conv_bn_act, conv_act]
 
 
@@ -270,8 +253,7 @@ _GRAD, (_GRAD_X, _GRAD_KERNEL, *_) = meta_tensor(2, 8, 6, 6), _examples(2)
 
 
 def _grad_attrs(match: Match) -> dict[str, Any]:
-    backward = next(n for n in match.nodes if op_name(n.target) == "convolution_backward")
-    arguments = named_arguments(backward)
+    arguments = named_arguments(next(n for n in match.nodes if op_name(n.target) == "convolution_backward"))
     return {
         "stride": match["stride"],
         "padding": match["padding"],
@@ -372,6 +354,7 @@ def _rule_for_grid(height: int, width: int) -> LibraryRule:
         needs="linear conv2d transpose|permute",
         attrs_of=lambda m: {"grid": [height, width], "activation": activation_name(m)},
         examples=[(tokens, square, vector, meta_tensor(16, 1, 3, 3), vector, square, vector)],
+        guards=[is_gelu, is_floating_point],
     )
     @with_gelu
     def mix_ffn(
@@ -398,16 +381,13 @@ def _rule_for_grid(height: int, width: int) -> LibraryRule:
         active = either(lambda: gelu(rows), lambda: torch.relu(rows))
         return either(lambda: F.linear(active, out_weight, out_bias), lambda: F.linear(active, out_weight))
 
-    mix_ffn.guard(is_gelu)
-    mix_ffn.guard(is_floating_point)
     return mix_ffn
 
 
 class MixFFN(Rule):
     """Proposes every mix-FFN, for all sizes of grids that are static."""
 
-    def __init__(self) -> None:
-        self.name, self.kind, self.reference = "mix_ffn", "mix_ffn", mix_ffn_kind
+    name, kind, reference = "mix_ffn", "mix_ffn", mix_ffn_kind
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         grids = context.analysis(_grids)
@@ -426,9 +406,7 @@ class MixFFN(Rule):
 def _grids(context: RuleContext) -> dict[Node, Grid | None]:
     """Return the sizes of images that depthwise convolutions read from a reshape of tokens; None for dynamic ones."""
     grids: dict[Node, Grid | None] = {}
-    for node in context.analysis(normalized_graph_of).nodes:
-        if op_name(node.target) != "conv2d":
-            continue
+    for node in nodes_of(context, "conv2d"):
         arguments = named_arguments(node)
         image = value_of(arguments.get("input"))
         if not isinstance(image, Tensor) or arguments.get("groups") in (None, 1):

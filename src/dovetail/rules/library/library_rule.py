@@ -1,4 +1,4 @@
-"""Kinds as contracts, the rules that match them, and the guards and sub-patterns that several of these rules share.
+"""Kinds as contracts, the rules that match them, and the guards and sub-patterns that these rules share.
 
 A `Kind` is defined by its reference, a torch function of exactly the arguments and attributes of its regions. A
 `LibraryRule` for it is traced on first use, and only for a graph that has the operators it cannot match without.
@@ -26,7 +26,7 @@ from dovetail.outlining.region import make_identity
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.normalized_graph import normalized_graph_of
-from dovetail.rules.patterns.pattern_rule import PatternRule
+from dovetail.rules.patterns.pattern_rule import Guard, PatternRule
 from dovetail.rules.rule import Candidate, Decline, Proposal, RuleContext
 
 _MAX_DISTANCE = 8
@@ -126,10 +126,11 @@ class LibraryRule(PatternRule):
     """A pattern rule for a kind, whose operands are arguments of the kind's reference.
 
     `needs` names operators without which there is no match, so that most graphs cost nothing: words separated by
-    blanks, each one operator or several alternatives separated by `|`; `when` is a further condition on the graph. A
+    blanks, each one operator or alternatives separated by `|`; `when` is a further condition on the graph. A
     near-miss of one or two operations is not reported, nor one that reached none of these operators, common ones aside.
     The region's attributes are those that `attrs_of` returns, by default the literals of the pattern, and the kind's
     defaults. `results_of` returns the kind's results where they are not the pattern's, None for one not computed.
+    `guards` are checked in their order, after `keeps_precision`.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class LibraryRule(PatternRule):
         attrs_of: Callable[[Match], Mapping[str, Any]] | None = None,
         results_of: Callable[[Match], Sequence[Node | None]] | None = None,
         when: Callable[[RuleContext], bool] | None = None,
+        guards: Iterable[Guard] = (),
         **options: Any,
     ) -> None:
         super().__init__(function, kind=kind.name, version=kind.version, checked=False, **options)
@@ -148,6 +150,8 @@ class LibraryRule(PatternRule):
         self.needs = tuple(frozenset(word.split("|")) for word in needs.split())
         self.attrs_of, self.results_of, self.when = attrs_of, results_of, when
         self.guard(lambda match: keeps_precision(match, kind.rounds_to))
+        for guard in guards:
+            self.guard(guard)
         unknown = [name for name in self.parameters.operands if name not in kind.arguments]
         if unknown:
             raise RuleError(self.name, f"'{unknown[0]}' is not an argument of the kind '{kind.name}'")
@@ -192,7 +196,7 @@ def library_rule(
     kind: Kind, *, needs: str, attrs_of: Callable[[Match], Mapping[str, Any]] | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], LibraryRule]:
     """Return a decorator that makes a rule for a kind; options are those of `LibraryRule` and `dovetail.rule`."""
-    return lambda function: LibraryRule(function, kind=kind, needs=needs, attrs_of=attrs_of, **options)
+    return partial(LibraryRule, kind=kind, needs=needs, attrs_of=attrs_of, **options)
 
 
 def _op_names_by_position(context: RuleContext) -> Mapping[int, Set[str]]:
@@ -281,6 +285,11 @@ def has_op(match: Match, *names: str) -> bool:
     return any(op_name(node.target) in names for node in match.aten)
 
 
+def nodes_of(context: RuleContext, *names: str) -> list[Node]:
+    """Return the nodes of the normalized graph that call an operator of one of these names."""
+    return [n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) in names]
+
+
 def results_by_position(match: Match) -> list[Node | None]:
     """Return the results of the one operator of a match that returns a tuple, by their position in it."""
     source = cast("Node", match.outputs[0].args[0])
@@ -313,27 +322,30 @@ def meta_tensor(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def bundle_literals(
-    name: str, literals: Mapping[str, Any], bundle: Callable[..., Any]
+def bundle_arguments(
+    name: str, bundle: Callable[..., Any], literals: Mapping[str, Any], operands: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a pattern that takes several literals as one argument, `bundle(**literals)`.
+    """Return a decorator for a pattern that takes some of its arguments as one, `bundle(**arguments)`.
 
-    `literals` has an example for each; to the rule each is an argument with the default `Const(example)`.
+    To the rule each is an argument: the operands in the place of `name`, and last the literals, of which `literals`
+    has an example each, with the default `Const(example)`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def pattern(*args: Any, **arguments: Any) -> Any:
-            bundled = bundle(**{each: arguments.pop(each, None) for each in literals})
-            return function(*args, **{name: bundled}, **arguments)
+        parameters: list[inspect.Parameter] = []
+        for p in inspect.signature(function).parameters.values():
+            parameters += [p.replace(name=each) for each in operands] if p.name == name else [p]
+        for each, example in literals.items():
+            parameters.append(inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=Const(example)))
+        signature = inspect.Signature(parameters)
 
-        own = inspect.signature(function)
-        parameters = [p for p in own.parameters.values() if p.name != name]
-        parameters += [
-            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=Const(example))
-            for each, example in literals.items()
-        ]
-        cast("Any", pattern).__signature__ = own.replace(parameters=parameters)
+        @functools.wraps(function)
+        def pattern(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            bundled = bundle(**{each: arguments.pop(each, None) for each in (*operands, *literals)})
+            return function(**{name: bundled}, **arguments)
+
+        cast("Any", pattern).__signature__ = signature
         return pattern
 
     return decorate
@@ -452,7 +464,7 @@ _GELU_CONSTANTS = {
     "cubic": 0.044715,
     "slope": 1.702,
 }
-with_gelu = bundle_literals("gelu", _GELU_EXAMPLES, partial(partial, _gelu))
+with_gelu = bundle_arguments("gelu", partial(partial, _gelu), _GELU_EXAMPLES)
 """Gives a pattern the argument `gelu`: the exact GELU, its tanh approximation, or the quick one by a sigmoid.
 
 A rule of such a pattern has the guard `is_gelu`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, cast
 
 import torch
@@ -175,66 +176,32 @@ def weight_layout(match: Match, name: str = "weight") -> str:
     return "out_in" if "out_in" in _layouts(match, name) else "in_out"
 
 
-_ACTIVATIONS: dict[str, tuple[str, Activation]] = {
-    **SIMPLE_ACTIVATIONS,
-    "squared_relu": ("relu", lambda x: square(torch.relu(x))),
-    "softplus": ("softplus", F.softplus),
-}
+def operands_have_weight_shapes(match: Match) -> Decline | None:
+    """Refuse a product of two activations, and a bias that is not one number for each column."""
+    for name, bias_name in _BIASES.items():
+        weight, bias = match.operands.get(name), match.operands.get(bias_name)
+        if weight is None:
+            continue
+        if weight.ndim != 2:
+            return Decline(f"'{weight.name}' has {weight.ndim} dimensions: not a weight", at=weight)
+        if bias is None:
+            continue
+        if bias.ndim != 1:
+            return Decline(f"'{bias.name}' has {bias.ndim} dimensions: not a bias", at=bias)
+        columns = weight.shape[0 if weight_layout(match, name) == "out_in" else 1]
+        if not same_sizes([columns], bias.shape):
+            return Decline(f"'{bias.name}' has {bias.shape[0]} numbers for {columns} columns", at=bias)
+    return None
 
 
-def _linear_activation_rule(activation: str) -> LibraryRule:
-    needs, activate_pattern = _ACTIVATIONS[activation]
-
-    @library_rule(
-        linear_activation_kind,
-        name=f"linear_{activation}",
-        needs=f"{_PRODUCT} {needs}",
-        attrs_of=lambda m: {"activation": activation, "weight_layout": weight_layout(m)},
-        examples=[_ONE, _MATRIX],
-    )
-    def linear_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return activate_pattern(linear_pattern(x, weight, bias))
-
-    return linear_activation
+def one_weight_layout(match: Match) -> Decline | None:
+    """Refuse weights of which one is read as [out, in] and the other, or the same one elsewhere, as [in, out]."""
+    names = [name for name in _BIASES if match.operands.get(name) is not None]
+    if len({layout for name in names for layout in _layouts(match, name)}) > 1:
+        return Decline("its weights have different layouts")
+    return None
 
 
-@library_rule(
-    linear_activation_kind,
-    needs=f"{_PRODUCT} gelu|erf|tanh|sigmoid",
-    attrs_of=lambda m: {"activation": GELU_NAMES[gelu_approximation(m)], "weight_layout": weight_layout(m)},
-    examples=[_ONE, _MATRIX],
-)
-@with_gelu
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: Activation) -> Tensor:
-    """A linear layer and a GELU."""
-    return gelu(linear_pattern(x, weight, bias))
-
-
-@library_rule(
-    linear_activation_kind,
-    needs=f"{_PRODUCT} leaky_relu",
-    attrs_of=lambda m: {"activation": "leaky_relu", "slope": m["slope"], "weight_layout": weight_layout(m)},
-    examples=[_ONE, _MATRIX],
-)
-def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
-    """A linear layer and a leaky ReLU."""
-    return F.leaky_relu(linear_pattern(x, weight, bias), slope)
-
-
-@library_rule(
-    linear_residual_kind,
-    needs=f"{_PRODUCT} add",
-    attrs_of=lambda m: {"dropout": m.literals.get("dropout", 0.0), "weight_layout": weight_layout(m)},
-    examples=[(*_ONE, _X), (*_MATRIX, _X[0])],
-)
-def linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, dropout: Any = Const(0.1202)
-) -> Tensor:
-    """A linear layer, perhaps dropout, and a residual sum."""
-    return optional(linear_pattern(x, weight, bias), lambda y: F.dropout(y, dropout)) + residual
-
-
-@linear_residual.guard
 def residual_has_result_shape(match: Match) -> Decline | None:
     residual = match["residual"]
     if residual.ndim != match.outputs[0].meta["val"].dim() or residual.ndim < 2:
@@ -250,6 +217,73 @@ def _inputs_of_result_shape(match: Match) -> list[bool]:
     return [not shapes_differ(n.meta["val"].shape, last.meta["val"].shape) for n in last.all_input_nodes]
 
 
+def gate_has_shape_of_up(match: Match) -> Decline | None:
+    """Refuse projections of different widths, and a gate and a value that both broadcast."""
+    have_result_shape = _inputs_of_result_shape(match)
+    if all(have_result_shape) or ("gate" in match and any(have_result_shape)):
+        return None
+    return Decline("its gate and the value it multiplies differ in shape", at=match.outputs[0])
+
+
+_WEIGHT_GUARDS = (is_floating_point, operands_have_weight_shapes, one_weight_layout)
+_activation_rule = partial(
+    library_rule, linear_activation_kind, examples=[_ONE, _MATRIX], guards=_WEIGHT_GUARDS
+)
+_ACTIVATIONS: dict[str, tuple[str, Activation]] = {
+    **SIMPLE_ACTIVATIONS,
+    "squared_relu": ("relu", lambda x: square(torch.relu(x))),
+    "softplus": ("softplus", F.softplus),
+}
+
+
+def _linear_activation_rule(activation: str) -> LibraryRule:
+    needs, activate_pattern = _ACTIVATIONS[activation]
+
+    @_activation_rule(
+        name=f"linear_{activation}",
+        needs=f"{_PRODUCT} {needs}",
+        attrs_of=lambda m: {"activation": activation, "weight_layout": weight_layout(m)},
+    )
+    def linear_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return activate_pattern(linear_pattern(x, weight, bias))
+
+    return linear_activation
+
+
+@_activation_rule(
+    needs=f"{_PRODUCT} gelu|erf|tanh|sigmoid",
+    attrs_of=lambda m: {"activation": GELU_NAMES[gelu_approximation(m)], "weight_layout": weight_layout(m)},
+    guards=(is_gelu, *_WEIGHT_GUARDS),
+)
+@with_gelu
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: Activation) -> Tensor:
+    """A linear layer and a GELU."""
+    return gelu(linear_pattern(x, weight, bias))
+
+
+@_activation_rule(
+    needs=f"{_PRODUCT} leaky_relu",
+    attrs_of=lambda m: {"activation": "leaky_relu", "slope": m["slope"], "weight_layout": weight_layout(m)},
+)
+def linear_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, slope: Any = Const(0.0101)) -> Tensor:
+    """A linear layer and a leaky ReLU."""
+    return F.leaky_relu(linear_pattern(x, weight, bias), slope)
+
+
+@library_rule(
+    linear_residual_kind,
+    needs=f"{_PRODUCT} add",
+    attrs_of=lambda m: {"dropout": m.literals.get("dropout", 0.0), "weight_layout": weight_layout(m)},
+    examples=[(*_ONE, _X), (*_MATRIX, _X[0])],
+    guards=(residual_has_result_shape, *_WEIGHT_GUARDS),
+)
+def linear_residual(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, dropout: Any = Const(0.1202)
+) -> Tensor:
+    """A linear layer, perhaps dropout, and a residual sum."""
+    return optional(linear_pattern(x, weight, bias), lambda y: F.dropout(y, dropout)) + residual
+
+
 def _projections(match: Match) -> dict[str, Any]:
     if "x" not in match.operands:
         return {"projections": "none"}
@@ -259,32 +293,12 @@ def _projections(match: Match) -> dict[str, Any]:
     return {"projections": "two", "weight_layout": weight_layout(match, "gate_weight")}
 
 
-def _gelu_projections(match: Match) -> dict[str, Any]:
-    return {**_projections(match), "approximate": gelu_approximation(match)}
-
-
 def _gate_half(match: Match) -> str:
     """Return the half of a packed product that goes through the activation: not the one that the last product reads."""
     read = list(match.aten)[-1].all_input_nodes
     up = next(n for n in read if is_projection(n) or op_name(n.target) == "slice")
     is_first = up.args[1] == 0 if is_projection(up) else named_arguments(up).get("start") in (0, None)
     return "second" if is_first else "first"
-
-
-def gate_has_shape_of_up(match: Match) -> Decline | None:
-    """Refuse projections of different widths, and a gate and a value that both broadcast."""
-    have_result_shape = _inputs_of_result_shape(match)
-    if all(have_result_shape) or ("gate" in match and any(have_result_shape)):
-        return None
-    return Decline("its gate and the value it multiplies differ in shape", at=match.outputs[0])
-
-
-def one_weight_layout(match: Match) -> Decline | None:
-    """Refuse weights of which one is read as [out, in] and the other, or the same one elsewhere, as [in, out]."""
-    names = [name for name in _BIASES if match.operands.get(name) is not None]
-    if len({layout for name in names for layout in _layouts(match, name)}) > 1:
-        return Decline("its weights have different layouts")
-    return None
 
 
 def _is_gated(context: RuleContext, whole: str, part: frozenset[str]) -> bool:
@@ -309,14 +323,6 @@ def _is_gated(context: RuleContext, whole: str, part: frozenset[str]) -> bool:
     return False
 
 
-def _has_silu_gate(context: RuleContext) -> bool:
-    return _is_gated(context, "silu", frozenset({"sigmoid"}))
-
-
-def _has_gelu_gate(context: RuleContext) -> bool:
-    return _is_gated(context, "gelu", frozenset({"erf", "tanh", "sigmoid"}))
-
-
 def _gated_halves(x: Tensor, activation: Activation) -> Tensor:
     """One half of the last dimension through an activation, times the other half."""
     return combine_halves(x, lambda a, b: either(lambda: activation(a) * b, lambda: a * activation(b)))
@@ -324,37 +330,41 @@ def _gated_halves(x: Tensor, activation: Activation) -> Tensor:
 
 _SPLIT = "split|split_with_sizes|slice|chunk"
 _SILU, _GELU = "silu|sigmoid mul", "gelu|erf|tanh|sigmoid mul"
-
-
-@library_rule(
-    swiglu_kind, needs=f"{_PRODUCT} {_SILU}", when=_has_silu_gate, attrs_of=_projections, examples=[_TWO]
+_swiglu_rule = partial(
+    library_rule,
+    swiglu_kind,
+    when=partial(_is_gated, whole="silu", part=frozenset({"sigmoid"})),
+    attrs_of=_projections,
+    guards=(gate_has_shape_of_up, *_WEIGHT_GUARDS),
 )
+_geglu_rule = partial(
+    library_rule,
+    geglu_kind,
+    when=partial(_is_gated, whole="gelu", part=frozenset({"erf", "tanh", "sigmoid"})),
+    attrs_of=lambda m: {**_projections(m), "approximate": gelu_approximation(m)},
+    guards=(is_gelu, gate_has_shape_of_up, *_WEIGHT_GUARDS),
+)
+
+
+@_swiglu_rule(needs=f"{_PRODUCT} {_SILU}", examples=[_TWO])
 def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor, up_bias: Tensor) -> Tensor:
     """silu(gate(x)) * up(x)."""
     return silu(linear_pattern(x, gate_weight, gate_bias)) * linear_pattern(x, up_weight, up_bias)
 
 
-@library_rule(
-    swiglu_kind,
-    needs=f"{_PRODUCT} {_SPLIT} {_SILU}",
-    when=_has_silu_gate,
-    attrs_of=_projections,
-    examples=[_ONE, _MATRIX],
-)
+@_swiglu_rule(needs=f"{_PRODUCT} {_SPLIT} {_SILU}", examples=[_ONE, _MATRIX])
 def swiglu_packed(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
     """The same from one product that holds gate and up."""
     return _gated_halves(linear_pattern(x, packed, bias), silu)
 
 
-@library_rule(swiglu_kind, needs=_SILU, when=_has_silu_gate, attrs_of=_projections, examples=[(_X, _X)])
+@_swiglu_rule(needs=_SILU, examples=[(_X, _X)])
 def swiglu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, wherever the two come from."""
     return silu(gate) * up
 
 
-@library_rule(
-    geglu_kind, needs=f"{_PRODUCT} {_GELU}", when=_has_gelu_gate, attrs_of=_gelu_projections, examples=[_TWO]
-)
+@_geglu_rule(needs=f"{_PRODUCT} {_GELU}", examples=[_TWO])
 @with_gelu
 def geglu(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor, up_bias: Tensor, gelu: Activation
@@ -363,42 +373,18 @@ def geglu(
     return gelu(linear_pattern(x, gate_weight, gate_bias)) * linear_pattern(x, up_weight, up_bias)
 
 
-@library_rule(
-    geglu_kind,
-    needs=f"{_PRODUCT} {_SPLIT} {_GELU}",
-    when=_has_gelu_gate,
-    attrs_of=_gelu_projections,
-    examples=[_ONE, _MATRIX],
-)
+@_geglu_rule(needs=f"{_PRODUCT} {_SPLIT} {_GELU}", examples=[_ONE, _MATRIX])
 @with_gelu
 def geglu_packed(x: Tensor, packed: Tensor, bias: Tensor, gelu: Activation) -> Tensor:
     """The same from one product that holds gate and up."""
     return _gated_halves(linear_pattern(x, packed, bias), gelu)
 
 
-@library_rule(geglu_kind, needs=_GELU, when=_has_gelu_gate, attrs_of=_gelu_projections, examples=[(_X, _X)])
+@_geglu_rule(needs=_GELU, examples=[(_X, _X)])
 @with_gelu
 def geglu_gate(gate: Tensor, up: Tensor, gelu: Activation) -> Tensor:
     """gelu(gate) * up, wherever the two come from."""
     return gelu(gate) * up
-
-
-def operands_have_weight_shapes(match: Match) -> Decline | None:
-    """Refuse a product of two activations, and a bias that is not one number for each column."""
-    for name, bias_name in _BIASES.items():
-        weight, bias = match.operands.get(name), match.operands.get(bias_name)
-        if weight is None:
-            continue
-        if weight.ndim != 2:
-            return Decline(f"'{weight.name}' has {weight.ndim} dimensions: not a weight", at=weight)
-        if bias is None:
-            continue
-        if bias.ndim != 1:
-            return Decline(f"'{bias.name}' has {bias.ndim} dimensions: not a bias", at=bias)
-        columns = weight.shape[0 if weight_layout(match, name) == "out_in" else 1]
-        if not same_sizes([columns], bias.shape):
-            return Decline(f"'{bias.name}' has {bias.shape[0]} numbers for {columns} columns", at=bias)
-    return None
 
 
 LINEAR = RuleSet(
@@ -408,11 +394,3 @@ LINEAR = RuleSet(
     linear_residual,
 )
 GATES = RuleSet(swiglu, swiglu_packed, swiglu_gate, geglu, geglu_packed, geglu_gate)
-for _rule in (linear_gelu, geglu, geglu_packed, geglu_gate):
-    _rule.guard(is_gelu)
-for _rule in GATES:
-    cast("LibraryRule", _rule).guard(gate_has_shape_of_up)
-for _rule in (*LINEAR, *GATES):
-    cast("LibraryRule", _rule).guard(is_floating_point)
-    cast("LibraryRule", _rule).guard(operands_have_weight_shapes)
-    cast("LibraryRule", _rule).guard(one_weight_layout)

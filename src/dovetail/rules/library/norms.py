@@ -1,8 +1,9 @@
-"""Norms: RMS norm and layer norm, alone and after a residual sum, and group norm."""
+"""Norms: RMS norm and layer norm, alone, after a residual sum and after embeddings, and group norm."""
 
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Annotated, Any, cast
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import named_arguments, op_name, value_of
 from dovetail.rules.library.library_rule import (
     Activation,
@@ -223,78 +225,6 @@ def layer_norm_op_pattern(x: Tensor, weight: Tensor, bias: Tensor, eps: Any) -> 
     )
 
 
-@library_rule(rms_norm_kind, needs=_RMS, attrs_of=norm_attrs, examples=[(_X, _WEIGHT)])
-def rms_norm(x: Tensor, weight: Tensor, eps: Any = Const(0.0303), offset: Any = Const(1.0404)) -> Tensor:
-    """An RMS norm over the last dimension, or over those of its weight."""
-    return rms_norm_pattern(x, weight, eps, offset)
-
-
-@library_rule(
-    add_rms_norm_kind,
-    results_of=_norm_and_sum,
-    needs=f"add {_RMS}",
-    attrs_of=norm_attrs,
-    escapes="output",
-    examples=[(_X, _X, _WEIGHT)],
-)
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: Any = Const(0.0303),
-    offset: Any = Const(1.0404),
-) -> Tensor:
-    """A residual sum and its RMS norm; the sum is returned too where it is used again."""
-    return rms_norm_pattern(x + residual, weight, eps, offset)
-
-
-@library_rule(layer_norm_kind, needs=_LAYER, attrs_of=norm_attrs, examples=[(_X, _WEIGHT, _WEIGHT)])
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Any = Const(0.0303)) -> Tensor:
-    """A layer norm over the last dimension, or over those of its weight."""
-    return layer_norm_pattern(x, weight, bias, eps)
-
-
-@library_rule(
-    add_layer_norm_kind,
-    results_of=_norm_and_sum,
-    needs=f"add {_LAYER}",
-    attrs_of=norm_attrs,
-    escapes="output",
-    examples=[(_X, _X, _WEIGHT, _WEIGHT)],
-)
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: Any = Const(0.0303)
-) -> Tensor:
-    """A residual sum and its layer norm; the sum is returned too where it is used again."""
-    return layer_norm_pattern(x + residual, weight, bias, eps)
-
-
-@library_rule(
-    dropout_add_layer_norm_kind,
-    needs="add layer_norm|native_layer_norm",
-    attrs_of=norm_attrs,
-    escapes="output",
-    examples=[(_X, _X, _WEIGHT, _WEIGHT, _WEIGHT)],
-)
-def dropout_add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    bias: Tensor,
-    weight: Tensor,
-    shift: Tensor,
-    dropout: Any = Const(0.1202),
-    eps: Any = Const(0.0303),
-) -> Tensor:
-    """The layer norm of dropout(x + bias) + residual.
-
-    In inference there is no dropout; in training the bias may be part of the operation that computes x.
-    """
-    dropped = either(
-        lambda: optional(x + bias, lambda y: F.dropout(y, dropout)), lambda: F.dropout(x, dropout)
-    )
-    return layer_norm_op_pattern(dropped + residual, weight, shift, eps)
-
-
 def _normalized_sizes(match: Match) -> list[Any]:
     """Return the sizes of the value that is normalized."""
     node = next(n for n in match.aten if op_name(n.target) in {"mean", "var", *_NORM_OPS})
@@ -315,9 +245,6 @@ def affine_has_normalized_shape(match: Match) -> Decline | None:
     return None
 
 
-@dropout_add_layer_norm.guard
-@add_rms_norm.guard
-@add_layer_norm.guard
 def summands_have_one_rank(match: Match) -> Decline | None:
     x, residual = match["x"], match["residual"]
     if x.ndim != residual.ndim:
@@ -330,20 +257,79 @@ def summands_have_one_rank(match: Match) -> Decline | None:
     return Decline(f"'{residual.name}' and '{x.name}' broadcast over each other", at=residual)
 
 
+_EPS, _OFFSET, _DROPOUT = Const(0.0303), Const(1.0404), Const(0.1202)
+_NORM_GUARDS = (affine_has_normalized_shape, is_floating_point)
+_norm_rule = partial(library_rule, attrs_of=norm_attrs, guards=_NORM_GUARDS)
+_sum_norm_rule = partial(_norm_rule, escapes="output", guards=(summands_have_one_rank, *_NORM_GUARDS))
+
+
+@_norm_rule(rms_norm_kind, needs=_RMS, examples=[(_X, _WEIGHT)])
+def rms_norm(x: Tensor, weight: Tensor, eps: Any = _EPS, offset: Any = _OFFSET) -> Tensor:
+    """An RMS norm over the last dimension, or over those of its weight."""
+    return rms_norm_pattern(x, weight, eps, offset)
+
+
+@_sum_norm_rule(
+    add_rms_norm_kind, needs=f"add {_RMS}", results_of=_norm_and_sum, examples=[(_X, _X, _WEIGHT)]
+)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: Any = _EPS, offset: Any = _OFFSET
+) -> Tensor:
+    """A residual sum and its RMS norm; the sum is returned too where it is used again."""
+    return rms_norm_pattern(x + residual, weight, eps, offset)
+
+
+@_norm_rule(layer_norm_kind, needs=_LAYER, examples=[(_X, _WEIGHT, _WEIGHT)])
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Any = _EPS) -> Tensor:
+    """A layer norm over the last dimension, or over those of its weight."""
+    return layer_norm_pattern(x, weight, bias, eps)
+
+
+@_sum_norm_rule(
+    add_layer_norm_kind,
+    needs=f"add {_LAYER}",
+    results_of=_norm_and_sum,
+    examples=[(_X, _X, _WEIGHT, _WEIGHT)],
+)
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: Any = _EPS) -> Tensor:
+    """A residual sum and its layer norm; the sum is returned too where it is used again."""
+    return layer_norm_pattern(x + residual, weight, bias, eps)
+
+
+@_sum_norm_rule(
+    dropout_add_layer_norm_kind,
+    needs="add layer_norm|native_layer_norm",
+    examples=[(_X, _X, _WEIGHT, _WEIGHT, _WEIGHT)],
+)
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    dropout: Any = _DROPOUT,
+    eps: Any = _EPS,
+) -> Tensor:
+    """The layer norm of dropout(x + bias) + residual.
+
+    In inference there is no dropout; in training the bias may be part of the operation that computes x.
+    """
+    dropped = either(
+        lambda: optional(x + bias, lambda y: F.dropout(y, dropout)), lambda: F.dropout(x, dropout)
+    )
+    return layer_norm_op_pattern(dropped + residual, weight, shift, eps)
+
+
 @library_rule(
     group_norm_kind,
     needs="group_norm|native_group_norm",
     attrs_of=lambda m: {"groups": m["groups"], "eps": m["eps"], "activation": activation_name(m)},
     examples=[(_X, _CHANNELS, _CHANNELS)],
+    guards=(is_gelu, is_floating_point),
 )
 @with_gelu
 def group_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    gelu: Activation,
-    groups: Any = Const(4),
-    eps: Any = Const(0.0303),
+    x: Tensor, weight: Tensor, bias: Tensor, gelu: Activation, groups: Any = Const(4), eps: Any = _EPS
 ) -> Tensor:
     """A norm over groups of channels, and the activation that follows it, if any."""
     normal = either(
@@ -353,9 +339,143 @@ def group_norm(
     return either(lambda: torch.relu(normal), lambda: silu(normal), lambda: gelu(normal), lambda: normal)
 
 
-group_norm.guard(is_gelu)
-group_norm.guard(is_floating_point)
 NORMS = RuleSet(rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm, group_norm)
-for _rule in (rms_norm, add_rms_norm, layer_norm, add_layer_norm, dropout_add_layer_norm):
-    _rule.guard(affine_has_normalized_shape)
-    _rule.guard(is_floating_point)
+_IDS, _TABLE = meta_tensor(2, 8, dtype=torch.int64), meta_tensor(32, 16)
+Ids = Annotated[Tensor | None, "of integers; rows are broadcast with those of the others"]
+Table = Annotated[Tensor | None, "[rows, width]"]
+
+
+@kind("embedding_norm", version=3, draws="one dropout mask of the shape of the sum")
+def embedding_norm_kind(
+    ids: Annotated[Tensor, "any shape, of integers"],
+    table: Annotated[Tensor, "[rows, width]"],
+    second_ids: Ids = None,
+    second: Table = None,
+    third_ids: Ids = None,
+    third: Table = None,
+    added: Annotated[Tensor | None, "[..., width], broadcast with the rows"] = None,
+    weight: Annotated[Tensor | None, "[width]"] = None,
+    bias: Annotated[Tensor | None, "[width]"] = None,
+    *,
+    norm: str,
+    tables: int = 1,
+    eps: float | None = 1e-5,
+    offset: float = 0.0,
+    dropout: float = 0.0,
+    padding_idx: int = -1,
+    dims: int = 1,
+    out_dtype: str = "promoted",
+) -> tuple[Tensor, Tensor]:
+    """The norm, "layer_norm" or "rms_norm", of the sum of rows of `tables` tables and of `added`, and that sum.
+
+    Dropout is applied to the sum, whose terms broadcast. The row `padding_idx` of `table` gets no gradient; -1 for none.
+    """
+    total = torch.embedding(table, ids, padding_idx)
+    for other, positions in ((second, second_ids), (third, third_ids)):
+        total = total if other is None else total + torch.embedding(other, cast("Tensor", positions))
+    total = F.dropout(total if added is None else total + added, dropout)
+    if norm == "rms_norm":
+        result = rms_norm_kind(total, weight, eps=eps, offset=offset, dims=dims, out_dtype=out_dtype)
+    else:
+        result = layer_norm_kind(total, weight, bias, eps=cast("float", eps), dims=dims, out_dtype=out_dtype)
+    return result, total
+
+
+def _embedding_attrs(match: Match) -> dict[str, Any]:
+    norm = match.rule.removeprefix("embedding_")
+    tables = sum(match.operands.get(name) is not None for name in ("table", "second", "third"))
+    return {"norm": norm, "tables": tables, "padding_idx": match["padding"], **norm_attrs(match)}
+
+
+def _norm_and_embedding(match: Match) -> list[Node | None]:
+    """Return the norm and its operand: the sum of rows and added values, after dropout."""
+    added = match["added"]
+    summed = {n for n in match.aten if op_name(n.target) == "embedding"}
+    total = next(n for n in summed if named_arguments(n)["weight"] is match["table"].aten)
+    if added is not None:
+        summed.add(cast("Node", added.aten))
+    while True:
+        users = [n for n in total.users if n in match.aten]
+        sums = [n for n in users if op_name(n.target) == "add" and summed.issuperset(n.all_input_nodes)]
+        drops = [n for n in users if "dropout" in op_name(n.target) or is_projection(n)]
+        if not (sums or drops):
+            return [match.outputs[0], match.aten[total]]
+        total = (sums or drops)[0]
+        summed.add(total)
+
+
+def added_is_independent(match: Match) -> Decline | None:
+    added = match["added"]
+    if added is None:
+        return None
+    inside, visited, stack = set(match.nodes), {added.node}, [added.node]
+    while stack:
+        for used in stack.pop().all_input_nodes:
+            if used in inside:
+                return Decline(f"'{added.name}' is computed from the embedding: it is a residual", at=added)
+            if used not in visited:
+                visited.add(used)
+                stack.append(used)
+    return None
+
+
+_embedding_rule = partial(
+    library_rule,
+    embedding_norm_kind,
+    attrs_of=_embedding_attrs,
+    results_of=_norm_and_embedding,
+    escapes="output",
+    guards=(added_is_independent, *_NORM_GUARDS),
+)
+
+
+@_embedding_rule(
+    needs="embedding layer_norm|native_layer_norm",
+    examples=[(_IDS, _TABLE, _IDS, _TABLE, _IDS, _TABLE, _X, _WEIGHT, _WEIGHT)],
+)
+def embedding_layer_norm(
+    ids: Tensor,
+    table: Tensor,
+    second_ids: Tensor,
+    second: Tensor,
+    third_ids: Tensor,
+    third: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    padding: Any = Const(1),
+    dropout: Any = _DROPOUT,
+    eps: Any = _EPS,
+) -> Tensor:
+    """The layer norm of rows of a table, plus rows of one or two more tables, or plus other values.
+
+    The rows are returned too where they are used again.
+    """
+    rows = torch.embedding(table, ids, padding)
+    total = either(
+        lambda: rows + torch.embedding(second, second_ids) + torch.embedding(third, third_ids),
+        lambda: rows + torch.embedding(second, second_ids),
+        lambda: rows + added,
+        lambda: rows,
+    )
+    total = optional(total, lambda r: F.dropout(r, dropout))
+    return layer_norm_op_pattern(total, weight, bias, eps)
+
+
+@_embedding_rule(needs=f"embedding {_RMS}", examples=[(_IDS, _TABLE, _X, _WEIGHT)])
+def embedding_rms_norm(
+    ids: Tensor,
+    table: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    padding: Any = Const(1),
+    dropout: Any = _DROPOUT,
+    eps: Any = _EPS,
+    offset: Any = _OFFSET,
+) -> Tensor:
+    """The RMS norm of rows of a table; the rows are returned too where they are used again."""
+    rows = optional(torch.embedding(table, ids, padding), lambda r: r + added)
+    return rms_norm_pattern(optional(rows, lambda r: F.dropout(r, dropout)), weight, eps, offset)
+
+
+EMBEDDINGS = RuleSet(embedding_layer_norm, embedding_rms_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any, cast
 
 import torch.nn.functional as F
@@ -17,10 +18,10 @@ from dovetail.rules.library.library_rule import (
     kind,
     library_rule,
     meta_tensor,
+    nodes_of,
 )
 from dovetail.rules.patterns.alternatives import Const, either
 from dovetail.rules.patterns.match_state import Match
-from dovetail.rules.patterns.normalized_graph import normalized_graph_of
 from dovetail.rules.rule import Decline, Proposal, Rule, RuleContext, RuleSet
 
 _IMAGES = meta_tensor(2, 3, 8, 8)
@@ -40,10 +41,30 @@ def avg_pool_kind(
     return F.avg_pool2d(x, cast("list[int]", kernel), stride)
 
 
+def is_batch_of_images(match: Match) -> Decline | None:
+    x = match["x"]
+    if x.ndim != 4:
+        return Decline(f"'{x.name}' has {x.ndim} dimensions: not a batch of images", at=x)
+    if any(static_size(n) == 0 for n in x.shape[1:]):
+        return Decline(f"'{x.name}' is empty", at=x)
+    return is_floating_point(match)
+
+
+def sizes_are_even(match: Match) -> Decline | None:
+    x = match["x"]
+    sizes = [static_size(n) for n in x.shape[2:]]
+    if all(n is not None and n % 2 == 0 for n in sizes):
+        return None
+    # With an odd number of rows the slices have different sizes: they broadcast, or fail.
+    return Decline(f"'{x.name}' is not known to have an even number of rows and columns", at=x)
+
+
+_pool_rule = partial(library_rule, avg_pool_kind, examples=[(_IMAGES,)], guards=[is_batch_of_images])
+
+
 def _has_image_means(context: RuleContext) -> bool:
     """Return whether there is a mean over the last two of four dimensions, in one step or two."""
-    nodes = context.analysis(normalized_graph_of).nodes
-    return any(op_name(node.target) == "mean" and _is_image_mean(node) for node in nodes)
+    return any(_is_image_mean(node) for node in nodes_of(context, "mean"))
 
 
 def _is_image_mean(node: Node) -> bool:
@@ -57,12 +78,10 @@ def _is_image_mean(node: Node) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4 and sorted(dims or ()) == [2, 3]
 
 
-@library_rule(
-    avg_pool_kind,
+@_pool_rule(
     needs="mean",
     when=_has_image_means,
     attrs_of=lambda m: {"kernel": "global", "keepdim": m.outputs[0].meta["val"].dim() == 4},
-    examples=[(_IMAGES,)],
 )
 def avg_pool_global(x: Tensor) -> Tensor:
     """The mean over height and width of images."""
@@ -78,29 +97,15 @@ def avg_pool_global(x: Tensor) -> Tensor:
     )
 
 
-def is_batch_of_images(match: Match) -> Decline | None:
-    x = match["x"]
-    if x.ndim != 4:
-        return Decline(f"'{x.name}' has {x.ndim} dimensions: not a batch of images", at=x)
-    if any(static_size(n) == 0 for n in x.shape[1:]):
-        return Decline(f"'{x.name}' is empty", at=x)
-    return is_floating_point(match)
-
-
-avg_pool_global.guard(is_batch_of_images)
-
-
 def _has_strided_slices(context: RuleContext) -> bool:
-    slices = (n for n in context.analysis(normalized_graph_of).nodes if op_name(n.target) == "slice")
-    return any(named_arguments(node).get("step") == 2 for node in slices)
+    return any(named_arguments(node).get("step") == 2 for node in nodes_of(context, "slice"))
 
 
-@library_rule(
-    avg_pool_kind,
+@_pool_rule(
     needs="slice add",
     when=_has_strided_slices,
     attrs_of=lambda m: {"kernel": [2, 2], "stride": [2, 2]},
-    examples=[(_IMAGES,)],
+    guards=[is_batch_of_images, sizes_are_even],
 )
 def avg_pool_slices(x: Tensor) -> Tensor:
     """The mean of each two by two block, as a sum of four slices with every other row and column."""
@@ -117,24 +122,9 @@ def avg_pool_slices(x: Tensor) -> Tensor:
     return either(lambda: total / 4, lambda: total * 0.25)
 
 
-avg_pool_slices.guard(is_batch_of_images)
-
-
-@avg_pool_slices.guard
-def sizes_are_even(match: Match) -> Decline | None:
-    x = match["x"]
-    sizes = [static_size(n) for n in x.shape[2:]]
-    if all(n is not None and n % 2 == 0 for n in sizes):
-        return None
-    # With an odd number of rows the slices have different sizes: they broadcast, or fail.
-    return Decline(f"'{x.name}' is not known to have an even number of rows and columns", at=x)
-
-
-@library_rule(
-    avg_pool_kind,
+@_pool_rule(
     needs="unfold mean",
     attrs_of=lambda m: {"kernel": [m["height"], m["width"]], "stride": [m["down"], m["across"]]},
-    examples=[(_IMAGES,)],
 )
 def avg_pool_windows(
     x: Tensor, height: Any = Const(2), width: Any = Const(2), down: Any = Const(1), across: Any = Const(1)
@@ -146,15 +136,11 @@ def avg_pool_windows(
     )
 
 
-avg_pool_windows.guard(is_batch_of_images)
-
-
 @functools.cache
 def _rule_for_block(height: int, width: int) -> LibraryRule:
     """Return the rule for blocks of one size: the sizes of a reshape are literals."""
 
-    @library_rule(
-        avg_pool_kind,
+    @_pool_rule(
         name="avg_pool_blocks",
         needs="reshape|view mean|sum",
         attrs_of=lambda m: {"kernel": [height, width], "stride": [height, width]},
@@ -173,15 +159,13 @@ def _rule_for_block(height: int, width: int) -> LibraryRule:
             lambda: blocks.sum((3, 5)) * (1 / (height * width)),
         )
 
-    avg_pool.guard(is_batch_of_images)
     return avg_pool
 
 
 class AveragePoolBlocks(Rule):
     """Proposes means over blocks that a reshape splits images into, for all sizes of blocks."""
 
-    def __init__(self) -> None:
-        self.name, self.kind, self.reference = "avg_pool_blocks", "avg_pool", avg_pool_kind
+    name, kind, reference = "avg_pool_blocks", "avg_pool", avg_pool_kind
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         for height, width in sorted(context.analysis(_block_sizes)):
@@ -190,9 +174,7 @@ class AveragePoolBlocks(Rule):
 
 def _block_sizes(context: RuleContext) -> set[tuple[int, int]]:
     sizes: set[tuple[int, int]] = set()
-    for node in context.analysis(normalized_graph_of).nodes:
-        if op_name(node.target) not in ("reshape", "view"):
-            continue
+    for node in nodes_of(context, "reshape", "view"):
         before, after = value_of(named_arguments(node).get("self")), node.meta.get("val")
         if not isinstance(before, Tensor) or not isinstance(after, Tensor):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, cast
 
 import torch
@@ -97,7 +98,29 @@ def rotate_half(x: Tensor) -> Tensor:
     )
 
 
-@library_rule(rotary_kind, needs="cat|stack neg|sub", attrs_of=_rotary_attrs)
+def turns_are_complex(match: Match) -> Decline | None:
+    """Refuse real factors of complex numbers."""
+    turns = match["turns"]
+    if turns.dtype.is_complex:
+        return None
+    return Decline(f"'{turns.name}' is real, and scales without rotating", at=turns)
+
+
+def rotates_every_pair(match: Match) -> Decline | None:
+    """Refuse a width that is not known to be even, and angles that broadcast x."""
+    x, width = match["x"], static_size(match["x"].shape[-1])
+    if width is None or width % 2:
+        # A chunk splits an odd width above the middle, slices below it.
+        return Decline(f"the last dimension of '{x.name}' is not known to be even", at=x)
+    if shapes_differ(match.outputs[0].meta["val"].shape, x.shape):
+        return Decline(f"the angles enlarge '{x.name}'", at=x)
+    return None
+
+
+_rotary_rule = partial(library_rule, rotary_kind, attrs_of=_rotary_attrs, guards=[rotates_every_pair])
+
+
+@_rotary_rule(needs="cat|stack neg|sub")
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding of queries or of keys."""
     wide = either(lambda: x, lambda: x.float())
@@ -107,8 +130,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotaryPair(Rule):
     """Proposes the rotary embeddings of the queries and the keys that one attention reads, by the same angles."""
 
-    def __init__(self) -> None:
-        self.name, self.kind, self.reference = "rotary_pair", "rotary", rotary_kind
+    name, kind, reference = "rotary_pair", "rotary", rotary_kind
 
     def propose(self, context: RuleContext) -> Iterable[Proposal]:
         origins = context.analysis(normalized_graph_of).origins
@@ -139,7 +161,7 @@ def _same_angles(first: Candidate, second: Candidate) -> bool:
 rotary_pair = RotaryPair()
 
 
-@library_rule(rotary_kind, name="rotary_split", needs="cat|stack sub", attrs_of=_rotary_attrs)
+@_rotary_rule(needs="cat|stack sub")
 def rotary_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding of halves, or of even and odd elements, with one angle for each pair."""
     wide = either(lambda: x, lambda: x.float())
@@ -154,12 +176,7 @@ def rotary_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-@library_rule(
-    rotary_kind,
-    needs="stack select sub",
-    attrs_of=_rotary_attrs,
-    examples=[(_X, meta_tensor(8, 8, 2))],
-)
+@_rotary_rule(needs="stack select sub", examples=[(_X, meta_tensor(8, 8, 2))])
 def rotary_cached(x: Tensor, angles: Tensor) -> Tensor:
     """A rotary embedding with cosines and sines in one tensor, selected where they are used."""
     wide = either(lambda: x, lambda: x.float())
@@ -171,12 +188,10 @@ def rotary_cached(x: Tensor, angles: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-@library_rule(
-    rotary_kind,
-    name="rotary_complex",
+@_rotary_rule(
     needs="view_as_complex view_as_real",
-    attrs_of=_rotary_attrs,
     examples=[(_X, meta_tensor(4, 8, 8, dtype=torch.complex64))],
+    guards=[turns_are_complex, rotates_every_pair],
 )
 def rotary_complex(x: Tensor, turns: Tensor) -> Tensor:
     """A rotary embedding as a product of complex numbers."""
@@ -184,27 +199,4 @@ def rotary_complex(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(x.dim() - 1).to(x.dtype)
 
 
-@rotary_complex.guard
-def turns_are_complex(match: Match) -> Decline | None:
-    turns = match["turns"]
-    return (
-        None
-        if turns.dtype.is_complex
-        else Decline(f"'{turns.name}' is real, and scales without rotating", at=turns)
-    )
-
-
-def rotates_every_pair(match: Match) -> Decline | None:
-    """Refuse a width that is not known to be even, and angles that broadcast x."""
-    x, width = match["x"], static_size(match["x"].shape[-1])
-    if width is None or width % 2:
-        # A chunk splits an odd width above the middle, slices below it.
-        return Decline(f"the last dimension of '{x.name}' is not known to be even", at=x)
-    if shapes_differ(match.outputs[0].meta["val"].shape, x.shape):
-        return Decline(f"the angles enlarge '{x.name}'", at=x)
-    return None
-
-
-for _rule in (rotary, rotary_split, rotary_cached, rotary_complex):
-    _rule.guard(rotates_every_pair)
 ROTARY = RuleSet(rotary, rotary_pair, rotary_split, rotary_cached, rotary_complex)
