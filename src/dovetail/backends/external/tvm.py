@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch.export import ExportedProgram
-from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    OutputKind,
-    OutputSpec,
-    TensorArgument,
-)
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from dovetail.backends.external.external_base import (
     CompiledSession,
@@ -36,6 +25,7 @@ from dovetail.backends.external.external_base import (
     with_bound,
 )
 from dovetail.errors import checked_init
+from dovetail.formats.exported_program import exported
 from dovetail.formats.op_support import (
     COMMON_VALIDATED,
     ProbedSupport,
@@ -123,10 +113,7 @@ def _extremum(most: bool, dtype: Any) -> Comparison:
 def _broadcast(most: bool) -> Comparison:
     def both(x: Any, y: Any) -> Any:
         te, topi = load_package("tvm.te"), load_package("tvm.topi")
-        shape = [
-            max(int(a), int(b)) if 0 not in (int(a), int(b)) else 0
-            for a, b in _aligned_axes(x.shape, y.shape)
-        ]
+        shape = list(torch.broadcast_shapes(*([int(n) for n in one.shape] for one in (x, y))))
         wide = [topi.broadcast_to(one, shape) for one in (x, y)]
         extremum = _extremum(most, x.dtype)
 
@@ -136,12 +123,6 @@ def _broadcast(most: bool) -> Comparison:
         return te.compute(shape, at, name="extreme")
 
     return both
-
-
-def _aligned_axes(x: Sequence[Any], y: Sequence[Any]) -> list[tuple[Any, Any]]:
-    rank = max(len(x), len(y))
-    filled = [[1] * (rank - len(shape)) + list(shape) for shape in (x, y)]
-    return list(zip(*filled, strict=True))
 
 
 def _bound(dtype: Any, least: bool) -> Any:
@@ -223,8 +204,9 @@ def to_relax(graph: Graph) -> Any:
     convert = load_package("tvm.relax.frontend.torch").from_exported_program
     with _CONVERTING, suppress_warnings():
         try:
+            program = exported(GraphModule({}, graph))
             module = relax.transform.LegalizeOps(legalizations())(
-                convert(_exported(graph), run_ep_decomposition=False)
+                convert(program, run_ep_decomposition=False)
             )
         except Exception as error:
             raise UnsupportedOp(f"TVM does not convert it: {_reason(error)}") from error
@@ -242,23 +224,6 @@ def _check_types(module: Any, graph: Graph) -> None:
             raise UnsupportedOp(f"TVM returns {got} in place of {expected} ('{node.name}')")
 
 
-def _exported(graph: Graph) -> ExportedProgram:
-    """Wrap a graph in an ExportedProgram without tracing it again."""
-    operands = graph.find_nodes(op="placeholder")
-    results = cast("Sequence[Node]", graph.output_node().args[0])
-    inputs = [InputSpec(InputKind.USER_INPUT, TensorArgument(n.name), None) for n in operands]
-    outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in results]
-    called = ModuleCallSignature(
-        inputs=[],
-        outputs=[],
-        in_spec=pytree.tree_structure(((0,) * len(inputs), {})),
-        out_spec=pytree.tree_structure((0,) * len(outputs)),
-    )
-    return ExportedProgram(
-        nn.Module(), graph, ExportGraphSignature(inputs, outputs), {}, {}, [ModuleCallEntry("", called)]
-    )
-
-
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:200]
@@ -269,16 +234,15 @@ _VALIDATED = COMMON_VALIDATED | {"diagonal.default"}
 """Operators whose results in TVM were compared with torch's."""
 
 
-def _scaled(x: Tensor, y: Any, alpha: float) -> Any:
-    return y.to(torch.result_type(x, y)) * alpha if isinstance(y, Tensor) else y * alpha
+def _with_alpha(target: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a workaround for a sum or difference with `alpha`, which becomes a product."""
 
+    def run(x: Tensor, y: Any, alpha: float = 1) -> Any:
+        if alpha == 1:
+            return NotImplemented
+        return target(x, (y.to(torch.result_type(x, y)) if isinstance(y, Tensor) else y) * alpha)
 
-def _add(x: Tensor, y: Any, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else torch.add(x, _scaled(x, y, alpha))
-
-
-def _sub(x: Tensor, y: Any, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else torch.sub(x, _scaled(x, y, alpha))
+    return run
 
 
 def _rsub(x: Tensor, y: Any, alpha: float = 1) -> Any:
@@ -346,8 +310,8 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 TVM_WORKAROUNDS: Mapping[Any, Callable[..., Any]] = {
-    ATEN.add.Tensor: _add,
-    ATEN.sub.Tensor: _sub,
+    ATEN.add.Tensor: _with_alpha(torch.add),
+    ATEN.sub.Tensor: _with_alpha(torch.sub),
     ATEN.rsub.Scalar: _rsub,
     ATEN.rsub.Tensor: _rsub,
     ATEN.elu.default: _elu,
@@ -387,8 +351,8 @@ class Tvm(ProbedSupport, ExternalBackend):
         return _probe()
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> TvmProgram:
-        exported = reexport_body(body, operands, results, self.decomposition)
-        return TvmProgram(self.target, exported.guarded, to_relax(exported.graph))
+        rewritten = reexport_body(body, operands, results, self.decomposition)
+        return TvmProgram(self.target, rewritten.guarded, to_relax(rewritten.graph))
 
     def session(
         self, program: TvmProgram, constants: Mapping[int, Tensor], results: Sequence[Layout]
