@@ -124,9 +124,7 @@ class ExternalBackend(OperationSupport, Backend):
                 if reason is not None:
                     raise UnsupportedOp(f"{reason} ('{node.name}')")
         program, results = self._program_of(region, body, operands)
-        model = CompiledModel(self, program, tuple(operands), tuple(results))
-        model.session()
-        return model
+        return CompiledModel(self, program, tuple(operands), tuple(results))
 
     def _program_of(
         self, region: Region, body: GraphModule, operands: Sequence[Layout | None]
@@ -166,9 +164,7 @@ class ExternalBackend(OperationSupport, Backend):
         head, rest = split_parts(data)
         layouts = json.loads(head)
         operands, results = (tuple(map(_layout_from_json, layouts[k])) for k in ("operands", "results"))
-        model = CompiledModel(self, self.deserialize(rest), operands, results)
-        model.session()
-        return model
+        return CompiledModel(self, self.deserialize(rest), operands, results)
 
 
 class _Started:
@@ -231,12 +227,11 @@ class CompiledModel:
         self._sessions: dict[int, CompiledSession] = {}
         self._lock = reset_at_fork(threading.Lock())
         register_after_fork(self)
+        self.session()
 
     def bound(self, constants: Mapping[int, Tensor]) -> CompiledModel:
         """Return a copy with some operands bound."""
-        model = CompiledModel(self.backend, self.program, self.operands, self.results, constants)
-        model.session()
-        return model
+        return CompiledModel(self.backend, self.program, self.operands, self.results, constants)
 
     @property
     def reads_in_place(self) -> frozenset[int]:
@@ -446,13 +441,6 @@ class PlacedResults:
             tensor if layout.order is not None else layout.from_runtime(tensor)
             for layout, (tensor, _) in zip(self._layouts, self._places, strict=True)
         )
-
-
-def input_names(model: bytes) -> list[str]:
-    """Return the names of the inputs of an ONNX model in order."""
-    import onnx
-
-    return [i.name for i in onnx.ModelProto.FromString(model).graph.input]
 
 
 def require_in_range(flag: Any) -> None:

@@ -26,13 +26,7 @@ from dovetail.backends.external.external_base import (
 )
 from dovetail.errors import checked_init
 from dovetail.formats.exported_program import exported
-from dovetail.formats.op_support import (
-    COMMON_VALIDATED,
-    ProbedSupport,
-    SupportProbe,
-    why_not_validated,
-    why_risky,
-)
+from dovetail.formats.op_support import COMMON_VALIDATED, ProbedSupport, SupportProbe
 from dovetail.formats.reexport import lerp, pow_as_root, reexport_body
 from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import argument_of
@@ -80,8 +74,8 @@ def _relu(x: Any) -> Any:
 def _clip(x: Any, low: Any, high: Any) -> Any:
     te, tirx = load_package("tvm.te"), load_package("tvm.tirx")
     # An absent bound is infinite, which integers cannot represent.
-    least = None if _number(low) == -math.inf else tirx.Cast(x.dtype, low)
-    most = None if _number(high) == math.inf else tirx.Cast(x.dtype, high)
+    least = None if getattr(low, "value", 0) == -math.inf else tirx.Cast(x.dtype, low)
+    most = None if getattr(high, "value", 0) == math.inf else tirx.Cast(x.dtype, high)
 
     def at(*i: Any) -> Any:
         value = x(*i)
@@ -91,10 +85,6 @@ def _clip(x: Any, low: Any, high: Any) -> Any:
         return value if most is None else tirx.Select(value > most, most, value)
 
     return te.compute(x.shape, at, name="clip")
-
-
-def _number(bound: Any) -> float:
-    return float(getattr(bound, "value", 0))
 
 
 def _extremum(most: bool, dtype: Any) -> Comparison:
@@ -467,15 +457,13 @@ def _set_threads(count: int) -> None:
 
 @functools.cache
 def _probe() -> SupportProbe:
-    return SupportProbe(to_relax, _decompositions, _why_not_probed, workarounds=TVM_WORKAROUNDS)
-
-
-def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    return torch.export.default_decompositions()
-
-
-def _why_not_probed(node: Node) -> str | None:
-    return why_not_validated(_VALIDATED, node) or _why_wrong(node) or why_risky(node)
+    return SupportProbe(
+        convert=to_relax,
+        table=torch.export.default_decompositions,
+        validated=_VALIDATED,
+        why_wrong=_why_wrong,
+        workarounds=TVM_WORKAROUNDS,
+    )
 
 
 def _why_wrong(node: Node) -> str | None:
@@ -490,7 +478,9 @@ def _why_wrong(node: Node) -> str | None:
             return "TVM truncates a float that is combined with integers"
     if name == "aten.topk.default" and isinstance(value, Tensor) and value.dtype is torch.int16:
         return "TVM does not sort int16"
-    if any(argument_of(node, factor) == 0 for factor in _FACTORS.get(node.target, ())) and _is_floating(node):
+    result = node.meta.get("val")
+    floating = isinstance(result, Tensor) and result.dtype.is_floating_point
+    if floating and any(argument_of(node, factor) == 0 for factor in _FACTORS.get(node.target, ())):
         return "TVM computes zero times infinity or NaN as zero"
     if name.startswith("aten.clamp") and any(bound != bound for bound in node.args[1:]):
         return "TVM does not clamp to NaN"
@@ -513,8 +503,3 @@ _FACTORS: Mapping[Any, tuple[str, ...]] = {
     ATEN.scaled_dot_product_attention.default: ("scale",),
 }
 """Arguments by which operators multiply."""
-
-
-def _is_floating(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
