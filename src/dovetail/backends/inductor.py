@@ -30,28 +30,6 @@ _LOCK = reset_at_fork(threading.Lock())
 _STARTED: list[threading.Thread] = []
 
 
-def warm() -> None:
-    """Start the processes that compile kernels, and Triton's driver; once, and without waiting for them.
-
-    Nothing is imported ahead: importing in a thread beside a capture is not faster. A failure is ignored, because the
-    compiler starts what it needs by itself.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return
-    with _LOCK:
-        if _STARTED:
-            return
-        _STARTED.append(threading.Thread(target=_start_driver, daemon=True))
-    with contextlib.suppress(Exception):
-        compiling = import_module("torch._inductor.async_compile").AsyncCompile
-        compiling.warm_pool()
-        # Until the first job has returned, Inductor compiles kernels one after the other in this process.
-        compiling.use_process_pool()
-    _STARTED[0].start()
-
-
 def _start_driver() -> None:
     """Let Triton build its driver, which runs a C compiler."""
     with contextlib.suppress(Exception):
@@ -84,8 +62,23 @@ class Inductor(Backend):
         return True
 
     def warm(self) -> None:
-        """Start what every compilation needs, in the background."""
-        warm()
+        """Start the processes that compile kernels, and Triton's driver; once, and without waiting for them.
+
+        Nothing is imported ahead: importing in a thread beside a capture is not faster. A failure is ignored, because
+        the compiler starts what it needs by itself.
+        """
+        if not torch.cuda.is_available():
+            return
+        with _LOCK:
+            if _STARTED:
+                return
+            _STARTED.append(threading.Thread(target=_start_driver, daemon=True))
+        with contextlib.suppress(Exception):
+            compiling = import_module("torch._inductor.async_compile").AsyncCompile
+            compiling.warm_pool()
+            # Until the first job has returned, Inductor compiles kernels one after the other in this process.
+            compiling.use_process_pool()
+        _STARTED[0].start()
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         import torch._inductor as inductor
