@@ -156,15 +156,15 @@ __all__ = [
 
 
 def _artifact_writer() -> _RegionWriter:
-    from dovetail.formats.region_artifact import write
+    from dovetail.formats.region_artifact import write_artifact
 
-    return write
+    return write_artifact
 
 
 def _reproducer_writer() -> _RegionWriter:
-    from dovetail.formats.reproducer import write
+    from dovetail.formats.region_artifact import write_reproducer
 
-    return write
+    return write_reproducer
 
 
 _install_writers(export=_artifact_writer, reproducer=_reproducer_writer)

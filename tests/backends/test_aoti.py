@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import dovetail
-from dovetail.backends.aoti import Aoti
+from dovetail.backends.inductor import Aoti
 from dovetail.lowering.backend_protocol import by_name
 from tests.lowering.helpers import Blocks, events, fused
 

@@ -56,7 +56,7 @@ class CudaGraphs(Backend):
         return self.inner.can_save
 
     def save(self, compiled: Any) -> bytes:
-        """Save what the inner backend compiled; recordings are made again."""
+        """Save what the inner backend compiled; a call is recorded again."""
         return self.inner.save(compiled)
 
     def load(self, data: bytes, region: Region) -> Compiled:
@@ -69,7 +69,7 @@ class CudaGraphs(Backend):
         if elsewhere or not devices:
             reason = f"CUDA graphs need all operands on a CUDA device, and some are on {', '.join(elsewhere) or 'none'}"
         elif len(devices) > 1:
-            reason = "its operands are on several devices"
+            reason = "its operands are on different devices"
         reason = reason or why_not_static(region) or why_effectful(region, "random")
         return Decline(reason) if reason is not None else self.inner.supports(region)
 

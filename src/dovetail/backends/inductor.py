@@ -1,4 +1,4 @@
-"""torch's Inductor, one region at a time."""
+"""torch's Inductor, one region at a time: code for this process, or packages of AOTInductor."""
 
 from __future__ import annotations
 
@@ -21,35 +21,13 @@ from dovetail.ir.graph_module import Body
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
 from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
 from dovetail.lowering.cache import tool_folder
-from dovetail.lowering.region_support import suppress_warnings
+from dovetail.lowering.region_support import operand_devices, suppress_warnings, why_effectful, why_not_static
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
 _LOCK = reset_at_fork(threading.Lock())
 _STARTED: list[threading.Thread] = []
-
-
-def warm() -> None:
-    """Start the processes that compile kernels, and Triton's driver; once, and without waiting for them.
-
-    Nothing is imported ahead: importing in a thread beside a capture is not faster. A failure is ignored, because the
-    compiler starts what it needs by itself.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return
-    with _LOCK:
-        if _STARTED:
-            return
-        _STARTED.append(threading.Thread(target=_start_driver, daemon=True))
-    with contextlib.suppress(Exception):
-        compiling = import_module("torch._inductor.async_compile").AsyncCompile
-        compiling.warm_pool()
-        # Until the first job has returned, Inductor compiles kernels one after the other in this process.
-        compiling.use_process_pool()
-    _STARTED[0].start()
 
 
 def _start_driver() -> None:
@@ -84,8 +62,23 @@ class Inductor(Backend):
         return True
 
     def warm(self) -> None:
-        """Start what every compilation needs, in the background."""
-        warm()
+        """Start the processes that compile kernels, and Triton's driver; once, and without waiting for them.
+
+        Nothing is imported ahead: importing in a thread beside a capture is not faster. A failure is ignored, because
+        the compiler starts what it needs by itself.
+        """
+        if not torch.cuda.is_available():
+            return
+        with _LOCK:
+            if _STARTED:
+                return
+            _STARTED.append(threading.Thread(target=_start_driver, daemon=True))
+        with contextlib.suppress(Exception):
+            compiling = import_module("torch._inductor.async_compile").AsyncCompile
+            compiling.warm_pool()
+            # Until the first job has returned, Inductor compiles kernels one after the other in this process.
+            compiling.use_process_pool()
+        _STARTED[0].start()
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
         import torch._inductor as inductor
@@ -238,3 +231,71 @@ def _eager_backward() -> Generator[None]:
         }
         with config.patch({k: v for k, v in options.items() if hasattr(config, k)}):  # pyright: ignore
             yield
+
+
+@checked_init()
+class Aoti(Backend):
+    """Compiles a region with AOTInductor, for inference and for the sizes of its operands; options are Inductor's.
+
+    The result is the bytes of a package, which any process can load from disk without compiling.
+    """
+
+    name = "aoti"
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self._options = dict(options or {})
+        self.version = f"1 {torch.__version__}"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self._options
+
+    def supports(self, region: Region) -> Answer:
+        reason = why_not_static(region) or why_effectful(region)
+        if reason is None and len(set(operand_devices(region))) > 1:
+            reason = "its operands are on different devices"
+        return True if reason is None else Decline(reason)
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        from torch._inductor import aoti_compile_and_package
+
+        with (
+            suppress_warnings(),
+            torch.no_grad(),
+            tempfile.TemporaryDirectory(prefix="dovetail-aoti-") as folder,
+        ):
+            inputs = tuple(e.detach() for e in examples)
+            program = torch.export.export(flat(cast("Body", region.body)), inputs, strict=False)
+            path = Path(folder) / "region.pt2"
+            package = aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=dict(self._options)
+            )
+            return self.load(Path(package).read_bytes(), region)
+
+    def save(self, compiled: Package) -> bytes:
+        return compiled.data
+
+    def load(self, data: bytes, region: Region) -> Package:
+        index: Any = next(operand_devices(region), torch.device("cpu")).index
+        return Package(data, -1 if index is None else index)
+
+
+class Package:
+    """The code of a package, and its bytes."""
+
+    def __init__(self, data: bytes, device_index: int) -> None:
+        self.data, self.device_index = data, device_index
+        # The loader class alone: `aoti_load_package` would first compile six programs to probe the processor.
+        from torch._C._aoti import AOTIModelPackageLoader
+
+        with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
+            file.write(data)
+            file.flush()
+            loader = AOTIModelPackageLoader(file.name, "model", False, 1, device_index)
+        self._run: Any = loader.run
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        return tuple(self._run(list(operands)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Package, (self.data, self.device_index)

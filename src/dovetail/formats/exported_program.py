@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -43,7 +42,7 @@ from dovetail.frontend.calling_convention import (
     leaf_spec,
     tuple_of,
 )
-from dovetail.ir.graph_module import Program, attribute, copy_graph, copy_node, rebuild
+from dovetail.ir.graph_module import attribute, copy_graph, copy_node, rebuild
 from dovetail.ir.nodes import SYMBOLIC, is_projection
 from dovetail.numerics.sample_inputs import random_inputs
 
@@ -68,7 +67,12 @@ def _retrace(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
     for node in traced.graph.nodes:
         if node.name in marks:
             node.meta["custom"] = {**node.meta.get("custom", {}), **marks[node.name]}
-    traced.__dict__["forward"] = _node_by_node(traced)
+
+    def forward(*inputs: Any) -> Any:
+        with traceback.preserve_node_meta():
+            return Interpreter(traced).run(*inputs)
+
+    traced.__dict__["forward"] = forward
     try:
         with torch.random.fork_rng(devices=[]):
             program = torch.export.export(traced, tuple(random_inputs(examples)), strict=False)
@@ -77,19 +81,11 @@ def _retrace(gm: GraphModule, marks: Mapping[str, Any]) -> ExportedProgram:
             f"torch.export cannot trace the graph: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     for node in program.graph.nodes:
-        avoid_keyword_arguments(node)
+        _avoid_keyword_arguments(node)
     return program
 
 
-def _node_by_node(program: Program) -> Callable[..., Any]:
-    def forward(*inputs: Any) -> Any:
-        with traceback.preserve_node_meta():
-            return Interpreter(program).run(*inputs)
-
-    return forward
-
-
-def avoid_keyword_arguments(node: Node) -> None:
+def _avoid_keyword_arguments(node: Node) -> None:
     """Pass arguments by position if one is named like a Python keyword, as `from` is: torch cannot load it otherwise."""
     target = node.target
     if not isinstance(target, OpOverload) or not any(
@@ -133,14 +129,6 @@ def _is_traced_python(node: Node) -> bool:
     return name.startswith(("torch.", "builtins.")) and not name.startswith(_EXPORTED)
 
 
-@dataclass
-class _State:
-    """Parameters and buffers by name, as exporters hold them."""
-
-    saved: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    others: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
 class _Exporter:
     def __init__(self, gm: GraphModule, marks: Mapping[str, Any]) -> None:
         self.gm, self.marks = gm, marks
@@ -148,7 +136,8 @@ class _Exporter:
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.specs: list[InputSpec] = []
-        self.state = _State()
+        self.state_dict: dict[str, Tensor] = {}
+        self.constants: dict[str, Any] = {}
         self.mode = _mode(self.nodes)
 
     def run(self) -> ExportedProgram:
@@ -164,11 +153,11 @@ class _Exporter:
                 root=self.gm,
                 graph=self.graph,
                 graph_signature=signature,
-                state_dict=self.state.saved,
+                state_dict=self.state_dict,
                 range_constraints=_ranges(self.nodes),
                 module_call_graph=[ModuleCallEntry(fqn="", signature=call)],
                 example_inputs=None,
-                constants=self.state.others,
+                constants=self.constants,
                 verifiers=[TrainingIRVerifier],
             )
         except Exception as error:
@@ -178,7 +167,7 @@ class _Exporter:
 
     def _lift(self) -> None:
         """Make every parameter and buffer an input, used or not, and every constant that is used."""
-        gm, state = self.gm, self.state
+        gm = self.gm
         persistent = gm.state_dict(keep_vars=True)
         named = {
             **dict(gm.named_parameters(remove_duplicate=False)),
@@ -189,12 +178,11 @@ class _Exporter:
             if node.op == "get_attr" and isinstance(attribute(gm, cast("str", node.target)), Tensor):
                 read.setdefault(cast("str", node.target), []).append(node)
         for target, value in named.items():
-            (state.saved if target in persistent else state.others)[target] = value
+            (self.state_dict if target in persistent else self.constants)[target] = value
             kind = InputKind.PARAMETER if isinstance(value, nn.Parameter) else InputKind.BUFFER
             self._input(kind, target, value, read.pop(target, []), target in persistent)
         for target, readers in read.items():
-            value = cast("Tensor", attribute(gm, target))
-            state.others[target] = value
+            value = self.constants[target] = cast("Tensor", attribute(gm, target))
             self._input(InputKind.CONSTANT_TENSOR, target, value, readers)
 
     def _input(
@@ -248,7 +236,7 @@ class _Exporter:
                 f"a {node.op} has no place in an exported program: `capture` the model", node.name
             )
         new = self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
-        avoid_keyword_arguments(new)
+        _avoid_keyword_arguments(new)
         for key in _NOTES & new.meta.keys():
             del new.meta[key]
         if "val" in new.meta:
@@ -341,7 +329,7 @@ def _ranges(nodes: list[Node]) -> dict[Any, Any]:
     for node in nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             for size in value.shape if isinstance(value, Tensor) else (value,):
-                if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+                if isinstance(size, SYMBOLIC):
                     bounds = size.node.shape_env.var_to_range
                     ranges |= {
                         s: bounds[s] for s in size.node.expr.free_symbols if s not in ranges and s in bounds

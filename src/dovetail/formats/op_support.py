@@ -42,8 +42,8 @@ class SupportProbe:
     """Asks a compiler which operations it supports.
 
     `convert` gives a graph to the compiler and raises UnsupportedOp. An operation that it does not convert is tried
-    again decomposed by `table`, those of `decompose_first` at once. `precheck` returns why an operation must not be
-    tried. `workarounds` write an operator that the compiler gets wrong in operations that it gets right; they return
+    again decomposed by `table`, those of `decompose_first` at once. Only `validated` operators are tried, and only for
+    arguments for which `why_wrong` returns None. `workarounds` write an operator that the compiler gets wrong in operations that it gets right; they return
     NotImplemented for arguments that need none.
     """
 
@@ -51,21 +51,22 @@ class SupportProbe:
         self,
         convert: Callable[[Graph], Any],
         table: Callable[[], Mapping[Any, Callable[..., Any]]],
-        precheck: Callable[[Node], str | None],
+        validated: frozenset[str],
+        why_wrong: Callable[[Node], str | None],
         decompose_first: frozenset[str] = frozenset(),
         workarounds: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
-        self.convert, self.table, self.precheck, self.decompose_first = (
-            convert,
-            table,
-            precheck,
-            decompose_first,
-        )
+        self.convert, self.table, self.decompose_first = convert, table, decompose_first
+        self.validated, self.why_wrong = validated, why_wrong
         self.workarounds = {
             target: _not_nested(workaround) for target, workaround in (workarounds or {}).items()
         }
         self._results: dict[str, OpSupport] = {}
         self._lock = reset_at_fork(threading.RLock())
+
+    def precheck(self, node: Node) -> str | None:
+        """Return why an operation must not be tried, or None."""
+        return _why_not_validated(self.validated, node) or self.why_wrong(node) or _why_risky(node)
 
     def support(self, node: Node, eligible: Callable[[Node], bool]) -> OpSupport:
         """Return the support of a node. Other operations of its graph that are `eligible` are probed with it."""
@@ -123,12 +124,8 @@ class SupportProbe:
         """Return a node in other operations, or None if that is not possible."""
         try:
             table = dict(self.table())
-            table.update(
-                {
-                    target: _with_fallback(workaround, table.get(target))
-                    for target, workaround in self.workarounds.items()
-                }
-            )
+            for target, workaround in self.workarounds.items():
+                table[target] = _with_fallback(workaround, table.get(target))
             try:
                 decomposed = decompose_node(node, table, self._workaround(node))
             except _NoWorkaround:
@@ -136,8 +133,9 @@ class SupportProbe:
         except Exception:  # torch has no decomposition for these arguments
             return None
         calls = [n.target for n in decomposed.graph.nodes if n.op == "call_function"]
-        held = any(n.op == "get_attr" for n in decomposed.graph.nodes) or any(map(_needs_strides, calls))
-        return None if held or calls == [node.target] else decomposed
+        held = any(n.op == "get_attr" for n in decomposed.graph.nodes)
+        strided = any(_starts_with(target, *_STRIDED) for target in calls)
+        return None if held or strided or calls == [node.target] else decomposed
 
     def _workaround(self, node: Node) -> Callable[..., Any]:
         """Return the workaround of an operator, to be traced; it raises _NoWorkaround if none is needed."""
@@ -171,17 +169,13 @@ def probe_key(node: Node) -> str:
     return f"{node.target} {map_arg((node.args, node.kwargs), lambda n: _value_key(n, places[n]))!r}"
 
 
-def indexes_itself(node: Node) -> bool:
-    """Whether an indexing operation reads one value as two arguments, so that the index cannot be replaced alone."""
-    inputs = input_nodes((node.args, node.kwargs))
-    return str(node.target) in INDEXED_OPS and len(inputs) != len(set(inputs))
-
-
-def why_risky(node: Node) -> str | None:
+def _why_risky(node: Node) -> str | None:
     """Return why an operation must not be tried with any compiler (some never terminate), or None."""
-    if indexes_itself(node):
+    inputs = input_nodes((node.args, node.kwargs))
+    # An index is replaced by one that is in range, which it cannot be while the same value is another argument.
+    if str(node.target) in INDEXED_OPS and len(inputs) != len(set(inputs)):
         return "it takes an index from the tensor that it reads"
-    if depends_on_layout(node.target):
+    if _starts_with(node.target, *_STRIDED, *_UNINITIALIZED):
         return f"{node.target} depends on the memory layout, and a compiler has values"
     first = node.args[0] if node.args else None
     value = first.meta.get("val") if isinstance(first, Node) else None
@@ -194,16 +188,11 @@ def why_risky(node: Node) -> str | None:
 
 
 _STRIDED = ("as_strided", "set", "resize", "view.dtype", "is_contiguous")
-_UNSET = ("empty", "new_empty")
+_UNINITIALIZED = ("empty", "new_empty")
 
 
-def depends_on_layout(target: Any) -> bool:
-    """Whether an operator depends on the memory layout, or returns uninitialized memory."""
-    return str(target).removeprefix("aten.").startswith((*_STRIDED, *_UNSET))
-
-
-def _needs_strides(target: Any) -> bool:
-    return str(target).removeprefix("aten.").startswith(_STRIDED)
+def _starts_with(target: Any, *names: str) -> bool:
+    return str(target).removeprefix("aten.").startswith(names)
 
 
 def _not_nested(workaround: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,21 +226,13 @@ def _with_fallback(
 def _value_key(node: Node, place: int) -> Any:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return _Text(f"<{place} {value.dtype} {tuple(value.shape)}>")
-    return _Text(f"<{place} {type(cast('object', value)).__name__}>")
-
-
-class _Text(str):
-    """A string whose repr has no quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
+        return f"<{place} {value.dtype} {tuple(value.shape)}>"
+    return f"<{place} {type(cast('object', value)).__name__}>"
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()[
-        :200
-    ]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:200]
 
 
 _COMMON_VALIDATED_NAMES = """
@@ -304,7 +285,7 @@ _SAME_DTYPE = frozenset(_SAME_DTYPE_NAMES.split())
 """Operators that raise in torch for operands of different dtypes, although tracing may accept them."""
 
 
-def why_not_validated(validated: frozenset[str], node: Node) -> str | None:
+def _why_not_validated(validated: frozenset[str], node: Node) -> str | None:
     """Return why an operation was not validated against torch, or None if it was."""
     overload = str(node.target).removeprefix("aten.")
     if overload not in validated:

@@ -14,14 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from dovetail.formats.op_support import (
-    COMMON_VALIDATED,
-    INTEGRAL,
-    ProbedSupport,
-    SupportProbe,
-    why_not_validated,
-    why_risky,
-)
+from dovetail.formats.op_support import COMMON_VALIDATED, INTEGRAL, ProbedSupport, SupportProbe
 from dovetail.formats.reexport import lerp, pow_as_root
 from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import argument_of, op_name
@@ -291,16 +284,13 @@ class StableHloSupport(ProbedSupport):
 @functools.cache
 def _probe() -> SupportProbe:
     return SupportProbe(
-        lambda graph: import_graphs({"main": graph}),
-        _decompositions,
-        _why_not_probed,
-        _DECOMPOSED,
-        XLA_WORKAROUNDS,
+        convert=lambda graph: import_graphs({"main": graph}),
+        table=lambda: load_package("torch_mlir.extras.fx_decomp_util").get_decomposition_table(),
+        validated=_VALIDATED,
+        why_wrong=_why_wrong,
+        decompose_first=_DECOMPOSED,
+        workarounds=XLA_WORKAROUNDS,
     )
-
-
-def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    return load_package("torch_mlir.extras.fx_decomp_util").get_decomposition_table()
 
 
 _DECOMPOSED = frozenset(
@@ -313,10 +303,6 @@ _DECOMPOSED = frozenset(
     }
 )
 """Operators that torch-mlir converts only when they are decomposed; some einsums would crash it."""
-
-
-def _why_not_probed(node: Node) -> str | None:
-    return why_not_validated(_VALIDATED, node) or _why_wrong(node) or why_risky(node)
 
 
 def _why_wrong(node: Node) -> str | None:

@@ -29,10 +29,10 @@ GROUP = "dovetail.backends"
 Compiled = Callable[..., Any]
 Answer = Decline | Literal[True]
 _BUILT_IN = {
-    "eager": ("dovetail.backends.eager", "Eager"),
+    "eager": ("dovetail.backends.torchscript", "Eager"),
     "torchscript": ("dovetail.backends.torchscript", "TorchScript"),
     "inductor": ("dovetail.backends.inductor", "Inductor"),
-    "aoti": ("dovetail.backends.aoti", "Aoti"),
+    "aoti": ("dovetail.backends.inductor", "Aoti"),
     "cuda_graphs": ("dovetail.backends.cuda_graphs", "CudaGraphs"),
     "int8": ("dovetail.backends.int8.int8_backend", "Int8"),
     "onnxruntime": ("dovetail.backends.external.onnxruntime", "OnnxRuntime"),

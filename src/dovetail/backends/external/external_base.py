@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from dovetail.formats.onnx.region_model import TRANSLATIONS, region_model
-from dovetail.formats.onnx.writer import Dialect, OnnxWriter
+from dovetail.formats.onnx.to_onnx import TRANSLATIONS
+from dovetail.formats.onnx.writer import IR_VERSION, Dialect, OnnxWriter, element_type, value_info
 from dovetail.formats.op_support import OperationSupport
 from dovetail.ir.graph_module import Body
 from dovetail.ir.process_state import make_immortal, register_after_fork, reset_at_fork
@@ -124,9 +124,7 @@ class ExternalBackend(OperationSupport, Backend):
                 if reason is not None:
                     raise UnsupportedOp(f"{reason} ('{node.name}')")
         program, results = self._program_of(region, body, operands)
-        model = CompiledModel(self, program, tuple(operands), tuple(results))
-        model.session()
-        return model
+        return CompiledModel(self, program, tuple(operands), tuple(results))
 
     def _program_of(
         self, region: Region, body: GraphModule, operands: Sequence[Layout | None]
@@ -166,9 +164,7 @@ class ExternalBackend(OperationSupport, Backend):
         head, rest = split_parts(data)
         layouts = json.loads(head)
         operands, results = (tuple(map(_layout_from_json, layouts[k])) for k in ("operands", "results"))
-        model = CompiledModel(self, self.deserialize(rest), operands, results)
-        model.session()
-        return model
+        return CompiledModel(self, self.deserialize(rest), operands, results)
 
 
 class _Started:
@@ -231,12 +227,11 @@ class CompiledModel:
         self._sessions: dict[int, CompiledSession] = {}
         self._lock = reset_at_fork(threading.Lock())
         register_after_fork(self)
+        self.session()
 
     def bound(self, constants: Mapping[int, Tensor]) -> CompiledModel:
         """Return a copy with some operands bound."""
-        model = CompiledModel(self.backend, self.program, self.operands, self.results, constants)
-        model.session()
-        return model
+        return CompiledModel(self.backend, self.program, self.operands, self.results, constants)
 
     @property
     def reads_in_place(self) -> frozenset[int]:
@@ -357,6 +352,63 @@ class OnnxBackend(ExternalBackend):
         return data
 
 
+def region_model(
+    graph: Graph,
+    dialect: Dialect | None = None,
+    *,
+    operands: Sequence[Layout | None] = (),
+    results: Sequence[Layout] = (),
+) -> Any:
+    """Return the ONNX model of a flat graph, with inputs and results in the order of the graph's.
+
+    With layouts, inputs and results have their dimensions in the order of memory. Where the dialect `runs` and the
+    graph has indices, one more result reports whether all were in range.
+    """
+    from onnx import helper
+
+    writer = OnnxWriter(TRANSLATIONS, dialect)
+    inputs: list[Any] = []
+    layouts = list(operands)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            layout = layouts.pop(0) if layouts else None
+            name = writer.name(node.name)
+            inputs.append(value_info(name, node.meta.get("val"), None if layout is None else layout.order))
+            if layout is not None and layout.permuted:
+                name = writer.op("Transpose", name, perm=layout.inverse, label=node.name)
+            writer.names[node] = name
+        elif node.op != "output":
+            writer.write(node)
+    outputs = _outputs(writer, graph, results)
+    flag = ""
+    for one in writer.flags:
+        flag = writer.op("And", flag, one) if flag else one
+    if flag:
+        outputs.append(helper.make_tensor_value_info(flag, element_type(torch.bool), []))
+    return helper.make_model(
+        helper.make_graph(writer.nodes, "region", inputs, outputs),
+        opset_imports=[helper.make_opsetid(d, v) for d, v in writer.dialect.opsets.items()],
+        ir_version=IR_VERSION,
+        producer_name="dovetail",
+    )
+
+
+def _outputs(writer: OnnxWriter, graph: Graph, layouts: Sequence[Layout]) -> list[Any]:
+    names: set[str] = set()
+    outputs: list[Any] = []
+    nodes = cast("Sequence[Node]", graph.output_node().args[0])
+    for node, layout in zip(nodes, layouts or [None] * len(nodes), strict=True):
+        name = writer.of(node)
+        if layout is not None and layout.permuted:
+            name = writer.op("Transpose", name, perm=layout.order, label=node.name)
+        # A result that is an operand, or that comes twice, needs a name of its own.
+        elif name in names or node.op == "placeholder":
+            name = writer.identity(node, name)
+        names.add(name)
+        outputs.append(value_info(name, node.meta.get("val"), None if layout is None else layout.order))
+    return outputs
+
+
 def checked_results(values: list[Tensor], layouts: Sequence[Layout], guarded: bool) -> tuple[Tensor, ...]:
     """Return what a runtime computed as torch's tensors; `guarded` values end with the flag of their indices."""
     if guarded:
@@ -389,13 +441,6 @@ class PlacedResults:
             tensor if layout.order is not None else layout.from_runtime(tensor)
             for layout, (tensor, _) in zip(self._layouts, self._places, strict=True)
         )
-
-
-def input_names(model: bytes) -> list[str]:
-    """Return the names of the inputs of an ONNX model in order."""
-    import onnx
-
-    return [i.name for i in onnx.ModelProto.FromString(model).graph.input]
 
 
 def require_in_range(flag: Any) -> None:

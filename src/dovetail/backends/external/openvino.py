@@ -17,10 +17,10 @@ from dovetail.backends.external.external_base import (
     OnnxBackend,
     PlacedResults,
     checked_results,
-    input_names,
 )
-from dovetail.errors import checked_init
+from dovetail.errors import InvalidArgument, checked_init
 from dovetail.formats.op_support import INTEGRAL
+from dovetail.ir.schema import op_name
 from dovetail.ir.tensor_spec import Layout
 from dovetail.lowering.backend_protocol import package_version
 from dovetail.lowering.region_support import values_of
@@ -40,8 +40,6 @@ class OpenVino(OnnxBackend):
 
     def __init__(self, precision: str = "f32", options: Mapping[str, Any] | None = None) -> None:
         if precision not in ("f32", "bf16", "f16"):
-            from dovetail.errors import InvalidArgument
-
             raise InvalidArgument(f"precision {precision!r}; give 'f32', 'bf16' or 'f16'.")
         self.precision, self._options = precision, dict(options or {})
         self.bound = None if precision == "f32" else 0.02
@@ -124,9 +122,7 @@ def _operands(node: Node) -> list[tuple[int, Node]]:
 
 
 def _name(node: Node) -> str:
-    return (
-        "getitem" if node.target is operator.getitem else str(node.target).partition(".")[2].partition(".")[0]
-    )
+    return "getitem" if node.target is operator.getitem else op_name(node.target)
 
 
 def _is_integral(value: Any) -> bool:
@@ -142,10 +138,12 @@ class _OpenVinoSession(CompiledSession):
         precision: str,
         options: Mapping[str, Any],
     ) -> None:
-        ov = _module()
+        import onnx
+        import openvino as ov
+
         model = _core().read_model(data, b"")
         named = {p.get_friendly_name(): p for p in model.get_parameters()}
-        names = input_names(data)
+        names = [i.name for i in onnx.ModelProto.FromString(data).graph.input]
         self._held = dict(constants)
         for i, value in constants.items():
             parameter = named.get(names[i])
@@ -167,7 +165,7 @@ class _OpenVinoSession(CompiledSession):
             **({"SNIPPETS_MODE": "DISABLE"} if threads == 1 else {}),
             **options,
         }
-        self._compiled = _compiled(model, settings)
+        self._compiled, self._tensor = _compiled(model, settings), ov.Tensor
         # An unused input is removed, and an input may have further names, of values it was merged with.
         remaining = {name: at for at, i in enumerate(self._compiled.inputs) for name in i.get_names()}
         self._places = [remaining.get(n) for i, n in enumerate(names) if i not in constants]
@@ -188,11 +186,10 @@ class _OpenVinoSession(CompiledSession):
             self._idle.put(request)
 
     def _run(self, request: Any, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        tensor = _module().Tensor
         for i, value in zip(self._places, rows, strict=True):
             if i is not None:
                 _require_narrow(value)
-                request.set_input_tensor(i, tensor(value.numpy(), shared_memory=True))
+                request.set_input_tensor(i, self._tensor(value.numpy(), shared_memory=True))
         if not self._fixed:
             request.infer()
             count = len(self._compiled.outputs)
@@ -200,7 +197,7 @@ class _OpenVinoSession(CompiledSession):
             return checked_results(values, self._results, self._guarded)
         placed = PlacedResults(self._results, self._guarded)
         for i, value in enumerate(placed.buffers):
-            request.set_output_tensor(i, tensor(value.numpy(), shared_memory=True))
+            request.set_output_tensor(i, self._tensor(value.numpy(), shared_memory=True))
         request.infer()
         return placed.results()
 
@@ -224,12 +221,7 @@ def _compiled(model: Any, settings: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _module() -> Any:
+def _core() -> Any:
     import openvino
 
-    return openvino
-
-
-@functools.cache
-def _core() -> Any:
-    return _module().Core()
+    return openvino.Core()

@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch.export import ExportedProgram
-from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    OutputKind,
-    OutputSpec,
-    TensorArgument,
-)
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from dovetail.backends.external.external_base import (
     CompiledSession,
@@ -36,13 +25,8 @@ from dovetail.backends.external.external_base import (
     with_bound,
 )
 from dovetail.errors import checked_init
-from dovetail.formats.op_support import (
-    COMMON_VALIDATED,
-    ProbedSupport,
-    SupportProbe,
-    why_not_validated,
-    why_risky,
-)
+from dovetail.formats.exported_program import exported
+from dovetail.formats.op_support import COMMON_VALIDATED, ProbedSupport, SupportProbe
 from dovetail.formats.reexport import lerp, pow_as_root, reexport_body
 from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import argument_of
@@ -90,8 +74,8 @@ def _relu(x: Any) -> Any:
 def _clip(x: Any, low: Any, high: Any) -> Any:
     te, tirx = load_package("tvm.te"), load_package("tvm.tirx")
     # An absent bound is infinite, which integers cannot represent.
-    least = None if _number(low) == -math.inf else tirx.Cast(x.dtype, low)
-    most = None if _number(high) == math.inf else tirx.Cast(x.dtype, high)
+    least = None if getattr(low, "value", 0) == -math.inf else tirx.Cast(x.dtype, low)
+    most = None if getattr(high, "value", 0) == math.inf else tirx.Cast(x.dtype, high)
 
     def at(*i: Any) -> Any:
         value = x(*i)
@@ -101,10 +85,6 @@ def _clip(x: Any, low: Any, high: Any) -> Any:
         return value if most is None else tirx.Select(value > most, most, value)
 
     return te.compute(x.shape, at, name="clip")
-
-
-def _number(bound: Any) -> float:
-    return float(getattr(bound, "value", 0))
 
 
 def _extremum(most: bool, dtype: Any) -> Comparison:
@@ -123,10 +103,7 @@ def _extremum(most: bool, dtype: Any) -> Comparison:
 def _broadcast(most: bool) -> Comparison:
     def both(x: Any, y: Any) -> Any:
         te, topi = load_package("tvm.te"), load_package("tvm.topi")
-        shape = [
-            max(int(a), int(b)) if 0 not in (int(a), int(b)) else 0
-            for a, b in _aligned_axes(x.shape, y.shape)
-        ]
+        shape = list(torch.broadcast_shapes(*([int(n) for n in one.shape] for one in (x, y))))
         wide = [topi.broadcast_to(one, shape) for one in (x, y)]
         extremum = _extremum(most, x.dtype)
 
@@ -136,12 +113,6 @@ def _broadcast(most: bool) -> Comparison:
         return te.compute(shape, at, name="extreme")
 
     return both
-
-
-def _aligned_axes(x: Sequence[Any], y: Sequence[Any]) -> list[tuple[Any, Any]]:
-    rank = max(len(x), len(y))
-    filled = [[1] * (rank - len(shape)) + list(shape) for shape in (x, y)]
-    return list(zip(*filled, strict=True))
 
 
 def _bound(dtype: Any, least: bool) -> Any:
@@ -223,8 +194,9 @@ def to_relax(graph: Graph) -> Any:
     convert = load_package("tvm.relax.frontend.torch").from_exported_program
     with _CONVERTING, suppress_warnings():
         try:
+            program = exported(GraphModule({}, graph))
             module = relax.transform.LegalizeOps(legalizations())(
-                convert(_exported(graph), run_ep_decomposition=False)
+                convert(program, run_ep_decomposition=False)
             )
         except Exception as error:
             raise UnsupportedOp(f"TVM does not convert it: {_reason(error)}") from error
@@ -242,23 +214,6 @@ def _check_types(module: Any, graph: Graph) -> None:
             raise UnsupportedOp(f"TVM returns {got} in place of {expected} ('{node.name}')")
 
 
-def _exported(graph: Graph) -> ExportedProgram:
-    """Wrap a graph in an ExportedProgram without tracing it again."""
-    operands = graph.find_nodes(op="placeholder")
-    results = cast("Sequence[Node]", graph.output_node().args[0])
-    inputs = [InputSpec(InputKind.USER_INPUT, TensorArgument(n.name), None) for n in operands]
-    outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in results]
-    called = ModuleCallSignature(
-        inputs=[],
-        outputs=[],
-        in_spec=pytree.tree_structure(((0,) * len(inputs), {})),
-        out_spec=pytree.tree_structure((0,) * len(outputs)),
-    )
-    return ExportedProgram(
-        nn.Module(), graph, ExportGraphSignature(inputs, outputs), {}, {}, [ModuleCallEntry("", called)]
-    )
-
-
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:200]
@@ -269,16 +224,15 @@ _VALIDATED = COMMON_VALIDATED | {"diagonal.default"}
 """Operators whose results in TVM were compared with torch's."""
 
 
-def _scaled(x: Tensor, y: Any, alpha: float) -> Any:
-    return y.to(torch.result_type(x, y)) * alpha if isinstance(y, Tensor) else y * alpha
+def _with_alpha(target: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a workaround for a sum or difference with `alpha`, which becomes a product."""
 
+    def run(x: Tensor, y: Any, alpha: float = 1) -> Any:
+        if alpha == 1:
+            return NotImplemented
+        return target(x, (y.to(torch.result_type(x, y)) if isinstance(y, Tensor) else y) * alpha)
 
-def _add(x: Tensor, y: Any, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else torch.add(x, _scaled(x, y, alpha))
-
-
-def _sub(x: Tensor, y: Any, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else torch.sub(x, _scaled(x, y, alpha))
+    return run
 
 
 def _rsub(x: Tensor, y: Any, alpha: float = 1) -> Any:
@@ -346,8 +300,8 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 TVM_WORKAROUNDS: Mapping[Any, Callable[..., Any]] = {
-    ATEN.add.Tensor: _add,
-    ATEN.sub.Tensor: _sub,
+    ATEN.add.Tensor: _with_alpha(torch.add),
+    ATEN.sub.Tensor: _with_alpha(torch.sub),
     ATEN.rsub.Scalar: _rsub,
     ATEN.rsub.Tensor: _rsub,
     ATEN.elu.default: _elu,
@@ -387,8 +341,8 @@ class Tvm(ProbedSupport, ExternalBackend):
         return _probe()
 
     def program(self, body: GraphModule, operands: Sequence[Layout], results: Sequence[Layout]) -> TvmProgram:
-        exported = reexport_body(body, operands, results, self.decomposition)
-        return TvmProgram(self.target, exported.guarded, to_relax(exported.graph))
+        rewritten = reexport_body(body, operands, results, self.decomposition)
+        return TvmProgram(self.target, rewritten.guarded, to_relax(rewritten.graph))
 
     def session(
         self, program: TvmProgram, constants: Mapping[int, Tensor], results: Sequence[Layout]
@@ -503,15 +457,13 @@ def _set_threads(count: int) -> None:
 
 @functools.cache
 def _probe() -> SupportProbe:
-    return SupportProbe(to_relax, _decompositions, _why_not_probed, workarounds=TVM_WORKAROUNDS)
-
-
-def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    return torch.export.default_decompositions()
-
-
-def _why_not_probed(node: Node) -> str | None:
-    return why_not_validated(_VALIDATED, node) or _why_wrong(node) or why_risky(node)
+    return SupportProbe(
+        convert=to_relax,
+        table=torch.export.default_decompositions,
+        validated=_VALIDATED,
+        why_wrong=_why_wrong,
+        workarounds=TVM_WORKAROUNDS,
+    )
 
 
 def _why_wrong(node: Node) -> str | None:
@@ -526,7 +478,9 @@ def _why_wrong(node: Node) -> str | None:
             return "TVM truncates a float that is combined with integers"
     if name == "aten.topk.default" and isinstance(value, Tensor) and value.dtype is torch.int16:
         return "TVM does not sort int16"
-    if any(argument_of(node, factor) == 0 for factor in _FACTORS.get(node.target, ())) and _is_floating(node):
+    result = node.meta.get("val")
+    floating = isinstance(result, Tensor) and result.dtype.is_floating_point
+    if floating and any(argument_of(node, factor) == 0 for factor in _FACTORS.get(node.target, ())):
         return "TVM computes zero times infinity or NaN as zero"
     if name.startswith("aten.clamp") and any(bound != bound for bound in node.args[1:]):
         return "TVM does not clamp to NaN"
@@ -549,8 +503,3 @@ _FACTORS: Mapping[Any, tuple[str, ...]] = {
     ATEN.scaled_dot_product_attention.default: ("scale",),
 }
 """Arguments by which operators multiply."""
-
-
-def _is_floating(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype.is_floating_point

@@ -81,13 +81,10 @@ class XlaProgram:
     def executable(self) -> Any:
         """Return the code for torch's current number of threads."""
         threads = torch.get_num_threads()
-        executable = self._executables.get(threads)
-        if executable is None:
-            with self._lock:
-                executable = self._executables.get(threads)
-                if executable is None:
-                    executable = self._executables[threads] = self._compiled(threads)
-        return executable
+        with self._lock:
+            if threads not in self._executables:
+                self._executables[threads] = self._compiled(threads)
+            return self._executables[threads]
 
     def _compiled(self, threads: int) -> Any:
         client, runtime = _client(threads), _runtime()

@@ -152,6 +152,13 @@ class GraphEncoder:
             isinstance(value, nn.Parameter),
         ]
 
+    def storage_owners(self) -> list[Tensor]:
+        """Return the first tensor of each storage, in the order of their numbers."""
+        owners: dict[int, Tensor] = {}
+        for row, value in zip(self.rows, self.tensors, strict=True):
+            owners.setdefault(row[0], value)
+        return list(owners.values())
+
     def _graph(self, gm: GraphModule, path: str) -> dict[str, Any]:
         nodes: dict[Node, int] = {}
         rows: list[Any] = []
@@ -307,7 +314,8 @@ def save(gm: GraphModule | GraphOwner, path: str | os.PathLike[str] | IO[bytes])
         description = graph_encoder.encode()
         program = exported(inline(gm), region_marks(gm))
         description["storages"] = _places(program, graph_encoder)
-        description["checksums"] = _checksums(graph_encoder)
+        owners = graph_encoder.storage_owners()
+        description["checksums"] = [container.checksum_of(value.untyped_storage()) for value in owners]
         if graph_encoder.encoder.dropped:
             dropped = "; ".join(f"{key} ({why})" for key, why in graph_encoder.encoder.dropped.items())
             warnings.warn(f"node meta that cannot be saved was left out: {dropped}", stacklevel=2)
@@ -352,32 +360,21 @@ def _places(program: ExportedProgram, graph_encoder: GraphEncoder) -> list[str |
         for name, value in held.items():
             if isinstance(value, Tensor) and value.untyped_storage().nbytes():
                 known.setdefault(_place(value), f"{kind}:{name}")
-    names: dict[int, str | None] = {}
-    for row, value in zip(graph_encoder.rows, graph_encoder.tensors, strict=True):
-        if row[0] in names:
-            continue
+    names: list[str | None] = []
+    for number, value in enumerate(graph_encoder.storage_owners()):
         if not value.untyped_storage().nbytes():
-            names[row[0]] = None
+            names.append(None)
             continue
         if value.device.type != "cpu" and not _fills_storage(value):
             raise SaveError(
                 f"a tensor of shape {tuple(value.shape)} on {value.device} is a view of a part of its storage. Replace it by a clone."
             )
         if _place(value) not in known:
-            name = f"{MARK}_{row[0]}"
+            name = f"{MARK}_{number}"
             program.constants[name] = value.detach()
             known[_place(value)] = f"constants:{name}"
-        names[row[0]] = known[_place(value)]
-    return [names[number] for number in range(len(names))]
-
-
-def _checksums(graph_encoder: GraphEncoder) -> list[int]:
-    """Return the checksum of each storage."""
-    checksums: dict[int, int] = {}
-    for row, value in zip(graph_encoder.rows, graph_encoder.tensors, strict=True):
-        if row[0] not in checksums:
-            checksums[row[0]] = container.checksum_of(value.untyped_storage())
-    return [checksums[number] for number in range(len(checksums))]
+        names.append(known[_place(value)])
+    return names
 
 
 def _place(value: Tensor) -> tuple[str, int]:
