@@ -55,7 +55,7 @@ class Dependencies:
     def value_read(self, node: Node, position: int) -> Any:
         """Return the fake value of `node` where the node at `position` reads it, after in-place changes of its shape.
 
-        None where a called graph has made such a change.
+        None if the change is in a graph that is called.
         """
         if not self.reshaping:
             return node.meta.get("val")
