@@ -35,6 +35,7 @@ from dovetail.frontend.export_aliases import (
     may_overlap,
     refused,
     replace_node,
+    returned_operand,
     source_meta,
     state_requires_grad,
     storage_of,
@@ -187,15 +188,11 @@ def _replace_in_place_views(graph: Graph) -> None:
 
 def _same_tensor(node: Node) -> list[Node]:
     """Return the nodes that are the same tensor as a node: in-place operators return what they write."""
-
-    def returned(call: Node) -> list[Node]:
-        return written_operands(call) if isinstance(call.meta.get("val"), Tensor) else []
-
-    while len(written := returned(node)) == 1:
-        node = written[0]
+    while (written := returned_operand(node)) is not None:
+        node = written
     same = [node]
     for each in same:
-        same += [user for user in each.users if returned(user) == [each]]
+        same += [user for user in each.users if returned_operand(user) is each]
     return same
 
 

@@ -244,6 +244,14 @@ def written_storages(node: Node) -> set[int]:
     return {storage for storage in storages if storage is not None}
 
 
+def returned_operand(node: Node) -> Node | None:
+    """Return the one operand that an operator writes and returns, be it the first or `out`; None for any other node."""
+    written = written_operands(node)
+    returned = cast(OpOverload, node.target)._schema.returns if written else []
+    is_returned = len(written) == len(returned) == 1 and returned[0].alias_info is not None
+    return written[0] if is_returned else None
+
+
 def aliased_results(program: ExportedProgram) -> dict[int, str]:
     """Return the user results that share a placeholder's storage in the program, before its writes are functional."""
     placeholders = reversed(program.graph.find_nodes(op="placeholder"))

@@ -32,6 +32,7 @@ from dovetail.frontend.export_aliases import (
     know_readers,
     refused,
     replace_node,
+    returned_operand,
     source_meta,
     state_requires_grad,
     storage_at,
@@ -85,15 +86,8 @@ def _written_operand(value: Any, outer: dict[Any, Any]) -> Any:
     """Return the operand of a block itself if a result is that tensor after writes, with the history it had before."""
     at = value
     while isinstance(at, Node) and at not in outer and _is_mutating(at):
-        at = _returned_operand(at)
+        at = returned_operand(at)
     return outer[at] if isinstance(at, Node) and at in outer else value
-
-
-def _returned_operand(node: Node) -> Node | None:
-    """Return the operand that an operation writes and returns, be it the first or `out`; None unless there is exactly one."""
-    returned, written = cast(OpOverload, node.target)._schema.returns, written_operands(node)
-    is_written = len(returned) == 1 and returned[0].alias_info is not None and len(written) == 1
-    return written[0] if is_written else None
 
 
 def _splice(owner: GraphModule, body: GraphModule, operands: list[Any], block: Node) -> list[Any]:
