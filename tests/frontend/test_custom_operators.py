@@ -432,6 +432,22 @@ def test_an_out_variant_is_called_itself_on_memory_of_its_own(tmp_path: Path) ->
     _assert_equal(_run(dovetail.load(tmp_path / "model.pt2", trust={NAMESPACE}), x), _run(model, x))
 
 
+class WriteThenTranspose(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        written = x * 2
+        new = OPS.accumulate_twice(written, x)
+        written.t_()
+        return written + 0, new + 0
+
+
+def test_a_new_result_of_an_operator_is_not_the_tensor_that_it_writes() -> None:
+    model, x = WriteThenTranspose(), torch.randn(3, 4)
+    rows = torch.export.Dim("rows", min=2, max=9)
+    graph = dovetail.capture(model, (x,), dynamic_shapes={"x": {0: rows}})
+    for result, expected in zip(graph(x), model(x), strict=True):
+        assert torch.equal(result, expected)
+
+
 MIXTURES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "jamba"]
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -92,7 +92,7 @@ def prove(rng: Random, flavour: str) -> int:
         # A view of a clone does not share memory with the original: where clones are asked for, that shows.
         asked = any(policy == "duplicate" for rule in rules for _, policy in rule.sets)
         assert difference(want, got, aliasing=not asked) == ("", "")
-    if not any(e.reshapes_in_place for e in Index(gm).dependencies.effects.values()):
+    if not Index(gm).dependencies.reshaping:
         assert dovetail.text(dovetail.inline(new)) == before
     assert within(new, options.get("limits", Limits()))
     again = fuse(new, rules, **options)

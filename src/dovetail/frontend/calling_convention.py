@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -335,41 +336,32 @@ class Convention:
     def _parameters(self) -> str:
         if not self._named:
             return "self, *args, **kwargs"
-        parts = ["self"]
-        starred = False
-        positional_only = 0
-        for slot in self.slots:
-            if slot.kind == inspect.Parameter.POSITIONAL_ONLY:
-                positional_only = len(parts) + 1
-            if slot.kind == inspect.Parameter.KEYWORD_ONLY and not starred:
-                parts.append("*")
-                starred = True
-            if slot.kind == inspect.Parameter.VAR_POSITIONAL:
-                parts.append(f"*{slot.name}")
-                starred = True
-            elif slot.kind == inspect.Parameter.VAR_KEYWORD:
-                parts.append(f"**{slot.name}")
-            else:
-                parts.append(slot.name + _default_text(slot))
-        if positional_only:
-            parts.insert(positional_only, "/")
-        return ", ".join(parts)
+        any_kind, positional = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
+        own = inspect.Parameter(
+            "self", positional if any(slot.kind == positional for slot in self.slots) else any_kind
+        )
+        others = [
+            slot.parameter().replace(default=_MissingSource())
+            if slot.has_default and not _has_literal(slot.default)
+            else slot.parameter()
+            for slot in self.slots
+        ]
+        return str(inspect.Signature([own, *others]))[1:-1]
 
 
 _SYMBOLIC: frozenset[type] = frozenset({FakeTensor, Proxy})
 
 
-def _default_text(slot: Slot) -> str:
-    if not slot.has_default:
-        return ""
-    if isinstance(slot.default, _LITERALS) and slot.default == slot.default and _is_literal(slot.default):
-        return f"={slot.default!r}"
-    return f"={NAME}.missing"
+class _MissingSource:
+    """The source text of `MISSING` in generated code."""
+
+    def __repr__(self) -> str:
+        return f"{NAME}.missing"
 
 
-def _is_literal(value: object) -> bool:
-    """Return False for infinite floats, whose repr is not a literal."""
-    return not isinstance(value, float) or abs(value) != float("inf")
+def _has_literal(value: object) -> bool:
+    """Return whether a value has a literal; infinite floats and NaN do not."""
+    return isinstance(value, _LITERALS) and (not isinstance(value, float) or math.isfinite(value))
 
 
 def _other_mode(captured: bool) -> str:

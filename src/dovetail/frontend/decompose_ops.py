@@ -1,7 +1,7 @@
 """Parts of the decomposition of a program in one walk (`decompose_program`), each the same as torch's own on retracing.
 
 `Operators` decides which operators torch keeps and which it decomposes, and `recorded` runs one of the latter alone and
-records the operators that it calls. `ArgumentForm` writes arguments as the dispatcher passes them to a tracer.
+records the operators that it calls. `dispatched_arguments` returns arguments as the dispatcher passes them to a tracer.
 `FunctionalMemory` has the functional tensors of values on memory that the program writes; the functions after it call
 torch's functionalization. Whatever is not known to be the same raises Unsure.
 """
@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -156,8 +156,7 @@ def same_form(value: Any, other: Any, *, strides: bool = True) -> bool:
 _NUMBERS = (bool, int, float)
 
 
-@dataclass(frozen=True)
-class _Argument:
+class _Argument(NamedTuple):
     name: str
     keyword: bool
     optional: bool
@@ -166,56 +165,48 @@ class _Argument:
     is_list: bool
 
 
-class ArgumentForm:
-    """Normalizes arguments: positional as far as the schema allows, and without those equal to a default."""
-
-    def __init__(self) -> None:
-        self._schemas: dict[OpOverload, list[_Argument]] = {}
-
-    def __call__(
-        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        arguments = self._schemas.get(op)
-        if arguments is None:
-            arguments = self._schemas[op] = _arguments(op)
-        named = dict(kwargs)
-        positional = list(args)
-        for argument in arguments[len(positional) :]:
-            if argument.keyword or not any(a.name in named for a in arguments if not a.keyword):
-                break
-            positional.append(named.pop(argument.name) if argument.name in named else argument.default)
-        for argument, value in zip(arguments, positional, strict=False):
-            _check(op, argument, value)
-        while positional and _is_default(arguments[len(positional) - 1], positional[-1]):
-            positional.pop()
-        by_name: dict[str, Any] = {}
-        for argument in arguments:
-            if argument.name in named:
-                value = named.pop(argument.name)
-                _check(op, argument, value)
-                if not _is_default(argument, value):
-                    by_name[argument.name] = value
-        if named:
-            raise Unsure(f"{op} is called with arguments that its schema does not have")
-        return tuple(positional), by_name
+def dispatched_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments as the dispatcher passes them: positional where possible, without those equal to a default."""
+    arguments = _arguments(op)
+    given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    positional: list[Any] = []
+    count = 0
+    by_name: dict[str, Any] = {}
+    for name, argument in arguments.items():
+        is_given = name in given
+        value = given.pop(name) if is_given else argument.default
+        if not argument.keyword:
+            positional.append(value)
+        if not is_given:
+            continue
+        _check(op, argument, value)
+        if _is_default(argument, value):
+            continue
+        if argument.keyword:
+            by_name[name] = value
+        else:
+            count = len(positional)
+    if given:
+        raise Unsure(f"{op} is called with arguments that its schema does not have")
+    return tuple(positional[:count]), by_name
 
 
-def _arguments(op: OpOverload) -> list[_Argument]:
-    arguments: list[_Argument] = []
+@functools.cache
+def _arguments(op: OpOverload) -> dict[str, _Argument]:
+    arguments: dict[str, _Argument] = {}
     for argument in op._schema.arguments:
         kind = argument.type
         while isinstance(kind, torch._C.OptionalType):
             kind = kind.getElementType()
-        optional = argument.has_default_value()
-        arguments.append(
-            _Argument(
-                argument.name,
-                argument.kwarg_only,
-                optional,
-                argument.default_value if optional else None,
-                isinstance(kind, torch._C.FloatType),
-                isinstance(kind, torch._C.ListType),
-            )
+        arguments[argument.name] = _Argument(
+            argument.name,
+            argument.kwarg_only,
+            argument.has_default_value(),
+            argument.default_value,
+            isinstance(kind, torch._C.FloatType),
+            isinstance(kind, torch._C.ListType),
         )
     return arguments
 

@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -37,10 +38,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.frontend.decompose_ops import (
-    ArgumentForm,
     FunctionalMemory,
     Operators,
     Unsure,
+    dispatched_arguments,
     functional_kernel,
     functional_tensor,
     functionalization,
@@ -124,7 +125,6 @@ class _Walk:
         self.restrided: set[Node] = set()
         self.constants: set[Node] = set()
         self.operators = Operators()
-        self.canonical_args = ArgumentForm()
         self.memory = FunctionalMemory(written_storages(program.graph, _is_detached_constant))
         self.inherited: dict[str, Any] = {}
         # The tensor that operators run on for each new node, the node of each such tensor, and some as functional tensors.
@@ -242,7 +242,7 @@ class _Walk:
         elif self.memory.reads(node) and returns_alias(target):
             self._traced(node, functional_kernel(target))
         else:
-            args, kwargs = self.canonical_args(target, node.args, node.kwargs)
+            args, kwargs = dispatched_arguments(target, node.args, node.kwargs)
             args, kwargs = map_arg((args, kwargs), self._new)
             self.new_of[node] = new = self._add(node, target, args, kwargs, self._value(node))
             if isinstance(new, Node) and self.memory.holds(node.meta.get("val")):
@@ -328,7 +328,7 @@ class _Walk:
         """Replay the writes to other aliases since `old` was last read; return the node that has its value now."""
         tensor = self.memory.tensors[old]
         if isinstance(tensor, (list, tuple)):
-            raise Unsure(f"'{old.name}' is used whole, though it has several parts")
+            raise Unsure(f"'{old.name}' is used as one value, though it is a tuple")
         if self.memory.is_stale(old):
             current, replayed = self.inherited, self._owner(old, tensor).meta
             # As in torch, replayed views have the source line of the first ones.
@@ -420,7 +420,7 @@ class _Walk:
             return self._synchronize(old)
         new = self.new_of[old]
         if not isinstance(new, Node):
-            raise Unsure(f"'{old.name}' is used whole, though it has several parts")
+            raise Unsure(f"'{old.name}' is used as one value, though it is a tuple")
         return new
 
     def _mode(self, node: Node) -> FakeTensorMode:
@@ -463,28 +463,18 @@ def _is_detached_constant(node: Node) -> bool:
 def registration_order(specs: Sequence[InputSpec]) -> list[int]:
     """Return the order of parameters, then buffers and constants, then inputs in a program that torch decomposed.
 
-    It is that of a module tree which has the modules in the order in which their first tensor was an input.
+    It is that of a depth-first walk over the modules, each at the place where its first tensor was an input.
     """
-    children: dict[str, dict[str, None]] = {}
-    tensors: dict[str, list[int]] = {}
+    first: dict[str, int] = {}
+    place: dict[int, tuple[Any, ...]] = {}
     for i, spec in enumerate(specs):
         if spec.target is None:
+            place[i] = (2,)
             continue
-        path = spec.target.rpartition(".")[0]
-        tensors.setdefault(path, []).append(i)
-        while path:
-            parent = path.rpartition(".")[0]
-            children.setdefault(parent, {}).setdefault(path)
-            path = parent
-    visited: list[int] = []
-    stack = [""]
-    while stack:
-        path = stack.pop()
-        visited += tensors.get(path, ())
-        stack += reversed(children.get(path, {}))
-    parameters = [i for i in visited if specs[i].kind is InputKind.PARAMETER]
-    others = [i for i in visited if specs[i].kind is not InputKind.PARAMETER]
-    return parameters + others + [i for i, spec in enumerate(specs) if spec.target is None]
+        modules = accumulate(spec.target.split(".")[:-1], "{}.{}".format)
+        is_parameter = spec.kind is InputKind.PARAMETER
+        place[i] = (0 if is_parameter else 1, *(first.setdefault(path, i) for path in modules))
+    return sorted(place, key=place.__getitem__)
 
 
 def _parts(value: Any) -> list[Any]:

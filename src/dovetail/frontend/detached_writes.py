@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from itertools import combinations
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,12 +28,15 @@ from dovetail.frontend.export_aliases import (
     Write,
     all_required,
     grouped,
+    has_symbols,
+    insert_call,
     is_float,
     is_recorded,
     may_overlap,
     refused,
     replace_node,
-    same_memory,
+    returned_operand,
+    source_meta,
     state_requires_grad,
     storage_of,
     view_chain,
@@ -79,7 +83,9 @@ def separate(program: ExportedProgram, inputs: DetachedInputs) -> DetachedInputs
     """
     graph = program.graph
     state = state_requires_grad(program)
-    changed = any([_replace_resizing(graph), _replace_in_place_views(graph), _replace_detach_in_place(graph)])
+    _replace_resizing(graph)
+    _replace_in_place_views(graph)
+    _replace_detach_in_place(graph)
     groups = grouped(graph, state)
     separated = _planned(groups, state)
     placeholders = graph.find_nodes(op="placeholder")
@@ -89,8 +95,6 @@ def separate(program: ExportedProgram, inputs: DetachedInputs) -> DetachedInputs
     # Copies come right after the write, so that those of inner aliases, inserted last, come before those of outer ones.
     for root in sorted(separated, key=groups.position.__getitem__):
         _separate(graph, groups, root)
-    if changed or separated:
-        program.graph_module.recompile()
     return inputs
 
 
@@ -121,7 +125,7 @@ def _differs_with_gradients(
         return True
 
 
-def _replace_detach_in_place(graph: Graph) -> bool:
+def _replace_detach_in_place(graph: Graph) -> None:
     """Let what follows `y.detach_()` read `y.detach()`, which functionalization keeps."""
     calls = [n for n in graph.nodes if n.target is _aten.detach_.default]
     calls = [n for n in calls if op_name(cast(Node, n.args[0]).target) not in _LIFTS]
@@ -140,24 +144,20 @@ def _replace_detach_in_place(graph: Graph) -> bool:
                 node,
                 "Use `y = y.detach()`.",
             )
-        with graph.inserting_before(node):
-            new = graph.call_function(_aten.detach.default, (tensor,))
-        new.meta = dict(node.meta)
+        new = insert_call(node, _aten.detach.default, (tensor,), value=node.meta["val"], meta=node.meta)
         for user in [user for user in tensor.users if groups.position.get(user, -1) > at]:
             user.replace_input_with(tensor, new)
         replace_node(node, new)
-    return bool(calls)
 
 
-def _replace_resizing(graph: Graph) -> bool:
+def _replace_resizing(graph: Graph) -> None:
     """Let what follows `y.resize_()` to no more elements read a view of the first elements."""
-    is_changed = False
     for node in [n for n in graph.nodes if op_name(n.target) in ("resize_", "resize_as_")]:
         tensor = cast(Node, node.args[0])
         old, value = tensor.meta.get("val"), node.meta.get("val")
         if not isinstance(old, FakeTensor) or not isinstance(value, Tensor):
             continue
-        if _has_symbols(old) or _has_symbols(value):
+        if has_symbols(old) or has_symbols(value):
             continue
         if not (old.is_contiguous() and value.is_contiguous() and value.numel() <= old.numel()):
             continue
@@ -167,46 +167,32 @@ def _replace_resizing(graph: Graph) -> bool:
             (_aten.slice.Tensor, (0, 0, value.numel())),
             (_aten.view.default, (list(value.shape),)),
         ):
-            with graph.inserting_before(node):
-                view = graph.call_function(target, cast(Any, (new, *args)))
-            with old.fake_mode, torch.no_grad():
-                view.meta = {**node.meta, "val": target(new.meta["val"], *args)}
-            new = view
+            with torch.no_grad():
+                new = insert_call(node, target, (new, *args), meta=node.meta)
         replace_node(node, new)
-        is_changed = True
-    return is_changed
 
 
-def _replace_in_place_views(graph: Graph) -> bool:
+def _replace_in_place_views(graph: Graph) -> None:
     """Let what follows `y.t_()` read `y.t()` if sizes are symbolic: torch 2.15 cannot retrace the former."""
-    calls = [n for n in graph.nodes if n.target in _IN_PLACE_VIEWS and _has_symbols(n.meta.get("val"))]
+    calls = [n for n in graph.nodes if n.target in _IN_PLACE_VIEWS and has_symbols(n.meta.get("val"))]
     position = {node: i for i, node in enumerate(graph.nodes)} if calls else {}
     for node in calls:
-        with graph.inserting_before(node):
-            view = graph.call_function(_IN_PLACE_VIEWS[node.target], node.args, node.kwargs)
-        view.meta = dict(node.meta)
+        view = insert_call(
+            node, _IN_PLACE_VIEWS[node.target], node.args, node.kwargs, node.meta["val"], node.meta
+        )
         for member in _same_tensor(cast(Node, node.args[0])):
             for user in [user for user in member.users if position.get(user, -1) > position[node]]:
                 user.replace_input_with(member, view)
         replace_node(node, view)
-    return bool(calls)
-
-
-def _has_symbols(value: Any) -> bool:
-    return isinstance(value, Tensor) and any(type(n) is not int for n in (*value.shape, *value.stride()))
 
 
 def _same_tensor(node: Node) -> list[Node]:
     """Return the nodes that are the same tensor as a node: in-place operators return what they write."""
-
-    def returned(call: Node) -> list[Node]:
-        return written_operands(call) if isinstance(call.meta.get("val"), Tensor) else []
-
-    while len(written := returned(node)) == 1:
-        node = written[0]
+    while (written := returned_operand(node)) is not None:
+        node = written
     same = [node]
     for each in same:
-        same += [user for user in each.users if returned(user) == [each]]
+        same += [user for user in each.users if returned_operand(user) is each]
     return same
 
 
@@ -238,9 +224,7 @@ def _refuse_unsupported(groups: AliasGroups) -> None:
         if groups.had_gradient(write.group, write) and not is_float(write.operand.meta.get("val")):
             raise _hidden(write)
         written = written_operands(write.node)
-        if any(
-            may_overlap(a, b) for i, a in enumerate(written) for b in written[:i] if same_memory(groups, a, b)
-        ):
+        if any(groups.may_overlap(a, b) for a, b in combinations(written, 2)):
             raise refused(
                 "forward writes to tensors in one call that share memory, which functionalization writes once only",
                 write.node,
@@ -306,7 +290,7 @@ def _refuse_hidden_history(groups: AliasGroups, write: Write, owned: set[Group])
     `owned`, state that requires gradients, is excepted: any write to it is refused elsewhere.
     """
     # For the history, a write through a detached alias replaces everything that the alias covers.
-    covers = {groups.parent.get(group): root for group, root in groups.detaches(write.group)}
+    covers = {groups.parent.get(groups.of[root]): root for root in groups.detaches(write.group)}
     for group in groups.others(write.group):
         if not groups.had_gradient(group, write) or group in owned:
             continue
@@ -320,9 +304,9 @@ def _refuse_hidden_history(groups: AliasGroups, write: Write, owned: set[Group])
 
 def _refuse_stale_reads(groups: AliasGroups, write: Write, separated: set[Node]) -> None:
     """Raise CaptureError if separated memory is read after a write to its storage that is not copied to it."""
-    above = {root for _, root in groups.detaches(write.group)}
+    above = set(groups.detaches(write.group))
     for group in groups.others(write.group):
-        memory = next((root for _, root in groups.detaches(group) if root in separated), None)
+        memory = next((root for root in groups.detaches(group) if root in separated), None)
         if memory is None or memory in above or groups.position[memory] > write.position:
             continue
         later = groups.uses_after(group, write.position, values=True)
@@ -345,9 +329,7 @@ def _refuse_earlier_writes(groups: AliasGroups, root: Node, first: int) -> None:
     for write in groups.writes:
         if not begin < write.position < first or write.group[0] != storage:
             continue
-        if all(node is not root for _, node in groups.detaches(write.group)) and may_overlap(
-            write.operand, root
-        ):
+        if root not in groups.detaches(write.group) and may_overlap(write.operand, root):
             raise refused(
                 "forward writes to a tensor and then, with gradients, to its detached alias; a functional graph cannot "
                 "keep both histories",
@@ -389,7 +371,7 @@ def _separate(graph: Graph, groups: AliasGroups, root: Node) -> None:
     for user in [user for user in root.users if user is not clone]:
         user.replace_input_with(root, clone)
     for write in groups.writes:
-        if all(node is not root for _, node in groups.detaches(write.group)):
+        if root not in groups.detaches(write.group):
             continue
         if is_visible or any(groups.uses_after(g, write.position, values=True) for g in others):
             with graph.inserting_after(write.node):
@@ -397,7 +379,4 @@ def _separate(graph: Graph, groups: AliasGroups, root: Node) -> None:
             with graph.inserting_after(values):
                 copy = graph.call_function(_aten.copy_.default, (source, values))
             for new in (values, copy):
-                new.meta = {
-                    k: v for k, v in write.node.meta.items() if k in ("stack_trace", "nn_module_stack")
-                }
-                new.meta["val"] = source.meta["val"]
+                new.meta = {**source_meta(write.node), "val": source.meta["val"]}

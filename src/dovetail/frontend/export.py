@@ -223,12 +223,12 @@ def decompose(program: ExportedProgram) -> Exported:
             export_fixups.flatten_no_grad(program)
         detached, draws_in_place = _requiring_gradients(program), False
         if writes:
-            mutation_fixups.keep_strides(program)
+            mutation_fixups.keep_strides(program.graph)
             draws_in_place = mutation_fixups.draw_into_fresh_memory(program)
             export_fixups.keep_histories(program)
             detached = detached_writes.separate(program, detached)
-            mutation_fixups.call_functional_forms(program)
-            export_aliases.rename_results(program)
+            mutation_fixups.call_functional_forms(program.graph)
+        export_aliases.rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
             raise CaptureError(
@@ -344,8 +344,7 @@ def _unused_draws(graph: Graph) -> list[Node]:
     for node in reversed(list(graph.nodes)):
         # What is written may not be read either, so that a write alone keeps nothing alive.
         if node not in alive:
-            target = node.target
-            if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+            if not mutation_fixups.is_random(node):
                 continue
             draws.append(node)
         alive.update(node.all_input_nodes)
@@ -369,7 +368,6 @@ def _with_results(program: ExportedProgram, nodes: list[Node]) -> ExportGraphSig
     output = program.graph.output_node()
     output.args = ((*cast("tuple[Any, ...]", output.args[0]), *nodes),)
     extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in nodes]
-    program.graph_module.recompile()
     return ExportGraphSignature(
         input_specs=signature.input_specs, output_specs=[*signature.output_specs, *extra]
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
+from torch.export.graph_signature import ConstantArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -37,7 +37,7 @@ RANDOM_FILLS = frozenset(
     ["normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"]
 )
 
-# Results that have no gradient though they are made from tensors that do.
+# Results that have no gradient though they are computed from tensors that do.
 _CONSTANT = frozenset(
     [f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")]
     + [f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided", "tensor")]
@@ -78,12 +78,16 @@ class AliasGroups:
         """Return the other groups of the same storage."""
         return [other for other in self.by_storage[group[0]] if other != group]
 
-    def detaches(self, group: Group) -> Iterator[tuple[Group, Node]]:
-        """Yield a group and the detached groups that it derives from, each with the `detach` that began it."""
+    def detaches(self, group: Group) -> Iterator[Node]:
+        """Yield the `detach` that began a group, then those of the detached groups that it derives from."""
         at: Group | None = group
         while at is not None and at[1] is not None:
-            yield at, at[1]
+            yield at[1]
             at = self.parent.get(at)
+
+    def may_overlap(self, a: Node, b: Node) -> bool:
+        """Return whether two values are on one storage and may have elements in common."""
+        return same_memory(self, a, b) and may_overlap(a, b)
 
     def had_gradient(self, group: Group, write: Write) -> bool:
         """Return whether a group had gradients before a write."""
@@ -236,45 +240,57 @@ def know_readers(graph: Graph) -> None:
 
 def written_storages(node: Node) -> set[int]:
     """Return the storages that an operation writes, according to the fake values of its operands."""
-    values = [operand.meta.get("val") for operand in written_operands(node)]
-    return {storage_of(value) for value in values if isinstance(value, Tensor)}
+    storages = [storage_at(operand) for operand in written_operands(node)]
+    return {storage for storage in storages if storage is not None}
+
+
+def returned_operand(node: Node) -> Node | None:
+    """Return the one operand that an operator writes and returns, be it the first or `out`; None for any other node."""
+    written = written_operands(node)
+    returned = cast(OpOverload, node.target)._schema.returns if written else []
+    is_returned = len(written) == len(returned) == 1 and returned[0].alias_info is not None
+    return written[0] if is_returned else None
 
 
 def aliased_results(program: ExportedProgram) -> dict[int, str]:
     """Return the user results that share a placeholder's storage in the program, before its writes are functional."""
-    signature = program.graph_signature
-    owners: dict[int, str] = {}
-    for node in program.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            owners.setdefault(storage_of(value), node.name)
-    specs = zip(
-        signature.output_specs, cast("tuple[Any, ...]", program.graph.output_node().args[0]), strict=True
-    )
-    results = [result for spec, result in specs if spec.kind.name == "USER_OUTPUT"]
-    names = set(signature.user_outputs)
-    aliases: dict[int, str] = {}
-    for position, result in enumerate(results):
-        value = result.meta.get("val") if isinstance(result, Node) and result.name in names else None
-        owner = owners.get(storage_of(value)) if isinstance(value, Tensor) else None
-        if owner is not None:
-            aliases[position] = owner
-    return aliases
+    placeholders = reversed(program.graph.find_nodes(op="placeholder"))
+    owners = {storage_at(node): node.name for node in placeholders}
+    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
+    specs = zip(program.graph_signature.output_specs, results, strict=True)
+    storages = [storage_at(result) for spec, result in specs if spec.kind.name == "USER_OUTPUT"]
+    return {i: owners[s] for i, s in enumerate(storages) if s is not None and s in owners}
+
+
+def has_symbols(value: Any) -> bool:
+    """Return whether a value is a tensor that has symbolic sizes or strides."""
+    return isinstance(value, Tensor) and any(type(n) is not int for n in (*value.shape, *value.stride()))
+
+
+def source_meta(node: Node) -> dict[str, Any]:
+    """Return the meta of a node about where in the model it comes from."""
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
 def trace_meta(node: Node) -> dict[str, Any]:
-    """Return the meta of a node that nodes inserted for it inherit: where in the model it comes from."""
-    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in node.meta}
+    """Return the meta of a node that nodes inserted for it inherit: its source, and what users annotated."""
+    custom = {"custom": node.meta["custom"]} if "custom" in node.meta else {}
+    return source_meta(node) | custom
 
 
 def insert_call(
-    node: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, value: Any = None
+    node: Node,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    value: Any = None,
+    meta: Mapping[str, Any] | None = None,
 ) -> Node:
-    """Insert a call before `node`, with a fake value computed unless one is passed."""
+    """Insert a call before `node`, with its `trace_meta` or other meta, and a fake value computed unless one is passed."""
     kwargs = dict(kwargs or {})
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, args, kwargs)
-    new.meta = trace_meta(node)
+    new.meta = trace_meta(node) if meta is None else dict(meta)
     if value is None:
         values = [value_of(argument) for argument in args]
         value = values[0]
@@ -305,11 +321,16 @@ def storage_of(value: Tensor) -> int:
     return storage_key(value)
 
 
+def storage_at(argument: Any) -> int | None:
+    """Return the storage of a node's fake value; None unless that is a tensor."""
+    value = value_of(argument)
+    return storage_of(value) if isinstance(value, Tensor) else None
+
+
 def rename_results(program: ExportedProgram) -> None:
     """Update the names of results in the signature to those of the nodes."""
-    signature: ExportGraphSignature = program.graph_signature
     results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
-    for spec, result in zip(signature.output_specs, results, strict=True):
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
         if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
             spec.arg = dataclasses.replace(spec.arg, name=result.name)
 
@@ -332,16 +353,10 @@ def keep_old_values(program: ExportedProgram) -> None:
     targets = {storage_of(cast(Node, n.args[0]).meta["val"]) for n in rebinds}
     results = list(cast("tuple[Any, ...]", output.args[0]))
     for i, result in enumerate(results):
-        value = result.meta.get("val") if isinstance(result, Node) else None
-        if isinstance(value, Tensor) and storage_of(value) in targets:
-            with graph.inserting_before(rebinds[0]):
-                clone = graph.call_function(torch.ops.aten.clone.default, (result,))
-            clone.meta = dict(result.meta)
-            clone.meta["val"] = fresh_like(value)
-            results[i] = clone
+        if storage_at(result) in targets:
+            clone, fresh = torch.ops.aten.clone.default, fresh_like(result.meta["val"])
+            results[i] = insert_call(rebinds[0], clone, (result,), value=fresh, meta=result.meta)
     output.args = (tuple(results),)
-    program.graph_module.recompile()
-    rename_results(program)
 
 
 _DROPOUTS = frozenset(
@@ -376,16 +391,10 @@ def remove_identities(program: ExportedProgram) -> None:
             if storage_of(source.meta["val"]) != storage_of(node.meta["val"]):
                 removed.add(storage_of(node.meta["val"]))
             for _ in range(_added_dimensions(node, written) or 0):
-                with graph.inserting_before(node):
-                    added = graph.call_function(torch.ops.aten.unsqueeze.default, (source, 0))
-                added.meta = dict(node.meta)
-                with node.meta["val"].fake_mode:
-                    added.meta["val"] = source.meta["val"].unsqueeze(0)
-                source = added
+                source = insert_call(node, torch.ops.aten.unsqueeze.default, (source, 0), meta=node.meta)
             replace_node(node, source)
     if is_changed:
         _update_values(module, removed, torch.is_grad_enabled())
-        rename_results(program)
 
 
 def _is_idle_dropout(node: Node) -> bool:

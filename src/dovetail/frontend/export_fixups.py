@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any, cast
 
 import torch
@@ -26,19 +27,20 @@ from dovetail.frontend.export_aliases import (
     AliasGroups,
     alias_groups,
     alias_groups_with_gradients,
+    has_symbols,
     insert_call,
     know_readers,
-    may_overlap,
     refused,
-    rename_results,
     replace_node,
-    same_memory,
+    returned_operand,
+    source_meta,
     state_requires_grad,
+    storage_at,
     storage_of,
     written_storages,
 )
 from dovetail.ir.graph_module import copy_node
-from dovetail.ir.schema import named_arguments, op_name, written_operands
+from dovetail.ir.schema import named_arguments, op_name, value_of, written_operands
 from dovetail.ir.weight_guard import is_dense
 
 GRAD_MODE_BLOCK = "wrap_with_set_grad_enabled"
@@ -56,7 +58,6 @@ def flatten_no_grad(program: ExportedProgram) -> None:
             for block in blocks:
                 _inline_block(owner, block)
             owner.recompile()
-    rename_results(program)
 
 
 def _inline_block(owner: GraphModule, block: Node) -> None:
@@ -85,17 +86,8 @@ def _written_operand(value: Any, outer: dict[Any, Any]) -> Any:
     """Return the operand of a block itself if a result is that tensor after writes, with the history it had before."""
     at = value
     while isinstance(at, Node) and at not in outer and _is_mutating(at):
-        at = _returned_operand(at)
+        at = returned_operand(at)
     return outer[at] if isinstance(at, Node) and at in outer else value
-
-
-def _returned_operand(node: Node) -> Any:
-    """Return the operand that an operation writes and returns, be it the first or `out`; None if there are several."""
-    schema = cast(OpOverload, node.target)._schema
-    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or len(written) != 1:
-        return None
-    return named_arguments(node).get(written[0])
 
 
 def _splice(owner: GraphModule, body: GraphModule, operands: list[Any], block: Node) -> list[Any]:
@@ -139,9 +131,8 @@ def _replace_item(item: Node, value: Any) -> None:
 
 def _detached(graph: Graph, node: Node) -> Node:
     new = graph.call_function(torch.ops.aten.detach.default, (node,))
-    new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
-    if new.meta["val"].requires_grad:
-        new.meta["val"] = new.meta["val"].detach()
+    value = node.meta["val"]
+    new.meta = {**source_meta(node), "val": value.detach() if value.requires_grad else value}
     return new
 
 
@@ -151,8 +142,7 @@ def _fresh(graph: Graph, node: Node, operands: list[Any], block: Node) -> Node:
     A write reaches the base of a view, and an alias of that behind `detach` has no gradients.
     """
     storage = storage_of(node.meta["val"])
-    read = {storage_of(n.meta["val"]) for n in operands if _holds_tensor(n)}
-    if storage in read or not any(storage in written_storages(n) for n in _after(block)):
+    if storage in map(storage_at, operands) or not any(storage in written_storages(n) for n in _after(block)):
         return node
     new = graph.call_function(torch.ops.aten.clone.default, (node,))
     new.meta = dict(node.meta)
@@ -193,11 +183,11 @@ def choose_kernel_as_eager(graph: Graph) -> None:
         only_items = all(user.target is operator.getitem for user in node.users)
         if not on_gpu or not only_items or arguments["training"] is not True:
             continue
-        with graph.inserting_before(node):
-            new = graph.create_node("call_function", _BATCH_NORM, tuple(arguments[name] for name in names))
         with values[0].fake_mode:
             reserve = torch.empty(0, dtype=torch.uint8, device=values[0].device)
-        new.meta = {**node.meta, "val": (*values[:3], reserve, *values[3:])}
+        new_values = (*values[:3], reserve, *values[3:])
+        operands = tuple(arguments[name] for name in names)
+        new = insert_call(node, _BATCH_NORM, operands, value=new_values, meta=node.meta)
         for user in list(node.users):
             user.args = (new, _RESULT_POSITIONS[cast(int, user.args[1])])
         graph.erase_node(node)
@@ -213,9 +203,11 @@ _FOREACH_WITHOUT_DERIVATIVE: dict[Any, Any] = {
 
 def keep_histories(program: ExportedProgram) -> None:
     """Rewrite in-place operators whose functional form has another gradient; edits the program's graph."""
-    edited = [_split_foreach(program), _copy_comparisons(program), _copy_through_alias(program)]
-    if any([*edited, _fill_diagonals(program), _keep_strides(program.graph)]):
-        program.graph_module.recompile()
+    _split_foreach(program)
+    _copy_comparisons(program)
+    _copy_through_alias(program)
+    _fill_diagonals(program)
+    _keep_strides(program.graph)
 
 
 def make_differentiable(graph: Graph) -> None:
@@ -247,7 +239,7 @@ def make_differentiable(graph: Graph) -> None:
         replace_node(node, result)
 
 
-def _fill_diagonals(program: ExportedProgram) -> bool:
+def _fill_diagonals(program: ExportedProgram) -> None:
     """Fill diagonals through `diagonal` views; edits the graphs of blocks too.
 
     `fill_diagonal_` itself decomposes into `as_strided_scatter`, which has wrong gradients in torch and writes to other
@@ -269,7 +261,6 @@ def _fill_diagonals(program: ExportedProgram) -> bool:
         replace_node(node, tensor)
     for module in modules[1:]:
         module.recompile()
-    return bool(calls)
 
 
 def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
@@ -297,16 +288,15 @@ def _diagonal_views(node: Node, tensor: Node, *, wrap: bool) -> list[Node]:
     return [view]
 
 
-def _keep_strides(graph: Graph) -> bool:
+def _keep_strides(graph: Graph) -> None:
     """Replace in-place operators whose functional form returns other strides than the operand has by a copy.
 
     Functionalization replaces the operand by that result, and so changes the strides of its base.
     """
-    is_changed = False
     for node in graph.nodes:
         functional = _functional_form(node)
         operand = node.args[0] if functional is not None and node.args else None
-        value = operand.meta.get("val") if isinstance(operand, Node) else None
+        value = value_of(operand)
         if functional is None or not isinstance(value, FakeTensor) or not _is_permuted(value):
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -314,12 +304,8 @@ def _keep_strides(graph: Graph) -> bool:
             result = functional(*args, **kwargs)
         if not isinstance(result, Tensor) or _effective_strides(result) == _effective_strides(value):
             continue
-        with graph.inserting_before(node):
-            new = graph.call_function(functional, node.args, node.kwargs)
-        new.meta = {**node.meta, "val": result}
+        new = insert_call(node, functional, node.args, node.kwargs, result, node.meta)
         node.target, node.args, node.kwargs = _aten.copy_.default, (operand, new), {}
-        is_changed = True
-    return is_changed
 
 
 def _functional_form(node: Node) -> OpOverload | None:
@@ -346,7 +332,7 @@ def _parameters(op: OpOverload) -> list[tuple[str, str]]:
 def _is_permuted(value: Tensor) -> bool:
     if value.layout is not torch.strided or is_contiguous_or_false(value):
         return False
-    return any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())) or is_dense(value)
+    return has_symbols(value) or is_dense(value)
 
 
 def _effective_strides(value: Tensor) -> list[str]:
@@ -394,7 +380,7 @@ def make_bases_dense(graph: Graph) -> None:
 
 def _memory_order(value: Tensor) -> list[int] | None:
     """Return the dimensions from the outermost in memory to the innermost; None if the memory has gaps."""
-    if any(isinstance(n, SymInt) for n in (*value.shape, *value.stride())):
+    if has_symbols(value):
         return list(range(value.dim())) if is_contiguous_or_false(value) else None
     return sorted(range(value.dim()), key=lambda d: -value.stride(d)) if is_dense(value) else None
 
@@ -409,7 +395,7 @@ def _copy_in_order(node: Node, base: Node, order: list[int]) -> Node:
     return insert_call(node, _aten.permute.default, (copy, [order.index(d) for d in range(len(order))]))
 
 
-def _split_foreach(program: ExportedProgram) -> bool:
+def _split_foreach(program: ExportedProgram) -> None:
     """Let an in-place `_foreach` operator write its tensors one after the other, as it does in eager mode.
 
     The functional form reads all of them before it writes, and lets every result require gradients if one does.
@@ -419,11 +405,7 @@ def _split_foreach(program: ExportedProgram) -> bool:
     groups = alias_groups(program) if calls else AliasGroups()
     for node in calls:
         written = written_operands(node)
-        if any(
-            same_memory(groups, a, b) and may_overlap(a, b)
-            for i, a in enumerate(written)
-            for b in written[:i]
-        ):
+        if any(groups.may_overlap(a, b) for a, b in combinations(written, 2)):
             continue
         target: Any = _FOREACH_WITHOUT_DERIVATIVE.get(node.target)
         for i, tensor in enumerate(written):
@@ -437,7 +419,7 @@ def _split_foreach(program: ExportedProgram) -> bool:
             if target is not None:
                 new.meta["val"] = tensor.meta["val"]
             reads = [n for n in new.all_input_nodes if n is not tensor]
-            if any(same_memory(groups, a, b) and may_overlap(a, b) for a in written[:i] for b in reads):
+            if any(groups.may_overlap(a, b) for a in written[:i] for b in reads):
                 raise refused(
                     f"forward reads a tensor in a call of {node.target} that the same call writes before, and the "
                     "gradient of that in torch is not the gradient of what it computes",
@@ -445,7 +427,6 @@ def _split_foreach(program: ExportedProgram) -> bool:
                     "Write to one after the other.",
                 )
         graph.erase_node(node)
-    return bool(calls)
 
 
 def _one_of(graph: Graph, argument: Any, position: int) -> Any:
@@ -461,11 +442,10 @@ def _one_of(graph: Graph, argument: Any, position: int) -> Any:
     return part
 
 
-def _copy_comparisons(program: ExportedProgram) -> bool:
+def _copy_comparisons(program: ExportedProgram) -> None:
     """Replace in-place comparisons of values with gradients by a copy, which has the same gradient: zeros."""
-    graph = program.graph
-    if not any(op_name(n.target) in COMPARISONS for n in graph.nodes):
-        return False
+    if not any(op_name(n.target) in COMPARISONS for n in program.graph.nodes):
+        return
     calls = {
         w.node: w.operand
         for groups in (alias_groups(program), alias_groups_with_gradients(program))
@@ -475,19 +455,17 @@ def _copy_comparisons(program: ExportedProgram) -> bool:
     for node, operand in calls.items():
         packet = getattr(_aten, op_name(node.target)[:-1])
         compare = getattr(packet, cast(OpOverload, node.target)._overloadname)
-        with graph.inserting_before(node):
-            result = graph.call_function(compare, node.args, node.kwargs)
-            copy = graph.call_function(_aten.copy_.default, (operand, result))
         value = operand.meta["val"]
         with value.fake_mode:
             compared = torch.empty_like(value, dtype=torch.bool)
-        result.meta = {**node.meta, "val": compared}
-        copy.meta = dict(node.meta)
+        result = insert_call(node, compare, node.args, node.kwargs, compared, node.meta)
+        copy = insert_call(
+            node, _aten.copy_.default, (operand, result), value=node.meta["val"], meta=node.meta
+        )
         replace_node(node, copy)
-    return bool(calls)
 
 
-def _copy_through_alias(program: ExportedProgram) -> bool:
+def _copy_through_alias(program: ExportedProgram) -> None:
     """Copy into a buffer through an alias unless its new value is exactly the value that is copied.
 
     torch.export redirects the readers of the buffer to the source of the last copy, without the conversion to the
@@ -495,22 +473,19 @@ def _copy_through_alias(program: ExportedProgram) -> bool:
     """
     graph = program.graph
     if not graph.find_nodes(op="call_function", target=_aten.copy_.default):
-        return False
+        return
     groups = alias_groups(program)
     names = state_requires_grad(program)
     state = {storage_of(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if n.name in names}
     writes = [w for w in groups.writes if w.node.target is _aten.copy_.default and w.group[0] in state]
     calls = [w for w in writes if groups.had_gradient(w.group, w) or not _same_form(*w.node.args[:2])]
-    for write in calls:
-        with graph.inserting_before(write.node):
-            alias = graph.call_function(_aten.alias.default, (write.operand,))
-        alias.meta = dict(write.node.meta)
-        write.node.replace_input_with(write.operand, alias)
-    return bool(calls)
+    for node, operand in [(write.node, write.operand) for write in calls]:
+        alias = insert_call(node, _aten.alias.default, (operand,), value=node.meta["val"], meta=node.meta)
+        node.replace_input_with(operand, alias)
 
 
 def _same_form(a: Any, b: Any) -> bool:
-    values = [n.meta.get("val") if isinstance(n, Node) else None for n in (a, b)]
+    values = [value_of(n) for n in (a, b)]
     if not all(isinstance(v, Tensor) for v in values):
         return False
     forms = [(v.dtype, v.device, tuple(v.shape), v.stride()) for v in cast("list[Tensor]", values)]

@@ -11,6 +11,7 @@ Models that cannot be traced at all are refused by the `refuse_` functions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -332,16 +333,20 @@ def _unpacked(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _visible(function: types.FunctionType) -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            names[name] = cell.cell_contents
-        except ValueError:  # a cell that is not filled yet holds nothing
-            continue
+    names = _closure(function)
     for name in function.__code__.co_names:
         if name in function.__globals__:
             names.setdefault(name, function.__globals__[name])
     return names
+
+
+def _closure(function: types.FunctionType) -> dict[str, Any]:
+    """Return the values that a function closes over, by name."""
+    values: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet holds nothing
+            values[name] = cell.cell_contents
+    return values
 
 
 def rebound(function: types.FunctionType, values: dict[str, Any]) -> Callable[..., Any]:
@@ -453,15 +458,9 @@ class _Redirect:
         return value
 
     def _function(self, value: types.FunctionType, depth: int) -> Any:
-        cells: dict[str, Any] = {}
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-            try:
-                held = cell.cell_contents
-            except ValueError:  # a cell that is not filled yet holds nothing
-                continue
-            new = self.redirected(held, depth + 1)
-            if new is not held:
-                cells[name] = new
+        held = _closure(value)
+        redirected = {name: self.redirected(one, depth + 1) for name, one in held.items()}
+        cells = {name: new for name, new in redirected.items() if new is not held[name]}
         if not cells:
             return value
         function: Any = rebound(value, cells)

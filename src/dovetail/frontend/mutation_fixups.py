@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import is_contiguous_or_false
 from torch.export import ExportedProgram
@@ -32,10 +32,11 @@ from dovetail.frontend.export_aliases import (
     RANDOM_FILLS,
     alias_groups_with_gradients,
     fresh_like,
+    has_symbols,
     insert_call,
     refused,
-    rename_results,
     replace_node,
+    storage_at,
     storage_of,
     trace_meta,
 )
@@ -51,7 +52,7 @@ def refuse_resizing(program: ExportedProgram) -> None:
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, GraphModule)]
     for node in [n for graph in graphs for n in graph.nodes]:
         for name, result in _out_results(node).items():
-            out: Any = cast(Node, node.kwargs[name]).meta.get("val")
+            out = value_of(node.kwargs[name])
             if _differs_in_shape(out, result) and not _is_new_and_empty(out, graphs):
                 raise refused(
                     f"forward gives {node.target} an `{name}` of shape {tuple(out.shape)} for a result of shape "
@@ -94,7 +95,7 @@ def _differs_in_shape(out: Any, result: Any) -> bool:
 
 def _is_new_and_empty(value: Tensor, graphs: list[Graph]) -> bool:
     storage = storage_of(value)
-    nodes = [n for graph in graphs for n in graph.nodes if _storage(n) == storage]
+    nodes = [n for graph in graphs for n in graph.nodes if storage_at(n) == storage]
     nodes = [n for n in nodes if n.op != "placeholder" or n.graph is graphs[0]]
     is_new = nodes[0].op == "call_function" and _is_empty(nodes[0].meta["val"])
     return is_new and not any(_is_empty(n.meta["val"]) for n in nodes[1:])
@@ -104,49 +105,36 @@ def _is_empty(value: Tensor) -> bool:
     return any(type(size) is int and size == 0 for size in value.shape)
 
 
-def _storage(node: Node) -> int | None:
-    value = node.meta.get("val")
-    return storage_of(value) if isinstance(value, Tensor) else None
-
-
-def keep_strides(program: ExportedProgram) -> None:
-    """Let calls write into contiguous memory that is copied to `out`; edits the program's graph.
+def keep_strides(graph: Graph) -> None:
+    """Let calls write into contiguous memory that is copied to `out`; edits the graph.
 
     Edited are calls whose functional operator may return other strides, or whose `out` holds random numbers, which
     nothing else would keep.
     """
-    drawn = {_storage(n) for n in program.graph.nodes if _is_random(n)} - {None}
-    calls = [n for n in program.graph.nodes if _may_differ_in_strides(n) or _writes_any(n, drawn)]
-    for node in calls:
-        _write_into_fresh_memory(program.graph, node)
-    if calls:
-        program.graph_module.recompile()
-        rename_results(program)
+    drawn = {storage_at(n) for n in graph.nodes if is_random(n)} - {None}
+    calls = [n for n in graph.nodes if not is_random(n) and _out_positions(n)]
+    outs = {n: {storage_at(n.kwargs[name]) for name in _out_positions(n)} for n in calls}
+    for node in [n for n in calls if _may_differ_in_strides(n) or outs[n] & drawn]:
+        _write_into_fresh_memory(node)
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
+    """Return whether an operator draws random numbers, according to its tags."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _writes_any(node: Node, places: set[int | None]) -> bool:
-    operands = [cast(Node, node.kwargs[name]) for name in _out_results(node)]
-    return not _is_random(node) and any(_storage(operand) in places for operand in operands)
 
 
 def _may_differ_in_strides(node: Node) -> bool:
     results = _out_results(node)
-    if not results or _is_random(node):
-        return False
     values = [n.meta.get("val") for n in node.all_input_nodes]
     tensors = [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided]
-    if any(isinstance(size, SymInt) for v in tensors for size in (*v.shape, *v.stride())):
+    if any(map(has_symbols, tensors)):
         return False
     if any(_differs_in_shape(value_of(node.kwargs[name]), result) for name, result in results.items()):
         return False
     return not all(v.is_contiguous() for v in tensors)
 
 
-def _write_into_fresh_memory(graph: Graph, node: Node) -> None:
+def _write_into_fresh_memory(node: Node) -> None:
     for name, position in _out_positions(node).items():
         operand = cast(Node, node.kwargs[name])
         options = {"memory_format": torch.contiguous_format}
@@ -155,22 +143,30 @@ def _write_into_fresh_memory(graph: Graph, node: Node) -> None:
         node.update_kwarg(name, fresh)
         items = [node]
         if isinstance(node.meta["val"], (list, tuple)):
-            items = [user for user in node.users if user.args[1] == position] or [
-                _item(graph, node, position)
-            ]
+            items = [user for user in node.users if user.args[1] == position] or [_item(node, position)]
         for item in items:
             item.meta["val"] = value
-            with graph.inserting_after(item):
-                copy = graph.call_function(_aten.copy_.default, (operand, item))
+            with node.graph.inserting_after(item):
+                copy = node.graph.call_function(_aten.copy_.default, (operand, item))
             copy.meta = {**trace_meta(node), "val": operand.meta["val"]}
             item.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
-def _item(graph: Graph, node: Node, position: int) -> Node:
-    with graph.inserting_after(node):
-        item = graph.call_function(operator.getitem, (node, position))
-    item.meta = trace_meta(node)
+def _item(node: Node, position: int, value: Any = None) -> Node:
+    with node.graph.inserting_after(node):
+        item = node.graph.call_function(operator.getitem, (node, position))
+    item.meta = {**trace_meta(node), "val": value}
     return item
+
+
+def _insert_with_results(
+    node: Node, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Sequence[Any]
+) -> list[Node]:
+    """Insert a call before `node` that returns `values`, and return the node of each."""
+    if len(values) == 1:
+        return [insert_call(node, target, args, kwargs, values[0])]
+    call = insert_call(node, target, args, kwargs, tuple(values))
+    return [_item(call, i, value) for i, value in enumerate(values)]
 
 
 @dataclass(frozen=True)
@@ -191,20 +187,15 @@ _FUNCTIONAL: dict[OpOverload, _FunctionalForm | None] = {}
 _ALIAS = re.compile(r"\(\w+!?( -> [\w*|]+)?\)")
 
 
-def call_functional_forms(program: ExportedProgram) -> None:
+def call_functional_forms(graph: Graph) -> None:
     """Call custom operators that write an operand and return it in a form that functionalization accepts.
 
-    It accepts only operators whose results are not aliases. Edits the program's graph; `call_originals` is the inverse.
+    It accepts only operators whose results are not aliases. Edits the graph; `call_originals` is the inverse.
     """
-    graph, calls = program.graph, list[Node]()
     for node in graph.nodes:
         functional = _functional_form(node.target) if isinstance(node.target, OpOverload) else None
         if functional is not None and node.op == "call_function":
-            _write_separately(graph, node, functional)
-            calls.append(node)
-    if calls:
-        program.graph_module.recompile()
-        rename_results(program)
+            _write_separately(node, functional)
 
 
 def _functional_form(op: OpOverload) -> _FunctionalForm | None:
@@ -248,9 +239,8 @@ def _define(op: OpOverload) -> _FunctionalForm | None:
     return _FunctionalForm(getattr(torch.ops.dovetail, name).default, op, names, returned)
 
 
-def _write_separately(graph: Graph, node: Node, functional: _FunctionalForm) -> None:
+def _write_separately(node: Node, functional: _FunctionalForm) -> None:
     """Replace a call by one of the functional form, and a `copy_` of each new value to the operand."""
-    meta = trace_meta(node)
     arguments = named_arguments(node)
     operands = [cast(Node, arguments[name]) for name in functional.written]
     parts = _parts(node.meta.get("val"))
@@ -259,28 +249,19 @@ def _write_separately(graph: Graph, node: Node, functional: _FunctionalForm) -> 
         with operand.meta["val"].fake_mode:
             values.append(torch.empty_like(operand.meta["val"]))
     values += [part for part, at in zip(parts, functional.returned, strict=True) if at >= len(operands)]
-    with graph.inserting_before(node):
-        call = graph.call_function(functional.op, (), arguments)
-        call.meta = {**meta, "val": tuple(values) if len(values) > 1 else values[0]}
-        news = [call] if len(values) == 1 else [_item(graph, call, i) for i in range(len(values))]
-        for item, part in zip(news, values, strict=True):
-            item.meta["val"] = part
-        results: list[Node] = []
-        for operand, new in zip(operands, news, strict=False):
-            copy = graph.call_function(_aten.copy_.default, (operand, new))
-            copy.meta = {**meta, "val": operand.meta["val"]}
-            results.append(copy)
-    _replace_results(graph, node, [[*results, *news[len(operands) :]][at] for at in functional.returned])
+    news = _insert_with_results(node, functional.op, (), arguments, values)
+    for i, operand in enumerate(operands):
+        news[i] = insert_call(node, _aten.copy_.default, (operand, news[i]))
+    _replace_results(node, [news[at] for at in functional.returned])
 
 
-def _replace_results(graph: Graph, node: Node, results: Sequence[Node]) -> None:
+def _replace_results(node: Node, results: Sequence[Node]) -> None:
     """Let readers of a call read `results`, one for each of its own, and erase it."""
     if len(results) == 1:
         node.replace_all_uses_with(results[0])
     for user in list(node.users):
-        user.replace_all_uses_with(results[cast(int, user.args[1])])
-        graph.erase_node(user)
-    graph.erase_node(node)
+        replace_node(user, results[cast(int, user.args[1])])
+    node.graph.erase_node(node)
 
 
 def call_originals(graph: Graph) -> None:
@@ -293,24 +274,20 @@ def call_originals(graph: Graph) -> None:
         for name, part in zip(functional.written, parts, strict=False):
             arguments[name] = insert_call(node, _aten.clone.default, (arguments[name],), value=part)
         clones = [arguments[name] for name in functional.written]
-        values = [parts[at] for at in functional.returned]
-        whole = values[0] if len(values) == 1 else tuple(values)
         args, kwargs = to_args_kwargs(functional.original, arguments)
-        call = insert_call(node, functional.original, args, kwargs, whole)
-        items = [call] if len(values) == 1 else [_item(graph, call, i) for i in range(len(values))]
-        for item, part in zip(items, values, strict=True):
-            item.meta = {**trace_meta(node), "val": part}
+        values = [parts[at] for at in functional.returned]
+        items = _insert_with_results(node, functional.original, args, kwargs, values)
         results = [
             items[functional.returned.index(i)] if i in functional.returned else clones[i]
             for i in range(len(parts))
         ]
-        _replace_results(graph, node, results)
+        _replace_results(node, results)
 
 
 _DROPOUTS = frozenset(["dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"])
 _OUT = {_aten.randn.out: _aten.normal_.default, _aten.rand.out: _aten.uniform_.default}
 
-# The functional operators that decomposition makes of draws, and the draws they are made of.
+# The functional operator that decomposition replaces each in-place draw by, and that draw.
 _IN_PLACE: dict[Any, Any] = {
     _aten.normal_functional.default: _aten.normal_.default,
     _aten.uniform.default: _aten.uniform_.default,
@@ -334,8 +311,7 @@ def draw_into_fresh_memory(program: ExportedProgram) -> bool:
     groups = alias_groups_with_gradients(program)
     differentiable = {write.node for write in groups.writes if groups.had_gradient(write.group, write)}
     for node in draws:
-        _rewrite(graph, node, node in differentiable)
-    program.graph_module.recompile()
+        _rewrite(node, node in differentiable)
     return True
 
 
@@ -345,10 +321,10 @@ def _is_draw(node: Node) -> bool:
         return False
     name = op_name(target)
     draws = name in RANDOM_FILLS or name in _DROPOUTS or name == "rrelu_"
-    return draws or (torch.Tag.nondeterministic_seeded in target.tags and "out" in node.kwargs)
+    return draws or (is_random(node) and "out" in node.kwargs)
 
 
-def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
+def _rewrite(node: Node, differentiable: bool) -> None:
     target = cast(OpOverload, node.target)
     name = op_name(target)
     operand = cast(Node, node.kwargs["out"] if "out" in node.kwargs else node.args[0])
@@ -363,8 +339,7 @@ def _rewrite(graph: Graph, node: Node, differentiable: bool) -> None:
     is_contiguous = _is_contiguous(operand)
     if is_contiguous and (name in _DROPOUTS or not differentiable or "out" in node.kwargs):
         return
-    is_symbolic = any(isinstance(n, SymInt) for n in (*value.shape, *value.stride()))
-    if is_symbolic and not is_contiguous_or_false(value):
+    if has_symbols(value) and not is_contiguous_or_false(value):
         raise _refused(node, "forward draws random numbers into a view whose strides vary with dynamic sizes")
     if name in _DROPOUTS:
         _drop(node, operand, name)
@@ -387,7 +362,7 @@ def _drop(node: Node, operand: Node, name: str) -> None:
     """Decompose in-place dropout as ATen defines it, so that its mask is drawn in the order of the mask's memory."""
     p, train = cast("tuple[float, bool]", node.args[1:3])
     value = cast(Tensor, operand.meta["val"])
-    if p == 0 or not train or any(type(n) is int and n == 0 for n in value.shape):
+    if p == 0 or not train or _is_empty(value):
         replace_node(node, operand)
         return
     if p == 1:
@@ -431,8 +406,7 @@ def _is_contiguous(operand: Node) -> bool:
     storage, node = storage_of(operand.meta["val"]), operand
     while is_contiguous_or_false(node.meta["val"]):
         base = node.args[0] if node.args else None
-        value = base.meta.get("val") if isinstance(base, Node) else None
-        if not isinstance(value, Tensor) or storage_of(value) != storage:
+        if storage_at(base) != storage:
             return True
         node = cast(Node, base)
     return False
@@ -463,7 +437,7 @@ def draw_in_place(graph: Graph) -> None:
         node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != DRAWS_IN_PLACE}
         # The tracer copies the mark to a generator that the draw reads, too.
         fresh = node.args[0] if node.args else None
-        value = fresh.meta.get("val") if isinstance(fresh, Node) and len(fresh.users) == 1 else None
+        value = value_of(fresh) if isinstance(fresh, Node) and len(fresh.users) == 1 else None
         if node.target in _IN_PLACE and isinstance(value, Tensor):
             node.target = node.meta["original_aten"] = _IN_PLACE[node.target]
             node.meta["val"] = value

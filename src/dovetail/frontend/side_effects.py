@@ -265,7 +265,7 @@ def _compare(before: Snapshot, seen: SideEffects) -> None:
         if type(module).__module__.startswith("torch."):
             continue  # torch's own layers keep lists of their weights, which the exporter swaps
         now = module.__dict__
-        for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
+        for name in _added(module, attributes):
             _note_attribute(seen, path, module, name, now[name])
         for name, old in attributes.items():
             if name in _WEIGHT_LISTS:
@@ -277,11 +277,17 @@ def _compare(before: Snapshot, seen: SideEffects) -> None:
                 _note_attribute(seen, path, module, name, old)
 
 
+def _added(module: nn.Module, attributes: dict[str, Any]) -> list[str]:
+    """Return the attributes of a module that were added since `attributes` were saved."""
+    known = {*_OWN, _HOOKS_INSTALLED, *attributes}
+    return [name for name in module.__dict__ if name not in known]
+
+
 def restore(before: Snapshot) -> None:
     """Restore every attribute."""
     for _, module, attributes, contents in before:
         now = module.__dict__
-        for name in [k for k in now if k not in {*_OWN, _HOOKS_INSTALLED} and k not in attributes]:
+        for name in _added(module, attributes):
             del now[name]
         now.update(attributes)
         for name, copy in contents.items():
@@ -377,7 +383,10 @@ def _intercepted(seen: SideEffects, effects: TensorEffects, trains: bool) -> Gen
             "Change the gradient with a custom operator (torch.library.custom_op with register_autograd).",
         )
 
-    seeding = before(effects.note_reseeding, lambda *_: effects.is_running)
+    def note_seeding() -> None:
+        effects.note_seeding(source_location.of_caller())
+
+    seeding = before(note_seeding, lambda *_: effects.is_running)
 
     def applying(original: Any) -> Any:
         if not hasattr(type(original), "__get__"):

@@ -1,7 +1,7 @@
 """Calls in forward whose effect on tensors or random streams torch.export drops silently.
 
 `TensorEffects` is a torch function mode that is active while forward is traced: it reports changes of tensor metadata,
-tensors and generators that the model does not own, seeding, and values that are made to require gradients.
+tensors and generators that the model does not own, seeding, and values whose `requires_grad` is set.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class TensorEffects(TorchFunctionMode):
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._default_seed = 0
         self._last_seed = _SENTINEL_SEED
-        self._is_running = False
+        # Whether forward has begun and not returned.
+        self.is_running = False
         self._compile_id: Any = None
         self._host_state: Any = None
         self._forward_line: source_location.SourceLine | None = None
@@ -74,7 +75,7 @@ class TensorEffects(TorchFunctionMode):
         self._visible = {id(x): "an input" for x in inputs if isinstance(x, Tensor)}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
-        self._is_running = True
+        self.is_running = True
         # Newer versions of torch.export have a compile context of their own; that of Dynamo is another one.
         self._compile_id = CompileContext.current_compile_id()
         default = torch.default_generator
@@ -92,7 +93,7 @@ class TensorEffects(TorchFunctionMode):
         default = torch.default_generator
         reseeded = not self._is_watched(default) and default.initial_seed() != self._default_seed
         if reseeded or self._is_reseeded():
-            self._note_seeding(self._forward_line)
+            self.note_seeding(self._forward_line)
         if self._host_state is not None and self._host_state != _host_random_state():
             self.note(
                 "forward draws numbers from Python's or NumPy's random module, which a graph would repeat in every call",
@@ -110,17 +111,12 @@ class TensorEffects(TorchFunctionMode):
                     "Detach the result, or make the value a parameter or an input that requires gradients.",
                 )
 
-    @property
-    def is_running(self) -> bool:
-        """Return whether forward has begun and not returned."""
-        return self._is_running
-
     def restore(self) -> None:
         """Restore the state of every generator."""
         for generator, state in self._generators:
             generator.set_state(state)
         self._generators.clear()
-        self._is_running = False
+        self.is_running = False
 
     def _advance(self) -> None:
         """Give every generator another seed, so that an earlier state differs from the present one."""
@@ -135,10 +131,7 @@ class TensorEffects(TorchFunctionMode):
         seeds = [generator.initial_seed() for generator, _ in self._generators]
         return seeds != list(range(self._last_seed, self._last_seed + len(seeds)))
 
-    def note_reseeding(self) -> None:
-        self._note_seeding(source_location.of_caller())
-
-    def _note_seeding(self, line: source_location.SourceLine | None) -> None:
+    def note_seeding(self, line: source_location.SourceLine | None) -> None:
         self.note(
             "forward seeds a random generator or sets its state, which a graph cannot do",
             line,
@@ -152,7 +145,7 @@ class TensorEffects(TorchFunctionMode):
         # It also runs code of its own here, and restores the state of the default generator afterwards.
         if not in_dynamo and CompileContext.current_compile_id() == self._compile_id:
             if self._is_reseeded():
-                self._note_seeding(source_location.of_caller())
+                self.note_seeding(source_location.of_caller())
             self._advance()
         for argument in (*args, *kwargs.values()):
             parts: Any = argument if isinstance(argument, (list, tuple)) else (argument,)

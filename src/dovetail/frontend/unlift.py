@@ -16,16 +16,15 @@ from torch.fx.node import map_arg
 from dovetail.errors import CaptureError
 from dovetail.frontend import model_copy
 from dovetail.frontend.export import Exported
-from dovetail.frontend.export_aliases import fresh_like, refused, storage_of
+from dovetail.frontend.export_aliases import fresh_like, refused, source_meta, storage_at
 from dovetail.frontend.input_guards import overlaps_itself
 from dovetail.ir import source_location
 from dovetail.ir.graph_module import Program, copy_node, rebuild
-from dovetail.ir.schema import op_name, viewed_operand
+from dovetail.ir.schema import has_no_value, op_name, viewed_operand
 
 _COPY = torch.ops.aten.copy_.default
 _CLONE = torch.ops.aten.clone.default
 _DETACH = torch.ops.aten.detach.default
-_WITHOUT_VALUE = frozenset({"_assert_scalar", "_assert_async", "sym_constrain_range", "copy_"})
 
 # Operators whose derivative does not need the operand itself: autograd saves no reference to it.
 _SAVES_NOTHING = """
@@ -172,13 +171,12 @@ class _Unlifting:
         if not real:
             return [map_arg(result, self.new_of.__getitem__) for result in returned]
         self._refuse_trained(real)
-        overwritten = {storage_of(t.meta["val"]) for t, _ in real if isinstance(t.meta.get("val"), Tensor)}
+        overwritten = {storage_at(target) for target, _ in real} - {None}
         saved: dict[Node, Node] = {}
 
         def value_before_writes(node: Node) -> Node:
             """Return a node that has the value of `node` before the writes, also after them."""
-            value = node.meta.get("val")
-            if not isinstance(value, Tensor) or storage_of(value) not in overwritten:
+            if storage_at(node) not in overwritten:
                 return self.new_of[node]
             if node not in saved:
                 saved[node] = self._cloned(self.new_of[node])
@@ -197,7 +195,7 @@ class _Unlifting:
             is_detached = self._name(target) in self.detached.written
             into = self._detached(target) if is_detached else self.new_of[target]
             write = self.graph.create_node("call_function", _COPY, (into, source), {}, "copy_")
-            write.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack")}
+            write.meta = source_meta(origin)
         for i, view in enumerate(views):
             if view is not None:
                 results[i] = self._replayed(*view)
@@ -243,7 +241,7 @@ class _Unlifting:
         first = min(readers)
         with self.graph.inserting_before(first):
             clone = self._cloned(owner)
-        clone.meta.update({k: first.meta[k] for k in ("stack_trace", "nn_module_stack") if k in first.meta})
+        clone.meta.update(source_meta(first))
         for reader in readers:
             if not _saves_nothing(reader) or viewed_operand(reader) is owner:
                 reader.replace_input_with(owner, clone)
@@ -316,7 +314,7 @@ def _drop_values(graph: Graph) -> None:
     """Set `val` of every node, to None if an operator returns nothing of use."""
     for node in graph.nodes:
         node.meta.setdefault("val", None)
-        if op_name(node.target) in _WITHOUT_VALUE:
+        if has_no_value(node):
             node.meta["val"] = None
 
 

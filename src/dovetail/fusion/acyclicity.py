@@ -1,6 +1,6 @@
 """Acyclicity: which regions can be called together, each at one place.
 
-The problem is cycle detection in the quotient graph in which every chosen region is one vertex (`ir.quotient_graph`).
+The problem is cycle detection in the quotient graph in which every chosen region is one vertex (`ir.dependencies`).
 It is solved in two steps. `cyclic_core` removes sources and sinks of the windows that new regions span, as Kahn's
 algorithm does from both ends, in linear time; nearly always nothing remains. What remains is contracted region by
 region, the best first, by `RegionContraction`, which maintains a topological order incrementally: contracting a region
@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.fusion.candidates import PlannedRegion
-from dovetail.ir.dependencies import Index, shortest_path
-from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
+from dovetail.ir.dependencies import Index, contract_window, merge_windows, shortest_path, topological_order
 from dovetail.outlining.placement import region_needs
 from dovetail.rules.rule import RuleContext
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, checked_call, did_you_mean
@@ -37,7 +38,6 @@ class Effects:
     random: bool = False
     host_effect: str = ""
     barrier: bool = False
-    reshapes_in_place: bool = False
     assumed_aliases: bool = False  # no schema declares the aliases; they only cannot be ruled out
 
     @property
@@ -101,7 +101,6 @@ def _of_call(node: Node, traits: OpTraits) -> Effects:
         random=traits.opaque or traits.draws_at(node),
         host_effect=traits.host_effect,
         barrier=traits.barrier,
-        reshapes_in_place=traits.reshapes_in_place,
         assumed_aliases=assumed,
     )
 
@@ -248,7 +247,7 @@ class EffectAnalysis:
         graphs = [
             attribute(root, cast("str", n.target)) for n in node.all_input_nodes if is_subgraph(root, n)
         ]
-        name = traits_of(node).name
+        name = cast("HigherOrderOperator", node.target).name()
         if not graphs:
             pure = name.startswith("auto_functionalized") or name.endswith("_functional")
             if pure:

@@ -28,7 +28,6 @@ class OpTraits:
     It writes, or draws, unless an argument named in `writes_if`, or `random_if`, is false, zero or None.
     """
 
-    name: str
     parameters: tuple[str, ...] = ()
     defaults: Mapping[str, Any] | None = None
     writes: tuple[str, ...] = ()
@@ -79,11 +78,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_COLLECTIVES = _names(
-    """
-    _c10d_functional _c10d_functional_autograd c10d_functional c10d symm_mem _dtensor
-    """
-)
+_COLLECTIVES = _names("_c10d_functional _c10d_functional_autograd c10d_functional c10d symm_mem _dtensor")
 _ASSERTS = _names(
     """
     _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async _functional_assert_scalar
@@ -94,21 +89,18 @@ _ASSERTS = _names(
 
 # Schemas that do not declare the running statistics they update.
 _UPDATES_STATISTICS = _names(
-    """
-    batch_norm native_batch_norm instance_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index
-    """
+    "batch_norm native_batch_norm instance_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index"
 )
-_UNDECLARED_VIEWS = _names(
-    """
-    _unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk
-    """
-)
+_UNDECLARED_VIEWS = _names("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk")
 _UNTAGGED_RANDOM = frozenset({"_no_grad_normal_", "_no_grad_uniform_"})
 
 
-def opaque_traits(name: str) -> OpTraits:
-    """Return the traits of an unknown target, which may do anything."""
-    return OpTraits(name=name, host_effect="an unknown Python call", opaque=True, aliases=None)
+# An unknown target may do anything.
+_OPAQUE = OpTraits(host_effect="an unknown Python call", opaque=True, aliases=None)
+_PURE = OpTraits(pure=True)
+_PRINT = OpTraits(host_effect="a print")
+_ASSERTION = OpTraits(host_effect="an assertion")
+_HIGHER_ORDER = OpTraits(higher_order=True, aliases=None)
 
 
 def overload_traits(op: OpOverload) -> OpTraits:
@@ -156,7 +148,6 @@ def _schema_traits(op: OpOverload) -> OpTraits:
     returns_tuple = len(schema.returns) > 1 or any(str(r.type).startswith("List[") for r in schema.returns)
     makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
     return OpTraits(
-        name=str(op),
         parameters=parameters,
         defaults=defaults,
         writes=writes,
@@ -199,7 +190,7 @@ def packet_traits(packet: OpOverloadPacket) -> OpTraits:
     # Overloads of TorchScript for numbers and lists are included, but not registered with the dispatcher.
     each = [overload_traits(o) for o in overloads if torch._C._dispatch_has_kernel(o.name())]
     if not each:
-        return opaque_traits(str(packet))
+        return _OPAQUE
     each = [t for t in each if "out" not in t.writes] or each
     first = each[0]
     parameters = max((t.parameters for t in each), key=len)
@@ -210,7 +201,6 @@ def packet_traits(packet: OpOverloadPacket) -> OpTraits:
     traits = {field: any(getattr(t, field) for t in each) for field in unions}
     writes = tuple(dict.fromkeys(w for t in each for w in t.writes))
     return OpTraits(
-        name=str(packet),
         parameters=parameters,
         defaults={k: v for t in reversed(each) for k, v in (t.defaults or {}).items()},
         writes=(*writes, "out"),
@@ -223,10 +213,6 @@ def packet_traits(packet: OpOverloadPacket) -> OpTraits:
         pure=False,
         **traits,
     )
-
-
-def _function_name(function: Any) -> str:
-    return f"{getattr(function, '__module__', None) or ''}.{getattr(function, '__name__', repr(function))}"
 
 
 _IN_PLACE_OPERATORS = _names(
@@ -245,11 +231,7 @@ _MODE_SWITCHES = _names(
     _grad_increment_nesting _grad_decrement_nesting _record_function_enter_new set_stream
     """
 )
-_CHECKS = _names(
-    """
-    _assert _check _check_is_size _check_value _check_with _check_index
-    """
-)
+_CHECKS = _names("_assert _check _check_is_size _check_value _check_with _check_index")
 
 _DROPOUTS = _names("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu")
 _ALWAYS_RANDOM = _names(
@@ -277,39 +259,37 @@ def function_traits(function: Any) -> OpTraits:
     module = getattr(function, "__module__", None) or ""
     # A cache of all functions would keep those of users alive.
     known = module.partition(".")[0] in ("torch", "operator", "_operator", "math", "builtins", "")
-    return _known_function_traits(function) if known else opaque_traits(_function_name(function))
+    return _known_function_traits(function) if known else _OPAQUE
 
 
 @functools.cache
 def _known_function_traits(function: Any) -> OpTraits:
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None) or ""
-    qualified = _function_name(function)
     if function is operator.getitem or function is getattr:
-        return OpTraits(qualified, aliases=None, reads_data=function is operator.getitem)
+        return OpTraits(aliases=None, reads_data=function is operator.getitem)
     if function is operator.setitem or function is operator.delitem:
-        return OpTraits(qualified, parameters=("self", "index", "value"), writes=("self",), aliases=("self",))
+        return OpTraits(("self", "index", "value"), writes=("self",), aliases=("self",))
     if module in ("_operator", "operator"):
         if name in _IN_PLACE_OPERATORS:
-            written = ("self",)
-            return OpTraits(qualified, ("self", "other"), writes=written, aliases=written, pointwise=True)
+            return OpTraits(("self", "other"), writes=("self",), aliases=("self",), pointwise=True)
         if name == "pos":
-            return OpTraits(qualified, parameters=("self",), aliases=("self",))
+            return OpTraits(("self",), aliases=("self",))
         if name in ("add", "mul", "concat"):
-            return OpTraits(qualified, pointwise=True, gathers=True)
-        return OpTraits(qualified, pointwise=name != "matmul", pure=True)
+            return OpTraits(pointwise=True, gathers=True)
+        return OpTraits(pointwise=name != "matmul", pure=True)
     if module == "math" or function in _NUMBER_BUILTINS:
-        return OpTraits(qualified, pure=True)
+        return _PURE
     if function in _GATHERING_BUILTINS:
-        return OpTraits(qualified, aliases=None)
+        return OpTraits(aliases=None)
     if name in _MODE_SWITCHES and module.startswith("torch"):
-        return OpTraits(qualified, barrier=True, host_effect="a switch of modes")
+        return OpTraits(barrier=True, host_effect="a switch of modes")
     if function is print:
-        return OpTraits("print", host_effect="a print")
+        return _PRINT
     if name in _CHECKS and module.startswith("torch"):
-        return OpTraits(qualified, host_effect="an assertion")
+        return _ASSERTION
     if (module.startswith("torch") and name.startswith("sym_")) or name.startswith("_sym_"):
-        return OpTraits(qualified, pure=True)
+        return _PURE
     if getattr(F, name, None) is function and isinstance(function, types.FunctionType):
         return _functional(name, function)
     packet = _packet(name)
@@ -317,7 +297,7 @@ def _known_function_traits(function: Any) -> OpTraits:
         return packet_traits(packet)
     if getattr(torch, name, None) is function and packet is not None:
         return packet_traits(packet)
-    return opaque_traits(qualified)
+    return _OPAQUE
 
 
 def _functional(name: str, function: Any) -> OpTraits:
@@ -332,8 +312,7 @@ def _functional(name: str, function: Any) -> OpTraits:
         traits.update(writes=(parameters[0],), writes_if=("inplace",))
     elif name.endswith("_"):
         traits.update(writes=(parameters[0],))
-    name = f"torch.nn.functional.{name}"
-    return OpTraits(name, parameters, defaults, aliases=None, **traits)
+    return OpTraits(parameters, defaults, aliases=None, **traits)
 
 
 def _packet(name: str) -> OpOverloadPacket | None:
@@ -362,10 +341,10 @@ _VALUE_METHODS = _names(
 def method_traits(name: str) -> OpTraits:
     """Return the traits of a Tensor method; one that torch does not have may do anything."""
     if name in _NUMBER_METHODS:
-        return OpTraits(name, pure=True)
+        return _PURE
     if name == "backward":
         # It writes gradients of tensors that no argument names.
-        return OpTraits(name, host_effect="a backward pass", barrier=True, opaque=True, aliases=None)
+        return OpTraits(host_effect="a backward pass", barrier=True, opaque=True, aliases=None)
     packet = _packet(name)
     if packet is not None:
         return packet_traits(packet)
@@ -375,12 +354,12 @@ def method_traits(name: str) -> OpTraits:
         return function_traits(operator.getitem)
     operator_name = name.removeprefix("__").removesuffix("__")
     if name.startswith("__i") and operator_name in _IN_PLACE_OPERATORS:
-        return OpTraits(name, parameters=("self",), writes=("self",), aliases=("self",))
+        return OpTraits(("self",), writes=("self",), aliases=("self",))
     if name in _VALUE_METHODS or (
         name.startswith("__") and hasattr(operator, operator_name.removeprefix("r"))
     ):
-        return OpTraits(name, aliases=None)
-    return opaque_traits(name)
+        return OpTraits(aliases=None)
+    return _OPAQUE
 
 
 def traits_of(node: Node) -> OpTraits:
@@ -393,15 +372,8 @@ def traits_of(node: Node) -> OpTraits:
     if isinstance(target, OpOverloadPacket):
         return packet_traits(target)
     if isinstance(target, HigherOrderOperator):
-        return _higher_order(target)
+        return _PRINT if target.name() == "print" else _HIGHER_ORDER
     return function_traits(target)
-
-
-@functools.cache
-def _higher_order(target: HigherOrderOperator) -> OpTraits:
-    if target.name() == "print":
-        return OpTraits(name="print", host_effect="a print")
-    return OpTraits(name=target.name(), higher_order=True, aliases=None)
 
 
 def target_name(node: Node) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from dovetail.errors import InvalidArgument
 from dovetail.ir.meta_keys import REGION
@@ -61,20 +61,11 @@ def load(data: bytes) -> Graph:
     nodes: list[Node] = []
 
     def resolve(value: Any) -> Any:
-        if isinstance(value, _Ref):
-            return nodes[value.index]
-        if isinstance(value, tuple):
-            return tuple(resolve(v) for v in value)
-        if isinstance(value, list):
-            return [resolve(v) for v in value]
-        if isinstance(value, dict):
-            return {k: resolve(v) for k, v in value.items()}
-        if isinstance(value, slice):
-            return slice(resolve(value.start), resolve(value.stop), resolve(value.step))
-        return value
+        return nodes[value.index] if isinstance(value, _Ref) else value
 
-    for op, target, args, kwargs, name, type_expr, meta in rows:
-        node = graph.create_node(op, target, resolve(args), resolve(kwargs), name, type_expr)
+    for op, target, *arguments, name, type_expr, meta in rows:
+        args, kwargs = (map_aggregate(part, resolve) for part in arguments)
+        node = graph.create_node(op, target, args, kwargs, name, type_expr)
         node.meta = meta
         nodes.append(node)
     graph.set_codegen(codegen)

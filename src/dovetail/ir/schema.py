@@ -33,6 +33,11 @@ def op_name(target: object) -> str:
     return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else ""
 
 
+def has_no_value(node: Node) -> bool:
+    """Whether an operator returns nothing of use: it is called for a write or an assertion."""
+    return op_name(node.target) in ("copy_", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+
 def is_aten(target: object) -> bool:
     """Whether the target is an overload of an operator in the aten namespace."""
     return isinstance(target, OpOverload) and target.namespace == "aten"

@@ -1,4 +1,4 @@
-"""Fake tensor propagation: `meta["val"]` of a graph that `capture` did not make, and of single nodes."""
+"""Fake tensor propagation: `meta["val"]` of graphs that `capture` did not return, and of single nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -21,7 +20,7 @@ from dovetail.ir import source_location
 from dovetail.ir.graph_module import Body, Program, copy_graph, rebuild
 from dovetail.ir.nodes import storage_key
 from dovetail.ir.process_state import defer_torch_output, preserve_rng_state
-from dovetail.ir.schema import same_geometry, same_size
+from dovetail.ir.schema import has_no_value, same_geometry, same_size
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.linear})
@@ -154,7 +153,7 @@ class _ValuePropagation(Interpreter):
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}\n"
                 f"  Give example inputs with the shapes and dtypes that the graph is for."
             ) from error
-        n.meta["val"] = None if n.op == "output" or _has_no_value(n) else _recorded(result)
+        n.meta["val"] = None if n.op == "output" or has_no_value(n) else _recorded(result)
         return result
 
     def fetch_attr(self, target: str) -> Any:
@@ -178,11 +177,6 @@ def _called_on_fakes(child: nn.Module, fakes: _Fakes, args: tuple[Any, ...], kwa
     state = {name: fakes.of(p) for name, p in child.named_parameters(remove_duplicate=False)}
     state |= {name: fakes.of(b) for name, b in child.named_buffers(remove_duplicate=False)}
     return torch.func.functional_call(child, state, args, kwargs)
-
-
-def _has_no_value(node: Node) -> bool:
-    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
-    return name in ("aten::copy_", "aten::_assert_scalar", "aten::_assert_async")
 
 
 def _recorded(result: Any) -> Any:

@@ -20,10 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion, checked_call
-from dovetail.ir.dependencies import Index
+from dovetail.ir.dependencies import Index, topological_order
 from dovetail.ir.graph_module import Body, Program, attribute, pause_gc, rebuild, require_graph, set_attribute
 from dovetail.ir.nodes import is_projection
-from dovetail.ir.quotient_graph import topological_order
 from dovetail.outlining.bodies import Bodies
 from dovetail.outlining.placement import (
     SPACING,

@@ -1,6 +1,6 @@
 """Placement: the position of each region's call in the new graph.
 
-The problem is a topological sort of the quotient graph in which every region is one vertex (see `ir.quotient_graph`),
+The problem is a topological sort of the quotient graph in which every region is one vertex (see `ir.dependencies`),
 as close as possible to the original order: of the vertices that are ready, the one of lowest rank comes first. Ranks
 are kept in the graph's `OutlineState`, so that inlining restores the original order. Only the windows that regions
 span are sorted, the rest keeps its place: O(n log n) in the nodes of the windows, linear in their edges. If the sort
@@ -18,8 +18,7 @@ from typing import Any
 from torch.fx import Node
 
 from dovetail.errors import CyclicRegion, EffectOrder, RegionError
-from dovetail.ir.dependencies import Index
-from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
+from dovetail.ir.dependencies import Index, contract_window, merge_windows, topological_order
 from dovetail.outlining.escapes import RegionDraft
 from dovetail.outlining.region import OutlineState, call_of
 
