@@ -12,7 +12,7 @@ import torch
 from dovetail.errors import checked_init
 from dovetail.ir.graph_module import Body
 from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
-from dovetail.lowering.region_support import operand_devices, suppress_warnings, why_effectful, why_not_static
+from dovetail.lowering.compile_unit import operand_devices, suppress_warnings, why_effectful, why_not_static
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline

@@ -21,7 +21,7 @@ from dovetail.ir.graph_module import Body
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
 from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
 from dovetail.lowering.cache import tool_folder
-from dovetail.lowering.region_support import suppress_warnings
+from dovetail.lowering.compile_unit import suppress_warnings
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline

@@ -15,8 +15,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, checked_call
 from dovetail.ir.graph_module import require_graph
-from dovetail.lowering.lower import with_lowering
-from dovetail.lowering.lowered_state import LoweredState, lowered_state_of
+from dovetail.lowering.lowered_state import LoweredState, lowered_state_of, with_lowering
 from dovetail.outlining.region import Region, local_name, regions
 from dovetail.passes.bisect_passes import GraphCheck, first_bad
 

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import InvalidArgument
-from dovetail.ir.graph_module import attribute
+from dovetail.ir.graph_module import attribute, copy_graph, rebuild
 from dovetail.ir.meta_keys import LOWERING
 from dovetail.ir.op_traits import overload_traits
 from dovetail.ir.process_state import reset_at_fork
@@ -28,7 +28,7 @@ from dovetail.lowering.failures import LoweringFault
 from dovetail.lowering.options import Options
 from dovetail.lowering.verify_region import uncovered
 from dovetail.outlining.inline import Flattener
-from dovetail.outlining.region import Region, local_name, regions
+from dovetail.outlining.region import Region, call_of, local_name, regions, write_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,15 @@ class LoweredState:
         self._lock = reset_at_fork(threading.RLock())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoweredState:
-        state = LoweredState(self.assigned, self.options)
-        state.events, state.notes = list(self.events), copy.deepcopy(self.notes, memo)
-        # Code is never copied; call sites of another graph prepare their own weights.
-        state._dispatchers, state._by_name = dict(self._dispatchers), dict(self._by_name)
+        state = self.restricted(self.assigned, memo)
+        state.events = list(self.events)
         return state
 
-    def restricted(self, names: Iterable[str]) -> LoweredState:
-        """Return the lowering of some of the regions, with the code that exists already."""
+    def restricted(self, names: Iterable[str], memo: dict[int, Any] | None = None) -> LoweredState:
+        """Return the lowering of some of the regions, with the code that exists already; `memo` is that of deepcopy."""
         state = LoweredState({name: self.assigned[name] for name in names}, self.options)
-        state.notes = copy.deepcopy(self.notes)
+        state.notes = copy.deepcopy(self.notes, memo)
+        # Code is never copied; call sites of another graph prepare their own weights.
         state._dispatchers, state._by_name = dict(self._dispatchers), dict(self._by_name)
         return state
 
@@ -228,3 +227,18 @@ def lowered_state_of(gm: GraphModule) -> LoweredState | None:
     """Return the lowered state of a graph; None if it was not lowered."""
     state = gm.meta.get(LOWERING)
     return state if isinstance(state, LoweredState) else None
+
+
+def with_lowering(
+    gm: GraphModule, state: LoweredState | None, backends: Mapping[str, str | None]
+) -> GraphModule:
+    """Return a copy of a graph with a lowered state, or without any; `backends` are the names that regions show."""
+    graph = copy_graph(gm.graph)
+    for node in graph.nodes:
+        call = call_of(node.meta)
+        if call is not None:
+            write_call(node, replace(call, backend=backends.get(node.name)).with_backends(backends))
+    meta = {k: v for k, v in gm.meta.items() if k != LOWERING}
+    if state is not None:
+        meta[LOWERING] = state
+    return rebuild(gm, graph, meta=meta)

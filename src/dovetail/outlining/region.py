@@ -147,6 +147,14 @@ def local_name(name: str) -> str:
     return name.rpartition("/")[2]
 
 
+def path_prefixes(path: str) -> Iterator[str]:
+    """Yield a path of region names, `outer_0/inner_1`, and the paths of the regions around it."""
+    yield path
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
 def call_of(meta: Mapping[str, Any]) -> RegionCall | None:
     """Return the record in a node's meta, or None if the node does not call a region."""
     call = meta.get(REGION)
