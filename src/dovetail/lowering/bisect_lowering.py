@@ -109,7 +109,7 @@ class _RegionBisection:
     def graph(self, names: Sequence[str]) -> GraphModule:
         """Return the graph with only these regions lowered."""
         if not names:
-            return with_lowering(self.gm, None, {})
+            return with_lowering(self.gm, None)
         backends = {local_name(n): self.regions[n].backend for n in names}
         return with_lowering(self.gm, self.lowering.restricted(backends), backends)
 

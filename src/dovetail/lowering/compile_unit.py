@@ -61,7 +61,7 @@ class CompileUnit:
     @property
     def values(self) -> list[Any]:
         """The fake values of the operands, lifted ones last."""
-        return [n.meta.get("val") for n in self.region.body.graph.nodes if n.op == "placeholder"]
+        return [n.meta.get("val") for n in self.region.body.graph.find_nodes(op="placeholder")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,7 @@ def _lift_constants(body: Body) -> tuple[Body, tuple[str, ...]]:
             held[target] = new_node
         return held[target]
 
-    operands: list[Node] = []
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            operand = graph.create_node("placeholder", node.name, name=node.name)
-            operand.meta = dict(node.meta)
-            operands.append(operand)
+    operands = [graph.node_copy(n) for n in body.graph.find_nodes(op="placeholder")]
     outputs = Flattener(graph, lambda _: None, hold).write_body(body, operands)
     # Placeholders come first, in the order of the call.
     for node in reversed([*operands, *constants.values()]):
@@ -179,7 +174,7 @@ class GradAnalysis:
     def _analyze(self, body: Body, operands: Flags) -> tuple[Flags, dict[Node, bool]]:
         known = self._known.get((body, operands))
         if known is None:
-            placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+            placeholders = body.graph.find_nodes(op="placeholder")
             flags = self._follow(body, body.graph.nodes, dict(zip(placeholders, operands, strict=True)))
             known = self._known[body, operands] = (tuple(flags[n] for n in results(body)), flags)
         return known

@@ -257,11 +257,10 @@ def lower_with(
     if backends is None:
         backends = DEFAULT
     if options.plan is None and _is_empty(backends):
-        return with_lowering(gm, None, {})
+        return with_lowering(gm, None)
     preferred = preferences(_planned(options.plan, backends, candidates), candidates)
     assigner = Assigner(candidates, preferred, options)
     state = LoweredState(assigner.chains, options.assigned())
-    assigned = [r for r in candidates if local_name(r.name) in state.assigned]
     by_name = {r.name: r for r in candidates}
     for fault in assigner.declined:
         if options.strict and fault.error is not None:
@@ -270,9 +269,8 @@ def lower_with(
     grad = gm.training if options.grad is None else options.grad
     # Code is for calls without autocast, whatever is active now.
     with disable_autocast():
-        flags = GradAnalysis().operands(gm, candidates)
-        _compile_expected(state, assigned, flags, grad, progress)
-    lowered = with_lowering(gm, state, {local_name(r.name): state.backend_of(r.name) for r in assigned})
+        _compile_expected(gm, state, candidates, grad, progress)
+    lowered = with_lowering(gm, state)
     if whole:
         _settle(lowered, state)
     return lowered
@@ -312,22 +310,22 @@ def _planned(plan: Mapping[str, Any] | None, backends: Any, candidates: list[Reg
 
 
 def _compile_expected(
-    state: LoweredState,
-    assigned: list[Region],
-    flags: Mapping[str, tuple[bool, ...]],
-    grad: bool,
-    progress: bool,
+    gm: GraphModule, state: LoweredState, candidates: list[Region], grad: bool, progress: bool
 ) -> None:
     """Compile the specializations that the first calls are expected to need."""
+    flags = GradAnalysis().operands(gm, candidates)
     jobs: list[Job] = []
-    for region in assigned:
+    for region in candidates:
+        chain = state.assigned.get(local_name(region.name))
+        if chain is None:
+            continue
         unit, requires_grad = unit_of(region), flags[region.name]
         padded = (*requires_grad, *[False] * (len(unit.values) - len(requires_grad)))
         try:
             specialization = expected_specialization(unit.values, padded, grad=grad)
         except Unguardable:
             continue
-        jobs.append((state.dispatcher(region, state.assigned[local_name(region.name)]), specialization))
+        jobs.append((state.dispatcher(region, chain), specialization))
     compile_all(jobs, progress)
 
 
@@ -402,8 +400,7 @@ def replace_region(
     inside = tuple(f"{region.name}/" for region in replaced)
     nested = [local_name(r.name) for r in candidates if r.name.startswith(inside)]
     after = lowered_state_of(lowered)
-    joined = before.joined(after, nested) if after is not None else before
-    return with_lowering(gm, joined, {local_name(r.name): joined.backend_of(r.name) for r in candidates})
+    return with_lowering(gm, before.joined(after, nested) if after is not None else before)
 
 
 class _Replacement(Backend):

@@ -187,7 +187,9 @@ def _source_attribute(node: Node) -> str | None:
     """Return the attribute of the graph that a value is, or is always a view of, sharing its version counter."""
     at: Node | None = node
     while at is not None and at.op != "get_attr":
-        at = viewed_operand(at) if len(at.all_input_nodes) == 1 and _is_always_a_view(at.target) else None
+        # What may copy, as `reshape` does, may put a new value at the address of an older one.
+        is_view = isinstance(at.target, OpOverload) and not overload_traits(at.target).reads_data
+        at = viewed_operand(at) if is_view and len(at.all_input_nodes) == 1 else None
     return None if at is None else cast("str", at.target)
 
 
@@ -195,11 +197,6 @@ def _sentinels(program: GraphModule, targets: Iterable[str]) -> list[str]:
     """Return the counters of the batch norms whose statistics are among these attributes."""
     counters = dict.fromkeys(filter(None, map(version_sentinel, targets)))
     return [counter for counter in counters if isinstance(attribute(program, counter), Tensor)]
-
-
-def _is_always_a_view(target: Any) -> bool:
-    # What may copy, as `reshape` does, may put a new value at the address of an older one.
-    return isinstance(target, OpOverload) and not overload_traits(target).reads_data
 
 
 def _portable(backend: Backend) -> Backend | str:
@@ -230,9 +227,14 @@ def lowered_state_of(gm: GraphModule) -> LoweredState | None:
 
 
 def with_lowering(
-    gm: GraphModule, state: LoweredState | None, backends: Mapping[str, str | None]
+    gm: GraphModule, state: LoweredState | None, backends: Mapping[str, str | None] | None = None
 ) -> GraphModule:
-    """Return a copy of a graph with a lowered state, or without any; `backends` are the names that regions show."""
+    """Return a copy of a graph with a lowered state, or without any.
+
+    `backends` are the names that regions show, by default of those that the state has code of.
+    """
+    if backends is None:
+        backends = {} if state is None else {name: state.backend_of(name) for name in state.assigned}
     graph = copy_graph(gm.graph)
     for node in graph.nodes:
         call = call_of(node.meta)

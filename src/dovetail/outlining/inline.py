@@ -477,14 +477,9 @@ class Flattener:
 def flat(body: Body) -> GraphModule:
     """Return a GraphModule of a body's operations, nested regions inlined; it returns a tuple."""
     graph = Graph()
-    operands: list[Node] = []
+    operands = [graph.node_copy(n) for n in body.graph.find_nodes(op="placeholder")]
     objects: dict[str, Any] = {}
     named: dict[str, str] = {}
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            operand = graph.create_node("placeholder", node.name, name=node.name)
-            operand.meta = dict(node.meta)
-            operands.append(operand)
 
     def held(node: Node, target: str) -> Node:
         name = named.setdefault(target, f"held_{len(named)}")
