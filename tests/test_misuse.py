@@ -236,6 +236,14 @@ def test_a_backend_refuses_options_that_it_does_not_have(name: str) -> None:
     assert isinstance(backend(), dovetail.Backend)
 
 
+@pytest.mark.parametrize(
+    ("hook", "hint"), [("prepair", "Did you mean 'prepare'"), (None, "There are compile, load")]
+)
+def test_asking_a_backend_for_a_method_that_there_is_not(hook: object, hint: str) -> None:
+    with pytest.raises(dovetail.InvalidArgument, match=f"a backend has no method .*{hint}"):
+        dovetail.backends.Eager().implements(hook)  # type: ignore[arg-type]
+
+
 def test_an_empty_name_is_no_backend() -> None:
     with pytest.raises(dovetail.InvalidArgument, match="there is no backend ''"):
         dovetail.compile(nn.ReLU(), (X,), backends="")

@@ -40,7 +40,7 @@ from dovetail.ir.printer import diff, text
 from dovetail.ir.verifier import check
 from dovetail.lowering.backend_protocol import Backend
 from dovetail.lowering.bisect_lowering import bisect_lowering
-from dovetail.lowering.lower import Lower, lower
+from dovetail.lowering.lower import Lower, lower, replace_region
 from dovetail.outlining.inline import inline
 from dovetail.outlining.outline import Request, outline
 from dovetail.outlining.region import Escape, Region, regions
@@ -65,7 +65,6 @@ if _TYPE_CHECKING:
     from dovetail.formats.archive.save import save
     from dovetail.formats.onnx.to_onnx import to_onnx
     from dovetail.formats.stablehlo import to_stablehlo
-    from dovetail.lowering.replace_region import replace_region
     from dovetail.scheduling.fuse_modules import fuse_modules
     from dovetail.scheduling.part import Part
     from dovetail.scheduling.schedule import Schedule, schedule
@@ -175,7 +174,6 @@ _LATER = {
     "Schedule": "dovetail.scheduling.schedule",
     "fuse_modules": "dovetail.scheduling.fuse_modules",
     "load": "dovetail.formats.archive.load",
-    "replace_region": "dovetail.lowering.replace_region",
     "save": "dovetail.formats.archive.save",
     "schedule": "dovetail.scheduling.schedule",
     "to_onnx": "dovetail.formats.onnx.to_onnx",

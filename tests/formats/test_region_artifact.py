@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 import dovetail
 from dovetail import zoo
 from dovetail.errors import InvalidArgument, LoweringError, RegionError, UnknownRegion
-from dovetail.lowering.replace_region import replace_region
+from dovetail.lowering.lower import replace_region
 
 
 class Gates(nn.Module):

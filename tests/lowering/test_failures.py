@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 import dovetail
 from dovetail import LoweringError
-from dovetail.lowering import compile_region
+from dovetail.lowering import verify_region
 from dovetail.lowering.backend_protocol import Compiled
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
@@ -233,9 +233,9 @@ def test_code_that_cannot_be_tried_is_used_and_that_is_told() -> None:
 
 
 def test_nor_what_is_too_large(program: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_region, "_MAX_TRIAL_BYTES", 2 * 2 * 3 * 4)
+    monkeypatch.setattr(verify_region, "_MAX_BYTES", 2 * 2 * 3 * 4)
     assert [outcome for _, _, outcome, _ in told(lower(program, faulty.Sound(), cache=False))] == ["compiled"]
-    monkeypatch.setattr(compile_region, "_MAX_TRIAL_BYTES", 2 * 2 * 3 * 4 - 1)
+    monkeypatch.setattr(verify_region, "_MAX_BYTES", 2 * 2 * 3 * 4 - 1)
     assert told(lower(program, faulty.Sound(), cache=False)) == [
         ("scaled_0", "sound", "compiled", ""),
         ("scaled_0", "sound", "untried", "its operands are too large for sample inputs (0.0 GiB)"),

@@ -7,7 +7,7 @@ divisible candidate that cannot be one region is planned in convex parts.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -36,8 +36,7 @@ def over_limits(context: RuleContext, figures: Figures, draft: RegionDraft) -> s
             return too_many(count, limits.nodes)
     if limits.outputs is not None and len(draft.outputs) > limits.outputs:
         return f"it returns {len(draft.outputs)} values, and the limit is {limits.outputs}"
-    inside = draft.members | draft.clones
-    operands = {j for i in inside for j in index.data[i] if j not in inside}
+    operands = draft.operands(index)
     if limits.operands is not None and len(operands) > limits.operands:
         return f"it reads {len(operands)} values, and the limit is {limits.operands}"
     if limits.bytes is not None:
@@ -54,6 +53,12 @@ def over_limits(context: RuleContext, figures: Figures, draft: RegionDraft) -> s
 
 def too_many(count: int, most: int) -> str:
     return f"it computes {count} operations, and the limit is {most}"
+
+
+def quoted(names: Sequence[str], most: int = 4) -> str:
+    """Return names in quotes, the first few of many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"'{name}'" for name in names[:most]) + more
 
 
 def _originals(context: RuleContext, draft: RegionDraft) -> int:
@@ -183,7 +188,7 @@ class Proposed:
 
 @dataclass(eq=False)
 class PlannedRegion:
-    """A region that could be made: a draft with resolved escapes and its gain.
+    """A region that could be outlined: a draft with resolved escapes and its gain.
 
     `required` are the requirements of `must` that it meets. `bonus` is what it saves in addition, given the regions
     that were chosen before.
@@ -232,7 +237,7 @@ class PlannedRegion:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A candidate, or a part of one, that is not made a region; `others` are the regions that conflict with it."""
+    """A candidate, or a part of one, that does not become a region; `others` are the regions that conflict with it."""
 
     proposed: Proposed
     members: tuple[int, ...]
@@ -438,7 +443,10 @@ def collect(
             candidates, refusals = _proposals_of(context, rule)
         except Exception as error:
             if strict:
-                raise _rule_error(rule, error) from error
+                if isinstance(error, RuleError):
+                    raise
+                what = f"raised {type(error).__name__} while proposing: {error}"
+                raise RuleError(rule.name, what) from error
             text = "".join(traceback.format_exception(error))
             words = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
             proposals.failures.append(RuleFailure(rule.name, words, text, context.round))
@@ -447,12 +455,6 @@ def collect(
             proposals.candidates.append(Proposed(candidate, rule, _priority(rule, candidate, priorities)))
         proposals.refusals.extend(refusals)
     return proposals
-
-
-def _rule_error(rule: Rule, error: Exception) -> RuleError:
-    if isinstance(error, RuleError):
-        return error
-    return RuleError(rule.name, f"raised {type(error).__name__} while proposing: {error}")
 
 
 def _priority(rule: Rule, candidate: Candidate, priorities: Mapping[str, int] | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
 from dovetail.ir.nodes import is_projection
-from dovetail.outlining.region import call_of, walk
+from dovetail.outlining.region import RegionCall, call_of, walk
 from dovetail.rules.by_module import make_frame, matches_path
 
 NodeSelector = Node | str | Callable[[Node], bool]
@@ -52,7 +52,7 @@ class Constraints:
 
     @cached_property
     def excluded_kinds(self) -> Mapping[str, str]:
-        """The kinds of which no region may be made, each with the reason."""
+        """The kinds that no region may have, each with the reason."""
         return {kind: f"excluded by {c.text}" for c in self.never for kind in c.kinds}
 
 
@@ -127,12 +127,9 @@ class _GraphNames:
     def __init__(self, gm: GraphModule, kinds: frozenset[str]) -> None:
         self.nodes = list(gm.graph.nodes)
         self.by_name = {node.name: node for node in self.nodes}
-        self.calls = [call for node in self.nodes if (call := call_of(node.meta)) is not None]
+        self.calls = _calls(self.nodes)
         self.inner = {member.name for call in self.calls for member in walk(call)}
-        existing = {call.identity.kind for call in self.calls}
-        for call in self.calls:
-            existing.update(c.identity.kind for m in walk(call) if (c := call_of(m.meta)) is not None)
-        self.kinds = kinds | existing
+        self.kinds = kinds | _kinds(self.calls)
 
     @cached_property
     def paths(self) -> dict[str, list[str]]:
@@ -213,6 +210,16 @@ def _module_paths(meta: Mapping[str, Any], leaf: str = "") -> list[str]:
     return [path for path in dict.fromkeys(paths) if path]
 
 
+def _calls(nodes: Iterable[Node]) -> list[RegionCall]:
+    return [call for node in nodes if (call := call_of(node.meta)) is not None]
+
+
+def _kinds(calls: Sequence[RegionCall]) -> set[str]:
+    """Return the kinds of regions, nested ones included."""
+    nested = (c for call in calls for m in walk(call) if (c := call_of(m.meta)) is not None)
+    return {call.identity.kind for call in (*calls, *nested)}
+
+
 def locate(nodes: list[Node], names: Collection[str]) -> dict[str, int]:
     """Return the positions of named operations: their own, or that of the region that contains them."""
     outside: dict[str, int] = {}
@@ -278,7 +285,7 @@ def open_requirements(constraints: Constraints, nodes: list[Node]) -> Requiremen
 
 def separated(constraints: Constraints, nodes: list[Node]) -> list[tuple[str, str, str]]:
     """Return for each group that is not in one region its text and two operations that are apart."""
-    held = [{m.name for m in walk(call)} for node in nodes if (call := call_of(node.meta)) is not None]
+    held = [{m.name for m in walk(call)} for call in _calls(nodes)]
     apart: list[tuple[str, str, str]] = []
     for group in constraints.together:
         groups = [names for constraint in group for names in constraint.groups]
@@ -293,17 +300,8 @@ def separated(constraints: Constraints, nodes: list[Node]) -> list[tuple[str, st
 
 def unmet(constraints: Constraints, nodes: list[Node]) -> list[tuple[Constraint, frozenset[str]]]:
     """Return the constraints of `must` that a graph does not meet, each with the operations that are in no region."""
-    inside: set[str] = set()
-    kinds: set[str] = set()
-    for node in nodes:
-        call = call_of(node.meta)
-        if call is not None:
-            kinds.add(call.identity.kind)
-            for member in walk(call):
-                inside.add(member.name)
-                inner = call_of(member.meta)
-                if inner is not None:
-                    kinds.add(inner.identity.kind)
+    calls = _calls(nodes)
+    inside, kinds = {member.name for call in calls for member in walk(call)}, _kinds(calls)
     violated: list[tuple[Constraint, frozenset[str]]] = []
     for constraint in constraints.must:
         missing = [group for group in constraint.groups if inside.isdisjoint(group)]

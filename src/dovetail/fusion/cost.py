@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -118,23 +119,23 @@ class Figures:
         shape = _shape(node)
         if shape is None:
             return 0
-        count = _product(shape)
+        count = math.prod(shape)
         name = base_name(node) if node.op != "call_module" else ""
         if name in _CONTRACTIONS:
             first = _shape(_argument(node, _CONTRACTIONS[name]))
             return 2 * count * first[-1] if first else count
         if name in _CONVOLUTIONS:
             weight = _shape(_argument(node, ("weight",), 1))
-            return 2 * count * _product(weight[1:]) if weight else count
+            return 2 * count * math.prod(weight[1:]) if weight else count
         if name == "scaled_dot_product_attention":
             query, key = _shape(_argument(node, ("query",))), _shape(_argument(node, ("key",), 1))
-            return 2 * _product(query) * key[-2] + 2 * count * key[-2] if query and key else count
+            return 2 * math.prod(query) * key[-2] + 2 * count * key[-2] if query and key else count
         return self._by_formula(node, count)
 
     def work(self, position: int) -> int:
         """Return the flops beyond one for each element: those that memory traffic does not hide."""
         shape = _shape(self.index.nodes[position])
-        return max(0, self.flops(position) - _product(shape)) if shape is not None else 0
+        return max(0, self.flops(position) - math.prod(shape)) if shape is not None else 0
 
     @staticmethod
     def _by_formula(node: Node, count: int) -> int:
@@ -170,13 +171,6 @@ def _shape(node: Any) -> list[int] | None:
     if isinstance(value, (tuple, list)):
         value = next((v for v in cast("Sequence[Any]", value) if isinstance(v, torch.Tensor)), None)
     return size_hints(value) if isinstance(value, torch.Tensor) else None
-
-
-def _product(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +260,7 @@ class Traffic:
         own, again = _loads(figures, draft)
         flops = sum(figures.flops(i) for i in draft.inside)
         launched = not all(figures.free(i) for i in draft.inside)
-        held = sum(figures.bytes(i) for i in _operands(figures, draft))
+        held = sum(figures.bytes(i) for i in draft.operands(figures.index))
         held += sum(figures.bytes(i) for i in draft.outputs)
         return Cost(own + again + _stores(figures, draft), flops, int(launched), held)
 
@@ -338,11 +332,6 @@ def _stores(figures: Figures, draft: RegionDraft) -> int:
     return sum(figures.bytes(i) for i in stored.values())
 
 
-def _operands(figures: Figures, draft: RegionDraft) -> set[int]:
-    inside = draft.members | draft.clones
-    return {j for i in inside for j in figures.index.data[i] if j not in inside}
-
-
 def _held(figures: Figures, draft: RegionDraft) -> int:
     """Return the peak of bytes held while the members run one by one."""
     index, members, kept = figures.index, draft.members, set(draft.outputs)
@@ -353,7 +342,7 @@ def _held(figures: Figures, draft: RegionDraft) -> int:
         for j in index.data[i]:
             if j in members:
                 last[_base(figures, j, draft)] = i
-    held = most = sum(figures.bytes(i) for i in _operands(figures, draft))
+    held = most = sum(figures.bytes(i) for i in draft.operands(figures.index))
     ends: dict[int, list[int]] = {}
     for value, at in last.items():
         ends.setdefault(at, []).append(value)

@@ -28,6 +28,7 @@ from dovetail.fusion.candidates import (
     Refused,
     RuleFailure,
     collect,
+    quoted,
 )
 from dovetail.fusion.constraints import (
     Constraints,
@@ -48,7 +49,6 @@ from dovetail.fusion.ledger import (
     folded,
     ledger_of,
     near_miss,
-    quoted,
     refusal_text,
     write_ledger,
 )
@@ -161,37 +161,34 @@ def fuse(
     """
     require_graph(gm)
     chosen = require_rules(rules)
-    options = _Options(
+    fusion = _Fusion(
+        gm,
+        chosen,
         rounds=require_count("rounds", rounds, 0),
         limits=require_limits(limits),
         priorities=require_priorities(priorities, chosen),
         fuel=require_count("fuel", fuel, 0),
         cost=require_cost(cost),
         strict=require_on_error(on_error) == "raise",
+        constraints=resolve_constraints(gm, must, never, [rule.kind for rule in chosen]),
     )
-    constraints = resolve_constraints(gm, must, never, [rule.kind for rule in chosen])
     with pause_gc():
-        return _Fusion(gm, chosen, constraints, options).run()
+        return fusion.run()
 
 
-@dataclass(frozen=True)
-class _Options:
+@dataclass
+class _Fusion:
+    """The options and the state of one call of `fuse`: the current graph, and what ledger and errors will report."""
+
+    gm: GraphModule
+    rules: RuleSet
     rounds: int | None
     limits: Limits
     priorities: Mapping[str, int]
     fuel: int | None
     cost: CostModel
     strict: bool
-
-
-@dataclass
-class _Fusion:
-    """The state of one call of `fuse`: the current graph, and what the ledger and the errors will report."""
-
-    gm: GraphModule
-    rules: RuleSet
     constraints: Constraints
-    options: _Options
     region_count: int = 0
     failed: set[str] = field(default_factory=set[str])
     matched: set[str] = field(default_factory=set[str])
@@ -199,10 +196,10 @@ class _Fusion:
     violations: dict[str, list[Declined]] = field(default_factory=dict[str, list[Declined]])
 
     def run(self) -> GraphModule:
-        start, options = self.gm, self.options
+        start = self.gm
         self.writer = LedgerWriter(ledger_of(start))
         idle, done, size = 0, 0, _size(start)
-        while options.rounds is None or done < options.rounds:
+        while self.rounds is None or done < self.rounds:
             if self._is_out_of_fuel():
                 break
             accepted = self._round()
@@ -213,7 +210,7 @@ class _Fusion:
             now = _size(self.gm)
             idle = 0 if now[0] < size[0] or now[1] < size[1] else idle + 1
             size = now
-            if options.rounds is None and idle > len(self.rules):
+            if self.rounds is None and idle > len(self.rules):
                 self._stop_growth(accepted)
                 break
         if self.gm is start:
@@ -223,7 +220,7 @@ class _Fusion:
         matched = self.matched | {entry.rule for entry in (*before.saved, *before.refused)}
         names = dict.fromkeys((*before.unmatched, *(rule.name for rule in self.rules)))
         unmatched = tuple(name for name in names if name not in matched)
-        ledger = self.writer.ledger(self.rules, self.options.limits, self.constraints.excluded)
+        ledger = self.writer.ledger(self.rules, self.limits, self.constraints.excluded)
         write_ledger(self.gm, replace(ledger, unmatched=unmatched))
         self._require_must()
         return self.gm
@@ -234,13 +231,9 @@ class _Fusion:
         index.require_order()
         excluded = self.constraints.excluded
         barred = {i: excluded[name] for name, i in locate(index.nodes, excluded).items()}
-        context = RuleContext(self.gm, index=index, limits=self.options.limits, barred=barred, round=number)
+        context = RuleContext(self.gm, index=index, limits=self.limits, barred=barred, round=number)
         proposals = collect(
-            context,
-            self.rules,
-            skip=self.failed,
-            priorities=self.options.priorities,
-            strict=self.options.strict,
+            context, self.rules, skip=self.failed, priorities=self.priorities, strict=self.strict
         )
         self.failed.update(failure.rule for failure in proposals.failures)
         self.matched.update(self.failed, (p.rule.name for p in proposals.candidates))
@@ -248,11 +241,11 @@ class _Fusion:
         for failure in proposals.failures:
             _warn(self.rules[failure.rule], failure)
         allowed, excluded_by_kind = self._filter_kinds(proposals.candidates)
-        planner = Planner(context, self.options.cost, open_requirements(self.constraints, index.nodes))
+        planner = Planner(context, self.cost, open_requirements(self.constraints, index.nodes))
         choice = choose(planner, allowed)
         accepted, refused = choice.accepted, [*excluded_by_kind, *choice.refused]
-        if self.options.fuel is not None:
-            left = self.options.fuel - self.region_count
+        if self.fuel is not None:
+            left = self.fuel - self.region_count
             refused += [
                 Refused(plan.proposed, tuple(plan.draft.inside), _OUT_OF_FUEL) for plan in accepted[left:]
             ]
@@ -336,16 +329,11 @@ class _Fusion:
             why = " ".join(explain(self.gm).why_not(first, second)) or "No rule proposed it."
             problems.append(f"{text}: '{first}' and '{second}' are in no common region. {why}")
         if problems:
-            lines = list(dict.fromkeys(problems))
-            more = f"\n... and {len(lines) - _MOST_WHYS} more" if len(lines) > _MOST_WHYS else ""
-            raise RegionError(
-                "what must be fused could not be; nothing was changed.\n"
-                + "\n".join(lines[:_MOST_WHYS])
-                + more
-            )
+            shown = _first_of(problems, "\n", "... and")
+            raise RegionError(f"what must be fused could not be; nothing was changed.\n{shown}")
 
     def _is_out_of_fuel(self) -> bool:
-        return self.options.fuel is not None and self.region_count >= self.options.fuel
+        return self.fuel is not None and self.region_count >= self.fuel
 
     def _why(self, missing: frozenset[str], kinds: frozenset[str]) -> str:
         rules = {rule.name for rule in self.rules if rule.kind in kinds}
@@ -355,21 +343,26 @@ class _Fusion:
             if entry.rule in rules or not missing.isdisjoint((*entry.nodes, entry.place))
         ]
         failed = [f"rule '{f.rule}' failed: {f.error}" for f in self.writer.errors if f.rule in self.failed]
-        reasons = list(dict.fromkeys([*refusals, *failed]))
-        if not reasons:
+        if not refusals and not failed:
             return "No rule proposed it."
-        more = f"; and {len(reasons) - _MOST_WHYS} more" if len(reasons) > _MOST_WHYS else ""
-        return f"Why: {'; '.join(reasons[:_MOST_WHYS])}{more}."
+        return f"Why: {_first_of([*refusals, *failed], '; ', 'and')}."
 
     def _stop_growth(self, accepted: tuple[PlannedRegion, ...]) -> None:
         """Report rules that wrap their own regions again: fusing would never terminate."""
         for name in sorted({plan.proposed.rule.name for plan in accepted}):
             what = "makes new regions round after round without taking anything more in; fusing was stopped"
-            if self.options.strict:
+            if self.strict:
                 raise RuleError(name, what)
             failure = RuleFailure(name, what, "", self.writer.rounds)
             self.writer.fail(failure)
             _warn(self.rules[name], failure)
+
+
+def _first_of(texts: Iterable[str], separator: str, conjunction: str) -> str:
+    """Return distinct texts joined, the number of the others at the end of many."""
+    distinct = list(dict.fromkeys(texts))
+    more = [f"{conjunction} {len(distinct) - _MOST_WHYS} more"] if len(distinct) > _MOST_WHYS else []
+    return separator.join([*distinct[:_MOST_WHYS], *more])
 
 
 # The errors already warned of, by rule.

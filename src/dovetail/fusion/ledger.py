@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import DovetailError, InvalidArgument, checked_call
-from dovetail.fusion.candidates import PlannedRegion, Refused, RuleFailure
+from dovetail.fusion.candidates import PlannedRegion, Refused, RuleFailure, quoted
 from dovetail.fusion.ledger_report import generic, table
 from dovetail.fusion.why_not import FusionRecord, Reasons, why_not
 from dovetail.ir.graph_module import GraphOwner, graphs_of, pause_gc
@@ -33,7 +33,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Accepted:
-    """A region that was made, its rule and round, and what it saves.
+    """A region that was outlined, its rule and round, and what it saves.
 
     `nodes` are the names of its operations, the first of them if there are many; `size` is their number.
     """
@@ -51,10 +51,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Declined:
-    """Operations that were not made a region and why; a near-miss of a pattern has the number of matched operations.
+    """Operations that did not become a region and why; a near-miss of a pattern has the number of matched operations.
 
-    One that is `folded` adds no information: it is part of a region that was made, or a near-miss of a kind of which
-    another near-miss at the same place matched more.
+    One that is `folded` adds no information: it is part of a region, or a near-miss of a kind of which another near-miss
+    at the same place matched more.
     """
 
     rule: str
@@ -337,7 +337,7 @@ class LedgerWriter:
         self._failed = {(f.rule, f.error) for f in ledger.errors}
 
     def accept(self, entries: Iterable[Accepted]) -> None:
-        """Record regions that were made."""
+        """Record new regions."""
         for entry in entries:
             if len(self.accepted) < MOST:
                 self.accepted.append(entry)
@@ -500,12 +500,6 @@ def refusal_text(entry: Declined) -> str:
     """Return a refusal as one line."""
     near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
     return f"rule '{entry.rule}' on {quoted(entry.nodes)}: {entry.reason}{near}"
-
-
-def quoted(names: Iterable[str]) -> str:
-    """Return the first few of some names, quoted."""
-    texts = [f"'{name}'" for name in names]
-    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def _names(context: RuleContext, positions: Iterable[int]) -> tuple[str, ...]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from dovetail import rules
+
+if TYPE_CHECKING:
+    from dovetail.fusion.ledger import Declined, Ledger, Lowered
 
 _MOST_KINDS = 20
 _MOST_REASONS = 15
@@ -16,31 +19,6 @@ _WIDTH = 100
 
 # Outcomes of code that is used nevertheless.
 _STILL_USED = ("untried", "calibration", "settle")
-
-
-class LedgerView(Protocol):
-    """The parts of a ledger that the table shows."""
-
-    @property
-    def accepted(self) -> Sequence[Any]: ...
-    @property
-    def declined(self) -> Sequence[Any]: ...
-    @property
-    def errors(self) -> Sequence[Any]: ...
-    @property
-    def saved(self) -> Sequence[Any]: ...
-    @property
-    def refused(self) -> Sequence[Any]: ...
-    @property
-    def folded(self) -> int: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def lowered(self) -> Sequence[Any]: ...
-    @property
-    def unmatched(self) -> Sequence[str]: ...
-    @property
-    def diagnostics(self) -> Sequence[str]: ...
 
 
 _QUOTED = re.compile(r"'[^']*'")
@@ -55,7 +33,7 @@ def generic(reason: str) -> str:
     return _ENUMERATION.sub("'…'", text)
 
 
-def table(ledger: LedgerView) -> str:
+def table(ledger: Ledger) -> str:
     """Return a table of what was accepted by kind, what was declined by rule and reason with places, and what failed."""
     unmatched = _unmatched(ledger)
     if not (ledger.saved or ledger.refused or ledger.folded or ledger.errors or ledger.lowered):
@@ -67,7 +45,7 @@ def table(ledger: LedgerView) -> str:
     return "\n".join([*lines, *unmatched, *_lowered(ledger), *ledger.diagnostics])
 
 
-def _unmatched(ledger: LedgerView) -> list[str]:
+def _unmatched(ledger: Ledger) -> list[str]:
     """Return the rules that matched nothing; of many, only the user's: most library rules match nothing in one graph."""
     names = list(ledger.unmatched)
     if len(names) > _MOST_UNMATCHED:
@@ -79,10 +57,10 @@ def _unmatched(ledger: LedgerView) -> list[str]:
     return [f"matched nothing: {', '.join(names[:_MOST_UNMATCHED])}{more}"]
 
 
-def _lowered(ledger: LedgerView) -> list[str]:
+def _lowered(ledger: Ledger) -> list[str]:
     """Return a line for each backend with the bodies it compiled and their calls, then what could not be used."""
-    compiled: dict[str, list[Any]] = {}
-    failed: dict[tuple[str, str, str], list[Any]] = {}
+    compiled: dict[str, list[Lowered]] = {}
+    failed: dict[tuple[str, str, str], list[Lowered]] = {}
     for entry in ledger.lowered:
         if entry.outcome in ("compiled", "disk"):
             compiled.setdefault(entry.backend, []).append(entry)
@@ -107,7 +85,7 @@ def _lowered(ledger: LedgerView) -> list[str]:
     return lines
 
 
-def _accepted(ledger: LedgerView) -> list[str]:
+def _accepted(ledger: Ledger) -> list[str]:
     regions = sum(s.regions for s in ledger.saved)
     if not regions:
         return ["no regions were made"]
@@ -131,7 +109,7 @@ def _accepted(ledger: LedgerView) -> list[str]:
     return [head, *_aligned(rows)]
 
 
-def _declined(ledger: LedgerView) -> list[str]:
+def _declined(ledger: Ledger) -> list[str]:
     total = sum(r.count for r in ledger.refused) + ledger.folded
     if not total:
         return []
@@ -155,16 +133,16 @@ def _declined(ledger: LedgerView) -> list[str]:
     return lines
 
 
-def _places(declined: Sequence[Any]) -> dict[tuple[str, str], list[Any]]:
+def _places(declined: Sequence[Declined]) -> dict[tuple[str, str], list[Declined]]:
     """Return the entries by rule and reason, the nearest misses first."""
-    places: dict[tuple[str, str], list[Any]] = {}
+    places: dict[tuple[str, str], list[Declined]] = {}
     for entry in sorted(declined, key=lambda d: (-d.matched, d.round)):
         if not entry.folded:
             places.setdefault((entry.rule, generic(entry.reason)), []).append(entry)
     return places
 
 
-def _place(entry: Any, reason: str) -> str:
+def _place(entry: Declined, reason: str) -> str:
     nodes = ", ".join(entry.nodes[:4]) + (", ..." if entry.size > 4 else "")
     near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
     words = f": {_cut(entry.reason, _WIDTH)}" if entry.reason != reason else ""

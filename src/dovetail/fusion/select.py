@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.fusion.acyclicity import Loop, RegionContraction, cyclic_core, describe_loop, find_cycle
-from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed, Refused, split_at, stages
+from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed, Refused, quoted, split_at, stages
 from dovetail.fusion.cost import NOTHING, CostModel, Figures, Gain
 from dovetail.ir.alias_analysis import UnionFind
 from dovetail.outlining.escapes import dead_originals, readers_among
@@ -383,11 +383,9 @@ class _Chooser:
             if parts:
                 return parts
         order = self.context.order
-        names = [f"'{self.context.nodes[i].name}'" for i in sorted(gone, key=order.__getitem__)]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        reason = f"{shown} went to"
-        at = min(gone, key=order.__getitem__)
-        lost.append(Refused(plan.proposed, tuple(inside), reason, at, tuple(winners), plan))
+        ordered = sorted(gone, key=order.__getitem__)
+        reason = f"{quoted([self.context.nodes[i].name for i in ordered])} went to"
+        lost.append(Refused(plan.proposed, tuple(inside), reason, ordered[0], tuple(winners), plan))
         return []
 
     def _withdraw_cyclic(self, chosen: list[PlannedRegion]) -> set[PlannedRegion]:

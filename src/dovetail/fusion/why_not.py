@@ -71,14 +71,17 @@ def _region(name: str, call: RegionCall) -> str:
 
 def why_not(gm: GraphModule, first: str | Node, second: str | Node, record: FusionRecord) -> Reasons:
     """Return all reasons that are known."""
-    context = _scene(gm, record)
+    context = _context(gm, record)
     places = _places(context)
     a, b = (_locate(context, places, item) for item in (first, second))
     if a == b:
         return Reasons([f"'{a.name}' is one operation."])
-    shared = _shared(a, b)
+    # The regions that contain both; a region contains itself.
+    shared = [x for x, y in zip(_around(a), _around(b), strict=False) if x == y]
     if shared:
-        return Reasons([f"they are together already, in {shared}.", *_apart_inside(a, b)])
+        deeper = [p for p in (a, b) if len(p.regions) > len(shared)]
+        inner = [f"within it, '{p.name}' is in {p.region()}." for p in deeper]
+        return Reasons([f"they are together already, in {_region(*shared[-1])}.", *inner])
     never = record.never
     reasons = [*_homes(a, b)]
     reasons += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
@@ -96,7 +99,7 @@ def why_not(gm: GraphModule, first: str | Node, second: str | Node, record: Fusi
     return Reasons(dict.fromkeys(reasons))
 
 
-def _scene(gm: GraphModule, record: FusionRecord) -> RuleContext:
+def _context(gm: GraphModule, record: FusionRecord) -> RuleContext:
     excluded = locate(list(gm.graph.nodes), record.never)
     return RuleContext(
         gm, limits=record.limits, barred={i: record.never[name] for name, i in excluded.items()}
@@ -143,24 +146,12 @@ def _locate(context: RuleContext, places: Mapping[str, _NodeLocation], item: str
     return place
 
 
-def _shared(a: _NodeLocation, b: _NodeLocation) -> str:
-    """Return the innermost region that contains both; a region contains itself."""
-    common = [x for x, y in zip(_around(a), _around(b), strict=False) if x == y]
-    return _region(*common[-1]) if common else ""
-
-
 def _around(place: _NodeLocation) -> list[tuple[str, RegionCall]]:
     """Return the regions around an operation, and itself if it is one."""
     around = list(place.regions)
     if place.call is not None:
         around.append((f"{around[-1][0]}/{place.name}" if around else place.name, place.call))
     return around
-
-
-def _apart_inside(a: _NodeLocation, b: _NodeLocation) -> list[str]:
-    depth = sum(x == y for x, y in zip(_around(a), _around(b), strict=False))
-    deeper = [p for p in (a, b) if len(p.regions) > depth]
-    return [f"within it, '{p.name}' is in {p.region()}." for p in deeper]
 
 
 def _homes(a: _NodeLocation, b: _NodeLocation) -> Iterator[str]:
@@ -296,7 +287,7 @@ def _by_rules(context: RuleContext, record: FusionRecord, a: _NodeLocation, b: _
     """Return the reasons of the rules; for operations inside regions, on the graph with all regions inlined."""
     at = (a.position, b.position)
     if record.rules and (a.regions or b.regions) and a.call is None and b.call is None:
-        opened = _scene(inline(context.gm), record)
+        opened = _context(inline(context.gm), record)
         names = opened.index.names
         if a.name in names and b.name in names:
             context, at = opened, (names[a.name], names[b.name])

@@ -19,7 +19,7 @@ from dovetail.ir.effects import summarize_body
 from dovetail.ir.nodes import example_size
 from dovetail.lowering.failures import LoweringFailure
 from dovetail.numerics.compare import expected_outcome
-from dovetail.outlining.region import Region
+from dovetail.outlining.region import Region, results
 from dovetail.rules.rule import Decline, Rules
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ class Backend:
 
     def implements(self, hook: str) -> bool:
         """Return whether an optional method is overridden."""
+        if not isinstance(hook, str) or not hasattr(Backend, hook):  # pyright: ignore[reportUnnecessaryIsInstance]
+            otherwise = f"There are {', '.join(_METHODS)}."
+            hint = did_you_mean(str(hook), _METHODS, otherwise=otherwise)
+            raise InvalidArgument(f"a backend has no method {hook!r}. {hint}")
         method = getattr(self, hook)
         return callable(method) and getattr(method, "__func__", None) is not getattr(Backend, hook)
 
@@ -151,6 +155,7 @@ class CallSite:
 
 
 _HOOKS = frozenset(name for name in vars(Backend) if not name.startswith("_")) - {"can_save", "implements"}
+_METHODS = sorted(name for name in _HOOKS if callable(getattr(Backend, name)))
 
 
 class _Adapter(Backend):
@@ -322,15 +327,16 @@ def kernel_call(
     named = tuple(region.arguments.items())
     keywords = _keywords(kernel, region)
     order = cast("tuple[int, ...]", region.results)
-    count = max(order) + 1 if order else len(_results(region))
-    layouts = [None] * len(_results(region)) if examples is None else _layouts(region, examples)
+    outputs = len(results(region.body))
+    count = max(order) + 1 if order else outputs
+    layouts = [None] * outputs if examples is None else _layouts(region, examples)
 
     def call(*operands: Any) -> tuple[Any, ...]:
         if named:
-            results = kernel(**{name: operands[number] for name, number in named}, **keywords)
+            returned = kernel(**{name: operands[number] for name, number in named}, **keywords)
         else:
-            results = kernel(*operands, **keywords)
-        flat = _as_sequence(results)
+            returned = kernel(*operands, **keywords)
+        flat = _as_sequence(returned)
         if len(flat) < count or (not order and len(flat) > count):
             raise Unfit(f"the kernel returned {len(flat)} results where the region has {count}")
         flat = [flat[k] for k in order] if order else flat
@@ -343,7 +349,7 @@ def _layouts(region: Region, examples: Sequence[Any]) -> list[tuple[int, ...] | 
     """Return the dimensions of each result of a body from outermost to innermost in memory; None for other values."""
     effects = summarize_body(region.body)
     if effects.host_effect:
-        return [None] * len(_results(region))
+        return [None] * len(results(region.body))
     expected = expected_outcome(region.body, effects, examples, grad=False).outputs
     return [_dimension_order(value) if isinstance(value, torch.Tensor) else None for value in expected]
 
@@ -481,17 +487,12 @@ def _keywords(kernel: Callable[..., Any], region: Region) -> Mapping[str, Any]:
     return attrs | {name: None for name in absent if parameters[name].default is not Required}
 
 
-def _results(region: Region) -> Sequence[Any]:
-    (results,) = region.body.graph.output_node().args
-    return cast("Sequence[Any]", results)
-
-
-def _as_sequence(results: Any) -> Sequence[Any]:
-    if isinstance(results, torch.Tensor):
-        return (results,)
-    if isinstance(results, (tuple, list)):
-        return cast("Sequence[Any]", results)
-    raise Unfit(f"the kernel returned a {type(results).__name__}, neither a tensor nor a tuple of them")
+def _as_sequence(returned: Any) -> Sequence[Any]:
+    if isinstance(returned, torch.Tensor):
+        return (returned,)
+    if isinstance(returned, (tuple, list)):
+        return cast("Sequence[Any]", returned)
+    raise Unfit(f"the kernel returned a {type(returned).__name__}, neither a tensor nor a tuple of them")
 
 
 def load_package(name: str) -> Any:
@@ -499,6 +500,7 @@ def load_package(name: str) -> Any:
     return import_module(name)
 
 
+@functools.cache
 def package_version(package: str) -> str:
     """Return the version of a package for cache keys."""
     try:

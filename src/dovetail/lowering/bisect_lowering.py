@@ -15,8 +15,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, checked_call
 from dovetail.ir.graph_module import require_graph
-from dovetail.lowering.lower import with_lowering
-from dovetail.lowering.lowered_state import LoweredState, lowered_state_of
+from dovetail.lowering.lowered_state import LoweredState, lowered_state_of, with_lowering
 from dovetail.outlining.region import Region, local_name, regions
 from dovetail.passes.bisect_passes import GraphCheck, first_bad
 
@@ -110,7 +109,7 @@ class _RegionBisection:
     def graph(self, names: Sequence[str]) -> GraphModule:
         """Return the graph with only these regions lowered."""
         if not names:
-            return with_lowering(self.gm, None, {})
+            return with_lowering(self.gm, None)
         backends = {local_name(n): self.regions[n].backend for n in names}
         return with_lowering(self.gm, self.lowering.restricted(backends), backends)
 

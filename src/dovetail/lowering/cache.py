@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.lowering import compile_unit
-from dovetail.lowering.backend_protocol import Backend, backend_class, identity
+from dovetail.lowering.backend_protocol import Backend, backend_class, identity, package_version
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.outlining import inline
 
@@ -121,22 +120,12 @@ def device_identities(devices: Iterable[torch.device]) -> list[str]:
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             runtime = torch.version.cuda or torch.version.hip
-            identities.add(
-                f"{torch.cuda.get_device_name(device)} {major}.{minor} {runtime} triton {_triton()}"
-            )
+            triton = [package_version(name) for name in ("triton", "pytorch-triton", "triton-rocm")]
+            name = torch.cuda.get_device_name(device)
+            identities.add(f"{name} {major}.{minor} {runtime} triton {', '.join(triton)}")
         else:
             identities.add(device.type)
     return sorted(identities)
-
-
-@functools.cache
-def _triton() -> str:
-    for name in ("triton", "pytorch-triton", "triton-rocm"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
 
 
 _MAGIC = b"dovetail 1\n"
@@ -236,7 +225,7 @@ class Cache:
         if total <= self.limit:
             return
         for used, size, path in files:
-            # Some room is made beyond the limit, so that not every write has to make its own.
+            # More is removed than the limit demands, so that not every write has to remove something.
             if total <= self.limit * 0.9 or now - used < self.spared:
                 return
             _remove(path)
@@ -381,11 +370,7 @@ def _remove(path: Path) -> None:
 @functools.cache
 def _source_hash(kind: type) -> str:
     """Return a hash of our release and of the sources that flatten bodies and of a backend, which may be edited."""
-    try:
-        release = version("dovetail")
-    except PackageNotFoundError:
-        release = ""
-    text = hashlib.sha256(release.encode())
+    text = hashlib.sha256(package_version("dovetail").encode())
     for module in (inline, compile_unit, sys.modules.get(kind.__module__)):
         with contextlib.suppress(OSError):
             text.update(Path(getattr(module, "__file__", None) or os.devnull).read_bytes())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -15,7 +14,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from dovetail.ir.nodes import example_size
 from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.lowering.backend_protocol import Backend, Compiled, identity
@@ -23,14 +21,13 @@ from dovetail.lowering.cache import Cache, open_cache, precision
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.lowering.failures import LoweringFault, fault_of, one_line
 from dovetail.lowering.options import Options
-from dovetail.lowering.verify_region import verify_unit
+from dovetail.lowering.verify_region import verify_unit, why_not_run
 from dovetail.lowering.worker import Workers
 from dovetail.numerics.compare import ExpectedOutcome, MutationCheck, expected_outcome
 from dovetail.numerics.sample_inputs import as_non_leaf, fake_inputs, random_inputs
 
 # Inductor and most compilers are not to be entered by two threads at once.
 COMPILING = reset_at_fork(threading.RLock())
-_MAX_TRIAL_BYTES = 2**31
 _LOG = logging.getLogger("dovetail")
 
 
@@ -217,11 +214,9 @@ def _trial(
     unit: CompileUnit, run: Compiled, examples: Sequence[Any], expected: ExpectedOutcome
 ) -> str | None:
     """Run code on sample inputs and return what is wrong with it, before it touches data of the user."""
-    if unit.effects.host_effect:
-        raise _Untried(f"it acts on the host ({unit.effects.host_effect})")
-    size = _bytes(examples)
-    if size > _MAX_TRIAL_BYTES:
-        raise _Untried(f"its operands are too large for sample inputs ({size / 2**30:.1f} GiB)")
+    obstacle = why_not_run(unit, examples)
+    if obstacle is not None:
+        raise _Untried(obstacle)
 
     def operands(inputs: Sequence[Any]) -> list[Any]:
         return [as_non_leaf(a, i in unit.effects.writes) for i, a in enumerate(inputs)]
@@ -241,11 +236,6 @@ def _trial(
     if reason is not None:
         return reason
     return mutations.reused_memory(results, run(*operands(unwritten())))
-
-
-def _bytes(examples: Sequence[Any]) -> int:
-    tensors = [e for e in examples if isinstance(e, torch.Tensor)]
-    return sum(t.element_size() * math.prod(example_size(n) for n in t.shape) for t in tensors)
 
 
 def make_compile_context(options: Options) -> CompileContext:

@@ -1,24 +1,31 @@
-"""Regions as backends get them, with constants lifted to operands, and the analysis of their gradient flags."""
+"""Regions as backends get them: constants lifted to operands, gradient flags, and conditions that backends check.
+
+The conditions concern a region or one operation: static sizes, effects, devices, empty tensors, denormal literals.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.ir.effects import BodySummary, summarize_body
+from dovetail.ir.effects import BodySummary, effects_of, summarize_body
 from dovetail.ir.graph_module import Body, attribute, make_body
-from dovetail.ir.nodes import is_projection
+from dovetail.ir.nodes import is_projection, is_static_size
 from dovetail.numerics.sample_inputs import Domain, domains_of
 from dovetail.outlining.inline import Flattener, flat, held_value
-from dovetail.outlining.region import Region, body_key, call_of, results
+from dovetail.outlining.region import Region, body_key, results
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +53,7 @@ class CompileUnit:
         identity = (region.kind, region.version, json.dumps(region.attrs, sort_keys=True))
         return (*identity, tuple(region.arguments.items()), region.results)
 
-    @cached_property
+    @functools.cached_property
     def domains(self) -> Mapping[int, Domain]:
         """The domains of the operands that may not be any number."""
         return domains_of(flat(cast("Body", self.region.body)).graph)
@@ -54,7 +61,7 @@ class CompileUnit:
     @property
     def values(self) -> list[Any]:
         """The fake values of the operands, lifted ones last."""
-        return [n.meta.get("val") for n in self.region.body.graph.nodes if n.op == "placeholder"]
+        return [n.meta.get("val") for n in self.region.body.graph.find_nodes(op="placeholder")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +112,7 @@ def _lift_constants(body: Body) -> tuple[Body, tuple[str, ...]]:
             held[target] = new_node
         return held[target]
 
-    operands: list[Node] = []
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            operand = graph.create_node("placeholder", node.name, name=node.name)
-            operand.meta = dict(node.meta)
-            operands.append(operand)
+    operands = [graph.node_copy(n) for n in body.graph.find_nodes(op="placeholder")]
     outputs = Flattener(graph, lambda _: None, hold).write_body(body, operands)
     # Placeholders come first, in the order of the call.
     for node in reversed([*operands, *constants.values()]):
@@ -152,44 +154,27 @@ class GradAnalysis:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Body, Flags], tuple[Flags, Mapping[Node, bool]]] = {}
+        self._known: dict[tuple[Body, Flags], tuple[Flags, dict[Node, bool]]] = {}
 
-    def operands(self, gm: GraphModule) -> dict[str, Flags]:
-        """Return whether each operand requires gradients, for each region by its path, nested ones included."""
+    def operands(self, gm: GraphModule, candidates: Iterable[Region]) -> dict[str, Flags]:
+        """Return whether each operand of each region requires gradients, by region name.
+
+        `candidates` are all regions of the graph, each before those nested in it.
+        """
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        inside = {"": self._follow(gm, gm.graph.nodes, {n: _requires_grad(n) for n in placeholders})}
         by_region: dict[str, Flags] = {}
-        flags = self._follow(
-            gm, gm.graph.nodes, {n: _requires_grad(n) for n in gm.graph.nodes if n.op == "placeholder"}
-        )
-        self._collect(gm, list(gm.graph.nodes), flags, "", None, by_region)
+        for region in candidates:
+            flags = inside[region.name.rpartition("/")[0]]
+            operands = tuple(flags[a] for a in cast("tuple[Node, ...]", region.node.args))
+            by_region[region.name] = operands
+            inside[region.name] = self._analyze(cast("Body", region.body), operands)[1]
         return by_region
 
-    def _collect(
-        self,
-        owner: nn.Module,
-        nodes: Sequence[Node],
-        flags: Mapping[Node, bool],
-        prefix: str,
-        members: Sequence[Any] | None,
-        by_region: dict[str, Flags],
-    ) -> None:
-        for i, node in enumerate(nodes):
-            call = call_of(node.meta if members is None else members[i].meta)
-            if call is None:
-                continue
-            name = f"{prefix}{node.name if members is None else members[i].name}"
-            operands = tuple(flags[a] for a in cast("tuple[Node, ...]", node.args))
-            by_region[name] = operands
-            body = cast("Body", attribute(owner, cast("str", node.target)))
-            inner = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
-            if any(call_of(m.meta) is not None for m in call.members):
-                self._collect(
-                    body, inner, self._analyze(body, operands)[1], f"{name}/", call.members, by_region
-                )
-
-    def _analyze(self, body: Body, operands: Flags) -> tuple[Flags, Mapping[Node, bool]]:
+    def _analyze(self, body: Body, operands: Flags) -> tuple[Flags, dict[Node, bool]]:
         known = self._known.get((body, operands))
         if known is None:
-            placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+            placeholders = body.graph.find_nodes(op="placeholder")
             flags = self._follow(body, body.graph.nodes, dict(zip(placeholders, operands, strict=True)))
             known = self._known[body, operands] = (tuple(flags[n] for n in results(body)), flags)
         return known
@@ -231,3 +216,99 @@ def _is_differentiable(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_is_differentiable(v) for v in cast("Sequence[Any]", value))
     return value is None
+
+
+_NO_MODULE = nn.Module()
+
+
+def why_not_static(region: Region) -> str | None:
+    """Return why a region needs more than static sizes: a symbolic size, or an operand that is a number."""
+    for node in region.body.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            kind = "number" if isinstance(value, (int, float, torch.SymInt)) else type(value).__name__
+            return f"its operand '{node.name}' is a {kind}, not a tensor"
+        if any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
+            return f"the sizes of its operand '{node.name}' may vary"
+    return None
+
+
+def why_effectful(region: Region, *allowed: str) -> str | None:
+    """Return the effects of a region other than the allowed ones, as a reason; None if it has no others."""
+    others = [effect for effect in region.effects if effect not in allowed]
+    return f"it has effects ({', '.join(others)}) that must stay where they are" if others else None
+
+
+def operand_devices(region: Region) -> Iterator[torch.device]:
+    """Yield the devices of a region's tensor operands."""
+    for node in region.body.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            yield value.device
+
+
+def values_of(*nodes: Node) -> Iterator[Any]:
+    """Yield the values of nodes, the elements of tuples one by one without those that are None."""
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)):
+            yield from (one for one in cast("Sequence[Any]", value) if one is not None)
+        else:
+            yield value
+
+
+def why_empty(node: Node) -> str | None:
+    """Return which tensor of an operation may be empty: compilers differ from torch there, or fail.
+
+    Elements of tuples do not count: some are empty and unused, as the statistics of a norm in eval mode.
+    """
+    for one in (node, *node.all_input_nodes):
+        value = one.meta.get("val")
+        if isinstance(value, Tensor) and any(_may_be_zero(n) for n in value.shape):
+            return f"'{one.name}' has no elements, or may have none"
+    return None
+
+
+def why_denormal(node: Node, name: str) -> str | None:
+    """Return which literal a compiler would flush to zero: one denormal in the dtype of the operation."""
+    dtypes = [v.dtype for v in values_of(node, *node.all_input_nodes) if isinstance(v, Tensor)]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    dtype = (
+        functools.reduce(torch.promote_types, floating, floating[0])
+        if floating
+        else torch.get_default_dtype()
+    )
+    literals = [v for v in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(v, float)]
+    for literal in literals:
+        if literal and 0 < float(torch.tensor(literal, dtype=dtype).abs()) < torch.finfo(dtype).tiny:
+            return f"{literal} is denormal in {str(dtype).removeprefix('torch.')}, and '{name}' flushes that to zero"
+    return None
+
+
+def _may_be_zero(size: Any) -> bool:
+    """Return whether a size can be zero; symbolic sizes of operands cannot, for calls are guarded."""
+    if is_static_size(size):
+        return size == 0
+    node = size.node
+    return not node.expr.is_symbol and node.shape_env.bound_sympy(node.expr).lower < 1
+
+
+def why_not_pure(node: Node) -> str | None:
+    """Return why a node is not a pure operator; None if it is."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return f"'{node.name}' calls {target}, which is not an operator"
+    node_effects = effects_of(node, _NO_MODULE)
+    if node_effects.pure:
+        return None
+    if node_effects.writes:
+        return f"{target} writes"
+    return f"{target} {'draws random numbers' if node_effects.random else 'acts on the host'}"
+
+
+@contextmanager
+def suppress_warnings() -> Generator[None]:
+    """Suppress warnings of torch about deprecated parts of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -27,6 +27,7 @@ from dovetail.ir.schema import named_arguments
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.lowering.guards import disable_autocast, has_saved_tensor_hooks
 from dovetail.outlining.inline import flat
+from dovetail.outlining.region import results
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
@@ -274,13 +275,14 @@ def _reached(results: Any, operands: Sequence[Any]) -> Iterator[Any]:
     return autograd_history(results, (edge[0] for edge in map(_edge, operands) if edge is not None))
 
 
-def _depends_on_written(body: Body, writes: frozenset[int], results: Sequence[int]) -> bool:
-    """Return whether a result depends on the value of an operand before it was written.
+def _depends_on_written(body: Body, writes: frozenset[int], indices: Sequence[int]) -> bool:
+    """Return whether a result, given by its index, depends on the value of an operand before it was written.
 
     The statistics that a batch norm keeps while it trains are not what it normalises by.
     """
-    graph = flat(body).graph
-    operands = [n for n in graph.nodes if n.op == "placeholder"]
+    flat_body = flat(body)
+    graph = flat_body.graph
+    operands = graph.find_nodes(op="placeholder")
     tainted: set[Node] = {operands[i] for i in writes}
     for node in graph.nodes:
         read: Sequence[Node] = node.all_input_nodes
@@ -291,5 +293,5 @@ def _depends_on_written(body: Body, writes: frozenset[int], results: Sequence[in
                 read = [v for k, v in named.items() if isinstance(v, Node) and k not in _RUNNING]
         if not tainted.isdisjoint(read):
             tainted.add(node)
-    returned = cast("Sequence[Node]", graph.output_node().args[0])
-    return any(returned[i] in tainted for i in results)
+    outputs = results(flat_body)
+    return any(outputs[i] in tainted for i in indices)

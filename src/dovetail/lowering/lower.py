@@ -1,4 +1,8 @@
-"""Lowering: every distinct region of a graph is compiled once, by the backend preferred for it."""
+"""Lowering: regions are assigned to backends, and every distinct one is compiled once, by the backend preferred for it.
+
+Assignment goes by preferences of the caller, answers of the backends and sizes. `replace_region` lowers regions by a
+callable of the user, checked like the code of a backend.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,156 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, checked_call, checked_init, user_stacklevel
-from dovetail.ir.graph_module import copy_graph, rebuild, require_graph
-from dovetail.ir.meta_keys import LEDGER, LOWERING
+from dovetail.errors import (
+    InvalidArgument,
+    LoweringError,
+    RegionError,
+    UnknownRegion,
+    checked_call,
+    checked_init,
+    did_you_mean,
+    user_stacklevel,
+)
+from dovetail.ir.graph_module import require_graph
+from dovetail.ir.meta_keys import LEDGER
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.ir.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.assign import ALL, Assigner, Granularity, preferences
-from dovetail.lowering.backend_protocol import DEFAULT, BackendChain, Backends, checked_backends, resolve
+from dovetail.lowering.backend_protocol import (
+    DEFAULT,
+    Backend,
+    BackendChain,
+    Backends,
+    Compiled,
+    checked_backends,
+    near_kind,
+    resolve,
+)
 from dovetail.lowering.compile_unit import GradAnalysis, unit_of
 from dovetail.lowering.dispatch import Dispatcher
-from dovetail.lowering.failures import fault_of
+from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of
 from dovetail.lowering.guards import Unguardable, disable_autocast, expected_specialization
-from dovetail.lowering.lowered_state import LoweredState
-from dovetail.lowering.options import Options
+from dovetail.lowering.lowered_state import LoweredState, lowered_state_of, with_lowering
+from dovetail.lowering.options import Granularity, Options
 from dovetail.lowering.worker import cancelled_by
-from dovetail.outlining.region import Region, call_of, local_name, regions, write_call
+from dovetail.outlining.region import Region, local_name, path_prefixes, regions
 from dovetail.passes.pass_manager import Pass
+from dovetail.rules.rule import Decline
 
 Job = tuple[Dispatcher, Specialization]
 _LOG = logging.getLogger(__name__)
+Preferences = Mapping[str, tuple[Backend, ...]]
+ALL = "*"
+
+
+def preferences(backends: Any, candidates: Sequence[Region]) -> Preferences:
+    """Return an ordered preference, or one by region, key or kind, as checked backends; `*` is all the others."""
+    if not isinstance(backends, Mapping):
+        return {ALL: resolve(backends)}
+    known = {name for r in candidates for name in (r.name, local_name(r.name), r.kind, r.key)} | {ALL}
+    chains: dict[str, tuple[Backend, ...]] = {}
+    by_name: dict[str, Backend] = {}
+    for key, value in cast("Mapping[Any, Any]", backends).items():
+        if not isinstance(key, str) or key not in known:
+            kinds = ", ".join(sorted({r.kind for r in candidates})) or "none"
+            otherwise = f"Kinds here: {kinds}; '*' is for all others."
+            hint = did_you_mean(str(key), sorted(known), otherwise=otherwise)
+            raise InvalidArgument(f"backends for {key!r}: no region has this name, kind or key. {hint}")
+        chain = resolve(value)
+        # One backend named in two places is one backend.
+        chains[key] = tuple(
+            by_name.setdefault(b.name, b) if isinstance(value, (str, list, tuple)) else b for b in chain
+        )
+    return chains
+
+
+def chain_for(region: Region, preferred: Preferences) -> tuple[Backend, ...]:
+    """Return the backends for a region: by its name, else its body's key, else its kind, else those for all."""
+    for key in (region.name, local_name(region.name), region.key, region.kind, ALL):
+        if key in preferred:
+            return preferred[key]
+    return ()
+
+
+class Assigner:
+    """Asks each backend, in the order of preference, about each region that is not assigned yet.
+
+    With "outer" a region is offered before those inside it; with "inner" after them. A region is assigned with all
+    regions inside it; one that contains an assigned region cannot be assigned as a whole. `chains` are the backends
+    to try in turn, by the local name of a region, and `declined` the reasons of those that do not take one.
+    """
+
+    def __init__(self, candidates: Sequence[Region], preferred: Preferences, options: Options) -> None:
+        self.smallest = options.smallest
+        self.chains: dict[str, tuple[Backend, ...]] = {}
+        self.declined: list[LoweringFault] = []
+        self._answers: dict[tuple[Any, ...], bool] = {}
+        self._assigned: set[str] = set()
+        self._ancestors: set[str] = set()
+        chains = {r.name: chain_for(r, preferred) for r in candidates}
+        if options.granularity == "inner":
+            candidates = sorted(candidates, key=lambda r: -r.name.count("/"))
+        # Rank by rank: the first choice of every region is asked before the second of any.
+        for rank in range(max(map(len, chains.values()), default=0)):
+            for region in candidates:
+                chain = chains[region.name]
+                if rank < len(chain) and self._is_free(region.name):
+                    self._offer(region, chain, rank)
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self._ancestors and self._assigned.isdisjoint(path_prefixes(name))
+
+    def _offer(self, region: Region, chain: tuple[Backend, ...], rank: int) -> None:
+        backend = chain[rank]
+        if not self._accepts(backend, region):
+            return
+        others = tuple(b for b in chain[rank + 1 :] if self._accepts(b, region))
+        self.chains[local_name(region.name)] = (backend, *others)
+        self._assigned.add(region.name)
+        self._ancestors.update(path_prefixes(region.name))
+
+    def _accepts(self, backend: Backend, region: Region) -> bool:
+        unit = unit_of(region)
+        key = (id(backend), unit.key, unit.roles)
+        accepted = self._answers.get(key)
+        if accepted is None:
+            reason = unit.obstacle or self._too_small(backend, region) or _answer(backend, unit.region)
+            accepted = self._answers[key] = reason is None
+            if isinstance(reason, str):
+                reason = LoweringFault(region.name, backend.name, "supports", reason)
+            if reason is not None:
+                self.declined.append(reason)
+        return accepted
+
+    def _too_small(self, backend: Backend, region: Region) -> str | None:
+        least = self.smallest if backend.smallest is None else backend.smallest
+        if region.kind in backend.kernels or len(region.nodes) >= least:
+            return None
+        hint = near_kind(backend.kernels, region.kind)
+        return f"{len(region.nodes)} operation(s); a call costs more than it saves below {least}{hint}"
+
+
+def _answer(backend: Backend, region: Region) -> str | LoweringFault | None:
+    """Return why a backend declines a region; None if it accepts it."""
+    try:
+        answer = backend.supports(region)
+    except Exception as error:
+        return fault_of(region.name, backend.name, "supports", error)
+    if answer is True:
+        return None
+    if isinstance(answer, Decline):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return answer.reason
+    error = LoweringFailure(f"it returned {answer!r}, neither True nor a Decline")
+    return fault_of(region.name, backend.name, "supports", error)
 
 
 def compile_all(jobs: Iterable[Job], progress: bool) -> None:
@@ -132,21 +257,20 @@ def lower_with(
     if backends is None:
         backends = DEFAULT
     if options.plan is None and _is_empty(backends):
-        return with_lowering(gm, None, {})
+        return with_lowering(gm, None)
     preferred = preferences(_planned(options.plan, backends, candidates), candidates)
-    assignment = Assigner(gm, preferred, options.granularity, options.smallest).assign()
-    state = LoweredState(assignment.chains, options.assigned())
-    assigned = [r for r in candidates if local_name(r.name) in assignment.chains]
+    assigner = Assigner(candidates, preferred, options)
+    state = LoweredState(assigner.chains, options.assigned())
     by_name = {r.name: r for r in candidates}
-    for fault in assignment.declined:
+    for fault in assigner.declined:
         if options.strict and fault.error is not None:
             raise fault.as_error()
         state.record(unit_of(by_name[fault.region]), fault)
     grad = gm.training if options.grad is None else options.grad
     # Code is for calls without autocast, whatever is active now.
     with disable_autocast():
-        _compile_expected(gm, state, assigned, grad, progress)
-    lowered = with_lowering(gm, state, {local_name(r.name): state.backend_of(r.name) for r in assigned})
+        _compile_expected(gm, state, candidates, grad, progress)
+    lowered = with_lowering(gm, state)
     if whole:
         _settle(lowered, state)
     return lowered
@@ -186,35 +310,23 @@ def _planned(plan: Mapping[str, Any] | None, backends: Any, candidates: list[Reg
 
 
 def _compile_expected(
-    gm: GraphModule, state: LoweredState, assigned: list[Region], grad: bool, progress: bool
+    gm: GraphModule, state: LoweredState, candidates: list[Region], grad: bool, progress: bool
 ) -> None:
     """Compile the specializations that the first calls are expected to need."""
-    flags = GradAnalysis().operands(gm)
+    flags = GradAnalysis().operands(gm, candidates)
     jobs: list[Job] = []
-    for region in assigned:
+    for region in candidates:
+        chain = state.assigned.get(local_name(region.name))
+        if chain is None:
+            continue
         unit, requires_grad = unit_of(region), flags[region.name]
         padded = (*requires_grad, *[False] * (len(unit.values) - len(requires_grad)))
         try:
             specialization = expected_specialization(unit.values, padded, grad=grad)
         except Unguardable:
             continue
-        jobs.append((state.dispatcher(region, state.assigned[local_name(region.name)]), specialization))
+        jobs.append((state.dispatcher(region, chain), specialization))
     compile_all(jobs, progress)
-
-
-def with_lowering(
-    gm: GraphModule, state: LoweredState | None, backends: Mapping[str, str | None]
-) -> GraphModule:
-    """Return a copy of a graph with a lowered state, or without any; `backends` are the names that regions show."""
-    graph = copy_graph(gm.graph)
-    for node in graph.nodes:
-        call = call_of(node.meta)
-        if call is not None:
-            write_call(node, replace(call, backend=backends.get(node.name)).with_backends(backends))
-    meta = {k: v for k, v in gm.meta.items() if k != LOWERING}
-    if state is not None:
-        meta[LOWERING] = state
-    return rebuild(gm, graph, meta=meta)
 
 
 @checked_init(strict="on_error='raise'")
@@ -247,3 +359,102 @@ class Lower(Pass):
     def run(self, gm: GraphModule) -> GraphModule:
         """Return the graph with its regions lowered."""
         return lower_with(gm, self.backends, Options.pick(vars(self)))
+
+
+@checked_call()
+def replace_region(
+    gm: GraphModule,
+    name_or_key: str,
+    callable: Callable[..., Any],
+    *,
+    check: bool = True,
+    trains: bool = False,
+) -> GraphModule:
+    """Return a graph in which a region, or every region with a body of this key, runs a callable.
+
+    It takes the operands as `region.export` lists them and returns a tensor, or a tuple of them. It is run on sample
+    inputs: its results must have the body's dtypes, shapes and strides and, with `check`, its values; otherwise
+    LoweringError is raised with the difference. With `trains` autograd goes through it, and gradients are compared too.
+    Calls that it does not cover (gradients without `trains`, autocast) run the body. Other regions keep their backends.
+    """
+    require_graph(gm)
+    _check_arguments(name_or_key, callable, check, trains)
+    candidates = regions(gm, nested=True)
+    replaced = [r for r in candidates if r.name == name_or_key]
+    replaced = replaced or [r for r in candidates if r.key == name_or_key]
+    if not replaced:
+        raise UnknownRegion(
+            f"the graph has no region of the name or key '{name_or_key}'",
+            [r.name for r in candidates],
+            name_or_key,
+        )
+    before = lowered_state_of(gm)
+    _require_unassigned(before, replaced)
+    backend = _Replacement(callable, trains)
+    if trains:
+        # Code for calls with gradients is compiled when such a call comes; it is compared now.
+        _lower(gm, backend, replaced, check, grad=True)
+    lowered = _lower(gm, backend, replaced, check, grad=False)
+    if before is None:
+        return lowered
+    inside = tuple(f"{region.name}/" for region in replaced)
+    nested = [local_name(r.name) for r in candidates if r.name.startswith(inside)]
+    after = lowered_state_of(lowered)
+    return with_lowering(gm, before.joined(after, nested) if after is not None else before)
+
+
+class _Replacement(Backend):
+    """Runs regions by one callable."""
+
+    smallest = 1
+
+    def __init__(self, function: Callable[..., Any], trains: bool) -> None:
+        self.name = getattr(function, "__qualname__", None) or type(function).__qualname__
+        self.function, self.trains = function, trains
+
+    def supports(self, region: Region) -> Any:
+        return True
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        def call(*operands: Any) -> Any:
+            results = self.function(*operands)
+            return (results,) if isinstance(results, Tensor) else results
+
+        return call
+
+
+def _check_arguments(name_or_key: Any, function: Any, check: Any, trains: Any) -> None:
+    if not isinstance(name_or_key, str):
+        raise InvalidArgument(f"{name_or_key!r} is neither the name of a region nor the key of a body.")
+    if not callable(function):
+        raise InvalidArgument(f"a {type(function).__name__} cannot be called in place of '{name_or_key}'.")
+    for name, value in (("check", check), ("trains", trains)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name} {value!r}; give True or False.")
+
+
+def _lower(
+    gm: GraphModule, backend: Backend, replaced: list[Region], check: bool, *, grad: bool
+) -> GraphModule:
+    options = Options(on_error="raise", verify=check, smallest=1, cache=False, grad=grad)
+    lowered = lower_with(gm, {region.name: backend for region in replaced}, options, progress=False)
+    state = lowered_state_of(lowered)
+    for region in replaced:
+        if state is None or state.backend_of(region.name) is None:
+            reasons = [] if state is None else [e.reason for e in state.events if e.reason]
+            reason = reasons[0] if reasons else "its operands have no known values"
+            raise LoweringError(region.name, backend.name, f"it cannot replace the region: {reason}")
+    return lowered
+
+
+def _require_unassigned(before: LoweredState | None, replaced: list[Region]) -> None:
+    """Raise for a region inside one that a backend runs as a whole."""
+    if before is None:
+        return
+    for region in replaced:
+        for outer in path_prefixes(region.name):
+            if outer != region.name and local_name(outer) in before.assigned:
+                raise RegionError(
+                    f"region '{region.name}' is inside '{outer}', which '{before.backend_of(outer)}' runs as a whole. "
+                    f"Replace that one, or lower the graph without it."
+                )

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from dovetail.errors import InvalidArgument
-from dovetail.ir.graph_module import attribute
+from dovetail.ir.graph_module import attribute, copy_graph, rebuild
 from dovetail.ir.meta_keys import LOWERING
 from dovetail.ir.op_traits import overload_traits
 from dovetail.ir.process_state import reset_at_fork
@@ -28,7 +28,7 @@ from dovetail.lowering.failures import LoweringFault
 from dovetail.lowering.options import Options
 from dovetail.lowering.verify_region import uncovered
 from dovetail.outlining.inline import Flattener
-from dovetail.outlining.region import Region, local_name, regions
+from dovetail.outlining.region import Region, call_of, local_name, regions, write_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,15 @@ class LoweredState:
         self._lock = reset_at_fork(threading.RLock())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoweredState:
-        state = LoweredState(self.assigned, self.options)
-        state.events, state.notes = list(self.events), copy.deepcopy(self.notes, memo)
-        # Code is never copied; call sites of another graph prepare their own weights.
-        state._dispatchers, state._by_name = dict(self._dispatchers), dict(self._by_name)
+        state = self.restricted(self.assigned, memo)
+        state.events = list(self.events)
         return state
 
-    def restricted(self, names: Iterable[str]) -> LoweredState:
-        """Return the lowering of some of the regions, with the code that exists already."""
+    def restricted(self, names: Iterable[str], memo: dict[int, Any] | None = None) -> LoweredState:
+        """Return the lowering of some of the regions, with the code that exists already; `memo` is that of deepcopy."""
         state = LoweredState({name: self.assigned[name] for name in names}, self.options)
-        state.notes = copy.deepcopy(self.notes)
+        state.notes = copy.deepcopy(self.notes, memo)
+        # Code is never copied; call sites of another graph prepare their own weights.
         state._dispatchers, state._by_name = dict(self._dispatchers), dict(self._by_name)
         return state
 
@@ -188,7 +187,9 @@ def _source_attribute(node: Node) -> str | None:
     """Return the attribute of the graph that a value is, or is always a view of, sharing its version counter."""
     at: Node | None = node
     while at is not None and at.op != "get_attr":
-        at = viewed_operand(at) if len(at.all_input_nodes) == 1 and _is_always_a_view(at.target) else None
+        # What may copy, as `reshape` does, may put a new value at the address of an older one.
+        is_view = isinstance(at.target, OpOverload) and not overload_traits(at.target).reads_data
+        at = viewed_operand(at) if is_view and len(at.all_input_nodes) == 1 else None
     return None if at is None else cast("str", at.target)
 
 
@@ -196,11 +197,6 @@ def _sentinels(program: GraphModule, targets: Iterable[str]) -> list[str]:
     """Return the counters of the batch norms whose statistics are among these attributes."""
     counters = dict.fromkeys(filter(None, map(version_sentinel, targets)))
     return [counter for counter in counters if isinstance(attribute(program, counter), Tensor)]
-
-
-def _is_always_a_view(target: Any) -> bool:
-    # What may copy, as `reshape` does, may put a new value at the address of an older one.
-    return isinstance(target, OpOverload) and not overload_traits(target).reads_data
 
 
 def _portable(backend: Backend) -> Backend | str:
@@ -228,3 +224,23 @@ def lowered_state_of(gm: GraphModule) -> LoweredState | None:
     """Return the lowered state of a graph; None if it was not lowered."""
     state = gm.meta.get(LOWERING)
     return state if isinstance(state, LoweredState) else None
+
+
+def with_lowering(
+    gm: GraphModule, state: LoweredState | None, backends: Mapping[str, str | None] | None = None
+) -> GraphModule:
+    """Return a copy of a graph with a lowered state, or without any.
+
+    `backends` are the names that regions show, by default of those that the state has code of.
+    """
+    if backends is None:
+        backends = {} if state is None else {name: state.backend_of(name) for name in state.assigned}
+    graph = copy_graph(gm.graph)
+    for node in graph.nodes:
+        call = call_of(node.meta)
+        if call is not None:
+            write_call(node, replace(call, backend=backends.get(node.name)).with_backends(backends))
+    meta = {k: v for k, v in gm.meta.items() if k != LOWERING}
+    if state is not None:
+        meta[LOWERING] = state
+    return rebuild(gm, graph, meta=meta)

@@ -10,7 +10,9 @@ from typing import Any, Literal, Self
 from dovetail import config
 from dovetail.errors import InvalidArgument
 from dovetail.ir.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.assign import Granularity
+
+Granularity = Literal["outer", "inner"]
+"""Whether a region is offered to backends before or after those inside it."""
 
 
 @dataclass(frozen=True)

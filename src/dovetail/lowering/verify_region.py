@@ -29,7 +29,7 @@ from dovetail.numerics.tolerance import (
     float64_operands,
     perturbation,
 )
-from dovetail.outlining.region import Region
+from dovetail.outlining.region import Region, results
 from dovetail.rules.library.library_rule import Kind
 
 _SEEDS = (0, 1000, 2000)
@@ -53,7 +53,7 @@ def verify_unit(
     rejects are skipped. A region of a library kind must also compute what the kind's reference computes, for kernels
     selected by kind rely on that.
     """
-    if _not_run(unit, examples) is not None:
+    if why_not_run(unit, examples) is not None:
         return None
     reason = reference_mismatch(unit, examples)
     if reason is not None:
@@ -72,7 +72,7 @@ def verify_unit(
 
 def uncovered(unit: CompileUnit, examples: Sequence[Any]) -> str | None:
     """Return what of a body verification does not compare, and why; None if it compares everything."""
-    not_run = _not_run(unit, examples)
+    not_run = why_not_run(unit, examples)
     if not_run is not None:
         return f"not run: {not_run}"
     return "shapes only: it draws random numbers" if unit.effects.random else None
@@ -108,10 +108,10 @@ def reference_mismatch(
                         region.body, seed, *_fresh_operands(operands, unit.effects.writes)[1]
                     )
                 except Exception:
-                    continue  # the body rejects these inputs, which is no evidence about its kind
+                    continue  # the body rejects these inputs, so they show nothing about its kind
             named = {name: operands[i] for name, i in region.arguments.items()}
             try:
-                results = _as_tuple(_run_seeded(contract.reference, seed, **named, **region.attrs))
+                computed = _as_tuple(_run_seeded(contract.reference, seed, **named, **region.attrs))
             except Exception as error:
                 return (
                     f"it is not of kind '{region.kind}': the reference raised {type(error).__name__}: {error}"
@@ -119,7 +119,7 @@ def reference_mismatch(
             for i, k in enumerate(region.results):
                 if k is None:
                     continue
-                reason = _reference_difference(outputs[i], results[k] if k < len(results) else None)
+                reason = _reference_difference(outputs[i], computed[k] if k < len(computed) else None)
                 if reason is not None:
                     return f"it is not of kind '{region.kind}': result {i} {reason}"
             if seed == seeds[0] and (reason := _dtype_mismatch(region, contract, inputs)) is not None:
@@ -133,20 +133,19 @@ def _dtype_mismatch(region: Region, contract: Kind, operands: Sequence[Any]) -> 
         fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in operands]
         named = {name: fakes[i] for name, i in region.arguments.items()}
         try:
-            results = _as_tuple(contract.reference(**named, **region.attrs))
+            computed = _as_tuple(contract.reference(**named, **region.attrs))
         except Exception as error:
             # In float64 all operands have one precision.
             return f"in its own dtypes the reference raised {type(error).__name__}: {error}"
-    (returned,) = region.body.graph.output_node().args
-    for i, (node, k) in enumerate(zip(cast("Sequence[Any]", returned), region.results, strict=True)):
-        value = node.meta.get("val") if k is not None else None
-        if isinstance(value, Tensor) and value.dtype != results[cast("int", k)].dtype:
-            return f"result {i} is {value.dtype}, the reference {results[cast('int', k)].dtype}"
+    for i, (node, k) in enumerate(zip(results(region.body), region.results, strict=True)):
+        value = node.meta.get("val")
+        if k is not None and isinstance(value, Tensor) and value.dtype != computed[k].dtype:
+            return f"result {i} is {value.dtype}, the reference {computed[k].dtype}"
     return None
 
 
-def _as_tuple(results: Any) -> Sequence[Any]:
-    return results if isinstance(results, (tuple, list)) else (results,)
+def _as_tuple(returned: Any) -> Sequence[Any]:
+    return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
 def _run_seeded(run: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
@@ -171,12 +170,14 @@ def _reference_difference(value: object, reference: object) -> str | None:
     return f"is off the reference by up to {float(error.max()):.3g}, where {tolerance:.1g} is allowed"
 
 
-def _not_run(unit: CompileUnit, examples: Sequence[Any]) -> str | None:
+def why_not_run(unit: CompileUnit, examples: Sequence[Any]) -> str | None:
+    """Return why a body cannot be run on sample inputs; None if it can."""
     if unit.effects.host_effect:
         return f"it acts on the host ({unit.effects.host_effect})"
     tensors = [e for e in examples if isinstance(e, Tensor)]
-    if sum(t.element_size() * math.prod(example_size(n) for n in t.shape) for t in tensors) > _MAX_BYTES:
-        return "its operands are too large for sample inputs"
+    size = sum(t.element_size() * math.prod(example_size(n) for n in t.shape) for t in tensors)
+    if size > _MAX_BYTES:
+        return f"its operands are too large for sample inputs ({size / 2**30:.1f} GiB)"
     return None
 
 
@@ -202,7 +203,7 @@ class _RegionTrial:
         try:
             expected = self.body(*_fresh_operands(inputs, self.writes)[1])
         except Exception:
-            # Inputs that the body rejects are no evidence about the code.
+            # Inputs that the body rejects show nothing about the code.
             return None
         results = run(*_fresh_operands(inputs, self.writes)[1])
         if len(results) != len(expected):

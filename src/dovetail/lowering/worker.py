@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import operator
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +64,14 @@ class Workers:
         return lambda: _run(packed, timeout)
 
 
-@dataclass(frozen=True, slots=True)
-class _DetachedRegion:
-    """The fields of a region without its body and the graph around it."""
-
-    fields: dict[str, Any]
-    inputs: tuple[str, ...]
-    outputs: int
-
-
-_REGION_FIELDS = (
-    *("name", "kind", "version", "attrs", "nodes", "escapes", "effects"),
-    *("rule", "round", "arguments", "results"),
-)
+# Fields of a region that refer to its body and to the graph around it.
+_ATTACHED = ("body", "node", "inputs", "outputs", "backend")
 
 
 def _pack(backend: Backend, unit: CompileUnit, specialization: Specialization, cache: Cache | None) -> bytes:
     region = unit.region
-    fields: dict[str, Any] = {name: getattr(region, name) for name in _REGION_FIELDS} | {"backend": None}
-    call = _DetachedRegion(fields, tuple(n.name for n in region.inputs), len(region.outputs))
+    detached = {f.name: getattr(region, f.name) for f in fields(region) if f.name not in _ATTACHED}
+    call = (detached, [n.name for n in region.inputs], len(region.outputs))
     if backend_class(backend).__module__ == "__main__":
         raise WorkerFailed(
             f"the class {backend_class(backend).__qualname__} is in the script that runs; a process of its own can only "
@@ -241,7 +231,7 @@ def _compile(packed: bytes) -> bytes:
     # The backend comes first: what it imports may define operators that the body calls.
     backend = pickle.loads(parts[0])
     specialization, call = pickle.loads(parts[1])
-    region = _region(pickle.loads(parts[2]), call)
+    region = _region(pickle.loads(parts[2]), *call)
     in_use = cache.in_use() if cache is not None else contextlib.nullcontext()
     with torch.set_grad_enabled(specialization.grad), in_use:
         values = [n.meta.get("val") for n in region.body.graph.nodes if n.op == "placeholder"]
@@ -252,17 +242,13 @@ def _compile(packed: bytes) -> bytes:
     return data
 
 
-def _region(body: Any, call: _DetachedRegion) -> Region:
+def _region(body: Any, detached: dict[str, Any], names: list[str], count: int) -> Region:
     """Return the region, called in a graph with nothing else."""
     graph = Graph()
-    operands = [n for n in body.graph.nodes if n.op == "placeholder"]
-    inputs = [graph.create_node("placeholder", name, name=name) for name in call.inputs]
+    operands = body.graph.find_nodes(op="placeholder")
+    inputs = [graph.create_node("placeholder", name, name=name) for name in names]
     for node, operand in zip(inputs, operands, strict=False):
         node.meta["val"] = operand.meta.get("val")
     node = graph.create_node("call_module", "body", tuple(inputs))
-    outputs = [graph.call_function(_item, (node, i)) for i in range(call.outputs)]
-    return Region(body=body, node=node, inputs=tuple(inputs), outputs=tuple(outputs), **call.fields)
-
-
-def _item(values: Any, number: int) -> Any:
-    return values[number]
+    outputs = [graph.call_function(operator.getitem, (node, i)) for i in range(count)]
+    return Region(body=body, node=node, inputs=tuple(inputs), outputs=tuple(outputs), **detached)

@@ -257,7 +257,7 @@ class RunComparison:
 
     A value may differ by the tolerance that the float64 run of the reference gives it (`tolerance.difference`), or by
     the noise of the reference itself when its numbers are perturbed by a rounding. These further runs of the
-    reference are made when a value is not equal, each once.
+    reference happen when a value is not equal, each once.
     """
 
     def __init__(self, reference: ReferenceRuns) -> None:

@@ -161,7 +161,7 @@ def _tolerances(reference: Reference, expected: Tensor, base: float) -> tuple[Te
     scale = exact.abs() + size
     own = _rms(error / scale) if size else 0.0
     if own > limit:
-        # In its own precision the computation is another one, and float64 is no reference for it.
+        # In its own precision the computation is another one, and float64 is not a reference for it.
         return expected, max(base, _FEW * reference.coarsest) * (expected.abs() + _rms(expected))
     allowed = 4 * error + (10 * own + base) * scale
     if reference.perturbed is not None and reference.perturbed.shape == reference.expected.shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -189,14 +190,6 @@ def _lend(borrowed: dict[str, tuple[Any, str]], target: str, value: Any) -> str:
 
 def common_module_stack(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the modules that all operations come from, outermost first."""
-    common: list[tuple[str, Any]] | None = None
-    for meta in metas:
-        items = list(meta.get("nn_module_stack", {}).items())
-        if common is None:
-            common = items
-        else:
-            same = 0
-            while same < min(len(common), len(items)) and common[same][0] == items[same][0]:
-                same += 1
-            common = common[:same]
-    return dict(common or ())
+    levels = zip(*(meta.get("nn_module_stack", {}).items() for meta in metas), strict=False)
+    common = takewhile(lambda level: all(key == level[0][0] for key, _ in level), levels)
+    return dict(level[0] for level in common)

@@ -58,6 +58,11 @@ class RegionDraft:
         """Everything the body computes, clones included, in graph order."""
         return sorted(self.members | self.clones)
 
+    def operands(self, index: Index) -> set[int]:
+        """Return the positions of the values that the body reads from outside."""
+        inside = self.members | self.clones
+        return {j for i in inside for j in index.data[i] if j not in inside}
+
 
 def readers_among(index: Index, position: int, members: set[int]) -> list[int]:
     """Return the members that read a value, in time linear in the fewer of its readers and the members."""
@@ -91,17 +96,12 @@ def is_viewed(index: Index, position: int) -> bool:
     # One value may be in thousands of regions, and have as many readers.
     known = _VIEWED.setdefault(index, {})
     if position not in known:
-        known[position] = _is_viewed(index, position)
+        known[position] = any(
+            effects.aliases and not values_exclude_alias(user, effects)
+            for user in index.nodes[position].users
+            if (effects := index.dependencies.effects.get(index.position[user])) is not None
+        )
     return known[position]
-
-
-def _is_viewed(index: Index, position: int) -> bool:
-    by_position = index.dependencies.effects
-    for user in index.nodes[position].users:
-        effects = by_position.get(index.position[user])
-        if effects is not None and effects.aliases and not values_exclude_alias(user, effects):
-            return True
-    return False
 
 
 def resolve_escapes(index: Index, draft: RegionDraft) -> None:
@@ -252,10 +252,9 @@ def _default_policy(index: Index, members: set[int], position: int) -> tuple[str
         if _may_be_returned(index, position):
             return "output", "what reads it may return the very same tensor"
         return "duplicate", "a view costs nothing to take again"
-    if not (traits_of(node).pointwise if node.op != "call_module" else False):
+    if node.op == "call_module" or not traits_of(node).pointwise:
         return "output", "more than reading and writing to redo"
-    reads = _bytes(inputs)
-    stores = nbytes(value)
+    reads, stores = nbytes([n.meta.get("val") for n in inputs]), nbytes(value)
     if reads is None or stores is None:
         return "output", "sizes are not known"
     if reads <= 2 * stores:
@@ -287,14 +286,3 @@ def _may_be_returned(index: Index, position: int) -> bool:
         ):
             return True
     return False
-
-
-def _bytes(nodes: list[Node]) -> int | None:
-    total = 0
-    for node in nodes:
-        value: Any = node.meta.get("val")
-        size = nbytes(value)
-        if size is None:
-            return None
-        total += size
-    return total

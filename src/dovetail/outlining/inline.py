@@ -10,7 +10,7 @@ compilation.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -38,6 +38,7 @@ from dovetail.outlining.region import (
     call_of,
     clone_of,
     mark_clone,
+    path_prefixes,
     results,
     state_of,
     walk,
@@ -96,7 +97,7 @@ class _RegionFilter:
             return False
         if self.kind is not None and call.identity.kind != self.kind:
             return False
-        return self.names is None or not self._name_set.isdisjoint(_path_prefixes(path))
+        return self.names is None or not self._name_set.isdisjoint(path_prefixes(path))
 
     def reaches_into(self, call: RegionCall, path: str, opened: int) -> bool:
         """Whether a region nested in a call that is kept is to be inlined."""
@@ -122,7 +123,7 @@ class _RegionFilter:
         if not self._name_set <= known:
             inner = ((f"{n}/{way}", i) for n, c in calls for way, i in _nested(c))
             matching = [n for n, c in (*calls, *inner) if self.kind in (None, c.identity.kind)]
-            known.update(prefix for path in matching for prefix in _path_prefixes(path))
+            known.update(prefix for path in matching for prefix in path_prefixes(path))
         for name in self.names or ():
             if name not in known:
                 is_kind = any(c.identity.kind == name for _, c in calls)
@@ -130,14 +131,6 @@ class _RegionFilter:
                 raise UnknownRegion(
                     f"the graph has no region named '{name}'{advice}", [n for n, _ in calls], name
                 )
-
-
-def _path_prefixes(path: str) -> Iterator[str]:
-    """Yield a path and the paths of the regions around it."""
-    yield path
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
 
 
 def _nested(call: RegionCall) -> list[tuple[str, RegionCall]]:
@@ -483,14 +476,9 @@ class Flattener:
 def flat(body: Body) -> GraphModule:
     """Return a GraphModule of a body's operations, nested regions inlined; it returns a tuple."""
     graph = Graph()
-    operands: list[Node] = []
+    operands = [graph.node_copy(n) for n in body.graph.find_nodes(op="placeholder")]
     objects: dict[str, Any] = {}
     named: dict[str, str] = {}
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            operand = graph.create_node("placeholder", node.name, name=node.name)
-            operand.meta = dict(node.meta)
-            operands.append(operand)
 
     def held(node: Node, target: str) -> Node:
         name = named.setdefault(target, f"held_{len(named)}")

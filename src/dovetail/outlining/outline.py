@@ -172,7 +172,7 @@ def complete_members(index: Index, requested: set[int], label: str) -> set[int]:
             members.update(at[user] for user in node.users if is_projection(user))
         if isinstance(node.target, HigherOrderOperator):
             members.update(at[n] for n in node.all_input_nodes if is_subgraph(root, n))
-    # A sub-graph is no value: it is only ever where the operator is that runs it.
+    # A sub-graph is not a value: it is always where the operator is that runs it.
     members -= {
         i
         for i in members

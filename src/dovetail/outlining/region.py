@@ -147,6 +147,14 @@ def local_name(name: str) -> str:
     return name.rpartition("/")[2]
 
 
+def path_prefixes(path: str) -> Iterator[str]:
+    """Yield a path of region names, `outer_0/inner_1`, and the paths of the regions around it."""
+    yield path
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
 def call_of(meta: Mapping[str, Any]) -> RegionCall | None:
     """Return the record in a node's meta, or None if the node does not call a region."""
     call = meta.get(REGION)
@@ -359,13 +367,13 @@ def _content(value: torch.Tensor) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One call of a region: its identity, its body, and the operations it was made of.
+    """One call of a region: its identity, its body, and the operations it consists of.
 
     `name` is a label (`outer_0/inner_1` when nested); identity is `kind`, `version` and `attrs`. `inputs` are the
     operands and `outputs` the results of the call, as nodes of the graph that has the call. `arguments` maps each
     argument of the pattern to its operand, and `results` each result of the body to its result of the pattern, None
-    for an inner value that is used outside; both are empty if no pattern made the region. `backend` is the name of
-    the backend that runs it now, in calls like the last one; None if it is not lowered.
+    for an inner value that is used outside; both are empty if the region is not the match of a pattern. `backend` is
+    the name of the backend that runs it now, in calls like the last one; None if it is not lowered.
     """
 
     name: str

@@ -14,9 +14,8 @@ from dovetail.errors import InvalidArgument, checked_call
 from dovetail.frontend.export import require_dynamic_shapes
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.ir.weight_guard import CHECK_INTERVAL
-from dovetail.lowering.assign import Granularity
 from dovetail.lowering.backend_protocol import DEFAULT, Backend, BackendChain, Backends, resolve
-from dovetail.lowering.options import Options
+from dovetail.lowering.options import Granularity, Options
 from dovetail.passes.pass_manager import Pass
 from dovetail.rules.rule import Rules
 from dovetail.runtime.capture_cache import CudaGraphs
