@@ -22,7 +22,7 @@ from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.lower import settle_parts
 from dovetail.runtime.capture_cache import CaptureCache
 from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, record_calls
-from dovetail.scheduling.edits import PartGraph, outline_named
+from dovetail.scheduling.edits import OPTIONAL, PartGraph, outline_named
 from dovetail.scheduling.finders import is_within, join_path, match_paths
 from dovetail.scheduling.fold_chains import Chain, ModuleGroup, find_chains, fold_norms
 from dovetail.scheduling.install import is_scheduled
@@ -156,7 +156,7 @@ def _with_regions(gm: GraphModule, chains: list[Chain]) -> GraphModule:
     """Return the graph with a region for each chain, lowered where a backend was requested."""
     outlined, names = outline_named(gm, [chain.request() for chain in chains])
     backends = {n: c.group.backend for n, c in zip(names, chains, strict=True) if c.group.backend is not None}
-    return PartGraph(outlined).with_lowered(backends, strict=False).gm if backends else outlined
+    return PartGraph(outlined).with_lowered(backends, OPTIONAL).gm if backends else outlined
 
 
 @checked_call()

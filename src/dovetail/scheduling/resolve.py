@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.outlining.region import Region, call_of, regions, walk
 from dovetail.scheduling.edits import Address, ContextProvider, outline_named
-from dovetail.scheduling.finders import ByRegion, PartMatch, PartRegion, match_paths
+from dovetail.scheduling.finders import ByRegion, PartMatch, PartRegion, match_paths, relative_path
 from dovetail.scheduling.session import ScheduleSession
 from dovetail.scheduling.state import ScheduleState
 
@@ -86,7 +86,8 @@ def _address(
         finder, name = ByRegion(item.kind), item.name
     key = (root, item.form, item.path, finder.identity, isinstance(item, PartMatch))
     if key not in cache:
-        matches = Address(item.path, finder, 0).all(contexts(state.graphs[root, item.form].gm), root)
+        context = contexts(state.graphs[root, item.form].gm)
+        matches, _ = finder.find(context, relative_path(item.path, root))
         cache[key] = {
             m.names if isinstance(item, PartMatch) else m.nodes[0].name: (i, m) for i, m in enumerate(matches)
         }

@@ -14,7 +14,7 @@ from dovetail.errors import ScheduleError
 from dovetail.rules.rule import RuleContext
 from dovetail.runtime.capture_cache import CaptureCache, GuardKey
 from dovetail.scheduling.call_recording import RecordedCall
-from dovetail.scheduling.edits import ContextProvider, Edit, PartGraph, ReplaceEdit
+from dovetail.scheduling.edits import OPTIONAL, ContextProvider, Edit, PartGraph, ReplaceEdit
 from dovetail.scheduling.finders import enclosing_paths, relative_path
 from dovetail.scheduling.installed_forward import ReplayedSteps, refuse_hooks, unwrapped
 
@@ -164,7 +164,7 @@ class ReplayEdits:
         part = PartGraph(gm)
         for edit in self.edits:
             if edit.form == 0:
-                part = edit.reapply(part, self.root, contexts)
+                part, _ = edit.apply(part, self.root, contexts, OPTIONAL)
         return part.gm
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayEdits:
