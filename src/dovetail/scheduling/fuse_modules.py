@@ -21,15 +21,15 @@ from dovetail.lowering.backend_protocol import BackendChain, checked_backends
 from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.lower import settle_parts
 from dovetail.runtime.capture_cache import CaptureCache
-from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, record_calls
+from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, example_inputs, record_calls
 from dovetail.scheduling.edits import OPTIONAL, PartGraph, outline_named
 from dovetail.scheduling.finders import is_within, join_path, match_paths
 from dovetail.scheduling.fold_chains import Chain, ModuleGroup, find_chains, fold_norms
-from dovetail.scheduling.install import is_scheduled
-from dovetail.scheduling.installed_forward import (
+from dovetail.scheduling.install import (
     HookFreeCache,
     InstalledForward,
     ReplayedSteps,
+    is_scheduled,
     refuse_hooks,
     unwrapped,
 )
@@ -183,14 +183,13 @@ def fuse_modules(
     elsewhere, or where it has no running statistics. Unless `inplace`, the model is copied first. `backends`, one or a
     list, run the regions; None is the default.
     """
-    _require_arguments(model, args, kwargs, inplace)
+    example = _checked_example(model, args, kwargs, inplace)
     backend = checked_backends(backends)
     named = _name_lists(modules_to_fuse)
     for names in named:
         _require_names(model, names)
     if not inplace:
         model = copy.deepcopy(model)
-    example = None if args is None and kwargs is None else ModelInputs(tuple(args or ()), dict(kwargs or {}))
     installed = _installed_on(model)
     requests = [_FusionRequest(names, backend) for names in named]
     for path, forward in installed.items():
@@ -221,7 +220,8 @@ class _FusionRequest:
     backend: Any
 
 
-def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None:
+def _checked_example(model: Any, args: Any, kwargs: Any, inplace: Any) -> ModelInputs | None:
+    """Return the example inputs; raise InvalidArgument unless the arguments are valid."""
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"fuse_modules takes a module, not a {type(model).__name__}.")
     refuse_scripted(model)
@@ -229,14 +229,12 @@ def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None
         raise InvalidArgument("the model has lazy modules; call it once, so that their sizes are known.")
     if isinstance(args, bool):
         raise InvalidArgument("the third argument is example inputs; write inplace=True to fuse in place.")
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise InvalidArgument(f"args must be a tuple of example inputs, not a {type(args).__name__}.")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    example = example_inputs(args, kwargs)
     if not isinstance(inplace, bool):
         raise InvalidArgument(f"inplace must be True or False, not {inplace!r}.")
     if any(is_scheduled(m) and fused_forward_of(m) is None for m in model.modules()):
         raise InvalidArgument("the model is built by a schedule; fuse with that one, or `release` it first.")
+    return example
 
 
 def _name_lists(modules_to_fuse: Any) -> list[tuple[str, ...]]:

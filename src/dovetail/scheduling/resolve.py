@@ -111,21 +111,19 @@ def _why_missing(state: ScheduleState, root: str, item: PartMatch | PartRegion) 
     return "a later step changed it"
 
 
-def target_entries(groups: Iterable[AddressGroup], keys: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return addresses as entries of a history, with the keys of the bodies in the same order."""
-    entries: list[dict[str, Any]] = []
-    for group in groups:
-        for address in group.addresses:
-            at = {
-                "path": address.path,
-                "form": group.form,
-                "find": address.finder.serialized(),
-                "occurrence": address.occurrence,
-            }
-            if keys is not None:
-                at["key"] = keys[len(entries)]
-            entries.append(at)
-    return entries
+def target_entries(session: ScheduleSession, groups: Sequence[AddressGroup]) -> list[dict[str, Any]]:
+    """Return addresses as entries of a history, each with the structural key of its operations."""
+    addresses = [(group.form, address) for group in groups for address in group.addresses]
+    return [
+        {
+            "path": address.path,
+            "form": form,
+            "find": address.finder.serialized(),
+            "occurrence": address.occurrence,
+            "key": key,
+        }
+        for (form, address), key in zip(addresses, body_keys(session, groups), strict=True)
+    ]
 
 
 def body_keys(session: ScheduleSession, groups: Iterable[AddressGroup]) -> list[str]:
