@@ -32,7 +32,7 @@ from dovetail.rules.rule import Decline, RuleContext
 from dovetail.scheduling.call_recording import RecordedCall, isolated_run
 from dovetail.scheduling.decompose import decompose_nodes, has_formula
 from dovetail.scheduling.finders import ByRegion, Finder, PartMatch, relative_path
-from dovetail.scheduling.replacement import Replacement, with_replacement
+from dovetail.scheduling.replacement import Replacement, with_call
 
 
 class Checkpoint(Backend):
@@ -253,7 +253,8 @@ class ReplaceEdit(Edit):
     def _edited(self, part: PartGraph, matches: list[PartMatch], options: Options) -> EditResult:
         assert self.new is not None
         gm, region = isolate(part.gm, matches)
-        return part.with_graph(with_replacement(gm, matches, region, self.new)), [region.name]
+        gm = with_call(gm, region, self.new.adapter(matches, region), self.new.name)
+        return part.with_graph(gm), [region.name]
 
     def copied_with(self, memo: dict[int, Any]) -> Edit:
         if self.new is None or not isinstance(self.new.new, nn.Module):

@@ -23,7 +23,7 @@ from dovetail.lowering.lower import settle_parts
 from dovetail.runtime.capture_cache import CaptureCache
 from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, example_inputs, record_calls
 from dovetail.scheduling.edits import OPTIONAL, PartGraph, outline_named
-from dovetail.scheduling.finders import is_within, join_path, match_paths
+from dovetail.scheduling.finders import common_prefix, is_within, join_path, match_paths
 from dovetail.scheduling.fold_chains import Chain, ModuleGroup, find_chains, fold_norms
 from dovetail.scheduling.install import (
     HookFreeCache,
@@ -190,7 +190,8 @@ def fuse_modules(
         _require_names(model, names)
     if not inplace:
         model = copy.deepcopy(model)
-    installed = _installed_on(model)
+    forwards = {path: fused_forward_of(module) for path, module in model.named_modules()}
+    installed = {path: forward for path, forward in forwards.items() if forward is not None}
     requests = [_FusionRequest(names, backend) for names in named]
     for path, forward in installed.items():
         requests += [
@@ -198,14 +199,14 @@ def fuse_modules(
         ]
     _require_distinct(model, requests)
     new, calls = _assign_roots(model, requests, installed, example)
-    forwards = [_fused_forward(model, root, assigned) for root, assigned in new.items()]
-    for forward in forwards:
+    fused = [_fused_forward(model, root, assigned) for root, assigned in new.items()]
+    for forward in fused:
         if example is not None:
             forward.prepare(calls[forward.path])
     for path, forward in installed.items():
         if any(is_within(path, root) for root in new):
             forward.remove()
-    for forward in forwards:
+    for forward in fused:
         forward.install()
     if backend is not None and not model.training:
         settle_parts(model, [backend])
@@ -300,12 +301,6 @@ def fused_forward_of(module: nn.Module) -> FusedForward | None:
     return installed if isinstance(installed, FusedForward) else None
 
 
-def _installed_on(model: nn.Module) -> dict[str, FusedForward]:
-    return {
-        path: forward for path, m in model.named_modules() if (forward := fused_forward_of(m)) is not None
-    }
-
-
 def _assign_roots(
     model: nn.Module,
     requests: list[_FusionRequest],
@@ -344,13 +339,7 @@ def _changed_roots(
 
 def _common_parent(names: tuple[str, ...]) -> str:
     """Return the innermost path that contains all names."""
-    parents = [name.split(".")[:-1] for name in names]
-    common: list[str] = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    return ".".join(common_prefix([name.split(".")[:-1] for name in names]))
 
 
 def _callable_parent(model: nn.Module, path: str) -> str:

@@ -375,17 +375,14 @@ class Installation:
         """Make the model run a state; without `forwards` only modules are swapped."""
         self.uninstall()
         try:
-            self._swap_modules(state)
+            for path, new in state.swaps.items():
+                parent, _, name = path.rpartition(".")
+                self._changes.set(self.model.get_submodule(parent)._modules, name, new)
             if forwards:
                 self._install_forwards(state)
         except BaseException:
             self.uninstall()
             raise
-
-    def _swap_modules(self, state: ScheduleState) -> None:
-        for path, new in state.swaps.items():
-            parent, _, name = path.rpartition(".")
-            self._changes.set(self.model.get_submodule(parent)._modules, name, new)
 
     def _install_forwards(self, state: ScheduleState) -> None:
         runs = {root: self._scheduled_forward(state, root) for root in state.traces}

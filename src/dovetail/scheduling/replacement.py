@@ -54,11 +54,6 @@ class Replacement:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     declared_effects: DeclaredEffects | None = None
 
-    @property
-    def is_registered(self) -> bool:
-        """Whether it is registered as a submodule, and so follows the mode and device of the model."""
-        return isinstance(self.new, nn.Module)
-
     def adapter(self, matches: Sequence[PartMatch], region: Region) -> Adapter:
         """Return a module with the operands and results of a region."""
         arity = tuple(len(match.operands) for match in matches)
@@ -339,14 +334,8 @@ def _equal(a: Any, b: Any) -> bool:
     )
 
 
-def with_replacement(
-    gm: GraphModule, matches: Sequence[PartMatch], region: Region, new: Replacement
-) -> GraphModule:
-    """Return the graph with a call of a replacement in place of the call of a region."""
-    return with_call(gm, region, new.adapter(matches, region), new.name)
-
-
 def with_call(gm: GraphModule, region: Region, module: nn.Module, name: str) -> GraphModule:
+    """Return the graph with a call of a module in place of the call of a region."""
     target = _free_name(gm, name)
     graph = copy_graph(gm.graph)
     shared = False

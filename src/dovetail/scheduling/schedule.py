@@ -26,7 +26,6 @@ from dovetail.scheduling.call_recording import ModelInputs, example_inputs
 from dovetail.scheduling.edits import Checkpoint, PartGraph
 from dovetail.scheduling.finders import (
     PartMatch,
-    PartRegion,
     enclosing_paths,
     is_within,
     join_path,
@@ -140,16 +139,15 @@ def _graph_notes(state: ScheduleState, root: str, count: int) -> dict[str, list[
     forms = [_count_by_module(state.graphs[root, form], root, paths) for form in range(count)]
     notes: dict[str, list[str]] = {}
     for owner in dict.fromkeys(owner for form in forms for owner in form):
-        lines = [_with_counts(form.get(owner, Counter())) for form in forms]
+        lines = [
+            [what if n == 1 else f"{n} {what}" for what, n in form.get(owner, Counter[str]()).items()]
+            for form in forms
+        ]
         if all(words == lines[0] for words in lines):
             notes[owner] = lines[0]
         else:
             notes[owner] = [f"{word} in call {i}" for i, words in enumerate(lines) for word in words]
     return notes
-
-
-def _with_counts(counts: Counter[str]) -> list[str]:
-    return [what if count == 1 else f"{count} {what}" for what, count in counts.items()]
 
 
 def _count_by_module(part: PartGraph, root: str, paths: Set[str]) -> dict[str, Counter[str]]:
@@ -258,14 +256,11 @@ def _targets(session: ScheduleSession, entries: list[dict[str, Any]]) -> list[An
                 f"else than in the model that the history is of (its body is {key[:12]}, not {str(at['key'])[:12]})"
             )
     return [
-        _as_region(session, match) if "region" in at["find"] else match
+        session.regions_named(match.root, match.form, {match.nodes[0].name: match.path})[0]
+        if "region" in at["find"]
+        else match
         for at, match in zip(entries, matches, strict=True)
     ]
-
-
-def _as_region(session: ScheduleSession, match: PartMatch) -> PartRegion:
-    name = match.nodes[0].name
-    return session.regions_named(match.root, match.form, {name: match.path})[0]
 
 
 def _replay_step(schedule: Schedule, session: ScheduleSession, entry: dict[str, Any]) -> None:
@@ -317,12 +312,8 @@ class Schedule(Part):
     @property
     def history(self) -> History:
         """The steps in order, which can be saved, and replayed on another model."""
-        session = self._session
-        inputs = (
-            None
-            if session.example is None
-            else describe_inputs((tuple(session.example.args), dict(session.example.kwargs)))
-        )
+        session, example = self._session, self._session.example
+        inputs = None if example is None else describe_inputs((tuple(example.args), dict(example.kwargs)))
         return History([{"do": "schedule", "inputs": inputs}, *session.history] if session.completed else [])
 
     def example(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Schedule:

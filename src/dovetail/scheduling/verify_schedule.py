@@ -63,10 +63,6 @@ class TrialRuns:
         self.devices = sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
         self.start = get_rng_state(self.devices)
 
-    def records_gradients(self, example: ModelInputs) -> bool:
-        """Return whether a run has gradients at all."""
-        return bool(self.parameters) or any(t.requires_grad for t in _tensors(example))
-
     def run(self, state: ScheduleState | None, inputs: RunInputs) -> ModelOutcome:
         """Run the model in a state of its schedule; None is the original model."""
         with (
@@ -199,7 +195,8 @@ def _tensors(example: ModelInputs) -> list[Tensor]:
 
 def _unused_parameters(state: ScheduleState) -> set[int]:
     """Return the ids of parameters of traced parts that nothing reads since modules with their own replaced something."""
-    replaced = [e.root for e in state.edits if isinstance(e, ReplaceEdit) and e.new and e.new.is_registered]
+    replacements = [e for e in state.edits if isinstance(e, ReplaceEdit) and e.new]
+    replaced = [e.root for e in replacements if isinstance(e.new and e.new.new, nn.Module)]
     unused: set[int] = set()
     for root, trace in state.traces.items():
         if not any(is_within(path, root) for path in replaced):
@@ -366,7 +363,7 @@ class _ScheduleVerifier:
             example, label = self.example, "the example inputs"
             if number:
                 example, label = fresh_inputs(example, number), f"fresh inputs (number {number})"
-            has_gradients = self.trial.records_gradients(example)
+            has_gradients = self.trial.parameters or any(t.requires_grad for t in _tensors(example))
             if has_gradients:
                 yield RunInputs(example, label, grad=True)
             else:

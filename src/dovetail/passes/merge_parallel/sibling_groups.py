@@ -169,6 +169,7 @@ def _why_not_form(node: Node, form: ProductForm, arguments: dict[str, Any], x: T
 
 
 def _why_not_weight(gm: GraphModule, node: Node) -> str:
+    """Return why a value is not a parameter, buffer, constant or input, at most viewed or cast; "" if it is one."""
     source = node
     while source.op == "call_function" and op_name(source.target) in _VIEWS_AND_CASTS:
         if len(source.all_input_nodes) != 1:
@@ -182,11 +183,6 @@ def _why_not_weight(gm: GraphModule, node: Node) -> str:
     if type(held) not in (Tensor, nn.Parameter, nn.Buffer):
         return f"its weight is a {type(held).__name__}, not a plain tensor"
     return ""
-
-
-def is_fixed(gm: GraphModule, node: Node) -> bool:
-    """Whether a value is a parameter, a buffer, a constant or an input, at most viewed or cast."""
-    return not _why_not_weight(gm, node)
 
 
 def trains(gm: GraphModule, node: Node) -> bool:
@@ -413,7 +409,7 @@ class _Lifting:
             return Shared(node) if early else None
         if dim >= value.dim() or static_size(value.shape[dim]) != product.width:
             return None
-        fixed = is_fixed(self.index.gm, node) and may_move(self.index, node, self.group.anchor)
+        fixed = not _why_not_weight(self.index.gm, node) and may_move(self.index, node, self.group.anchor)
         return Own((node,), dim, role) if fixed else None
 
     def _operand_key(self, operand: Operand) -> tuple[Any, ...]:
