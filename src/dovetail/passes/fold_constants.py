@@ -54,7 +54,7 @@ class Constants:
         self._derivations: list[Derivation] = []
 
     def add(self, stems: Sequence[str], compute: Callable[[], Sequence[Tensor]]) -> list[str]:
-        """Compute several constants together and return the names of their attributes."""
+        """Compute constants together and return the names of their attributes."""
         # Inference tensors cannot be saved for a later backward.
         with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
             values = [value.detach() for value in compute()]

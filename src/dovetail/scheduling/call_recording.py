@@ -38,7 +38,7 @@ class ModelInputs:
 
 
 def example_inputs(args: Any, kwargs: Any) -> ModelInputs | None:
-    """Return example inputs as users pass them; None if there are none."""
+    """Return example inputs as users pass them; None without any."""
     if args is None and kwargs is None:
         return None
     if args is not None and not isinstance(args, (tuple, list)):

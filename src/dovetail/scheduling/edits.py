@@ -299,7 +299,7 @@ class DecomposeEdit(Edit):
 
     @staticmethod
     def _decomposable(match: PartMatch) -> list[str]:
-        """Return the operation of a match, or of several operations those with a formula."""
+        """Return the operation of a match, or those of its operations that have a formula."""
         nodes = [n for n in match.nodes if not is_projection(n)]
         if len(nodes) == 1:
             return [nodes[0].name]

@@ -181,7 +181,7 @@ _NON_WORD = re.compile(r"\W+")
 
 
 class Finder(ABC):
-    """A search of a graph; `kind` is the default kind of a region that is made of a match."""
+    """A search of a graph; `kind` is the default kind of a region outlined from a match."""
 
     name: str
     kind: str

@@ -326,6 +326,6 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
     """Return whether two values have one dtype, device, shape and strides, for all sizes they may have."""
     if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
         return False
-    # Symbolic strides have several equal forms; none of this adds a guard.
+    # Symbolic strides have different but equal forms; none of this adds a guard.
     pairs = (*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True))
     return all(statically_known_true(m == n) for m, n in pairs)

@@ -359,7 +359,7 @@ class _Changes:
 
 
 class Installation:
-    """The changes that a schedule has made to a model, which can be undone."""
+    """The changes of a model by its schedule, which can be undone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -445,7 +445,7 @@ class Installation:
 
     @contextmanager
     def suspended(self) -> Generator[None]:
-        """Restore the original model for a while; the same changes are made again afterwards."""
+        """Restore the original model temporarily; the same changes are applied again afterwards."""
         changes, self._changes = self._changes, _Changes()
         changes.undo()
         try:

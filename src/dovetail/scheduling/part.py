@@ -105,7 +105,7 @@ class Part:
 
     @property
     def graph(self) -> GraphModule:
-        """The graph of a single part, traced on demand; the first if it has several call signatures."""
+        """The graph of a single part, traced on demand; the first if it has more than one call signature."""
         return self.graphs[0]
 
     @property

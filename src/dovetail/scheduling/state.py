@@ -19,7 +19,7 @@ from dovetail.scheduling.finders import enclosing_paths, relative_path
 
 
 class ContextCache:
-    """Rule contexts of the graphs used last, which hold the matches that were found in them."""
+    """Rule contexts of the graphs used last, which cache the matches in them."""
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
@@ -112,7 +112,7 @@ class ScheduleState:
             outer = inner[path] if path in inner else _outermost_in(place, new)
             if path == place or outer is None:
                 continue
-            # A part with several paths runs its trace under all of them.
+            # A part with more than one path runs its trace under all of them.
             tail = relative_path(path, outer) if path in inner else None
             if any(
                 places[at] is new[outer].module and relative_path(place, at) == tail

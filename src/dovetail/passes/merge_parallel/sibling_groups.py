@@ -244,7 +244,7 @@ class Row:
     """One value of each branch, and the one operation that computes them side by side.
 
     `operands` are those of the operation, in the order in which its arguments are walked. Where the operation
-    returns several values, `inner` are the operations and `nodes` the first value of each.
+    returns a tuple, `inner` are the operations and `nodes` the first value of each.
     """
 
     nodes: tuple[Node, ...]
@@ -485,7 +485,7 @@ def biases(group: SiblingGroup) -> list[Node | Missing]:
 
 
 def product_arguments(group: SiblingGroup, of: Callable[[Node], Any], joined: Joiner) -> Arguments:
-    """Return the arguments of the joint product; `of` maps an operand, `joined` concatenates several."""
+    """Return the arguments of the joint product; `of` maps an operand, `joined` concatenates operands."""
     first, form = group.products[0], group.products[0].form
     arguments = normalized_arguments(first.node)
     arguments[form.value] = of(first.value)
