@@ -25,7 +25,7 @@ class Verdict:
     """The result of `bisect`. `culprit` is None if the graph is good after all passes.
 
     `place` is the culprit's place in the pipeline. `fuel` is the number of its first change that breaks the graph, if
-    it has a `fuel` option; `regions` are the names of those that this one change made. `before` is the last good graph
+    it has a `fuel` option; `regions` are the names of those that this one change created. `before` is the last good graph
     and `after` the first bad one: `dovetail.diff(v.before, v.after)` shows the change. `error` is the exception that
     the pass or `still_good` raised, if that was the breakage.
     """
@@ -164,7 +164,7 @@ class _History(Watcher):
 
 
 def _narrowed(history: _History, is_good: GraphCheck, bad: int) -> Verdict:
-    """Return the verdict for the step that made a bad graph: with fuel, the first of its changes."""
+    """Return the verdict for the step that produced a bad graph: with fuel, the first of its changes."""
     (step, place), before, after = history.changes[bad - 1], history.graphs[bad - 1], history.graphs[bad]
     fuel: int | None = None
     if any(f.name == "fuel" for f in dataclasses.fields(step)):

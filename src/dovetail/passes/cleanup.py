@@ -20,7 +20,7 @@ from dovetail.errors import checked_init
 from dovetail.ir.alias_analysis import alias_classes
 from dovetail.ir.dependencies import Index
 from dovetail.ir.effects import PURE, is_subgraph
-from dovetail.ir.graph_module import Program, attribute, copy_node, pause_gc, rebuild, require_graph
+from dovetail.ir.graph_module import attribute, copy_node, pause_gc, rebuild, require_graph
 from dovetail.ir.nodes import storage_key, storage_keys
 from dovetail.ir.op_traits import MAY_RETURN_OPERAND, base_name
 from dovetail.ir.schema import same_geometry
@@ -41,27 +41,15 @@ class Cleanup(Pass):
 
     def run(self, gm: GraphModule) -> GraphModule:
         """Return the cleaned-up graph; the input graph itself if there is nothing to remove."""
-        return clean_up(gm)
-
-
-def clean_up(gm: GraphModule) -> GraphModule:
-    """Return the graph that `Cleanup` makes."""
-    require_graph(gm)
-    with pause_gc():
-        index = Index(gm)
-        index.require_order()
-        live = _live(index)
-        if not all(live):
-            gm = _without_dead(gm, index, live)
-            index = Index(gm)
-        sweep = _ValueNumbering(index)
-        sweep.run()
-        if not sweep.merged:
-            return gm
-        new = rebuild(gm, sweep.graph, meta=_meta_with_ranks(gm, sweep.graph))
-        index = Index(new)
-        live = _live(index)
-        return new if all(live) else _without_dead(new, index, live)
+        with pause_gc():
+            index = Index(require_graph(gm))
+            index.require_order()
+            gm = _without_dead(index)
+            sweep = _ValueNumbering(index if gm is index.gm else Index(gm))
+            sweep.run()
+            if not sweep.merged:
+                return gm
+            return _without_dead(Index(rebuild(gm, sweep.graph, meta=_meta_with_ranks(gm, sweep.graph))))
 
 
 def _live(index: Index) -> list[bool]:
@@ -76,7 +64,11 @@ def _live(index: Index) -> list[bool]:
     return live
 
 
-def _without_dead(gm: GraphModule, index: Index, live: Sequence[bool]) -> Program:
+def _without_dead(index: Index) -> GraphModule:
+    """Return the graph without dead code; the input graph itself if it has none."""
+    gm, live = index.gm, _live(index)
+    if all(live):
+        return gm
     graph = Graph(tracer_cls=gm.graph._tracer_cls)
     env: dict[Node, Node] = {}
     for node, keep in zip(index.nodes, live, strict=True):

@@ -53,12 +53,8 @@ class Constants:
         self._values: dict[str, Tensor] = {}
         self._derivations: list[Derivation] = []
 
-    def add(self, stem: str, compute: Callable[[], Tensor]) -> str:
-        """Compute a constant now and return the name of its attribute."""
-        return self.add_all([stem], lambda: (compute(),))[0]
-
-    def add_all(self, stems: Sequence[str], compute: Callable[[], Sequence[Tensor]]) -> list[str]:
-        """Compute several constants together and return the names of their attributes."""
+    def add(self, stems: Sequence[str], compute: Callable[[], Sequence[Tensor]]) -> list[str]:
+        """Compute constants together and return the names of their attributes."""
         # Inference tensors cannot be saved for a later backward.
         with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
             values = [value.detach() for value in compute()]
@@ -89,6 +85,26 @@ def record_derivations(program: Program, derivations: Sequence[Derivation]) -> N
     """Record that buffers of a program are recomputed when their sources are written."""
     if derivations:
         program.meta = {**program.meta, DERIVED: (*program.meta.get(DERIVED, ()), *derivations)}
+
+
+class GraphRewriter:
+    """A new graph in place of that of a graph module, written node by node; `env` maps old nodes to new ones."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.graph = Graph(tracer_cls=gm.graph._tracer_cls)
+        self.graph.set_codegen(gm.graph._codegen)
+        self.env: dict[Node, Any] = {}
+        self.names = UniqueNames(gm)
+        self.constants = Constants(gm, self.names)
+
+    def copy(self, node: Node) -> Node:
+        new = self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
+        return new
+
+    def program(self) -> Program:
+        """Return the program that runs the new graph, with its constants."""
+        return self.constants.installed(rebuild(self.gm, self.graph))
 
 
 @dataclass(frozen=True)
@@ -232,8 +248,7 @@ def _has_static_layout(value: Any) -> bool:
 
 
 def _fold(index: Index, nodes: list[Node]) -> Program:
-    gm, folded = index.gm, set(nodes)
-    needed = set(nodes)
+    folded, needed = set(nodes), set(nodes)
     for node in reversed(index.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
@@ -245,20 +260,17 @@ def _fold(index: Index, nodes: list[Node]) -> Program:
                 values[node] = call_with_values(node, values.__getitem__)
         return [values[node] for node in nodes]
 
-    constants = Constants(gm, UniqueNames(gm))
+    rewriter = GraphRewriter(index.gm)
     stems = [f"folded_{op_name(cast('OpOverload', node.target))}" for node in nodes]
-    names = dict(zip(nodes, constants.add_all(stems, compute), strict=True))
+    names = dict(zip(nodes, rewriter.constants.add(stems, compute), strict=True))
     dead: set[Node] = set()
     for node in reversed(index.nodes):
         if node in needed and node not in folded and all(u in dead or u in folded for u in node.users):
             dead.add(node)
-    graph = Graph(tracer_cls=gm.graph._tracer_cls)
-    env: dict[Node, Node] = {}
     for node in index.nodes:
         if node in folded:
-            new = env[node] = graph.create_node("get_attr", names[node], name=node.name)
+            new = rewriter.env[node] = rewriter.graph.create_node("get_attr", names[node], name=node.name)
             new.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
         elif node not in dead:
-            env[node] = copy_node(graph, node, env.__getitem__)
-    graph.set_codegen(gm.graph._codegen)
-    return constants.installed(rebuild(gm, graph))
+            rewriter.copy(node)
+    return rewriter.program()

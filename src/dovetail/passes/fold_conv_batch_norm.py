@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from dovetail.errors import checked_init
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import Program, attribute, copy_node, pause_gc, rebuild, require_graph
+from dovetail.ir.graph_module import Program, attribute, pause_gc, require_graph
 from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import named_arguments, normalized_arguments, op_name, same_geometry, to_args_kwargs
 from dovetail.ir.shape_prop import fake_inference, fake_mode
-from dovetail.passes.fold_constants import Constants, UniqueNames
+from dovetail.passes.fold_constants import GraphRewriter
 from dovetail.passes.pass_manager import Finding, Pass, require_fuel
 
 _aten = torch.ops.aten
@@ -184,16 +184,12 @@ def fold_pairs(index: Index, pairs: list[FoldPair]) -> Program:
     return _Folding(index, pairs).write()
 
 
-class _Folding:
+class _Folding(GraphRewriter):
     def __init__(self, index: Index, pairs: list[FoldPair]) -> None:
+        super().__init__(index.gm)
         self.index, self.pairs = index, pairs
-        self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
-        self.env: dict[Node, Node] = {}
-        self.names = UniqueNames(index.gm)
-        self.constants = Constants(index.gm, self.names)
 
     def write(self) -> Program:
-        gm = self.index.gm
         folded = {pair.convolution: pair for pair in self.pairs}
         gone = {node for pair in self.pairs for node in (pair.norm, pair.result, *_dead_projections(pair))}
         gone |= self._unread(gone | folded.keys())
@@ -202,18 +198,14 @@ class _Folding:
                 if node in folded:
                     self.env[folded[node].result] = self._fold(folded[node])
                 elif node not in gone:
-                    self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
-        self.graph.set_codegen(gm.graph._codegen)
-        return self.constants.installed(rebuild(gm, self.graph))
+                    self.copy(node)
+        return self.program()
 
     def _unread(self, rewritten: set[Node]) -> set[Node]:
-        """Return the attributes that only folded nodes read."""
+        """Return the attributes that only folded nodes read, without the inputs of the convolutions."""
         read = {n for node in rewritten for n in node.all_input_nodes if n.op == "get_attr"}
-        return {n for n in read if all(user in rewritten for user in n.users)} - self._values()
-
-    def _values(self) -> set[Node]:
-        """Return the inputs of the convolutions, which are always kept."""
-        return {cast("Node", named_arguments(pair.convolution)["input"]) for pair in self.pairs}
+        inputs = {named_arguments(pair.convolution)["input"] for pair in self.pairs}
+        return {n for n in read if all(user in rewritten for user in n.users)} - inputs
 
     def _fold(self, pair: FoldPair) -> Node:
         old, target = pair.convolution, cast("OpOverload", pair.convolution.target)

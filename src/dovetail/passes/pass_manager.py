@@ -226,7 +226,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Composite(Pass):
-    """A pass made of passes, each of which is recorded by itself."""
+    """A pass composed of passes, each of which is recorded by itself."""
 
     @abstractmethod
     def walk(self, gm: GraphModule, leaf: Leaf, place: Place) -> GraphModule:

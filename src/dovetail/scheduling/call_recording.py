@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from dovetail.errors import ScheduleError
+from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.frontend.check_capture import preserve_module_state
 from dovetail.ir.nodes import storage_key
 from dovetail.lowering.guards import trial_run
@@ -32,6 +32,21 @@ class ModelInputs:
         """Return the inputs with their tensors copied."""
         return ModelInputs(*copy_tensors((self.args, dict(self.kwargs))))
 
+    def map(self, function: Callable[[Any], Any]) -> ModelInputs:
+        """Return the inputs with a function applied to each leaf."""
+        return ModelInputs(*pytree.tree_map(function, (self.args, dict(self.kwargs))))
+
+
+def example_inputs(args: Any, kwargs: Any) -> ModelInputs | None:
+    """Return example inputs as users pass them; None without any."""
+    if args is None and kwargs is None:
+        return None
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise InvalidArgument(f"args must be a tuple of example inputs, not a {type(args).__name__}.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    return ModelInputs(tuple(args or ()), dict(kwargs or {}))
+
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
@@ -40,13 +55,9 @@ class RecordedCall:
     example: ModelInputs
     result: Any = field(repr=False)
 
-    @property
-    def signature(self) -> Any:
-        """The key of calls that one trace covers."""
-        return call_signature(self.example)
-
 
 def call_signature(example: ModelInputs) -> Any:
+    """Return the key of calls that one trace covers."""
     leaves, spec = pytree.tree_flatten((example.args, dict(example.kwargs)))
     return str(spec), tuple(_leaf_signature(leaf) for leaf in leaves)
 
@@ -94,29 +105,25 @@ def _has_storage(leaf: Any) -> bool:
     return type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
 
 
-def expand_objects(value: Any) -> Any:
-    """Return a result with dataclasses, and other objects that hold tensors, as dicts of their fields."""
-    return _expand(value, ())
+def expand_objects(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """Return a result with dataclasses, and other objects that hold tensors, as dicts of their fields.
 
+    `around` are the objects that the value is in; one of them within itself stays as it is.
+    """
 
-def _expand(value: Any, around: tuple[Any, ...]) -> Any:
-    def opened(leaf: Any) -> Any:
-        return _expand_leaf(leaf, around)
+    def expand(leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, nn.Module, type)) or any(leaf is outer for outer in around):
+            return leaf
+        if is_dataclass(leaf):
+            inner = {each.name: getattr(leaf, each.name, None) for each in fields(leaf)}
+        else:
+            inner = dict(getattr(leaf, "__dict__", {}))
+            if not any(isinstance(held, Tensor) for held in pytree.tree_leaves(inner)):
+                return leaf
+        inside = (*around, leaf)
+        return {f"{type(leaf).__name__}.{name}": expand_objects(held, inside) for name, held in inner.items()}
 
-    return pytree.tree_map(opened, value)
-
-
-def _expand_leaf(value: Any, around: tuple[Any, ...]) -> Any:
-    if isinstance(value, (Tensor, nn.Module, type)) or any(value is outer for outer in around):
-        return value
-    if is_dataclass(value):
-        inner = {each.name: getattr(value, each.name, None) for each in fields(value)}
-    else:
-        inner = dict(getattr(value, "__dict__", {}))
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inner)):
-            return value
-    inside = (*around, value)
-    return {f"{type(value).__name__}.{name}": _expand(held, inside) for name, held in inner.items()}
+    return pytree.tree_map(expand, value)
 
 
 def record_calls(
@@ -130,7 +137,7 @@ def record_calls(
     calls: dict[str, list[RecordedCall]] = {path: [] for path in modules}
     with ExitStack() as stack:
         for path, module in modules.items():
-            stack.callback(_record_forward(module, calls[path]))
+            stack.enter_context(_record_forward(module, calls[path]))
         with isolated_run(model), torch.no_grad():
             inputs = example.copied()
             try:
@@ -165,8 +172,9 @@ def record_results(model: nn.Module, path: str, example: ModelInputs) -> list[An
     return returned if path else [copy_tensors(result)]
 
 
-def _record_forward(module: nn.Module, calls: list[RecordedCall]) -> Callable[[], None]:
-    """Append the calls of a module to a list, until the function that is returned is called.
+@contextmanager
+def _record_forward(module: nn.Module, calls: list[RecordedCall]) -> Generator[None]:
+    """Append the calls of a module to a list.
 
     Its forward is wrapped rather than hooked: pre-hooks of its own run around what is traced, not in it.
     """
@@ -186,14 +194,14 @@ def _record_forward(module: nn.Module, calls: list[RecordedCall]) -> Callable[[]
             calls.append(RecordedCall(example, copy_tensors(result)))
         return result
 
-    def restore() -> None:
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
         if own is None:
             module.__dict__.pop("forward", None)
         else:
             module.__dict__["forward"] = own
-
-    module.__dict__["forward"] = forward
-    return restore
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from dovetail.rules.rule import Decline, RuleContext
 from dovetail.scheduling.call_recording import RecordedCall, isolated_run
 from dovetail.scheduling.decompose import decompose_nodes, has_formula
 from dovetail.scheduling.finders import ByRegion, Finder, PartMatch, relative_path
-from dovetail.scheduling.replacement_checks import Replacement, with_replacement
+from dovetail.scheduling.replacement import Replacement, with_call
 
 
 class Checkpoint(Backend):
@@ -112,6 +112,10 @@ def _written_by(module: nn.Module, call: RecordedCall) -> list[str]:
 
 
 ContextProvider = Callable[[GraphModule], RuleContext]
+REQUIRED = Options(smallest=1, on_error="raise")
+"""How the regions of a step are lowered: it is an error if no requested backend takes one."""
+OPTIONAL = Options(smallest=1)
+"""How regions are lowered again, in another graph or for another call, where a backend may decline them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,17 +125,27 @@ class PartGraph:
     gm: GraphModule
     backends: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def with_lowered(self, requested: Mapping[str, Any], *, strict: bool) -> PartGraph:
-        """Return the part with these regions lowered too."""
+    def with_lowered(self, requested: Mapping[str, Any], options: Options) -> PartGraph:
+        """Return the part with these regions lowered too; with strict options each must be accepted by a backend."""
         names = {region.name for region in regions(self.gm)}
         backends = {name: b for name, b in {**self.backends, **requested}.items() if name in names}
-        options = Options(smallest=1, on_error="raise" if strict else "fallback")
         gm = lower_with(self.gm, backends or [], options, progress=False, whole=False)
+        for region in regions(gm) if options.strict else ():
+            if region.name in requested and region.backend is None:
+                refusals = [e for e in gm.meta[LOWERING].events if e.region == region.name and e.reason]
+                why = "no backend took it"
+                if refusals:
+                    why = f"'{refusals[-1].backend}' does not take it: {refusals[-1].reason}"
+                raise ScheduleError(f"region '{region.name}' is not lowered: {why}")
         return PartGraph(gm, backends)
 
     def with_graph(self, gm: GraphModule) -> PartGraph:
         """Return the part with another graph, its regions lowered as before."""
-        return PartGraph(gm, self.backends).with_lowered({}, strict=False) if self.backends else PartGraph(gm)
+        return PartGraph(gm, self.backends).with_lowered({}, OPTIONAL) if self.backends else PartGraph(gm)
+
+
+EditResult = tuple[PartGraph, list[str]]
+"""The graph after an edit, and the names of the regions it created or changed."""
 
 
 @dataclass(frozen=True)
@@ -142,19 +156,14 @@ class Address:
     finder: Finder
     occurrence: int
 
-    def all(self, context: RuleContext, root: str) -> list[PartMatch]:
-        """Return every match of the finder in the part, in the graph of the traced part at `root`."""
-        return self.finder.find(context, relative_path(self.path, root))[0]
-
     def resolve(
-        self, context: RuleContext, root: str, cache: dict[Any, tuple[list[PartMatch], str]] | None = None
+        self, context: RuleContext, root: str, cache: dict[Any, tuple[list[PartMatch], str]]
     ) -> PartMatch:
-        """Return the match; `cache` holds the matches of finders for other addresses in the same graph."""
+        """Return the match in the graph of the traced part at `root`; `cache` holds the matches of other addresses."""
         key = (self.path, self.finder.identity)
-        remembered = {} if cache is None else cache
-        if key not in remembered:
-            remembered[key] = self.finder.find(context, relative_path(self.path, root))
-        matches, why = remembered[key]
+        if key not in cache:
+            cache[key] = self.finder.find(context, relative_path(self.path, root))
+        matches, why = cache[key]
         if self.occurrence >= len(matches):
             raise ScheduleError(
                 f"match number {self.occurrence} of {self.finder.name} does not exist: {why or f'there are {len(matches)}'}"
@@ -170,25 +179,22 @@ class Edit(ABC):
     form: int
     targets: tuple[Address, ...]
 
+    def apply(
+        self, part: PartGraph, root: str, contexts: ContextProvider, options: Options = REQUIRED
+    ) -> EditResult:
+        """Apply the edit to the graph of the traced part at `root`, which may by now be a module around its own."""
+        context = contexts(part.gm)
+        cache: dict[Any, tuple[list[PartMatch], str]] = {}
+        matches = [target.resolve(context, root, cache) for target in self.targets]
+        return self._edited(part, matches, options)
+
     @abstractmethod
-    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
-        """Return the graph after the edit, and the names of the regions it created or changed.
-
-        `root` is the path of the traced part, which may by now be a module around the one of the edit.
-        """
-
-    def reapply(self, part: PartGraph, root: str, contexts: ContextProvider) -> PartGraph:
-        """Return the graph after the edit on a capture for another call, where a backend may decline regions."""
-        return self.apply(part, root, contexts)[0]
+    def _edited(self, part: PartGraph, matches: list[PartMatch], options: Options) -> EditResult:
+        """Return what `apply` does, for the matches at the addresses of the targets."""
 
     def copied_with(self, memo: dict[int, Any]) -> Edit:
         """Return the edit for a copy of the model."""
         return self
-
-    def _matches(self, part: PartGraph, root: str, contexts: ContextProvider) -> list[PartMatch]:
-        context = contexts(part.gm)
-        cache: dict[Any, tuple[list[PartMatch], str]] = {}
-        return [target.resolve(context, root, cache) for target in self.targets]
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,28 +208,16 @@ class FuseEdit(Edit):
     together: bool = False
     backend: Any = None
 
-    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
-        return self._fused(part, root, contexts, strict=True)
-
-    def reapply(self, part: PartGraph, root: str, contexts: ContextProvider) -> PartGraph:
-        return self._fused(part, root, contexts, strict=False)[0]
-
-    def _fused(
-        self, part: PartGraph, root: str, contexts: ContextProvider, *, strict: bool
-    ) -> tuple[PartGraph, list[str]]:
-        matches = self._matches(part, root, contexts)
+    def _edited(self, part: PartGraph, matches: list[PartMatch], options: Options) -> EditResult:
         requests = [self._request(m) for m in matches]
         if self.together:
             nodes = tuple(dict.fromkeys(n for m in matches for n in m.nodes))
             requests = [replace(requests[0], nodes=nodes, arguments=None, results=(), rule=None)]
         gm, names = outline_named(part.gm, requests)
-        fused = PartGraph(gm, part.backends)
-        if self.backend is not None or part.backends:
-            requested = {} if self.backend is None else dict.fromkeys(names, self.backend)
-            fused = fused.with_lowered(requested, strict=strict and bool(requested))
-            if strict:
-                require_lowered(fused, requested)
-        return fused, names
+        if self.backend is None:
+            return part.with_graph(gm), names
+        requested = dict.fromkeys(names, self.backend)
+        return PartGraph(gm, part.backends).with_lowered(requested, options), names
 
     def _request(self, match: PartMatch) -> Request:
         base = match.request
@@ -256,11 +250,11 @@ class ReplaceEdit(Edit):
 
     new: Replacement | None = None
 
-    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
+    def _edited(self, part: PartGraph, matches: list[PartMatch], options: Options) -> EditResult:
         assert self.new is not None
-        matches = self._matches(part, root, contexts)
         gm, region = isolate(part.gm, matches)
-        return part.with_graph(with_replacement(gm, matches, region, self.new)), [region.name]
+        gm = with_call(gm, region, self.new.adapter(matches, region), self.new.name)
+        return part.with_graph(gm), [region.name]
 
     def copied_with(self, memo: dict[int, Any]) -> Edit:
         if self.new is None or not isinstance(self.new.new, nn.Module):
@@ -291,9 +285,8 @@ def isolate(gm: GraphModule, matches: list[PartMatch]) -> tuple[GraphModule, Reg
 class DecomposeEdit(Edit):
     """Inline regions, and decompose operations into simpler ones."""
 
-    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
+    def _edited(self, part: PartGraph, matches: list[PartMatch], options: Options) -> EditResult:
         gm = part.gm
-        matches = self._matches(part, root, contexts)
         closed = [m.nodes[0].name for m in matches if isinstance(m.finder, ByRegion)]
         if closed:
             gm = inline_named(gm, closed, depth=1)
@@ -306,7 +299,7 @@ class DecomposeEdit(Edit):
 
     @staticmethod
     def _decomposable(match: PartMatch) -> list[str]:
-        """Return the operation of a match, or of several operations those with a formula."""
+        """Return the operation of a match, or those of its operations that have a formula."""
         nodes = [n for n in match.nodes if not is_projection(n)]
         if len(nodes) == 1:
             return [nodes[0].name]
@@ -322,8 +315,8 @@ class AnnotateEdit(Edit):
 
     attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
-        names = [m.nodes[0].name for m in self._matches(part, root, contexts)]
+    def _edited(self, part: PartGraph, matches: list[PartMatch], options: Options) -> EditResult:
+        names = [m.nodes[0].name for m in matches]
         by_name = {region.name: region for region in regions(part.gm)}
         graph = copy_graph(part.gm.graph)
         for node in graph.nodes:
@@ -341,32 +334,11 @@ class LowerEdit(Edit):
 
     backend: Any = None
 
-    def apply(self, part: PartGraph, root: str, contexts: ContextProvider) -> tuple[PartGraph, list[str]]:
-        names = [m.nodes[0].name for m in self._matches(part, root, contexts)]
-        lowered = part.with_lowered(dict.fromkeys(names, self.backend), strict=True)
-        require_lowered(lowered, names)
-        for name, why in self._recompute_conflicts(part, names).items():
+    def _edited(self, part: PartGraph, matches: list[PartMatch], options: Options) -> EditResult:
+        names = [m.nodes[0].name for m in matches]
+        conflicts = recompute_conflicts(part.gm, names) if isinstance(self.backend, Checkpoint) else {}
+        requested = {n: self.backend for n in names if options.strict or n not in conflicts}
+        lowered = part.with_lowered(requested, options)
+        for name, why in conflicts.items() if options.strict else ():
             raise ScheduleError(f"region '{name}' cannot be checkpointed: {why}")
         return lowered, names
-
-    def reapply(self, part: PartGraph, root: str, contexts: ContextProvider) -> PartGraph:
-        names = [m.nodes[0].name for m in self._matches(part, root, contexts)]
-        left_out = self._recompute_conflicts(part, names)
-        return part.with_lowered({n: self.backend for n in names if n not in left_out}, strict=False)
-
-    def _recompute_conflicts(self, part: PartGraph, names: list[str]) -> dict[str, str]:
-        return recompute_conflicts(part.gm, names) if isinstance(self.backend, Checkpoint) else {}
-
-
-def require_lowered(part: PartGraph, names: Iterable[str]) -> None:
-    """Raise unless the backends that were requested for regions accepted them."""
-    requested = set(names)
-    for region in regions(part.gm):
-        if region.name in requested and region.backend is None:
-            refusals = [e for e in part.gm.meta[LOWERING].events if e.region == region.name and e.reason]
-            why = (
-                f"'{refusals[-1].backend}' does not take it: {refusals[-1].reason}"
-                if refusals
-                else "no backend took it"
-            )
-            raise ScheduleError(f"region '{region.name}' is not lowered: {why}")

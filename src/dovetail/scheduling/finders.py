@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, TypeAlias, cast
 
 from torch import nn
@@ -170,11 +171,17 @@ def relative_path(path: str, outer: str) -> str:
     return path if outer == "" else path[len(outer) + 1 :]
 
 
+def common_prefix(paths: list[list[str]]) -> list[str]:
+    """Return the items that all lists begin with."""
+    alike = takewhile(lambda items: len(set(items)) == 1, zip(*paths, strict=False))
+    return [items[0] for items in alike]
+
+
 _NON_WORD = re.compile(r"\W+")
 
 
 class Finder(ABC):
-    """A search of a graph; `kind` is the default kind of a region that is made of a match."""
+    """A search of a graph; `kind` is the default kind of a region outlined from a match."""
 
     name: str
     kind: str
@@ -329,12 +336,7 @@ def _outputs(members: tuple[Node, ...]) -> tuple[Node, ...]:
 def _common_path(members: tuple[Node, ...]) -> str:
     """Return the path of the innermost module that all operations came from."""
     stacks = [[f.path for f in frames_of(n)] for n in members if not is_projection(n)]
-    common = ""
-    for paths in zip(*stacks, strict=False):
-        if len(set(paths)) != 1:
-            break
-        common = paths[0]
-    return common
+    return (common_prefix(stacks) or [""])[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -484,19 +486,14 @@ class ByRegion(Finder):
                 members = (node, *(u for u in node.users if is_projection(u)))
                 request = Request(members, self.kind)
                 match = _make_match(self, context, members, members[1:], request)
+                operands = {name: cast("Node", node.args[number]) for name, number in call.arguments}
                 named = {
                     name: Value(n, context.value(context.index.position[n]), context.gm)
-                    for name, n in _named_operands(node)
+                    for name, n in operands.items()
                 }
                 matches.append(replace(match, operands=named or match.operands))
         reason = f"no region is of kind '{self.kind}'; there are {', '.join(sorted(kinds)) or 'none'}"
         return matches, [] if matches else [Refusal(self.name, (), reason)]
-
-
-def _named_operands(node: Node) -> Iterator[tuple[str, Node]]:
-    call = call_of(node.meta)
-    for name, number in call.arguments if call is not None else ():
-        yield name, cast("Node", node.args[number])
 
 
 Findable: TypeAlias = (
@@ -531,11 +528,6 @@ def finder_of(what: Any) -> Finder:
         raise InvalidArgument(
             f"find takes a class of modules or a path, not a {type(what).__name__} itself: find({type(what).__name__})."
         )
-    if callable(what) and not _has_signature(what):
-        raise InvalidArgument(
-            f"find cannot read the signature of {getattr(what, '__name__', repr(what))}; write a function that calls it, or give "
-            f"the operator of torch.ops."
-        )
     if callable(what):
         return (
             ByNode(what) if _is_predicate(what) else ByRule((PatternRule(what, kind=_function_kind(what)),))
@@ -553,17 +545,15 @@ def _compile_regex(text: Any) -> re.Pattern[str]:
         raise InvalidArgument(f"{text!r} is not a regular expression on module paths: {error}.") from error
 
 
-def _has_signature(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _is_predicate(function: Callable[..., Any]) -> bool:
     """Return whether a function takes one node: its argument is called `node`, or annotated as one."""
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"find cannot read the signature of {getattr(function, '__name__', repr(function))}; write a function that calls "
+            f"it, or give the operator of torch.ops."
+        ) from None
     if len(parameters) != 1:
         return False
     only = parameters[0]

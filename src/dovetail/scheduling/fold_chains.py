@@ -231,17 +231,14 @@ def _link_of(group: ModuleGroup, name: str, nodes: list[Node]) -> Link:
     for role, operators in zip(_ORDER, (_PRODUCTS, _NORMS, _ACTIVATIONS), strict=True):
         candidates = [node for node in nodes if op_name(node.target) in operators]
         if len(candidates) == 1:
-            return Link(name, role, candidates[0], _primary_value(candidates[0]))
+            node = candidates[0]
+            # The value of an operation that returns a tuple is its first element.
+            firsts = (user for user in node.users if is_projection(user) and user.args[1] == 0)
+            return Link(name, role, node, next(firsts, node))
         if candidates:
             break
     operations = ", ".join(dict.fromkeys(op_name(node.target) or str(node.target) for node in nodes))
     raise ScheduleError(f"{group} cannot be fused: '{name}' computes {operations}; {_SEQUENCES}")
-
-
-def _primary_value(node: Node) -> Node:
-    """Return the value of an operation: of one that returns a tuple, its first element."""
-    firsts = [user for user in node.users if is_projection(user) and user.args[1] == 0]
-    return firsts[0] if firsts else node
 
 
 def _require_sequence(group: ModuleGroup, links: list[list[Link]]) -> None:
@@ -329,6 +326,6 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
     """Return whether two values have one dtype, device, shape and strides, for all sizes they may have."""
     if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
         return False
-    # Symbolic strides have several equal forms; none of this adds a guard.
+    # Symbolic strides have different but equal forms; none of this adds a guard.
     pairs = (*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True))
     return all(statically_known_true(m == n) for m, n in pairs)

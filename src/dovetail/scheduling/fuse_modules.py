@@ -21,15 +21,15 @@ from dovetail.lowering.backend_protocol import BackendChain, checked_backends
 from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.lower import settle_parts
 from dovetail.runtime.capture_cache import CaptureCache
-from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, record_calls
-from dovetail.scheduling.edits import PartGraph, outline_named
-from dovetail.scheduling.finders import is_within, join_path, match_paths
+from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, example_inputs, record_calls
+from dovetail.scheduling.edits import OPTIONAL, PartGraph, outline_named
+from dovetail.scheduling.finders import common_prefix, is_within, join_path, match_paths
 from dovetail.scheduling.fold_chains import Chain, ModuleGroup, find_chains, fold_norms
-from dovetail.scheduling.install import is_scheduled
-from dovetail.scheduling.installed_forward import (
+from dovetail.scheduling.install import (
     HookFreeCache,
     InstalledForward,
     ReplayedSteps,
+    is_scheduled,
     refuse_hooks,
     unwrapped,
 )
@@ -156,7 +156,7 @@ def _with_regions(gm: GraphModule, chains: list[Chain]) -> GraphModule:
     """Return the graph with a region for each chain, lowered where a backend was requested."""
     outlined, names = outline_named(gm, [chain.request() for chain in chains])
     backends = {n: c.group.backend for n, c in zip(names, chains, strict=True) if c.group.backend is not None}
-    return PartGraph(outlined).with_lowered(backends, strict=False).gm if backends else outlined
+    return PartGraph(outlined).with_lowered(backends, OPTIONAL).gm if backends else outlined
 
 
 @checked_call()
@@ -183,15 +183,15 @@ def fuse_modules(
     elsewhere, or where it has no running statistics. Unless `inplace`, the model is copied first. `backends`, one or a
     list, run the regions; None is the default.
     """
-    _require_arguments(model, args, kwargs, inplace)
+    example = _checked_example(model, args, kwargs, inplace)
     backend = checked_backends(backends)
     named = _name_lists(modules_to_fuse)
     for names in named:
         _require_names(model, names)
     if not inplace:
         model = copy.deepcopy(model)
-    example = None if args is None and kwargs is None else ModelInputs(tuple(args or ()), dict(kwargs or {}))
-    installed = _installed_on(model)
+    forwards = {path: fused_forward_of(module) for path, module in model.named_modules()}
+    installed = {path: forward for path, forward in forwards.items() if forward is not None}
     requests = [_FusionRequest(names, backend) for names in named]
     for path, forward in installed.items():
         requests += [
@@ -199,14 +199,14 @@ def fuse_modules(
         ]
     _require_distinct(model, requests)
     new, calls = _assign_roots(model, requests, installed, example)
-    forwards = [_fused_forward(model, root, assigned) for root, assigned in new.items()]
-    for forward in forwards:
+    fused = [_fused_forward(model, root, assigned) for root, assigned in new.items()]
+    for forward in fused:
         if example is not None:
             forward.prepare(calls[forward.path])
     for path, forward in installed.items():
         if any(is_within(path, root) for root in new):
             forward.remove()
-    for forward in forwards:
+    for forward in fused:
         forward.install()
     if backend is not None and not model.training:
         settle_parts(model, [backend])
@@ -221,7 +221,8 @@ class _FusionRequest:
     backend: Any
 
 
-def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None:
+def _checked_example(model: Any, args: Any, kwargs: Any, inplace: Any) -> ModelInputs | None:
+    """Return the example inputs; raise InvalidArgument unless the arguments are valid."""
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"fuse_modules takes a module, not a {type(model).__name__}.")
     refuse_scripted(model)
@@ -229,14 +230,12 @@ def _require_arguments(model: Any, args: Any, kwargs: Any, inplace: Any) -> None
         raise InvalidArgument("the model has lazy modules; call it once, so that their sizes are known.")
     if isinstance(args, bool):
         raise InvalidArgument("the third argument is example inputs; write inplace=True to fuse in place.")
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise InvalidArgument(f"args must be a tuple of example inputs, not a {type(args).__name__}.")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    example = example_inputs(args, kwargs)
     if not isinstance(inplace, bool):
         raise InvalidArgument(f"inplace must be True or False, not {inplace!r}.")
     if any(is_scheduled(m) and fused_forward_of(m) is None for m in model.modules()):
         raise InvalidArgument("the model is built by a schedule; fuse with that one, or `release` it first.")
+    return example
 
 
 def _name_lists(modules_to_fuse: Any) -> list[tuple[str, ...]]:
@@ -302,12 +301,6 @@ def fused_forward_of(module: nn.Module) -> FusedForward | None:
     return installed if isinstance(installed, FusedForward) else None
 
 
-def _installed_on(model: nn.Module) -> dict[str, FusedForward]:
-    return {
-        path: forward for path, m in model.named_modules() if (forward := fused_forward_of(m)) is not None
-    }
-
-
 def _assign_roots(
     model: nn.Module,
     requests: list[_FusionRequest],
@@ -346,13 +339,7 @@ def _changed_roots(
 
 def _common_parent(names: tuple[str, ...]) -> str:
     """Return the innermost path that contains all names."""
-    parents = [name.split(".")[:-1] for name in names]
-    common: list[str] = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    return ".".join(common_prefix([name.split(".")[:-1] for name in names]))
 
 
 def _callable_parent(model: nn.Module, path: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,9 +139,7 @@ def import_object(location: str) -> Any:
             return library_rule
     name, _, item = name.partition("/")
     try:
-        value: Any = importlib.import_module(module)
-        for atom in name.split("."):
-            value = getattr(value, atom)
+        value: Any = attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ScheduleError(f"'{location}' cannot be imported: {error}") from error
     if item:
@@ -167,31 +166,25 @@ def finder_from_entry(entry: Mapping[str, Any]) -> Finder:
     if not isinstance(entry, Mapping) or len(entry) != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(f"a step has one finder, and this one has {entry!r}")
     how, what = next(iter(entry.items()))
-    if how == "operator":
-        return ByNode(_operator(what))
-    if how == "predicate":
-        return ByNode(what)
-    if how == "module":
-        return ByModule(what)
-    if how == "path":
-        return finder_of(str(what))
-    if how == "region":
-        return ByRegion(what)
-    if how == "rule":
-        return finder_of(what)
-    if how == "rules":
-        return ByRule(tuple(what))
+    finders: dict[str, Callable[[Any], Finder]] = {
+        "operator": lambda name: ByNode(_operator(name)),
+        "predicate": ByNode,
+        "module": ByModule,
+        "path": lambda text: finder_of(str(text)),
+        "region": ByRegion,
+        "rule": finder_of,
+        "rules": lambda rules: ByRule(tuple(rules)),
+    }
+    if how in finders:
+        return finders[how](what)
     raise ScheduleError(f"a step has a finder by '{how}', which is unknown here")
 
 
 def _operator(name: str) -> OpOverload | OpOverloadPacket:
-    value: Any = torch.ops
     try:
-        for atom in name.split("."):
-            value = getattr(value, atom)
+        return attrgetter(str(name))(torch.ops)
     except AttributeError as error:
         raise ScheduleError(f"a step finds the operator '{name}', which does not exist here") from error
-    return value
 
 
 def describe_inputs(example: Any) -> Any:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, ScheduleError, UnknownPart, checked_call
-from dovetail.lowering.backend_protocol import BackendChain, checked_backends, resolve
+from dovetail.lowering.backend_protocol import BackendChain, checked_backends
 from dovetail.outlining.region import Region, make_identity
-from dovetail.scheduling import replace as replacement_steps
 from dovetail.scheduling.decompose import has_formula
 from dovetail.scheduling.edits import (
     AnnotateEdit,
@@ -34,10 +34,9 @@ from dovetail.scheduling.finders import (
     match_paths,
 )
 from dovetail.scheduling.history import backend_entry
+from dovetail.scheduling.replace import ReplaceOptions, replace_all, replace_target
 from dovetail.scheduling.resolve import (
-    AddressGroup,
     Target,
-    body_keys,
     group_by_graph,
     is_path_target,
     resolve_paths,
@@ -47,71 +46,19 @@ from dovetail.scheduling.resolve import (
 from dovetail.scheduling.session import ScheduleSession
 
 
-def fuse(session: ScheduleSession, matches: Any, together: bool, backend: Any, **options: Any) -> Any:
-    """Fuse matches and return their regions in the same order."""
-    items, is_list = target_list(matches, "fuse")
-    if not all(isinstance(item, PartMatch) for item in items):
-        wrong = next(item for item in items if not isinstance(item, PartMatch))
-        raise InvalidArgument(f"fuse takes matches that `find` returned, not {wrong!r}.")
-    if options.get("kind") is not None or options.get("attrs") is not None:
-        make_identity(options.get("kind") or "part", options.get("version") or 1, options.get("attrs"))
-    if backend is not None:
-        resolve(backend)
-    details = {k: v for k, v in options.items() if v is not None}
-    details |= {"backend": backend_entry(backend)} if backend is not None else {}
-    details |= {"together": True} if together else {}
-
-    def run() -> tuple[list[PartRegion], list[dict[str, Any]]]:
-        groups = group_by_graph(session, items, "fuse")
-        if together and len(groups) > 1:
-            raise ScheduleError(
-                f"what is fused together must be in one graph; these are in "
-                f"{', '.join(g.root or 'the model' for g in groups)}. Find them from a part that holds all of them"
-            )
-        at = target_entries(groups, body_keys(session, groups))
-        fused: dict[int, PartRegion] = {}
-        for group in groups:
-            edit = FuseEdit(
-                group.root, group.form, group.addresses, together=together, backend=backend, **options
-            )
-            names = session.edit(edit)
-            paths = [address.path for address in group.addresses]
-            created = session.regions_named(group.root, group.form, dict(zip(names, paths, strict=False)))
-            fused.update(dict(zip(group.indices, created, strict=False)))
-        return [fused[i] for i in sorted(fused)], at
-
-    fused, _ = session.step(lambda result: {"do": "fuse", "at": result[1], "list": is_list, **details}, run)
-    return fused if is_list and not together else fused[0]
-
-
 def _edit_groups(
-    session: ScheduleSession, do: str, items: list[Any], edit: Callable[[AddressGroup], Edit], **details: Any
+    session: ScheduleSession, do: str, items: list[Any], edit: Callable[..., Edit], **details: Any
 ) -> None:
-    """Apply one edit to each graph that the targets of a step are in."""
+    """Apply one edit to each graph that the targets of a step are in; `details` are in the history too."""
 
     def run() -> list[dict[str, Any]]:
         groups = group_by_graph(session, items, do)
-        at = target_entries(groups, body_keys(session, groups))
+        at = target_entries(session, groups)
         for group in groups:
-            session.edit(edit(group))
+            session.edit(edit(group.root, group.form, group.addresses))
         return at
 
     session.step(lambda at: {"do": do, "at": at, **details}, run)
-
-
-def decompose(session: ScheduleSession, target: Any) -> None:
-    """Decompose regions, matches, or the operations of some modules that have a formula."""
-    if is_path_target(target):
-        paths = resolve_paths(session, target)
-        items: list[Any] = list(session.find(paths, ByNode(has_formula)))
-        if not items:
-            closed = [name for path in paths for name in session.regions_holding(path)]
-            more = f"; decompose its regions first: {', '.join(closed[:4])}" if closed else ""
-            named = ", ".join(path or "the model" for path in paths)
-            raise ScheduleError(f"no operation of {named} can be decomposed into simpler ones{more}")
-    else:
-        items, _ = target_list(target, "decompose")
-    _edit_groups(session, "decompose", items, lambda g: DecomposeEdit(g.root, g.form, g.addresses))
 
 
 def _regions(target: Any, what: str) -> list[Any]:
@@ -138,50 +85,8 @@ def annotate(session: ScheduleSession, target: Any, attrs: Mapping[str, Any]) ->
 
         session.step(lambda _: {"do": "annotate", "paths": paths, "attrs": attributes}, note)
         return
-    items = _regions(target, "annotate")
-    _edit_groups(
-        session,
-        "annotate",
-        items,
-        lambda g: AnnotateEdit(g.root, g.form, g.addresses, attrs=attributes),
-        attrs=attributes,
-    )
-
-
-def checkpoint(session: ScheduleSession, target: Any) -> None:
-    """Recompute the inner values of regions or modules in backward."""
-    if is_path_target(target):
-        paths = resolve_paths(session, target)
-
-        def mark() -> None:
-            for path in paths:
-                if session.state.root_of(path) is not None:
-                    raise ScheduleError(f"'{path}' is traced; make a region of it and checkpoint that")
-                require_recomputable(path, session.module_at(path), ())
-            calls = session.record(paths) if session.example is not None else {}
-            for path, called in calls.items():
-                require_recomputable(path, session.module_at(path), called)
-            session.state = replace(session.state, checkpoints=session.state.checkpoints | set(paths))
-
-        session.step(lambda _: {"do": "checkpoint", "paths": paths}, mark)
-        return
-    items = _regions(target, "checkpoint")
-    _edit_groups(
-        session, "checkpoint", items, lambda g: LowerEdit(g.root, g.form, g.addresses, backend=Checkpoint())
-    )
-
-
-def lower(session: ScheduleSession, target: Any, backend: Any) -> None:
-    """Lower regions to a backend."""
-    resolve(backend)
-    items = _regions(target, "lower")
-    _edit_groups(
-        session,
-        "lower",
-        items,
-        lambda g: LowerEdit(g.root, g.form, g.addresses, backend=backend),
-        backend=backend_entry(backend),
-    )
+    edit = partial(AnnotateEdit, attrs=attributes)
+    _edit_groups(session, "annotate", _regions(target, "annotate"), edit, attrs=attributes)
 
 
 class Part:
@@ -200,7 +105,7 @@ class Part:
 
     @property
     def graph(self) -> GraphModule:
-        """The graph of a single part, traced on demand; the first if it has several call signatures."""
+        """The graph of a single part, traced on demand; the first if it has more than one call signature."""
         return self.graphs[0]
 
     @property
@@ -282,16 +187,41 @@ class Part:
         is an error if none does. None is the default backend; without any, the regions are there for a later compiler or
         replacement. One match returns a region, a list of matches a list.
         """
-        return fuse(
-            self._session,
-            matches,
-            together,
-            checked_backends(backends),
-            kind=kind,
-            version=version,
-            attrs=attrs,
-            escapes=escapes,
+        session, backend = self._session, checked_backends(backends)
+        items, is_list = target_list(matches, "fuse")
+        wrong = [item for item in items if not isinstance(item, PartMatch)]
+        if wrong:
+            raise InvalidArgument(f"fuse takes matches that `find` returned, not {wrong[0]!r}.")
+        if kind is not None or attrs is not None:
+            make_identity(kind or "part", version or 1, attrs)
+        options: dict[str, Any] = {"kind": kind, "version": version, "attrs": attrs, "escapes": escapes}
+        details = {k: v for k, v in options.items() if v is not None}
+        details |= {"backend": backend_entry(backend)} if backend is not None else {}
+        details |= {"together": True} if together else {}
+
+        def run() -> tuple[list[PartRegion], list[dict[str, Any]]]:
+            groups = group_by_graph(session, items, "fuse")
+            if together and len(groups) > 1:
+                raise ScheduleError(
+                    f"what is fused together must be in one graph; these are in "
+                    f"{', '.join(g.root or 'the model' for g in groups)}. Find them from a part that holds all of them"
+                )
+            at = target_entries(session, groups)
+            fused: dict[int, PartRegion] = {}
+            for group in groups:
+                place = (group.root, group.form)
+                names = session.edit(
+                    FuseEdit(*place, group.addresses, together=together, backend=backend, **options)
+                )
+                paths = [address.path for address in group.addresses]
+                created = session.regions_named(*place, dict(zip(names, paths, strict=False)))
+                fused.update(zip(group.indices, created, strict=False))
+            return [fused[i] for i in sorted(fused)], at
+
+        fused, _ = session.step(
+            lambda result: {"do": "fuse", "at": result[1], "list": is_list, **details}, run
         )
+        return fused if is_list and not together else fused[0]
 
     @checked_call()
     def replace(
@@ -314,10 +244,8 @@ class Part:
         too. A new module is trained, moved and saved with the model, as a child of the part it was put into. Without a
         target the parts themselves are replaced.
         """
-        place = self.paths if target is None else target
-        replacement_steps.replace_target(
-            self._session, new, place, params=params, concrete_args=concrete_args, check=check, name=name
-        )
+        options = ReplaceOptions(params, concrete_args, check)
+        replace_target(self._session, new, self.paths if target is None else target, options, name)
 
     @checked_call()
     def replace_all(
@@ -335,9 +263,8 @@ class Part:
         inside a new one are left alone. `params` are names of parameters of the module that is replaced, or of operands
         of the match.
         """
-        return replacement_steps.replace_all(
-            self._session, self.paths, what, factory, params=params, concrete_args=concrete_args, check=check
-        )
+        options = ReplaceOptions(params, concrete_args, check)
+        return replace_all(self._session, self.paths, what, factory, options)
 
     def decompose(self, target: Target | None = None) -> None:
         """Decompose regions, matches, or the operations of these modules.
@@ -345,7 +272,18 @@ class Part:
         A region becomes its operations, an operation simpler ones (a linear layer product and bias, attention its
         products).
         """
-        decompose(self._session, self.paths if target is None else target)
+        session, target = self._session, self.paths if target is None else target
+        if is_path_target(target):
+            paths = resolve_paths(session, target)
+            items: list[Any] = list(session.find(paths, ByNode(has_formula)))
+            if not items:
+                closed = [name for path in paths for name in session.regions_holding(path)]
+                more = f"; decompose its regions first: {', '.join(closed[:4])}" if closed else ""
+                named = ", ".join(path or "the model" for path in paths)
+                raise ScheduleError(f"no operation of {named} can be decomposed into simpler ones{more}")
+        else:
+            items, _ = target_list(target, "decompose")
+        _edit_groups(session, "decompose", items, DecomposeEdit)
 
     def annotate(self, target: Target | None = None, **attrs: Any) -> None:
         """Add attributes to regions, or notes to modules."""
@@ -353,12 +291,30 @@ class Part:
 
     def checkpoint(self, target: Target | None = None) -> None:
         """Recompute the inner values of regions or modules in backward instead of saving them."""
-        checkpoint(self._session, self.paths if target is None else target)
+        session, target = self._session, self.paths if target is None else target
+        if not is_path_target(target):
+            edit = partial(LowerEdit, backend=Checkpoint())
+            _edit_groups(session, "checkpoint", _regions(target, "checkpoint"), edit)
+            return
+        paths = resolve_paths(session, target)
+
+        def mark() -> None:
+            for path in paths:
+                if session.state.root_of(path) is not None:
+                    raise ScheduleError(f"'{path}' is traced; make a region of it and checkpoint that")
+                require_recomputable(path, session.module_at(path), ())
+            calls = session.record(paths) if session.example is not None else {}
+            for path, called in calls.items():
+                require_recomputable(path, session.module_at(path), called)
+            session.state = replace(session.state, checkpoints=session.state.checkpoints | set(paths))
+
+        session.step(lambda _: {"do": "checkpoint", "paths": paths}, mark)
 
     @checked_call()
     def lower(self, target: Target, backends: BackendChain) -> None:
         """Lower regions to a backend, or to the first of a list that accepts them; None is the default."""
-        chosen = checked_backends(backends)
-        if chosen is None:
+        backend = checked_backends(backends)
+        if backend is None:
             raise InvalidArgument("no backend was given; `undo` takes a lowering back.")
-        lower(self._session, target, chosen)
+        edit, items = partial(LowerEdit, backend=backend), _regions(target, "lower")
+        _edit_groups(self._session, "lower", items, edit, backend=backend_entry(backend))

@@ -1,49 +1,46 @@
-"""Steps that replace matches, regions or modules, and the binding of operands to the arguments of a replacement."""
+"""Steps that replace matches, regions or modules by other modules or functions, checked on recorded calls first."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
-from dovetail.rules.patterns.match_state import Value
-from dovetail.rules.patterns.pattern_rule import PatternRule
-from dovetail.scheduling.call_recording import record_results
-from dovetail.scheduling.edits import ReplaceEdit, isolate
-from dovetail.scheduling.finders import (
-    ByModule,
-    ByRegion,
-    ByRule,
-    PartMatch,
-    PartRegion,
-    finder_of,
-    is_within,
-    relative_path,
+from dovetail.scheduling.call_recording import (
+    RecordedCall,
+    copy_tensors,
+    expand_objects,
+    isolated_run,
+    record_results,
 )
-from dovetail.scheduling.replace_module import replace_modules
-from dovetail.scheduling.replacement_checks import (
-    ABSENT,
-    Operand,
+from dovetail.scheduling.edits import ReplaceEdit, isolate
+from dovetail.scheduling.finders import ByModule, PartMatch, PartRegion, finder_of, is_within, relative_path
+from dovetail.scheduling.install import hook_kind
+from dovetail.scheduling.replacement import (
     Probe,
-    Replacement,
+    bind_replacement,
     check_fits,
     check_order,
+    check_results,
+    check_signature,
     flat_leaves,
     in_mode,
+    label_of,
+    operand_name,
     own_state,
     result_order,
+    result_permutation,
     run_probe,
-    signature_of,
 )
 from dovetail.scheduling.resolve import (
     AddressGroup,
-    body_keys,
     group_by_graph,
     is_path_target,
     resolve_paths,
@@ -52,45 +49,49 @@ from dovetail.scheduling.resolve import (
 )
 from dovetail.scheduling.session import ScheduleSession
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-Params = Mapping[str, Any] | None
 
+@dataclass(frozen=True)
+class ReplaceOptions:
+    """Options of a replacement: its parameters that others replace, fixed arguments, whether values are compared."""
 
-def _checked_arguments(params: Params, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fixed arguments of a replacement; raise unless both are mappings."""
-    for label, mapping in (("params", params), ("concrete_args", concrete_args)):
-        if mapping is not None and not isinstance(mapping, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(f"{label} is a dict by name, not a {type(mapping).__name__}.")
-    return dict(concrete_args or {})
+    params: Mapping[str, Any] | None
+    concrete_args: Mapping[str, Any] | None
+    check: bool
+
+    def __post_init__(self) -> None:
+        for label in ("params", "concrete_args"):
+            mapping = getattr(self, label)
+            if mapping is not None and not isinstance(mapping, Mapping):
+                raise InvalidArgument(f"{label} is a dict by name, not a {type(mapping).__name__}.")
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        return dict(self.concrete_args or {})
+
+    def entry(self) -> dict[str, Any]:
+        """Return the options as they are in the history."""
+        options = {"params": dict(self.params or {}), "concrete_args": self.fixed}
+        return {name: values for name, values in options.items() if values}
 
 
 def replace_target(
     session: ScheduleSession,
     new: Any,
     target: Any,
-    *,
-    params: Params,
-    concrete_args: Mapping[str, Any] | None,
-    check: bool,
+    options: ReplaceOptions,
     name: str | None,
 ) -> None:
     """Replace a match, a region, a list of matches, or the modules at some paths by a module or function."""
     label = _label(new, name)
-    fixed = _checked_arguments(params, concrete_args)
     if is_path_target(target):
         paths = resolve_paths(session, target)
-        refuse_sharing(session, new, params, paths)
-
-        def exchange() -> None:
-            _replace_modules(session, dict.fromkeys(paths, new), params, fixed, check, label)
-
-        entry = {"do": "replace", "paths": paths, "new": new, "name": label}
-        entry |= {"params": dict(params)} if params else {}
-        entry |= {"concrete_args": fixed} if fixed else {}
-        session.step(lambda _: entry, exchange)
+        refuse_sharing(session, new, options, paths)
+        entry = {"do": "replace", "paths": paths, "new": new, "name": label, **options.entry()}
+        new_modules = dict.fromkeys(paths, new)
+        session.step(lambda _: entry, lambda: _replace_modules(session, new_modules, options, label))
         return
     items, _ = target_list(target, "replace")
-    refuse_sharing(session, new, params, [])
+    refuse_sharing(session, new, options, [])
 
     def run() -> dict[str, Any]:
         groups = group_by_graph(session, items, "replace")
@@ -100,7 +101,7 @@ def replace_target(
                 f"a list is replaced by one call, and these are in more than one graph ({graphs}). "
                 f"Give the matches of one of them, or replace each by itself: replace_all(matches, factory)"
             )
-        entry = _replace_group(session, new, groups[0], params, fixed, check, label)
+        entry = _replace_group(session, new, groups[0], options, label)
         return {"do": "replace", **entry, "new": new, "name": label}
 
     session.step(lambda entry: entry, run)
@@ -111,17 +112,13 @@ def replace_all(
     paths: tuple[str, ...],
     what: Any,
     factory: Callable[[Any], Any],
-    *,
-    params: Params,
-    concrete_args: Mapping[str, Any] | None,
-    check: bool,
+    options: ReplaceOptions,
 ) -> list[str]:
     """Replace modules of a class, or matches, each by what a factory returns for it; return their paths."""
     if not callable(factory):
         raise InvalidArgument(f"replace_all takes a function that makes replacements, not {factory!r}.")
-    fixed = _checked_arguments(params, concrete_args)
     if isinstance(what, type) and issubclass(what, nn.Module):
-        return _replace_class(session, paths, what, factory, params, fixed, check)
+        return _replace_class(session, paths, what, factory, options)
     is_match_list = isinstance(what, (PartMatch, PartRegion)) or (
         isinstance(what, (list, tuple)) and not is_path_target(what)
     )
@@ -129,13 +126,13 @@ def replace_all(
 
     def run() -> dict[str, Any]:
         groups = group_by_graph(session, items, "replace")
-        at = target_entries(groups, body_keys(session, groups))
+        at = target_entries(session, groups)
         details: dict[str, Any] = {}
         for item in items:
             new = factory(item)
-            refuse_sharing(session, new, params, [])
+            refuse_sharing(session, new, options, [])
             group = group_by_graph(session, [item], "replace")[0]
-            details = _replace_group(session, new, group, params, fixed, check, _label(new, None))
+            details = _replace_group(session, new, group, options, _label(new, None))
         return {"do": "replace_all", **details, "at": at, "factory": factory}
 
     session.step(lambda details: details, run)
@@ -147,9 +144,7 @@ def _replace_class(
     paths: tuple[str, ...],
     cls: type[nn.Module],
     factory: Callable[[nn.Module], Any],
-    params: Params,
-    fixed: dict[str, Any],
-    check: bool,
+    options: ReplaceOptions,
 ) -> list[str]:
     targets: dict[str, nn.Module] = {}
     with session.with_replacements() as model:
@@ -166,24 +161,17 @@ def _replace_class(
     owners: dict[int, nn.Module] = {}
     for old, new in replacements.items():
         if owners.setdefault(id(new), old) is not old:
-            refuse_sharing(session, new, params, list(targets))
+            refuse_sharing(session, new, options, list(targets))
     new_modules = {path: replacements[module] for path, module in targets.items()}
     label = getattr(factory, "__name__", "factory")
     label = label if label.isidentifier() else cls.__name__
-    entry = {"do": "replace_all", "paths": list(paths), "class": cls, "factory": factory}
-    entry |= {"params": dict(params)} if params else {}
-    entry |= {"concrete_args": fixed} if fixed else {}
-    session.step(lambda _: entry, lambda: _replace_modules(session, new_modules, params, fixed, check, label))
+    entry = {"do": "replace_all", "paths": list(paths), "class": cls, "factory": factory, **options.entry()}
+    session.step(lambda _: entry, lambda: _replace_modules(session, new_modules, options, label))
     return list(targets)
 
 
 def _replace_modules(
-    session: ScheduleSession,
-    new_modules: Mapping[str, Any],
-    params: Params,
-    fixed: dict[str, Any],
-    check: bool,
-    label: str,
+    session: ScheduleSession, new_modules: Mapping[str, Any], options: ReplaceOptions, label: str
 ) -> None:
     """Replace modules in the model where nothing around them is traced, else in the graph."""
     if "" in new_modules:
@@ -191,25 +179,18 @@ def _replace_modules(
     roots = {path: session.state.root_of(path) for path in new_modules}
     outside = {path: new for path, new in new_modules.items() if roots[path] in (None, path)}
     if outside:
-        replace_modules(session, outside, params, fixed, check, label)
+        _replace_in_model(session, outside, options, label)
     for path, root in roots.items():
         if path in outside or root is None:
             continue
-        if params:
-            params = {name: _operand_name(root, path, source) for name, source in params.items()}
+        if options.params:
+            operands = {n: _operand_name(root, path, source) for n, source in options.params.items()}
+            options = replace(options, params=operands)
+        old = session.state.traces[root].module.get_submodule(relative_path(path, root))
+        reference = None if options.check or options.params else old
         for match in _calls_of(session, root, path):
             group = group_by_graph(session, [match], "replace")[0]
-            old = session.state.traces[root].module.get_submodule(relative_path(path, root))
-            _replace_group(
-                session,
-                new_modules[path],
-                group,
-                params,
-                fixed,
-                check,
-                label,
-                None if check or params else old,
-            )
+            _replace_group(session, new_modules[path], group, options, label, reference)
 
 
 def _operand_name(root: str, path: str, source: Any) -> Any:
@@ -232,9 +213,7 @@ def _replace_group(
     session: ScheduleSession,
     new: Any,
     group: AddressGroup,
-    params: Params,
-    fixed: dict[str, Any],
-    check: bool,
+    options: ReplaceOptions,
     label: str,
     old: nn.Module | None = None,
 ) -> dict[str, Any]:
@@ -249,7 +228,7 @@ def _replace_group(
     probe = run_probe(gm, region, call.example, trace.module)
     order = result_order(region)
     results, count = _results(session, group, probe, order)
-    replacement = bind_replacement(new, _identifier(label), matches, params, fixed, results)
+    replacement = bind_replacement(new, _identifier(label), matches, options.params, options.fixed, results)
     if old is not None:
         with in_mode(old, _is_training(session, group)):
             check_order(replace(replacement, new=old).adapter(matches, region), probe)
@@ -259,18 +238,14 @@ def _replace_group(
             probe,
             label,
             count,
-            values=check,
+            values=options.check,
             may_write="writes" in region.effects,
         )
-        details: dict[str, Any] = {
-            "at": target_entries([group], body_keys(session, [group])),
-            "siblings": len(matches),
-        }
+        details = {"at": target_entries(session, [group]), "siblings": len(matches)}
         tried = replace(replacement, declared_effects=effects)
         session.edit(ReplaceEdit(group.root, group.form, group.addresses, new=tried))
-    if replacement.params:
-        details["params"] = {name: operand_name(matches, at) for name, at in replacement.params.items()}
-    return details | ({"concrete_args": fixed} if fixed else {})
+    operands = {name: operand_name(matches, at) for name, at in replacement.params.items()}
+    return details | replace(options, params=operands).entry()
 
 
 def _is_training(session: ScheduleSession, group: AddressGroup) -> bool:
@@ -305,9 +280,9 @@ def _results(
     raise reasons[0]
 
 
-def refuse_sharing(session: ScheduleSession, new: Any, params: Params, paths: Sequence[str]) -> None:
+def refuse_sharing(session: ScheduleSession, new: Any, options: ReplaceOptions, paths: Sequence[str]) -> None:
     """Raise if a module with weights of its own would be in two places."""
-    own = own_state(new, params or {})
+    own = own_state(new, options.params or {})
     if not own:
         return
     places = [path for path, module in session.state.swaps.items() if module.__dict__ is new.__dict__]
@@ -334,153 +309,144 @@ def _identifier(label: str) -> str:
     return text if text and not text[0].isdigit() else f"new_{text}"
 
 
-def bind_replacement(
-    new: Callable[..., Any],
-    label: str,
-    matches: Sequence[PartMatch],
-    params: Mapping[str, Any] | None,
-    fixed: Mapping[str, Any],
-    results: tuple[int, ...],
-) -> Replacement:
-    """Bind the operands of matches to a replacement: by the names of a pattern's arguments, else by position."""
-    bound_params = {name: operand_of(matches, value) for name, value in (params or {}).items()}
-    _require_parameters(new, bound_params)
-    arguments = _arguments(matches, set(bound_params.values()))
-    names = _parameter_names(new)
-    is_pattern = len(matches) == 1 and _pattern_names(matches[0]) is not None
-    positional: list[Operand] = []
-    named: dict[str, Operand] = {}
-    present = [name for name, operand in arguments.items() if operand != ABSENT]
-    if is_pattern and present and all(name in names for name in present):
-        named = {name: arguments[name] for name in arguments if name in names}
-    else:
-        only = {name for name, kind in names.items() if kind is inspect.Parameter.KEYWORD_ONLY}
-        named = {name: operand for name, operand in arguments.items() if name in only}
-        positional = [operand for name, operand in arguments.items() if name not in only]
-        while positional and positional[-1] == ABSENT:
-            positional.pop()
-    free = names.keys() - named.keys() - fixed.keys() - set(list(names)[: len(positional)])
-    literals = tuple(name for name in matches[0].literals if name in free) if is_pattern else ()
-    arity = tuple(len(match.operands) for match in matches)
-    outputs = tuple(len(match.outputs) for match in matches)
-    return Replacement(
-        new, label, tuple(positional), results, arity, outputs, named, literals, bound_params, dict(fixed)
-    )
-
-
-def _parameter_names(new: Any) -> dict[str, Any]:
-    signature = signature_of(new)
-    parameters = signature.parameters.values() if signature is not None else ()
-    return {p.name: p.kind for p in parameters if p.kind in _NAMED}
-
-
-def _require_parameters(new: Any, bound_params: Mapping[str, Operand]) -> None:
-    if not bound_params:
-        return
-    if not isinstance(new, torch.nn.Module):
-        raise InvalidArgument(
-            "params are parameters of a new module; a function is called with the values themselves."
-        )
-    state = {**dict(new.named_parameters()), **dict(new.named_buffers())}
-    for name in bound_params:
-        if name not in state:
-            raise ScheduleError(
-                f"the new module has no parameter '{name}'; there are {', '.join(state) or 'none'}"
-            )
-
-
-def _pattern_names(match: PartMatch) -> list[str] | None:
-    """Return the arguments of the pattern of a match, in order; None without a pattern."""
-    if isinstance(match.finder, ByRule) and match.request is not None:
-        for rule in match.finder.rules:
-            if isinstance(rule, PatternRule) and rule.name == match.request.rule:
-                return list(rule.parameters.operands)
-    if match.request is not None and match.request.arguments:
-        return list(match.request.arguments)
-    if isinstance(match.finder, ByRegion) and not match.operands.keys() <= {
-        value.name for value in match.operands.values() if value is not None
-    }:
-        return list(match.operands)
-    return None
-
-
-def _arguments(matches: Sequence[PartMatch], bound: set[Operand]) -> dict[str, Operand]:
-    """Return the operands to call with: a pattern's in its order, otherwise each value except weights, once."""
-    if len(matches) == 1 and (pattern := _pattern_names(matches[0])) is not None:
-        numbers = {name: i for i, name in enumerate(matches[0].operands)}
-        names = [name for name in pattern if name not in matches[0].literals]
-        named = {name: (0, numbers[name]) if name in numbers else ABSENT for name in names}
-        return {name: operand for name, operand in named.items() if operand not in bound}
-    arguments: dict[str, Operand] = {}
-    for i, match in enumerate(matches):
-        for j, value in enumerate(match.operands.values()):
-            is_weight = value is None or (value.node.op == "get_attr" and isinstance(value.value, Tensor))
-            if value is not None and not is_weight and (i, j) not in bound:
-                arguments.setdefault(value.name, (i, j))
-    return arguments
-
-
-def operand_of(matches: Sequence[PartMatch], value: Any) -> Operand:
-    """Return the operand of matches that is a value of one, or has a name; `1.w` is `w` of the second."""
-    if isinstance(value, Value):
-        for i, match in enumerate(matches):
-            for j, operand in enumerate(match.operands.values()):
-                if operand is not None and operand.name == value.name:
-                    return i, j
-    elif isinstance(value, str):
-        first, _, rest = value.partition(".")
-        places = (
-            [int(first)] if rest and first.isdigit() and int(first) < len(matches) else range(len(matches))
-        )
-        name = rest if isinstance(places, list) else value
-        for i in places:
-            for j, (key, operand) in enumerate(matches[i].operands.items()):
-                if name == key or (operand is not None and operand.name == name):
-                    return i, j
-        operands = dict.fromkeys(key for match in matches for key in match.operands)
+def _replace_in_model(
+    session: ScheduleSession, new_modules: Mapping[str, Any], options: ReplaceOptions, label: str
+) -> None:
+    """Replace modules at some paths, each checked on the calls of the module there."""
+    inner = [root for root in session.state.traces if any(is_within(root, path) for path in new_modules)]
+    if inner:
         raise ScheduleError(
-            f"'{value}' is not an operand of what is replaced; the operands are {', '.join(operands) or 'none'}"
+            f"'{inner[0]}' was traced, and would be lost with what it is in. Undo its steps first"
         )
-    raise InvalidArgument(f"params takes values of the match, such as match['w'], not {value!r}.")
-
-
-def operand_name(matches: Sequence[PartMatch], operand: Operand) -> str:
-    """Return the name of an operand in the history."""
-    match, which = operand
-    name = list(matches[match].operands)[which]
-    return name if len(matches) == 1 else f"{match}.{name}"
-
-
-def result_permutation(
-    matches: Sequence[PartMatch], probe: Probe, values: Sequence[Any], region_results: Sequence[int]
-) -> tuple[int, ...]:
-    """Return which value that a module returned each result of its operations is, by comparing values.
-
-    Results are in the order of computation, and a module may return them in any order.
-    """
-    _, results, _ = probe.calls[0]
-    outputs = [
-        value for _, value in sorted(zip(region_results, results, strict=True), key=lambda pair: pair[0])
-    ]
-    order: list[int] = []
-    for value in outputs:
-        same = [i for i, leaf in enumerate(values) if i not in order and _equal(leaf, value)]
-        if not same:
-            names = ", ".join(node.name for match in matches for node in match.outputs)
+    calls = session.record(new_modules)
+    replacements: dict[str, nn.Module] = {}
+    for path, new in new_modules.items():
+        old = session.module_at(path)
+        what = hook_kind(old)
+        if what is not None:
             raise ScheduleError(
-                f"not all of {names} are returned by '{matches[0].module_path}', so that a replacement would not return them"
+                f"'{path}' has a {what}, which would be lost. Remove it, or replace what is within the module"
             )
-        order.append(same[0])
-    return tuple(order)
+        module = _as_module(new, options.fixed)
+        with in_mode(module, old.training), _shared_parameters(session, old, module, options.params):
+            for call in calls[path]:
+                named = {**call.example.kwargs, **options.fixed}
+                check_signature(new, len(call.example.args), named, label)
+                _check_call(module, old, call, path, label, options.check)
+        replacements[path] = module
+    session.state = replace(session.state, swaps={**session.state.swaps, **replacements})
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b or (type(a) is type(b) and a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return (
-        bool(torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True))
-        if a.is_floating_point()
-        else torch.equal(a, b)
+def _check_call(
+    module: nn.Module, old: nn.Module, call: RecordedCall, path: str, label: str, check: bool
+) -> None:
+    both = nn.ModuleList([old, module])
+    with isolated_run(both), torch.no_grad():
+        try:
+            result = copy_tensors(call.example.copied().call(module))
+        except Exception as error:
+            raise ScheduleError(
+                f"'{label}' does not accept the arguments of '{path}': {type(error).__name__}: {error}"
+            ) from error
+    expected = call.result
+    if check:
+        # From the same state, which both may share, and the same random numbers.
+        with isolated_run(both), torch.no_grad():
+            expected = call.example.copied().call(old)
+    check_results(
+        flat_leaves(expand_objects(result)), flat_leaves(expand_objects(expected)), label, values=check
     )
+
+
+class FunctionModule(nn.Module):
+    """A function as a module, with further arguments fixed."""
+
+    def __init__(self, function: Callable[..., Any], fixed: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.fixed = dict(fixed)
+
+    def _get_name(self) -> str:
+        return label_of(self.function)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **self.fixed, **kwargs)
+
+
+def _as_module(new: Any, fixed: Mapping[str, Any]) -> nn.Module:
+    if not callable(new):
+        raise InvalidArgument(f"replace takes a module or a function, not a {type(new).__name__}.")
+    if not isinstance(new, nn.Module):
+        return FunctionModule(new, fixed)
+    if not fixed:
+        return new
+    wrapper = _partial_module(type(new), dict(fixed))
+    object.__setattr__(wrapper, "__dict__", new.__dict__)
+    return wrapper
+
+
+def _partial_module(cls: type[nn.Module], fixed: dict[str, Any]) -> nn.Module:
+    """Return a module with arguments fixed, to which the attributes of one of the class are still to be given."""
+
+    def forward(self: nn.Module) -> Callable[..., Any]:
+        own = self.__dict__.get("forward")
+        return partial(own if own is not None else cls.forward.__get__(self), **fixed)
+
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        return _partial_module, (cls, fixed), self.__dict__
+
+    # A property takes precedence over instance attributes; torch's own classes look their forward up on the class.
+    body = {"forward": property(forward), "__module__": cls.__module__, "__reduce_ex__": reduced}
+    subclass = type(cls.__name__, (cls,), body)
+    subclass.__qualname__ = cls.__qualname__
+    return cast("nn.Module", object.__new__(subclass))
+
+
+@contextmanager
+def _shared_parameters(
+    session: ScheduleSession, old: nn.Module, module: nn.Module, params: Mapping[str, Any] | None
+) -> Generator[None]:
+    """Make parameters of a new module the same objects as parameters of the model; undone if it does not fit."""
+    before: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for name, source in (params or {}).items():
+            owner, _, own = name.rpartition(".")
+            if name not in dict(module.named_parameters()):
+                names = ", ".join(n for n, _ in module.named_parameters()) or "none"
+                raise ScheduleError(f"the new module has no parameter '{name}'; there are {names}")
+            value = _parameter(session, old, source)
+            holder = module.get_submodule(owner)
+            before.append((holder, own, holder._parameters[own]))
+            holder._parameters[own] = value
+        yield
+    except BaseException:
+        for holder, own, value in reversed(before):
+            holder._parameters[own] = value
+        raise
+
+
+def _parameter(session: ScheduleSession, old: nn.Module, source: Any) -> nn.Parameter:
+    """Return a parameter of the module that is replaced, or of the model, by name or as an object."""
+    own = dict(old.named_parameters())
+    if isinstance(source, str):
+        parameter = own[source] if source in own else _parameter_at(session, source)
+        if parameter is None:
+            names = ", ".join(own) or "none"
+            raise ScheduleError(f"there is no parameter '{source}'; the module that is replaced has {names}")
+        return parameter
+    if isinstance(source, nn.Parameter):
+        with session.with_replacements() as model:
+            if any(source is p for p in (*own.values(), *model.parameters())):
+                return source
+    raise InvalidArgument(
+        f"params of a module that is replaced are its parameters, or names of them, not a {type(source).__name__}."
+    )
+
+
+def _parameter_at(session: ScheduleSession, path: str) -> nn.Parameter | None:
+    """Return a parameter of the model by its full name."""
+    owner, _, name = path.rpartition(".")
+    try:
+        return session.module_at(owner)._parameters.get(name)
+    except AttributeError:
+        return None

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.outlining.region import Region, call_of, regions, walk
 from dovetail.scheduling.edits import Address, ContextProvider, outline_named
-from dovetail.scheduling.finders import ByRegion, PartMatch, PartRegion, match_paths
+from dovetail.scheduling.finders import ByRegion, PartMatch, PartRegion, match_paths, relative_path
 from dovetail.scheduling.session import ScheduleSession
 from dovetail.scheduling.state import ScheduleState
 
@@ -86,7 +86,8 @@ def _address(
         finder, name = ByRegion(item.kind), item.name
     key = (root, item.form, item.path, finder.identity, isinstance(item, PartMatch))
     if key not in cache:
-        matches = Address(item.path, finder, 0).all(contexts(state.graphs[root, item.form].gm), root)
+        context = contexts(state.graphs[root, item.form].gm)
+        matches, _ = finder.find(context, relative_path(item.path, root))
         cache[key] = {
             m.names if isinstance(item, PartMatch) else m.nodes[0].name: (i, m) for i, m in enumerate(matches)
         }
@@ -110,21 +111,19 @@ def _why_missing(state: ScheduleState, root: str, item: PartMatch | PartRegion) 
     return "a later step changed it"
 
 
-def target_entries(groups: Iterable[AddressGroup], keys: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return addresses as entries of a history, with the keys of the bodies in the same order."""
-    entries: list[dict[str, Any]] = []
-    for group in groups:
-        for address in group.addresses:
-            at = {
-                "path": address.path,
-                "form": group.form,
-                "find": address.finder.serialized(),
-                "occurrence": address.occurrence,
-            }
-            if keys is not None:
-                at["key"] = keys[len(entries)]
-            entries.append(at)
-    return entries
+def target_entries(session: ScheduleSession, groups: Sequence[AddressGroup]) -> list[dict[str, Any]]:
+    """Return addresses as entries of a history, each with the structural key of its operations."""
+    addresses = [(group.form, address) for group in groups for address in group.addresses]
+    return [
+        {
+            "path": address.path,
+            "form": form,
+            "find": address.finder.serialized(),
+            "occurrence": address.occurrence,
+            "key": key,
+        }
+        for (form, address), key in zip(addresses, body_keys(session, groups), strict=True)
+    ]
 
 
 def body_keys(session: ScheduleSession, groups: Iterable[AddressGroup]) -> list[str]:

@@ -22,13 +22,10 @@ from dovetail.ir.printer import text
 from dovetail.lowering.backend_protocol import resolve
 from dovetail.lowering.lower import settle_parts
 from dovetail.outlining.region import RegionCall, call_of
-from dovetail.scheduling import part
-from dovetail.scheduling import replace as replacement_steps
-from dovetail.scheduling.call_recording import ModelInputs
+from dovetail.scheduling.call_recording import ModelInputs, example_inputs
 from dovetail.scheduling.edits import Checkpoint, PartGraph
 from dovetail.scheduling.finders import (
     PartMatch,
-    PartRegion,
     enclosing_paths,
     is_within,
     join_path,
@@ -44,7 +41,7 @@ from dovetail.scheduling.history import (
     inputs_from_description,
 )
 from dovetail.scheduling.install import is_scheduled
-from dovetail.scheduling.part import Part
+from dovetail.scheduling.part import Part, annotate
 from dovetail.scheduling.resolve import body_keys, group_by_graph
 from dovetail.scheduling.session import CompletedStep, ScheduleSession
 from dovetail.scheduling.state import ScheduleState
@@ -90,7 +87,7 @@ def _lines(tree: _Tree, module: nn.Module, path: str, label: str) -> list[str]:
     for name, child in module._modules.items():
         inner = join_path(path, name)
         if child is not None and child is not module and tree.is_shown(inner):
-            children.append((name, _lines(tree, child, inner, _class_name(child))))
+            children.append((name, _lines(tree, child, inner, child._get_name())))
     for _, alike in groupby(children, key=lambda c: c[1]):
         folded = list(alike)
         first, *rest = folded[0][1]
@@ -108,15 +105,11 @@ def _names(names: list[str]) -> str:
     return ", ".join(names)
 
 
-def _class_name(module: nn.Module) -> str:
-    return module._get_name()
-
-
 def _notes_by_path(state: ScheduleState, model: nn.Module) -> dict[str, list[str]]:
     """Return what was done by the path of the module; `model` is the original one."""
     notes: dict[str, list[str]] = {}
     for path in state.swaps:
-        notes.setdefault(path, []).append(f"in place of {_class_name(_module_before(state, model, path))}")
+        notes.setdefault(path, []).append(f"in place of {_module_before(state, model, path)._get_name()}")
     for path, trace in state.traces.items():
         count = len(trace.calls)
         notes.setdefault(path, []).append("traced" if count == 1 else f"traced, {count} ways of calling")
@@ -146,7 +139,10 @@ def _graph_notes(state: ScheduleState, root: str, count: int) -> dict[str, list[
     forms = [_count_by_module(state.graphs[root, form], root, paths) for form in range(count)]
     notes: dict[str, list[str]] = {}
     for owner in dict.fromkeys(owner for form in forms for owner in form):
-        lines = [_with_counts(form.get(owner, Counter())) for form in forms]
+        lines = [
+            [what if n == 1 else f"{n} {what}" for what, n in form.get(owner, Counter[str]()).items()]
+            for form in forms
+        ]
         if all(words == lines[0] for words in lines):
             notes[owner] = lines[0]
         else:
@@ -154,25 +150,16 @@ def _graph_notes(state: ScheduleState, root: str, count: int) -> dict[str, list[
     return notes
 
 
-def _with_counts(counts: Counter[str]) -> list[str]:
-    return [what if count == 1 else f"{count} {what}" for what, count in counts.items()]
-
-
 def _count_by_module(part: PartGraph, root: str, paths: Set[str]) -> dict[str, Counter[str]]:
     counts: dict[str, Counter[str]] = {}
     for node in part.gm.graph.nodes:
         if node.op != "call_module":
             continue
-        call = call_of(node.meta)
-        note = _replacement_note(part, node) if call is None else _region_note(part, node, call)
+        call, called = call_of(node.meta), attribute(part.gm, cast("str", node.target))
+        note = f"calls {called._get_name()}" if call is None else _region_note(part, node, call)
         owner = join_path(root, path_of(node))
         counts.setdefault(owner if owner in paths else root, Counter())[note] += 1
     return counts
-
-
-def _replacement_note(part: PartGraph, node: Node) -> str:
-    called = attribute(part.gm, cast("str", node.target))
-    return f"calls {called._get_name()}"
 
 
 def _region_note(part: PartGraph, node: Node, call: RegionCall) -> str:
@@ -234,10 +221,7 @@ def _replay_entry(schedule: Schedule, session: ScheduleSession, entry: dict[str,
             ],
         )
         return
-    if "at" in entry:
-        _replay_on_targets(session, entry, _targets(session, entry["at"]))
-    else:
-        _replay_on_paths(session, entry)
+    _replay_step(schedule, session, entry)
 
 
 def _targets(session: ScheduleSession, entries: list[dict[str, Any]]) -> list[Any]:
@@ -272,65 +256,44 @@ def _targets(session: ScheduleSession, entries: list[dict[str, Any]]) -> list[An
                 f"else than in the model that the history is of (its body is {key[:12]}, not {str(at['key'])[:12]})"
             )
     return [
-        _as_region(session, match) if "region" in at["find"] else match
+        session.regions_named(match.root, match.form, {match.nodes[0].name: match.path})[0]
+        if "region" in at["find"]
+        else match
         for at, match in zip(entries, matches, strict=True)
     ]
 
 
-def _as_region(session: ScheduleSession, match: PartMatch) -> PartRegion:
-    name = match.nodes[0].name
-    return session.regions_named(match.root, match.form, {name: match.path})[0]
-
-
-def _replay_on_targets(session: ScheduleSession, entry: dict[str, Any], items: list[Any]) -> None:
-    do = entry["do"]
-    if do == "fuse":
-        options = {k: entry.get(k) for k in ("kind", "version", "attrs", "escapes")}
-        target = items if entry.get("list", True) else items[0]
-        part.fuse(session, target, bool(entry.get("together")), _backend(entry.get("backend")), **options)
-    elif do == "replace":
-        many = entry.get("siblings", len(items))
-        for i in range(0, len(items), many):
-            _replace(session, items[i : i + many], entry)
-    elif do == "replace_all":
-        _replace_all(session, (), items, entry)
-    elif do == "decompose":
-        part.decompose(session, items)
-    elif do == "annotate":
-        part.annotate(session, items, entry["attrs"])
-    elif do == "checkpoint":
-        part.checkpoint(session, items)
-    elif do == "lower":
-        part.lower(session, items, _backend(entry["backend"]))
-    else:
-        raise ScheduleError(f"the step '{do}' is unknown here")
-
-
-def _replay_on_paths(session: ScheduleSession, entry: dict[str, Any]) -> None:
-    do, paths = entry.get("do"), entry.get("paths")
-    if not paths:
+def _replay_step(schedule: Schedule, session: ScheduleSession, entry: dict[str, Any]) -> None:
+    """Do one step of the history on its targets in this model: matches and regions, or the modules at some paths."""
+    do, by_path = entry.get("do"), "at" not in entry
+    if by_path and (not entry.get("paths") or do in ("fuse", "decompose", "lower")):
         raise ScheduleError(f"the step '{do}' is unknown here, or has no paths")
-    if do == "replace":
-        _replace(session, paths, entry)
+    target = entry["paths"] if by_path else _targets(session, entry["at"])
+    replace_options: dict[str, Any] = {name: entry.get(name) for name in ("params", "concrete_args")}
+    if do == "fuse":
+        options: dict[str, Any] = {k: entry.get(k) for k in ("kind", "version", "attrs", "escapes")}
+        options |= {"backends": () if entry.get("backend") is None else _backend(entry["backend"])}
+        matches = target if entry.get("list", True) else target[0]
+        schedule.fuse(matches, together=bool(entry.get("together")), **options)
+    elif do == "replace":
+        many = entry.get("siblings", len(target))
+        for i in range(0, len(target), many):
+            siblings = target[i : i + many]
+            schedule.replace(entry["new"], siblings, name=entry.get("name"), **replace_options)
     elif do == "replace_all":
-        _replace_all(session, tuple(paths), entry["class"], entry)
+        part = Part(session, tuple(target)) if by_path else schedule
+        what = entry["class"] if by_path else cast("Any", target)
+        part.replace_all(what, entry["factory"], **replace_options)
+    elif do == "decompose":
+        schedule.decompose(target)
     elif do == "annotate":
-        part.annotate(session, paths, entry["attrs"])
+        annotate(session, target, entry["attrs"])
     elif do == "checkpoint":
-        part.checkpoint(session, paths)
+        schedule.checkpoint(target)
+    elif do == "lower":
+        schedule.lower(target, _backend(entry["backend"]))
     else:
         raise ScheduleError(f"the step '{do}' is unknown here")
-
-
-def _replace(session: ScheduleSession, target: Any, entry: dict[str, Any]) -> None:
-    options = {"params": entry.get("params"), "concrete_args": entry.get("concrete_args")}
-    name = entry.get("name")
-    replacement_steps.replace_target(session, entry["new"], target, check=False, name=name, **options)
-
-
-def _replace_all(session: ScheduleSession, paths: tuple[str, ...], what: Any, entry: dict[str, Any]) -> None:
-    options = {"params": entry.get("params"), "concrete_args": entry.get("concrete_args")}
-    replacement_steps.replace_all(session, paths, what, entry["factory"], check=False, **options)
 
 
 def _backend(value: Any) -> Any:
@@ -349,17 +312,15 @@ class Schedule(Part):
     @property
     def history(self) -> History:
         """The steps in order, which can be saved, and replayed on another model."""
-        session = self._session
-        inputs = (
-            None
-            if session.example is None
-            else describe_inputs((tuple(session.example.args), dict(session.example.kwargs)))
-        )
+        session, example = self._session, self._session.example
+        inputs = None if example is None else describe_inputs((tuple(example.args), dict(example.kwargs)))
         return History([{"do": "schedule", "inputs": inputs}, *session.history] if session.completed else [])
 
     def example(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Schedule:
         """Set the inputs that parts are traced with from now on."""
-        self._session.example = _example(args, kwargs)
+        if args is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise InvalidArgument("args must be a tuple of example inputs, not a NoneType.")
+        self._session.example = example_inputs(args, kwargs)
         return self
 
     def undo(self, steps: int = 1) -> list[dict[str, Any]]:
@@ -468,14 +429,4 @@ def schedule(
         refuse_scripted(model)
     if any(is_scheduled(module) for module in model.modules()):
         raise InvalidArgument("the model is built by a schedule; go on with that one, or `release` it first.")
-    return Schedule(
-        model, None if args is None and kwargs is None else _example(() if args is None else args, kwargs)
-    )
-
-
-def _example(args: Any, kwargs: Any) -> ModelInputs:
-    if not isinstance(args, (tuple, list)):
-        raise InvalidArgument(f"args must be a tuple of example inputs, not a {type(args).__name__}.")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
-    return ModelInputs(tuple(args), dict(kwargs or {}))
+    return Schedule(model, example_inputs(args, kwargs))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,9 +30,8 @@ from dovetail.scheduling.finders import (
     relative_path,
 )
 from dovetail.scheduling.history import History
-from dovetail.scheduling.install import Installation
-from dovetail.scheduling.installed_forward import ReplayedSteps, has_forward, refuse_hooks, unwrapped
-from dovetail.scheduling.state import ContextCache, ScheduleState, Trace, trace_part
+from dovetail.scheduling.install import Installation, ReplayedSteps, has_forward, refuse_hooks, unwrapped
+from dovetail.scheduling.state import ContextCache, ScheduleState, Trace
 
 Result = TypeVar("Result")
 
@@ -62,11 +61,9 @@ class ScheduleSession:
     def history(self) -> History:
         return History(done.entry for done in self.completed)
 
-    @contextmanager
-    def with_replacements(self) -> Generator[nn.Module]:
+    def with_replacements(self) -> AbstractContextManager[nn.Module]:
         """Put the replaced modules into the model, which runs its own forwards."""
-        with self.installation.temporarily(self.state, forwards=False) as model:
-            yield model
+        return self.installation.temporarily(self.state, forwards=False)
 
     def module_at(self, path: str) -> nn.Module:
         """Return the module at a path: a replacement, a module within one, or the model's own."""
@@ -179,11 +176,7 @@ class ScheduleSession:
         return stale
 
     def _trace_key(self, module: nn.Module) -> Any:
-        return (
-            list(module.modules()),
-            self.example,
-            CaptureCache(unwrapped(module), ReplayedSteps(_identity)).guard_key(),
-        )
+        return list(module.modules()), self.example, _capture_cache(module).guard_key()
 
     def _capture(self, paths: list[str]) -> None:
         """Trace parts from one run of the model."""
@@ -191,7 +184,10 @@ class ScheduleSession:
         with self.with_replacements() as model:
             for path in paths:
                 module = model.get_submodule(path)
-                trace = trace_part(path, module, calls[path])
+                refuse_hooks(path, module)
+                cache = _capture_cache(module)
+                captures = [cache.capture(call.example.args, call.example.kwargs) for call in calls[path]]
+                trace = Trace(path, module, tuple(calls[path]), tuple(captures))
                 self._traces[path] = (self._trace_key(module), trace)
 
     def _refuse_untraceable(self, path: str, module: nn.Module) -> None:
@@ -326,5 +322,6 @@ def _quoted(path: str) -> str:
     return f"'{path}'" if path else "the model"
 
 
-def _identity(gm: GraphModule) -> GraphModule:
-    return gm
+def _capture_cache(module: nn.Module) -> CaptureCache:
+    """Return an empty cache for captures of a part, on which no steps are done."""
+    return CaptureCache(unwrapped(module), ReplayedSteps(lambda gm: gm), cuda_graphs=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,15 +12,14 @@ from torch.fx import GraphModule
 
 from dovetail.errors import ScheduleError
 from dovetail.rules.rule import RuleContext
-from dovetail.runtime.capture_cache import CaptureCache, GuardKey
+from dovetail.runtime.capture_cache import GuardKey
 from dovetail.scheduling.call_recording import RecordedCall
-from dovetail.scheduling.edits import ContextProvider, Edit, PartGraph, ReplaceEdit
+from dovetail.scheduling.edits import ContextProvider, Edit, PartGraph
 from dovetail.scheduling.finders import enclosing_paths, relative_path
-from dovetail.scheduling.installed_forward import ReplayedSteps, refuse_hooks, unwrapped
 
 
 class ContextCache:
-    """Rule contexts of the graphs used last, which hold the matches that were found in them."""
+    """Rule contexts of the graphs used last, which cache the matches in them."""
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
@@ -113,7 +112,7 @@ class ScheduleState:
             outer = inner[path] if path in inner else _outermost_in(place, new)
             if path == place or outer is None:
                 continue
-            # A part with several paths runs its trace under all of them.
+            # A part with more than one path runs its trace under all of them.
             tail = relative_path(path, outer) if path in inner else None
             if any(
                 places[at] is new[outer].module and relative_path(place, at) == tail
@@ -125,20 +124,12 @@ class ScheduleState:
                 f"its steps would be lost there. Undo them first"
             )
 
-    def steps(self, root: str) -> ReplayedSteps:
-        """Return the pipeline that applies the steps of a traced part to another capture."""
-        edits = self._by_root.get(root, ())
-        return ReplayedSteps(
-            ReplayEdits(tuple(edits), root), replaces=any(isinstance(e, ReplaceEdit) for e in edits)
-        )
-
     @cached_property
-    def _by_root(self) -> dict[str, list[Edit]]:
-        by_root: dict[str, list[Edit]] = {}
+    def edits_by_root(self) -> Mapping[str | None, Sequence[Edit]]:
+        """The edits in order, by the path of the traced part that they are in."""
+        by_root: dict[str | None, list[Edit]] = {}
         for edit in self.edits:
-            root = self.root_of(edit.root)
-            if root is not None:
-                by_root.setdefault(root, []).append(edit)
+            by_root.setdefault(self.root_of(edit.root), []).append(edit)
         return by_root
 
     def programs(self, root: str) -> list[tuple[GuardKey, GraphModule]]:
@@ -150,31 +141,3 @@ class ScheduleState:
 def _outermost_in(path: str, known: Container[str]) -> str | None:
     """Return the outermost of some paths that a path is within."""
     return next((outer for outer in reversed(enclosing_paths(path)) if outer in known), None)
-
-
-@dataclass(frozen=True, eq=False)
-class ReplayEdits:
-    """Applies the edits for the first call signature to a capture for another."""
-
-    edits: tuple[Edit, ...]
-    root: str
-
-    def __call__(self, gm: GraphModule) -> GraphModule:
-        contexts = ContextCache()
-        part = PartGraph(gm)
-        for edit in self.edits:
-            if edit.form == 0:
-                part = edit.reapply(part, self.root, contexts)
-        return part.gm
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplayEdits:
-        return ReplayEdits(tuple(edit.copied_with(memo) for edit in self.edits), self.root)
-
-
-def trace_part(path: str, module: nn.Module, calls: Iterable[RecordedCall]) -> Trace:
-    """Capture a part for each of its call signatures."""
-    refuse_hooks(path, module)
-    recorded = tuple(calls)
-    cache = CaptureCache(unwrapped(module), ReplayedSteps(lambda gm: gm), cuda_graphs=False)
-    captures = tuple(cache.capture(call.example.args, call.example.kwargs) for call in recorded)
-    return Trace(path, module, recorded, captures)

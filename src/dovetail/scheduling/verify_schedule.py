@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,7 +32,7 @@ from dovetail.scheduling.edits import (
 )
 from dovetail.scheduling.finders import ByRegion, is_within
 from dovetail.scheduling.install import Installation
-from dovetail.scheduling.replacement_checks import Adapter
+from dovetail.scheduling.replacement import Adapter
 from dovetail.scheduling.session import CompletedStep, ScheduleSession
 from dovetail.scheduling.state import ScheduleState
 
@@ -63,18 +62,6 @@ class TrialRuns:
         self.epsilons = {machine_epsilon(t.dtype) for t in tensors} - {0.0}
         self.devices = sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
         self.start = get_rng_state(self.devices)
-
-    @contextmanager
-    def preserve_generators(self) -> Generator[None]:
-        """Restore the random generators at the end."""
-        try:
-            yield
-        finally:
-            set_rng_state(self.start)
-
-    def records_gradients(self, example: ModelInputs) -> bool:
-        """Return whether a run has gradients at all."""
-        return bool(self.parameters) or any(t.requires_grad for t in _tensors(example))
 
     def run(self, state: ScheduleState | None, inputs: RunInputs) -> ModelOutcome:
         """Run the model in a state of its schedule; None is the original model."""
@@ -106,7 +93,7 @@ class TrialRuns:
             with training_mode(twin, self.train):
                 example = copy_inputs(inputs.example)
                 if float64:
-                    example = _to_float64(example, by)
+                    example = example.map(lambda value: float64_operands([value], by)[0])
                 parameters = dict(twin.named_parameters())
                 targets = {name: parameters[name] for name, _ in self.parameters}
                 return self._outcome(twin, example, inputs.grad, targets)
@@ -173,7 +160,7 @@ def copy_inputs(example: ModelInputs) -> ModelInputs:
             copies[id(value)] = _copy_value(value)
         return copies[id(value)]
 
-    return ModelInputs(*pytree.tree_map(copied, (example.args, dict(example.kwargs))))
+    return example.map(copied)
 
 
 def _copy_value(value: Any) -> Any:
@@ -183,13 +170,6 @@ def _copy_value(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # what cannot be copied is not state of the run, such as a process group
         return value
-
-
-def _to_float64(example: ModelInputs, perturbed_by: float) -> ModelInputs:
-    def widen(value: Any) -> Any:
-        return float64_operands([value], perturbed_by)[0]
-
-    return ModelInputs(*pytree.tree_map(widen, (example.args, dict(example.kwargs))))
 
 
 def fresh_inputs(example: ModelInputs, seed: int) -> ModelInputs:
@@ -205,7 +185,7 @@ def fresh_inputs(example: ModelInputs, seed: int) -> ModelInputs:
         order = torch.randperm(value.numel(), generator=generator).to(value.device)
         return value.reshape(-1)[order].reshape(value.shape)
 
-    return ModelInputs(*pytree.tree_map(fresh, (example.args, dict(example.kwargs))))
+    return example.map(fresh)
 
 
 def _tensors(example: ModelInputs) -> list[Tensor]:
@@ -215,7 +195,8 @@ def _tensors(example: ModelInputs) -> list[Tensor]:
 
 def _unused_parameters(state: ScheduleState) -> set[int]:
     """Return the ids of parameters of traced parts that nothing reads since modules with their own replaced something."""
-    replaced = [e.root for e in state.edits if isinstance(e, ReplaceEdit) and e.new and e.new.is_registered]
+    replacements = [e for e in state.edits if isinstance(e, ReplaceEdit) and e.new]
+    replaced = [e.root for e in replacements if isinstance(e.new and e.new.new, nn.Module)]
     unused: set[int] = set()
     for root, trace in state.traces.items():
         if not any(is_within(path, root) for path in replaced):
@@ -338,8 +319,10 @@ def verify(
     with torch.inference_mode(False):
         steps = [*session.completed, *([] if doing is None else [doing])]
         verifier = _ScheduleVerifier(session, train, steps)
-        with verifier.trial.preserve_generators():
+        try:
             return verifier.verify(fresh)
+        finally:
+            set_rng_state(verifier.trial.start)
 
 
 class _ScheduleVerifier:
@@ -380,7 +363,7 @@ class _ScheduleVerifier:
             example, label = self.example, "the example inputs"
             if number:
                 example, label = fresh_inputs(example, number), f"fresh inputs (number {number})"
-            has_gradients = self.trial.records_gradients(example)
+            has_gradients = self.trial.parameters or any(t.requires_grad for t in _tensors(example))
             if has_gradients:
                 yield RunInputs(example, label, grad=True)
             else:

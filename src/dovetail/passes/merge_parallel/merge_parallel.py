@@ -2,8 +2,8 @@
 
 Horizontal fusion of matrix products: products that read the same value and agree in everything but their width become
 one product of the concatenated weights, whose result is split. Siblings are grouped by the value they read and by their
-options (`products`); elementwise operations that follow every branch alike are lifted above the split
-(`sibling_groups`); values, strides and copies are decided by running the operators on fake tensors (`merge_plan`); and
+options, and elementwise operations that follow every branch alike are lifted above the split (`sibling_groups`);
+values, strides and copies are decided by running the operators on fake tensors (`merge_plan`); and
 the graph is written once. Each step is linear in the operations concerned, apart from a heap ordered by position.
 
 Reference: Li et al., "Automatic Horizontal Fusion for GPU Kernels", CGO 2022; TASO's "merge parallel" substitutions
@@ -19,37 +19,35 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import Program, copy_node, pause_gc, rebuild, require_graph
+from dovetail.ir.graph_module import Program, pause_gc, require_graph
 from dovetail.ir.schema import named_arguments, op_name
 from dovetail.ir.shape_prop import fake_inference, fake_mode
 from dovetail.outlining.bodies import common_module_stack
-from dovetail.passes.fold_constants import Concatenated, Constants, UniqueNames, chain_of
+from dovetail.passes.fold_constants import Concatenated, GraphRewriter, chain_of
 from dovetail.passes.merge_parallel.merge_plan import Guard, Joint, MergePlan, make_plan, pays
-from dovetail.passes.merge_parallel.products import source_of
-from dovetail.passes.merge_parallel.sibling_groups import Missing, Row, product_arguments, row_arguments
+from dovetail.passes.merge_parallel.sibling_groups import (
+    Missing,
+    Row,
+    product_arguments,
+    row_arguments,
+    source_of,
+)
 from dovetail.passes.pass_manager import Finding, Pass, require_fuel
 
 _aten = torch.ops.aten
 _NAMES = {"_native_batch_norm_legit_no_training": "batch_norm"}
 
 
-def write_plan(index: Index, plan: MergePlan, *, materialise: bool) -> Program:
-    """Return a graph in which each planned group is one product, all else unchanged."""
-    with fake_inference(fake_mode(index.nodes)):
-        return _MergeRewriter(index, plan, materialise).write()
+class _MergeRewriter(GraphRewriter):
+    """Writes a graph in which each planned group is one product, all else unchanged."""
 
-
-class _MergeRewriter:
     def __init__(self, index: Index, plan: MergePlan, materialise: bool) -> None:
+        super().__init__(index.gm)
         self.index, self.plan, self.materialise = index, plan, materialise
-        self.graph = Graph(tracer_cls=index.gm.graph._tracer_cls)
-        self.env: dict[Node, Node] = {}
-        self.names = UniqueNames(index.gm)
-        self.constants = Constants(index.gm, self.names)
         self.stem = ""
         self.about: Sequence[Node] = ()
         self.parts_used: list[Node] = []
@@ -61,13 +59,12 @@ class _MergeRewriter:
             if i in joints:
                 self._joint(joints[i])
             if node not in members and node not in self.env:
-                self._copy(node)
+                self.copy(node)
         self._drop_unused()
-        self.graph.set_codegen(self.index.gm.graph._codegen)
-        return self.constants.installed(rebuild(self.index.gm, self.graph))
+        return self.program()
 
-    def _copy(self, node: Node) -> Node:
-        new = self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
+    def copy(self, node: Node) -> Node:
+        new = super().copy(node)
         if node in self.plan.values:
             new.meta["val"] = self.plan.values[node]
         return new
@@ -81,7 +78,7 @@ class _MergeRewriter:
                 break
             node = node.all_input_nodes[0]
         for late in reversed(chain):
-            self._copy(late)
+            self.copy(late)
         return self.env[chain[0] if chain else node]
 
     def _joint(self, joint: Joint) -> None:
@@ -245,17 +242,14 @@ class MergeParallel(Pass):
             index = Index(require_graph(gm))
             index.require_order()
             plan = self._plan(index)
-            return write_plan(index, plan, materialise=self.materialise) if plan.joints else gm
+            if not plan.joints:
+                return gm
+            with fake_inference(fake_mode(index.nodes)):
+                return _MergeRewriter(index, plan, self.materialise).write()
 
     def explain(self, gm: GraphModule) -> tuple[Finding, ...]:
         """Return which products would be merged, and why others that read the same value would not."""
         return tuple(self._plan(Index(require_graph(gm))).findings)
 
     def _plan(self, index: Index) -> MergePlan:
-        return make_plan(
-            index,
-            min_branches=self.min_branches,
-            guard=self.guard,
-            fuel=self.fuel,
-            materialise=self.materialise,
-        )
+        return make_plan(index, self.min_branches, self.guard, self.fuel, self.materialise)

@@ -20,22 +20,20 @@ from dovetail.ir.nodes import nbytes, storage_keys
 from dovetail.ir.op_traits import target_name
 from dovetail.ir.schema import same_geometry
 from dovetail.ir.shape_prop import call_with_values, fake_inference, fake_mode, same_layout
-from dovetail.passes.merge_parallel.products import (
-    WRITTEN_BEFORE,
-    Product,
-    is_product,
-    read_product,
-    source_of,
-    value_read,
-)
 from dovetail.passes.merge_parallel.sibling_groups import (
+    WRITTEN_BEFORE,
     Missing,
+    Product,
     Row,
     SiblingGroup,
+    is_product,
     lift,
     may_move,
     product_arguments,
+    read_product,
     row_arguments,
+    source_of,
+    value_read,
 )
 from dovetail.passes.pass_manager import Finding
 from dovetail.rules.rule import Decline
@@ -136,7 +134,7 @@ class MergePlan:
 
 
 def make_plan(
-    index: Index, *, min_branches: int, guard: Guard | None, fuel: int | None, materialise: bool
+    index: Index, min_branches: int, guard: Guard | None, fuel: int | None, materialise: bool
 ) -> MergePlan:
     """Return the plan; the graph is not changed."""
     planner = _Planner(index, guard, materialise)

@@ -1,4 +1,4 @@
-"""Replacements of regions: how they are called, and the checks on recorded operands before they are used."""
+"""Replacements of regions: their arguments bound to operands, their calls, and checks of them on recorded operands."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from dovetail.ir.meta_keys import REGION
 from dovetail.ir.process_state import get_rng_state, set_rng_state
 from dovetail.numerics.compare import describe_tensor, tensor_mismatch
 from dovetail.outlining.region import Region
+from dovetail.rules.patterns.match_state import Value
+from dovetail.rules.patterns.pattern_rule import PatternRule
 from dovetail.scheduling.call_recording import ModelInputs, copy_tensors, isolated_run, training_mode
-from dovetail.scheduling.finders import PartMatch
+from dovetail.scheduling.finders import ByRegion, ByRule, PartMatch
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Operand = tuple[int, int]
 """The index of a match among those that are replaced, and of an operand among its own."""
 ABSENT: Operand = (-1, -1)
@@ -50,11 +53,6 @@ class Replacement:
     params: Mapping[str, Operand] = field(default_factory=dict[str, Operand])
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     declared_effects: DeclaredEffects | None = None
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether it is registered as a submodule, and so follows the mode and device of the model."""
-        return isinstance(self.new, nn.Module)
 
     def adapter(self, matches: Sequence[PartMatch], region: Region) -> Adapter:
         """Return a module with the operands and results of a region."""
@@ -184,14 +182,160 @@ class Probe(nn.Module):
         return results
 
 
-def with_replacement(
-    gm: GraphModule, matches: Sequence[PartMatch], region: Region, new: Replacement
-) -> GraphModule:
-    """Return the graph with a call of a replacement in place of the call of a region."""
-    return with_call(gm, region, new.adapter(matches, region), new.name)
+def bind_replacement(
+    new: Callable[..., Any],
+    label: str,
+    matches: Sequence[PartMatch],
+    params: Mapping[str, Any] | None,
+    fixed: Mapping[str, Any],
+    results: tuple[int, ...],
+) -> Replacement:
+    """Bind the operands of matches to a replacement: by the names of a pattern's arguments, else by position."""
+    bound_params = {name: operand_of(matches, value) for name, value in (params or {}).items()}
+    _require_parameters(new, bound_params)
+    arguments = _arguments(matches, set(bound_params.values()))
+    names = _parameter_names(new)
+    is_pattern = len(matches) == 1 and _pattern_names(matches[0]) is not None
+    positional: list[Operand] = []
+    named: dict[str, Operand] = {}
+    present = [name for name, operand in arguments.items() if operand != ABSENT]
+    if is_pattern and present and all(name in names for name in present):
+        named = {name: arguments[name] for name in arguments if name in names}
+    else:
+        only = {name for name, kind in names.items() if kind is inspect.Parameter.KEYWORD_ONLY}
+        named = {name: operand for name, operand in arguments.items() if name in only}
+        positional = [operand for name, operand in arguments.items() if name not in only]
+        while positional and positional[-1] == ABSENT:
+            positional.pop()
+    free = names.keys() - named.keys() - fixed.keys() - set(list(names)[: len(positional)])
+    literals = tuple(name for name in matches[0].literals if name in free) if is_pattern else ()
+    arity = tuple(len(match.operands) for match in matches)
+    outputs = tuple(len(match.outputs) for match in matches)
+    return Replacement(
+        new, label, tuple(positional), results, arity, outputs, named, literals, bound_params, dict(fixed)
+    )
+
+
+def _parameter_names(new: Any) -> dict[str, Any]:
+    signature = signature_of(new)
+    parameters = signature.parameters.values() if signature is not None else ()
+    return {p.name: p.kind for p in parameters if p.kind in _NAMED}
+
+
+def _require_parameters(new: Any, bound_params: Mapping[str, Operand]) -> None:
+    if not bound_params:
+        return
+    if not isinstance(new, nn.Module):
+        raise InvalidArgument(
+            "params are parameters of a new module; a function is called with the values themselves."
+        )
+    state = {**dict(new.named_parameters()), **dict(new.named_buffers())}
+    for name in bound_params:
+        if name not in state:
+            raise ScheduleError(
+                f"the new module has no parameter '{name}'; there are {', '.join(state) or 'none'}"
+            )
+
+
+def _pattern_names(match: PartMatch) -> list[str] | None:
+    """Return the arguments of the pattern of a match, in order; None without a pattern."""
+    if isinstance(match.finder, ByRule) and match.request is not None:
+        for rule in match.finder.rules:
+            if isinstance(rule, PatternRule) and rule.name == match.request.rule:
+                return list(rule.parameters.operands)
+    if match.request is not None and match.request.arguments:
+        return list(match.request.arguments)
+    if isinstance(match.finder, ByRegion) and not match.operands.keys() <= {
+        value.name for value in match.operands.values() if value is not None
+    }:
+        return list(match.operands)
+    return None
+
+
+def _arguments(matches: Sequence[PartMatch], bound: set[Operand]) -> dict[str, Operand]:
+    """Return the operands to call with: a pattern's in its order, otherwise each value except weights, once."""
+    if len(matches) == 1 and (pattern := _pattern_names(matches[0])) is not None:
+        numbers = {name: i for i, name in enumerate(matches[0].operands)}
+        names = [name for name in pattern if name not in matches[0].literals]
+        named = {name: (0, numbers[name]) if name in numbers else ABSENT for name in names}
+        return {name: operand for name, operand in named.items() if operand not in bound}
+    arguments: dict[str, Operand] = {}
+    for i, match in enumerate(matches):
+        for j, value in enumerate(match.operands.values()):
+            is_weight = value is None or (value.node.op == "get_attr" and isinstance(value.value, Tensor))
+            if value is not None and not is_weight and (i, j) not in bound:
+                arguments.setdefault(value.name, (i, j))
+    return arguments
+
+
+def operand_of(matches: Sequence[PartMatch], value: Any) -> Operand:
+    """Return the operand of matches that is a value of one, or has a name; `1.w` is `w` of the second."""
+    if isinstance(value, Value):
+        for i, match in enumerate(matches):
+            for j, operand in enumerate(match.operands.values()):
+                if operand is not None and operand.name == value.name:
+                    return i, j
+    elif isinstance(value, str):
+        first, _, rest = value.partition(".")
+        places = (
+            [int(first)] if rest and first.isdigit() and int(first) < len(matches) else range(len(matches))
+        )
+        name = rest if isinstance(places, list) else value
+        for i in places:
+            for j, (key, operand) in enumerate(matches[i].operands.items()):
+                if name == key or (operand is not None and operand.name == name):
+                    return i, j
+        operands = dict.fromkeys(key for match in matches for key in match.operands)
+        raise ScheduleError(
+            f"'{value}' is not an operand of what is replaced; the operands are {', '.join(operands) or 'none'}"
+        )
+    raise InvalidArgument(f"params takes values of the match, such as match['w'], not {value!r}.")
+
+
+def operand_name(matches: Sequence[PartMatch], operand: Operand) -> str:
+    """Return the name of an operand in the history."""
+    match, which = operand
+    name = list(matches[match].operands)[which]
+    return name if len(matches) == 1 else f"{match}.{name}"
+
+
+def result_permutation(
+    matches: Sequence[PartMatch], probe: Probe, values: Sequence[Any], region_results: Sequence[int]
+) -> tuple[int, ...]:
+    """Return which value that a module returned each result of its operations is, by comparing values.
+
+    Results are in the order of computation, and a module may return them in any order.
+    """
+    _, results, _ = probe.calls[0]
+    outputs = [
+        value for _, value in sorted(zip(region_results, results, strict=True), key=lambda pair: pair[0])
+    ]
+    order: list[int] = []
+    for value in outputs:
+        same = [i for i, leaf in enumerate(values) if i not in order and _equal(leaf, value)]
+        if not same:
+            names = ", ".join(node.name for match in matches for node in match.outputs)
+            raise ScheduleError(
+                f"not all of {names} are returned by '{matches[0].module_path}', so that a replacement would not return them"
+            )
+        order.append(same[0])
+    return tuple(order)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or (type(a) is type(b) and a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return (
+        bool(torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True))
+        if a.is_floating_point()
+        else torch.equal(a, b)
+    )
 
 
 def with_call(gm: GraphModule, region: Region, module: nn.Module, name: str) -> GraphModule:
+    """Return the graph with a call of a module in place of the call of a region."""
     target = _free_name(gm, name)
     graph = copy_graph(gm.graph)
     shared = False
