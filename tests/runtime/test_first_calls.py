@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 import dovetail
-from dovetail.ir.derived_buffers import Derivation
+from dovetail.ir.weight_guard import Derivation
 from tests.lowering.helpers import Blocks, Counting, fused
 from tests.passes.test_derived_buffers import folded
 

@@ -10,13 +10,14 @@ from dovetail.lowering.backend_protocol import built_in as _built_in
 
 if _TYPE_CHECKING:
     from dovetail.backends.cuda_graphs import CudaGraphs
+    from dovetail.backends.eager import Eager
     from dovetail.backends.external.onnxruntime import OnnxRuntime
     from dovetail.backends.external.openvino import OpenVino
     from dovetail.backends.external.tvm import Tvm
     from dovetail.backends.external.xla import Xla
     from dovetail.backends.inductor import Aoti, Inductor
     from dovetail.backends.int8.int8_backend import Int8
-    from dovetail.backends.torchscript import Eager, TorchScript
+    from dovetail.backends.torchscript import TorchScript
 
 __all__ = [
     "Aoti",

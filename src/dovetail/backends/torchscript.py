@@ -1,4 +1,4 @@
-"""The body as it is, and as TorchScript by tracing, which removes Python between the operations."""
+"""TorchScript by tracing, which removes Python between the operations."""
 
 from __future__ import annotations
 
@@ -21,22 +21,6 @@ from dovetail.rules.rule import Decline
 
 _WARM_UPS = 2
 _UNTRACED = ("data", "grad")
-
-
-@checked_init()
-class Eager(Backend):
-    """Runs a region's body unchanged."""
-
-    name = "eager"
-    trains = True
-    double_backward = True
-
-    def supports(self, region: Region) -> Answer:
-        return True
-
-    def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
-        # Calling a module costs more than many of its operations.
-        return flat(cast("Body", region.body)).forward
 
 
 @checked_init()

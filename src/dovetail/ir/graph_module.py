@@ -17,10 +17,9 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument
 from dovetail.ir import pickling
-from dovetail.ir.derived_buffers import RuntimeWeights
 from dovetail.ir.meta_keys import DERIVED, LOWERING
 from dovetail.ir.process_state import reset_at_fork
-from dovetail.ir.weight_guard import ContentGuard, WeightFetch, merge_weight_fetches
+from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights, WeightFetch, merge_weight_fetches
 
 HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold the hooks of its calls."""

@@ -29,7 +29,7 @@ GROUP = "dovetail.backends"
 Compiled = Callable[..., Any]
 Answer = Decline | Literal[True]
 _BUILT_IN = {
-    "eager": ("dovetail.backends.torchscript", "Eager"),
+    "eager": ("dovetail.backends.eager", "Eager"),
     "torchscript": ("dovetail.backends.torchscript", "TorchScript"),
     "inductor": ("dovetail.backends.inductor", "Inductor"),
     "aoti": ("dovetail.backends.inductor", "Aoti"),

@@ -17,14 +17,13 @@ from torch.fx.node import map_arg
 from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.alias_analysis import alias_classes
 from dovetail.ir.dependencies import Index
-from dovetail.ir.derived_buffers import Compute, Derivation
 from dovetail.ir.effects import PURE
 from dovetail.ir.graph_module import Program, attribute, copy_node, pause_gc, rebuild, require_graph
 from dovetail.ir.meta_keys import DERIVED
 from dovetail.ir.pickling import overload_by_name
 from dovetail.ir.schema import op_name
 from dovetail.ir.shape_prop import call_with_values
-from dovetail.ir.weight_guard import is_dense, version_sentinel
+from dovetail.ir.weight_guard import Compute, Derivation, is_dense, version_sentinel
 from dovetail.passes.pass_manager import Finding, Pass, require_fuel
 
 

@@ -35,10 +35,10 @@ from dovetail.frontend import cache_pytrees
 from dovetail.frontend.calling_convention import ModelCodeGen
 from dovetail.fusion.ledger import Ledger, write_ledger
 from dovetail.ir.canonicalize import CanonicalReport
-from dovetail.ir.derived_buffers import Compute, Derivation
 from dovetail.ir.graph_module import Body, Program, attribute, make_body, pause_gc, rebuild
 from dovetail.ir.meta_keys import CANONICAL, REGION
 from dovetail.ir.verifier import check
+from dovetail.ir.weight_guard import Compute, Derivation
 from dovetail.outlining.region import (
     Escape,
     Identity,

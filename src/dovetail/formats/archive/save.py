@@ -24,10 +24,10 @@ from dovetail.formats.exported_program import exported
 from dovetail.frontend.calling_convention import ModelCodeGen
 from dovetail.fusion.ledger import ledger_of
 from dovetail.ir.canonicalize import CanonicalReport
-from dovetail.ir.derived_buffers import Derivation
 from dovetail.ir.graph_module import HOOK_KINDS, Body, GraphOwner, attribute, only_graph, pause_gc
 from dovetail.ir.meta_keys import CANONICAL, DERIVED, LEDGER, LOWERING, OUTLINING, REGION
 from dovetail.ir.printer import format_argument
+from dovetail.ir.weight_guard import Derivation
 from dovetail.outlining.inline import inline
 from dovetail.outlining.region import RegionCall, call_of, state_of
 from dovetail.passes.fold_constants import Concatenated
