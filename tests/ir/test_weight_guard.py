@@ -123,11 +123,11 @@ def test_what_has_no_bytes() -> None:
 def test_state_of_tensors_of_inference_mode() -> None:
     with torch.inference_mode():
         frozen = torch.ones(2)
-    plain = torch.ones(2)
-    before = mutation_stamp([frozen, plain])
-    assert mutation_stamp([frozen, plain]) == before
-    plain.add_(1)
-    assert mutation_stamp([frozen, plain]) != before
+    tensor = torch.ones(2)
+    before = mutation_stamp([frozen, tensor])
+    assert mutation_stamp([frozen, tensor]) == before
+    tensor.add_(1)
+    assert mutation_stamp([frozen, tensor]) != before
 
 
 def test_sentinels() -> None:
@@ -138,11 +138,11 @@ def test_sentinels() -> None:
 
 def test_one_look_per_tensor_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call pays for 100 batch norms: a version counter and an address each, and no more."""
-    looks: list[str] = []
+    reads: list[str] = []
 
     def counted(what: str, read: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
         def look(tensor: Tensor) -> int:
-            looks.append(what)
+            reads.append(what)
             return read(tensor)
 
         return look
@@ -151,7 +151,7 @@ def test_one_look_per_tensor_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_guard, "_ADDRESS", counted("address", weight_guard._ADDRESS))
     monkeypatch.setattr(weight_guard, "fused_optimizer_steps", lambda: 0)
     mutation_stamp([b for _ in range(100) for b in nn.BatchNorm2d(4).state_dict().values()])
-    assert Counter(looks) == {"version": 500, "address": 500}
+    assert Counter(reads) == {"version": 500, "address": 500}
 
 
 @pytest.mark.parametrize("index", [(slice(0, 1), 0), (slice(None), 1), (0, 0), (slice(0, 0), 0), ...])

@@ -140,22 +140,22 @@ def test_passes_copies_and_pickles_keep_it() -> None:
     model, x = Blocks().eval(), torch.randn(3, 8)
     lowered = dovetail.lower(fused(model, x), ["eager"])
     with torch.no_grad():
-        wanted = lowered(x)
+        expected = lowered(x)
         for again in (copy.deepcopy(lowered), pickle.loads(pickle.dumps(lowered)), copy.copy(lowered)):
             assert [r.backend for r in dovetail.regions(again)] == ["eager"] * 4
-            assert torch.equal(again(x), wanted)
+            assert torch.equal(again(x), expected)
     opened = dovetail.inline(lowered, "block_1")
     assert [r.backend for r in dovetail.regions(opened)] == ["eager"] * 3
-    assert torch.equal(opened(x), wanted)
+    assert torch.equal(opened(x), expected)
     pipeline = dovetail.Pipeline(
         [dovetail.Fuse(dovetail.rules.repeats()), dovetail.Lower("eager"), dovetail.Cleanup()]
     )
-    made = pipeline(dovetail.capture(model, (x,)))
-    assert [r.backend for r in dovetail.regions(made)] == ["eager"] * 4
-    assert torch.equal(made(x), wanted)
+    piped = pipeline(dovetail.capture(model, (x,)))
+    assert [r.backend for r in dovetail.regions(piped)] == ["eager"] * 4
+    assert torch.equal(piped(x), expected)
 
 
-def test_a_profiler_tells_layers_apart() -> None:
+def test_a_profiler_distinguishes_layers() -> None:
     x = torch.randn(3, 8)
     lowered = dovetail.lower(fused(Blocks().eval(), x), ["eager"])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -194,7 +194,7 @@ def test_another_tracer_sees_the_operations() -> None:
         ("eager", {"progress": 3}, "progress"),
     ],
 )
-def test_bad_arguments_are_told(backends: object, options: dict[str, object], words: str) -> None:
+def test_bad_arguments_are_reported(backends: object, options: dict[str, object], words: str) -> None:
     gm = fused(Blocks().eval(), torch.randn(3, 8))
     before = dovetail.text(gm)
     with pytest.raises(dovetail.InvalidArgument, match=words):

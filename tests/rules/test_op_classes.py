@@ -205,7 +205,7 @@ def test_what_picks_by_a_mask_is_opaque() -> None:
     assert called(aten.repeat_interleave.Tensor) is OPAQUE
 
 
-def test_parts_of_a_tuple_have_the_class_of_what_made_it() -> None:
+def test_parts_of_a_tuple_have_the_class_of_what_produced_it() -> None:
     gm, _ = captured(lambda x: x.max(1).values, (4, 4))
     assert classify(RuleContext(gm))[1:3] == [REDUCTION, REDUCTION]
 
@@ -266,7 +266,7 @@ def test_models_leave_little_opaque() -> None:
         context = RuleContext(dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs))
         opaque = {
             str(node.target)
-            for node, found in zip(context.nodes, classify(context), strict=True)
-            if node.op == "call_function" and node.target is not operator.getitem and found is OPAQUE
+            for node, op_class in zip(context.nodes, classify(context), strict=True)
+            if node.op == "call_function" and node.target is not operator.getitem and op_class is OPAQUE
         }
         assert opaque <= expected
