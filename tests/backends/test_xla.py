@@ -39,6 +39,9 @@ class TestXla(ExternalBackendTests):
     share = 1.0
 
 
+# The client is started once in a process, and its buffers are nowhere but in it: these tests ask for it directly.
+
+
 def test_operands_and_results_are_not_copied() -> None:
     x = torch.randn(64, 64)
     runtime = xla._runtime()

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def recorded(lowered: Any) -> list[RecordedGraph]:
+    """What each call site runs; a site that could not record runs the code itself, and no result shows which."""
     from dovetail.lowering.lowered_state import lowered_state_of
 
     lowering = lowered_state_of(lowered)

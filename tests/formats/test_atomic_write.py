@@ -76,6 +76,7 @@ def test_no_place_for_a_file(
 
 
 def test_weights_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The limit itself is what protobuf can hold, two gigabytes.
     monkeypatch.setattr("dovetail.formats.onnx.to_onnx._LARGEST", 10)
     graph = dovetail.capture(torch.nn.Linear(64, 64), (torch.ones(1, 64),))
     (tmp_path / "m.onnx.data").write_bytes(b"before")

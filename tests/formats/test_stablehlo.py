@@ -35,6 +35,7 @@ def _without_gradients() -> Any:
 
 def run(module: str | bytes, values: list[Tensor]) -> list[Tensor]:
     """What XLA, which inlines composites that it does not know, makes of a module."""
+    # A whole module is no region, so no public function of the backend takes it.
     runtime, client = xla._runtime(), xla._client(1)
     device = client.devices()[0]
     code = client.compile_and_load(module, client.devices(), runtime.options())

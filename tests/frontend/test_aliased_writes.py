@@ -345,6 +345,7 @@ def test_a_diagonal_that_wraps_around_memory_with_gaps_is_refused() -> None:
 def test_strided_scatters_that_decomposition_introduces_are_refused_over_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Otherwise no decomposition of this version of torch introduces one.
     monkeypatch.setattr(export_fixups, "_fill_diagonals", lambda program: False)
 
     def forward(m: Any, x: Tensor) -> Any:

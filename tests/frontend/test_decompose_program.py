@@ -26,6 +26,7 @@ from dovetail.frontend.decompose_ops import Unsure
 from dovetail.frontend.export_aliases import storage_of
 from tests.fuzz.hunt import draw
 from tests.fuzz.program import NotAProgram, make_inputs
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 # Given by the tracer to itself; `torch_fn` is a running number where the exporter left none.
 _ITS_OWN = frozenset({"from_node", "seq_nr", "desc", "is_functional_regenerated"})
@@ -135,17 +136,14 @@ def test_zoo_models(name: str, mode: str, both: Both) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
-def test_captured_text_is_the_same(name: str, both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.MODELS[name].build(size="tiny")
-    inputs = zoo.MODELS[name].example_inputs("tiny")
-    mine = dovetail.capture(model, inputs.args, inputs.kwargs)
+def test_captured_text_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, inputs = zoo_graph(name, training=True), zoo_inputs(name)
 
     def never(program: Any, signature: Any) -> Any:
         raise Unsure("not today")
 
     monkeypatch.setattr(decompose_program, "decomposed", never)
-    theirs = dovetail.capture(model, inputs.args, inputs.kwargs)
-    assert both.compared == 1
+    theirs = dovetail.capture(zoo.MODELS[name].build(size="tiny"), inputs.args, inputs.kwargs)
     assert dovetail.text(mine) == dovetail.text(theirs)
     assert str(mine.graph) == str(theirs.graph)
 

@@ -45,6 +45,9 @@ def test_mutations_follow_from_the_seed() -> None:
     assert len({mutant(Random(f"{n}"))[1] for n in range(20)}) == 20
 
 
+# Mistakes planted into the loader.
+
+
 def _raises(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(load, "InvalidFile", KeyError)
     return "KeyError"

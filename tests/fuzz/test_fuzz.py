@@ -83,6 +83,9 @@ def test_there_are_two_thousand_programs() -> None:
 # The properties must be able to fail: each of these mistakes is one that an outliner could make.
 
 
+# Mistakes planted into the outliner, each into the function that would have it.
+
+
 def _no_effect_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     honest: Callable[..., Dependencies] = dependencies.dependencies
 

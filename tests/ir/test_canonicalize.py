@@ -20,6 +20,7 @@ from dovetail.ir.canonicalize import canonicalize
 from dovetail.ir.op_traits import is_removable
 from dovetail.ir.schema import SLICE_END
 from tests.texts import assert_text
+from tests.zoo_graphs import zoo_graph
 
 X = torch.randn(2, 3, 4)
 aten = torch.ops.aten
@@ -147,8 +148,7 @@ def test_the_report_has_what_went() -> None:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_once_is_enough_and_the_input_is_untouched(name: str, mode: str) -> None:
-    inputs = zoo.MODELS[name].example_inputs("tiny")
-    graph = capture(zoo.MODELS[name].build(size="tiny").train(mode == "train"), inputs.args, inputs.kwargs)
+    graph = zoo_graph(name, training=mode == "train")
     before = form(graph), [dict(n.meta) for n in graph.graph.nodes]
     again, report = canonicalize(graph)
     assert report.total == 0

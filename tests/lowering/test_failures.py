@@ -236,6 +236,7 @@ def test_code_that_cannot_be_tried_is_used_and_that_is_reported() -> None:
 
 
 def test_nor_what_is_too_large(program: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The limit itself is two gigabytes.
     monkeypatch.setattr(compile_region, "_MAX_TRIAL_BYTES", 2 * 2 * 3 * 4)
     assert [outcome for _, _, outcome, _ in event_rows(lower(program, faulty.Sound(), cache=False))] == [
         "compiled"

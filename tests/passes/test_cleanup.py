@@ -16,6 +16,7 @@ from dovetail.passes.pass_manager import Pipeline
 from dovetail.zoo import MODELS
 from tests.outlining.helpers import equal, run
 from tests.texts import assert_text
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 from .helpers import aten, called, captured, drawn
 
@@ -552,8 +553,7 @@ def test_without_values_no_view_is_known_to_change_nothing() -> None:
     [*((name, False) for name in sorted(MODELS)), *((name, True) for name in ("bert", "moe", "resnet"))],
 )
 def test_zoo(name: str, training: bool) -> None:
-    inputs = MODELS[name].example_inputs()
-    gm = dovetail.capture(MODELS[name].build().train(training), inputs.args, inputs.kwargs)
+    gm, inputs = zoo_graph(name, training=training), zoo_inputs(name)
     new = Pipeline([Cleanup()])(gm, check=True)
     assert equal(
         run(new, *inputs.args, *inputs.kwargs.values()), run(gm, *inputs.args, *inputs.kwargs.values())

@@ -100,6 +100,9 @@ def test_nothing_can_be_seen_of_it_in_graphs_with_regions(flavour: str) -> None:
     assert smaller > 10
 
 
+# Mistakes planted into the pass, each into the function that would have it.
+
+
 def _drops_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     def live(index: Any) -> list[bool]:
         kept = [node.op in ("placeholder", "output") for node in index.nodes]

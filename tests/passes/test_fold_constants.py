@@ -320,5 +320,6 @@ def test_a_careless_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
                 known.add(node)
         return known
 
+    # A mistake planted into the function that would have it.
     monkeypatch.setattr(fold_constants, "_constant_nodes", careless)
     assert any(unlike(gm, inputs)[0] for gm, inputs in programs("memory", 150))

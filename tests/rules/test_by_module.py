@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
-from dovetail import CyclicRegion, InvalidArgument, zoo
+from dovetail import CyclicRegion, InvalidArgument
 from dovetail.errors import RuleError
 from dovetail.rules.by_module import Modules, matches_path, modules, normalize_path
 from tests.rules.repeat_helpers import applied, bodies, member_names, proposed, requests, same_run, to_the_end
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 
 class Gate(nn.Module):
@@ -229,9 +230,7 @@ def test_why_two_operations_are_not_in_one_region() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bert", "moe", "mamba", "vit"])
 def test_layers_of_the_zoo(name: str) -> None:
-    entry = zoo.get(name)
-    inputs = entry.example_inputs("tiny")
-    gm = dovetail.capture(entry.build("tiny").eval(), inputs.args, inputs.kwargs)
+    gm, inputs = zoo_graph(name), zoo_inputs(name)
     out = applied(modules("layers.*", kind="layer"), gm)
     assert len(dovetail.regions(out, kind="layer")) == 2
     assert bodies(out) == 1

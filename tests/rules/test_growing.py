@@ -31,6 +31,7 @@ from tests.rules.proposal_helpers import (
     structure,
 )
 from tests.rules.random_graphs import Step, built, inputs, steps
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 BUSY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 SOME = {"sin", "add", "mul", "t", "max", "bernoulli", "add_", "cat"}
@@ -157,9 +158,7 @@ def test_time_grows_with_the_graph(
 
 @pytest.mark.parametrize("name", zoo.names())
 def test_models_of_the_zoo(name: str) -> None:
-    model = zoo.get(name)
-    given = model.example_inputs("tiny")
-    gm = dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs)
+    gm, given = zoo_graph(name), zoo_inputs(name)
     anchors = {"linear", "matmul", "conv2d", "einsum"}
     for rule in (groups(), capability(lambda node: not _calls(node, anchors), "rest")):
         asked = requests(RuleContext(gm), rule)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
-from dovetail import zoo
 from dovetail.rules.op_classes import OpClass, classify, classify_body
 from dovetail.rules.rule import RuleContext
 from tests.outlining.helpers import trace
 from tests.rules.proposal_helpers import captured
+from tests.zoo_graphs import zoo_graph
 
 aten = torch.ops.aten
 ELEMENTWISE, BROADCAST, INJECTIVE = OpClass.ELEMENTWISE, OpClass.BROADCAST, OpClass.INJECTIVE
@@ -261,9 +261,7 @@ def test_classes_are_ordered_and_spoken() -> None:
 def test_models_leave_little_opaque() -> None:
     expected = {"aten.topk.default", "aten.scatter.value", "aten.copy_.default"}
     for name in ("llama", "bert", "moe"):
-        model = zoo.get(name)
-        given = model.example_inputs("tiny")
-        context = RuleContext(dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs))
+        context = RuleContext(zoo_graph(name))
         opaque = {
             str(node.target)
             for node, op_class in zip(context.nodes, classify(context), strict=True)

@@ -245,7 +245,10 @@ def test_what_needs_gradients_is_not_replayed() -> None:
 
 
 class Played:
-    """A recording as a GPU would have one: runs the graph on the inputs kept for it, into results kept for it."""
+    """A recording as a GPU would have one: runs the graph on the inputs kept for it, into results kept for it.
+
+    It is put in place by hand, since nothing is recorded on a CPU.
+    """
 
     def __init__(self, replay: CudaGraphReplay, x: torch.Tensor) -> None:
         self.owner, self.times = replay, 0

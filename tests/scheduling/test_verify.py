@@ -148,11 +148,12 @@ def test_nothing_is_left_changed() -> None:
 
 def test_a_built_model_stays_built() -> None:
     model, s = good_steps(training=False)
+    _, x = net()
     s.build()
-    before = model(s._session.require_example().args[0])  # pyright: ignore[reportPrivateUsage]
+    before = model(x)
     s.verify()
     assert "forward" in model.blocks[0].__dict__
-    assert torch.equal(model(s._session.require_example().args[0]), before)  # pyright: ignore[reportPrivateUsage]
+    assert torch.equal(model(x), before)
 
 
 def test_verifying_refuses_the_step_that_fails() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -108,6 +109,7 @@ MODELS: dict[str, tuple[Build, dict[str, int]]] = {
 }
 
 
+@cache
 def looked_at(
     name: str, attention: str, *, mode: str = "eval", dtype: torch.dtype = torch.float32, **more: Any
 ) -> tuple[Census, tuple[Any, ...], dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -32,6 +34,7 @@ PARTS: dict[str, dict[str, int]] = {
 }
 
 
+@cache
 def looked_at(name: str, mode: str) -> tuple[nn.Module, Census]:
     model = zoo.get(name).build().train(mode == "train")
     inputs = zoo.get(name).example_inputs()
