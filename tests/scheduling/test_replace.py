@@ -103,10 +103,10 @@ def test_siblings_become_one_call_and_its_results_are_taken_apart() -> None:
         for i, match in enumerate(siblings)
         for own in ("weight", "bias")
     }
-    refused(s, r"result 0 of 'Several' is off by", lambda: part.replace(new, siblings, check=True))
+    refused(s, r"result 0 of 'SplitLinear' is off by", lambda: part.replace(new, siblings, check=True))
     part.replace(new, siblings, params=params, check=True)
     torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), expected)
-    assert not [name for name in model.state_dict() if "Several" in name]
+    assert not [name for name in model.state_dict() if "SplitLinear" in name]
     s.fuse(s.find(nn.LayerNorm))
     torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), expected)
     s.release()
