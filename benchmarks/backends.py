@@ -99,8 +99,8 @@ class Worker:
     def __init__(self, method: str, name: str) -> None:
         command = [sys.executable, "-m", "benchmarks.backends", "--serve", method, "--models", name]
         pipe = subprocess.PIPE
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._output, text=True)
         self.times: list[float] = []
         self.error = ""
         first = self._answer() or []
@@ -121,8 +121,8 @@ class Worker:
     def close(self) -> str:
         """End the process; what it said last."""
         self._process.communicate()
-        self._said.seek(0)
-        return (self._said.read().strip().splitlines() or [""])[-1]
+        self._output.seek(0)
+        return (self._output.read().strip().splitlines() or [""])[-1]
 
     def _answer(self) -> list[float] | None:
         assert self._process.stdout
@@ -140,13 +140,13 @@ def steady(name: str, methods: list[str], repeat: int) -> dict[str, float | str]
         for worker in workers.values():
             if not worker.error and not worker.slow:
                 worker.turn()
-    found: dict[str, float | str] = {}
+    timings: dict[str, float | str] = {}
     for method, worker in workers.items():
-        said = worker.close()
-        found[method] = worker.error or statistics.median(worker.times) * 1e3
+        printed = worker.close()
+        timings[method] = worker.error or statistics.median(worker.times) * 1e3
         if worker.error or method == "mixture":
-            print(f"{name}, {method}: {worker.error} {said}", file=sys.stderr, flush=True)
-    return found
+            print(f"{name}, {method}: {worker.error} {printed}", file=sys.stderr, flush=True)
+    return timings
 
 
 def _once(run: Callable[..., Any], args: Args) -> float:
@@ -155,8 +155,8 @@ def _once(run: Callable[..., Any], args: Args) -> float:
     return time.perf_counter() - start
 
 
-def _compare(expected: Any, made: Any) -> None:
-    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(made), strict=False)
+def _compare(expected: Any, actual: Any) -> None:
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=False)
     for a, b in pairs:
         if isinstance(a, torch.Tensor) and a.is_floating_point():
             error = ((a - b).norm() / a.norm()).item()
@@ -164,12 +164,12 @@ def _compare(expected: Any, made: Any) -> None:
                 raise ValueError(f"off by {error:.1e} of the size of the result")
 
 
-def _cells(found: dict[str, float | str], methods: list[str], form: str) -> str:
-    numbers = [v for k, v in found.items() if isinstance(v, float) and k != "eager"]
+def _cells(timings: dict[str, float | str], methods: list[str], form: str) -> str:
+    numbers = [v for k, v in timings.items() if isinstance(v, float) and k != "eager"]
     best = min(numbers, default=0.0)
     cells: list[str] = []
     for method in methods:
-        value = found.get(method, "")
+        value = timings.get(method, "")
         text = format(value, form) if isinstance(value, float) else ("–" if value else "")
         cells.append(f"**{text}**" if value == best else text)
     return " | ".join(cells)
@@ -208,8 +208,8 @@ def _steady_rows(options: argparse.Namespace) -> list[str]:
     lines = ["Milliseconds per call, in turns:", "", f"| model | {' | '.join(columns)} |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for name in options.models:
-        found = steady(name, options.methods, options.repeat)
-        lines.append(f"| {name} | {_cells(found, columns, '.2f')} |")
+        timings = steady(name, options.methods, options.repeat)
+        lines.append(f"| {name} | {_cells(timings, columns, '.2f')} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
@@ -224,8 +224,8 @@ def _cold_rows(options: argparse.Namespace) -> list[str]:
                 cold_apart(method, "mlp", bytecode)
         for name in options.cold:
             rows = {m: cold_apart(m, name, bytecode) for m in columns}
-            found = {m: r.get("seconds", r.get("error", "")) for m, r in rows.items()}
-            lines.append(f"| {name} | {_cells(found, columns, '.1f')} |")
+            timings = {m: r.get("seconds", r.get("error", "")) for m, r in rows.items()}
+            lines.append(f"| {name} | {_cells(timings, columns, '.1f')} |")
             print(lines[-1], file=sys.stderr, flush=True)
     return lines
 

@@ -32,10 +32,10 @@ def mixture(model: nn.Module, args: Sequence[Any], backends: Sequence[str]) -> C
             run(*args)
             if turn >= 2:
                 times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(found) for name, found in times.items()}
+    medians = {name: statistics.median(seconds_of) for name, seconds_of in times.items()}
     best = min(medians, key=medians.__getitem__)
-    told = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in medians.items())
-    print(f"mixture: {told}; chosen: {best}", file=sys.stderr)
+    shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in medians.items())
+    print(f"mixture: {shown}; chosen: {best}", file=sys.stderr)
     return candidates[best]
 
 
@@ -47,14 +47,14 @@ def _by_block(captured: torch.fx.GraphModule, args: Sequence[Any], backends: Seq
         lowered(*args)
         for key, seconds in _measured(lowered, args).items():
             times.setdefault(key, {})[backend] = seconds
-    best = {key: min(found, key=found.__getitem__) for key, found in times.items()}
+    best = {key: min(timings, key=timings.__getitem__) for key, timings in times.items()}
     plan = {key: ([name] if name else []) for key, name in best.items()}
     return dovetail.lower(fused, [], plan=plan)
 
 
 def _measured(lowered: torch.fx.GraphModule, args: Sequence[Any]) -> dict[str, float]:
     """Seconds per call of each body, by key, from runs of the whole graph."""
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     keys = {region.name: region.key for region in dovetail.regions(lowered)}
     from torch.profiler import ProfilerActivity, profile
 
@@ -67,5 +67,5 @@ def _measured(lowered: torch.fx.GraphModule, args: Sequence[Any]) -> dict[str, f
             if event.name.startswith("region ") and name in keys:
                 sums.setdefault(keys[name], []).append(event.cpu_time_total / 1e6)
         for key, each in sums.items():
-            found.setdefault(key, []).append(statistics.fmean(each))
-    return {key: statistics.median(values) for key, values in found.items()}
+            times.setdefault(key, []).append(statistics.fmean(each))
+    return {key: statistics.median(values) for key, values in times.items()}

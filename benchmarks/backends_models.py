@@ -21,8 +21,8 @@ class Only(nn.Module):
         self.model, self.field = model, field
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(x)[self.field]
-        return found
+        value: torch.Tensor = self.model(x)[self.field]
+        return value
 
 
 def build(name: str) -> tuple[nn.Module, Args]:
@@ -75,8 +75,8 @@ def _onnxruntime(model: nn.Module, args: Args) -> Callable[..., Any]:
     names = [i.name for i in session.get_inputs()]
 
     def run(*given: torch.Tensor) -> Any:
-        made = session.run(None, dict(zip(names, (g.numpy() for g in given), strict=True)))
-        return tuple(map(torch.from_numpy, made))
+        results = session.run(None, dict(zip(names, (g.numpy() for g in given), strict=True)))
+        return tuple(map(torch.from_numpy, results))
 
     return run
 
@@ -84,17 +84,17 @@ def _onnxruntime(model: nn.Module, args: Args) -> Callable[..., Any]:
 def _openvino(model: nn.Module, args: Args) -> Callable[..., Any]:
     import openvino as ov
 
-    found = ov.convert_model(torch.export.export(model, args))
+    converted = ov.convert_model(torch.export.export(model, args))
     settings = {
         "INFERENCE_PRECISION_HINT": "f32",
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
     }
-    request = ov.compile_model(found, "CPU", settings).create_infer_request()
+    request = ov.compile_model(converted, "CPU", settings).create_infer_request()
 
     def run(*given: torch.Tensor) -> Any:
-        made = request.infer([g.numpy() for g in given], share_inputs=True)
-        return tuple(torch.from_numpy(made[i]) for i in range(len(made)))
+        results = request.infer([g.numpy() for g in given], share_inputs=True)
+        return tuple(torch.from_numpy(results[i]) for i in range(len(results)))
 
     return run
 
@@ -109,8 +109,8 @@ def _tvm(model: nn.Module, args: Args) -> Callable[..., Any]:
     machine = relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
 
     def run(*given: torch.Tensor) -> Any:
-        made = machine["main"](*(tvm.runtime.from_dlpack(g) for g in given))
-        return torch.from_dlpack(made[0])
+        results = machine["main"](*(tvm.runtime.from_dlpack(g) for g in given))
+        return torch.from_dlpack(results[0])
 
     return run
 

@@ -61,7 +61,7 @@ Entered = dict[str, None]
 @contextmanager
 def traced() -> Iterator[Entered]:
     """The files whose functions are entered meanwhile."""
-    found: Entered = {}
+    entered: Entered = {}
     known: dict[str, str] = {}
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
@@ -73,13 +73,13 @@ def traced() -> Iterator[Entered]:
         if name is None:
             name = known[code.co_filename] = _in_source(code.co_filename)
         if name:
-            found.setdefault(name)
+            entered.setdefault(name)
 
     before = sys.getprofile()
     threading.setprofile(watch)
     sys.setprofile(watch)
     try:
-        yield found
+        yield entered
     finally:
         sys.setprofile(before)
         threading.setprofile(None)  # type: ignore[arg-type]
@@ -96,10 +96,10 @@ def paths(width: int) -> dict[str, Entered]:
     """The files that each step enters."""
     torch.manual_seed(0)
     model, x = TwoBlocks(width).eval(), torch.randn(4, width)
-    found: dict[str, Entered] = {}
+    by_step: dict[str, Entered] = {}
 
     def step(name: str, do: Callable[[], Any]) -> Any:
-        with traced() as found[name]:
+        with traced() as by_step[name]:
             return do()
 
     with torch.no_grad():
@@ -111,7 +111,7 @@ def paths(width: int) -> dict[str, Entered]:
         for _ in range(2):
             fast(x)
         step("call", lambda: fast(x))
-    return found
+    return by_step
 
 
 def table(first: dict[str, Entered], later: dict[str, Entered]) -> str:

@@ -91,13 +91,13 @@ def cold(method: str, layers: int, device: str, seq: int) -> dict[str, Any]:
         run(ids)
     if device == "cuda":
         torch.cuda.synchronize()
-    found: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    timings: dict[str, Any] = {"seconds": time.perf_counter() - start}
     if method == "dovetail":
         from dovetail.lowering.lowered_state import lowered_state_of
 
         events = [e for g in run.graphs for e in lowered_state_of(g).events]  # type: ignore[union-attr]
-        found["compilations"] = sum(e.outcome == "compiled" for e in events)
-    return found
+        timings["compilations"] = sum(e.outcome == "compiled" for e in events)
+    return timings
 
 
 def cold_apart(method: str, layers: int, device: str, seq: int, bytecode: str) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def main() -> int:
     names = STEADY[options.device] if options.steady is None else options.steady
     lines += [f"| layers | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for layers in options.steady_layers:
-        found = steady(list(names), layers, options.device, seq, options.repeat)
-        lines.append(f"| {layers} | {' | '.join(f'{found[n]:.2f}' for n in names)} |")
+        timings = steady(list(names), layers, options.device, seq, options.repeat)
+        lines.append(f"| {layers} | {' | '.join(f'{timings[n]:.2f}' for n in names)} |")
         print(lines[-1], file=sys.stderr, flush=True)
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     report = "\n".join([*lines, "", f"{where}; {machine()}", ""])

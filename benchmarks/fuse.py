@@ -63,8 +63,8 @@ def timed(step: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds of this process and the result: what else the machine does counts less than on the wall's clock."""
     gc.collect()
     start = time.process_time()
-    made = step()
-    return time.process_time() - start, made
+    result = step()
+    return time.process_time() - start, result
 
 
 def drawn(program: Program, *, distinct: bool) -> GraphModule:
@@ -73,30 +73,30 @@ def drawn(program: Program, *, distinct: bool) -> GraphModule:
     with FakeTensorMode():
         sketch.value = torch.empty(16, 16)
     x, w = sketch.input("x"), sketch.input("w")
-    made: list[Node] = []
+    nodes: list[Node] = []
     for op, reads in program:
-        given = [x if i < 0 else made[i] for i in reads]
+        given = [x if i < 0 else nodes[i] for i in reads]
         if op == "mm":
-            made.append(sketch.call(aten.mm.default, given[0], w))
+            nodes.append(sketch.call(aten.mm.default, given[0], w))
         elif op in NAMED:
-            made.append(sketch.call(NAMED[op], *given))
+            nodes.append(sketch.call(NAMED[op], *given))
         else:
-            made.append(sketch.op(*given))
-    return sketch.finish(made[-1])[0]
+            nodes.append(sketch.op(*given))
+    return sketch.finish(nodes[-1])[0]
 
 
 def plan(gm: GraphModule, rule: Rule) -> list[dovetail.Request]:
     """Everything a rule proposes for a graph, from the graph alone, as requests."""
     context = RuleContext(gm)
     nodes = context.nodes
-    found: list[dovetail.Request] = []
+    requests: list[dovetail.Request] = []
     for c in rule.propose(context):
         if isinstance(c, Candidate):
             policies = c.escapes
             if not isinstance(policies, str):
                 policies = {nodes[i]: how for i, how in policies.items()}
-            found.append(dovetail.Request([nodes[i] for i in c.members], c.kind, escapes=policies))
-    return found
+            requests.append(dovetail.Request([nodes[i] for i in c.members], c.kind, escapes=policies))
+    return requests
 
 
 def measure(
@@ -188,13 +188,13 @@ def _tvm(python: str, shape: str, nodes: int) -> dict[str, Any]:
         ran = subprocess.run(command, capture_output=True, text=True, cwd=here, timeout=_LONGEST, check=False)
     except subprocess.TimeoutExpired:
         return {"FuseOps": f"over {_LONGEST} s"}
-    found: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
     for line in ran.stdout.splitlines():
         if line.startswith("{"):
-            found |= json.loads(line)
+            timings |= json.loads(line)
     if ran.returncode:
-        found.setdefault("FuseOpsByPattern" if shape == QUARTERS else "FuseOps", "crashed")
-    return found
+        timings.setdefault("FuseOpsByPattern" if shape == QUARTERS else "FuseOps", "crashed")
+    return timings
 
 
 def peer_table(rows: list[dict[str, Any]], ours: dict[tuple[str, str, int], dict[str, Any]]) -> str:

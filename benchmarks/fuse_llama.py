@@ -43,9 +43,9 @@ def captured(layers: int) -> GraphModule:
 
 def rows(gm: GraphModule, repeat: int) -> list[tuple[str, float, int]]:
     """What was done, its seconds, and the regions it made."""
-    made: list[tuple[str, float, int]] = []
+    table: list[tuple[str, float, int]] = []
     first, fused = timed(lambda: dovetail.fuse(gm))
-    made.append(("fuse, default rules, first in the process", first, len(dovetail.regions(fused))))
+    table.append(("fuse, default rules, first in the process", first, len(dovetail.regions(fused))))
 
     def both(rule: Any) -> GraphModule:
         return dovetail.outline(gm, plan(gm, rule))
@@ -64,12 +64,12 @@ def rows(gm: GraphModule, repeat: int) -> list[tuple[str, float, int]]:
             seconds, result = timed(step)
             times[name].append(seconds)
             counts[name] = len(dovetail.regions(result))
-    made += [(name, statistics.median(times[name]), counts[name]) for name in steps]
+    table += [(name, statistics.median(times[name]), counts[name]) for name in steps]
     copy = floor(gm)
     seconds, result = timed(lambda: partitioned(copy))
     parts = sum(node.op == "call_module" for node in result.graph.nodes)
-    made.append(("torch's partitioner, propose and fuse", seconds, parts))
-    return made
+    table.append(("torch's partitioner, propose and fuse", seconds, parts))
+    return table
 
 
 def report(layers: int, repeat: int) -> str:

@@ -20,7 +20,7 @@ def lowered(program: Program) -> Any:
     kind = relax.TensorType((16, 16), "float32") if hasattr(relax, "TensorType") else None
     kind = kind or relax.TensorStructInfo((16, 16), "float32")
     builder = relax.BlockBuilder()
-    made = {}
+    nodes = {}
     for name, inputs, compute in (
         ("mul", 1, lambda a: topi.multiply(a, a)),
         ("add", 2, topi.add),
@@ -28,7 +28,7 @@ def lowered(program: Program) -> Any:
     ):
         given = [te.placeholder((16, 16), name=f"a{i}") for i in range(inputs)]
         function = te.create_prim_func([*given, compute(*given)])
-        made[name] = builder.add_func(function.with_attr("tir.noalias", True), name)
+        nodes[name] = builder.add_func(function.with_attr("tir.noalias", True), name)
     x, w = relax.Var("x", kind), relax.Var("w", kind)
     with builder.function("main", [x, w]):
         with builder.dataflow():
@@ -37,7 +37,7 @@ def lowered(program: Program) -> Any:
                 given = [x if i < 0 else values[i] for i in reads]
                 if op == "mm":
                     given.append(w)
-                values.append(builder.emit(relax.call_tir(made[op], given, kind)))
+                values.append(builder.emit(relax.call_tir(nodes[op], given, kind)))
             out = builder.emit_output(values[-1])
         builder.emit_func_output(out)
     return relax.transform.AnnotateTIROpPattern()(builder.get())
@@ -78,13 +78,13 @@ def main() -> int:
         module = spelled(program)
         start = time.process_time()
         relax.transform.FuseOpsByPattern([("gated", gated)])(module)
-        found = {"FuseOpsByPattern": time.process_time() - start}
+        timings = {"FuseOpsByPattern": time.process_time() - start}
     else:
         module = lowered(program)
         start = time.process_time()
         relax.transform.FuseOps()(module)
-        found = {"FuseOps": time.process_time() - start}
-    print(json.dumps(found), flush=True)
+        timings = {"FuseOps": time.process_time() - start}
+    print(json.dumps(timings), flush=True)
     return 0
 
 

@@ -66,8 +66,8 @@ class Case:
         size, source = resnet.SIZES[self.size].image, torch.Generator().manual_seed(seed)
         grains = [2**k for k in range(1, 6) if 2**k < size]
         layers = [torch.randn(count, 3, n, n, generator=source) for n in grains]
-        made = torch.stack([F.interpolate(layer, size=size, mode="bilinear") for layer in layers]).sum(0)
-        return made + 0.2 * torch.randn(made.shape, generator=source)
+        result = torch.stack([F.interpolate(layer, size=size, mode="bilinear") for layer in layers]).sum(0)
+        return result + 0.2 * torch.randn(result.shape, generator=source)
 
     def inputs(self, seed: int) -> tuple[Any, ...]:
         if self.zoo is resnet:
@@ -75,8 +75,8 @@ class Case:
         given = self.zoo.example_inputs(self.size, batch=1, seed=seed)
         return (*given.args, *given.kwargs.values())
 
-    def value(self, made: Any) -> Tensor:
-        return made[0] if self.name == "BERT" else made
+    def value(self, result: Any) -> Tensor:
+        return result[0] if self.name == "BERT" else result
 
     def scores(self, value: Tensor) -> Tensor:
         if self.name != "BERT":
@@ -128,28 +128,28 @@ def errors(run: Callable[..., Any], case: Case, count: int) -> Errors:
     """How results on fresh inputs compare with those of the model."""
     narrow = copy.deepcopy(case.model).bfloat16()
     given = [case.inputs(seed) for seed in range(count)]
-    wanted = torch.stack([case.value(case.model(*args)) for args in given])
-    made = torch.stack([case.value(run(*args)) for args in given])
+    expected = torch.stack([case.value(case.model(*args)) for args in given])
+    result = torch.stack([case.value(run(*args)) for args in given])
     cut = [tuple(a.bfloat16() if a.is_floating_point() else a for a in args) for args in given]
     coarse = torch.stack([case.value(narrow(*args)).float() for args in cut])
-    off, size = (made - wanted).norm(), wanted.norm()
-    best, other = (case.scores(v).argmax(-1) for v in (wanted, made))
+    off, size = (result - expected).norm(), expected.norm()
+    best, other = (case.scores(v).argmax(-1) for v in (expected, result))
     return Errors(
         float(off / size),
-        float(off / (wanted - wanted.mean(0)).norm()),
-        float((coarse - wanted).norm() / size),
+        float(off / (expected - expected.mean(0)).norm()),
+        float((coarse - expected).norm() / size),
         float((best == other).float().mean()),
         best.unique().numel(),
         best.numel(),
     )
 
 
-def told(run: Any) -> str:
+def summary(run: Any) -> str:
     """How many regions run in int8, and how many were kept out of it."""
     (graph,) = run.graphs
-    found = [r for r in dovetail.regions(graph, nested=True) if r.backend == "int8"]
+    quantized = [r for r in dovetail.regions(graph, nested=True) if r.backend == "int8"]
     kept = [e for e in dovetail.explain(graph).lowered if e.outcome == "prepare"]
-    return f"{len(found) - len(kept)} regions in int8, {len(kept)} kept in float32"
+    return f"{len(quantized) - len(kept)} regions in int8, {len(kept)} kept in float32"
 
 
 def main() -> int:
@@ -175,14 +175,14 @@ def main() -> int:
         with torch.no_grad():
             runs = {method: compiled(method, case) for method in options.methods}
             took = speeds(runs, case.inputs(0), options.repeat)
-            found = errors(runs["int8"], case, options.inputs)
+            measured = errors(runs["int8"], case, options.inputs)
         cells = [f"{took[m]:.1f}" for m in options.methods]
         lines.append(f"| {name} | {' | '.join(cells)} |")
         right.append(
-            f"| {name} | {found.relative:.2%} | {found.distinguishing:.1%} | {found.bfloat16:.2%} "
-            f"| {found.top:.1%} | {found.different} of {found.scored} |"
+            f"| {name} | {measured.relative:.2%} | {measured.distinguishing:.1%} | {measured.bfloat16:.2%} "
+            f"| {measured.top:.1%} | {measured.different} of {measured.scored} |"
         )
-        notes.append(f"{name}: {told(runs['int8'])}.")
+        notes.append(f"{name}: {summary(runs['int8'])}.")
         print(lines[-1], right[-1], notes[-1], file=sys.stderr, flush=True)
     sizes = f"Size '{options.size}' of the zoo, batch 1, {options.threads} thread(s), medians of {options.repeat} calls."
     report = "\n".join([sizes, "", *lines, "", *right, "", *notes, "", machine(), ""])

@@ -37,17 +37,17 @@ def floor(gm: GraphModule) -> GraphModule:
 def timed(step: Callable[[], Any]) -> tuple[float, Any]:
     gc.collect()
     start = time.perf_counter()
-    made = step()
-    return time.perf_counter() - start, made
+    result = step()
+    return time.perf_counter() - start, result
 
 
 def peak_megabytes(step: Callable[[], Any]) -> float:
     gc.collect()
     tracemalloc.start()
-    made = step()
+    result = step()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    del made
+    del result
     return peak / 2**20
 
 
@@ -55,17 +55,17 @@ def measure(shape: str, nodes: int, *, distinct: bool, repeat: int, memory: bool
     gm, quads = SHAPES[shape](nodes, distinct=distinct)
     requests = [dovetail.Request(quad, kind="quad") for quad in quads]
     times: dict[str, list[float]] = {"floor": [], "outline": [], "inline": [], "first run": []}
-    made: Any = None
+    result: Any = None
     x = torch.randn(8, 16)
     for _ in range(repeat):
         times["floor"].append(timed(lambda: floor(gm))[0])
-        seconds, made = timed(lambda: dovetail.outline(gm, requests))
+        seconds, result = timed(lambda: dovetail.outline(gm, requests))
         times["outline"].append(seconds)
-        times["inline"].append(timed(lambda made=made: dovetail.inline(made))[0])
-        times["first run"].append(timed(lambda made=made: made(x))[0])
+        times["inline"].append(timed(lambda result=result: dovetail.inline(result))[0])
+        times["first run"].append(timed(lambda result=result: result(x))[0])
     row: dict[str, Any] = {k: statistics.median(v) for k, v in times.items()}
     row |= {"shape": shape, "nodes": len(gm.graph.nodes), "bodies": "distinct" if distinct else "equal"}
-    row["distinct bodies"] = len({id(r.body) for r in dovetail.regions(made)})
+    row["distinct bodies"] = len({id(r.body) for r in dovetail.regions(result)})
     if memory:
         row["floor MiB"] = peak_megabytes(lambda: floor(gm))
         row["outline MiB"] = peak_megabytes(lambda: dovetail.outline(gm, requests))

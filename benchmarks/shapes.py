@@ -56,11 +56,11 @@ class Sketch:
     def quad(self, *inputs: Node) -> Node:
         """Four operations in a row, to be one region."""
         at = self.op(*inputs)
-        made = [at]
+        nodes = [at]
         for _ in range(3):
             at = self.op(at)
-            made.append(at)
-        self.quads.append(made)
+            nodes.append(at)
+        self.quads.append(nodes)
         return at
 
     def finish(self, result: Node) -> tuple[GraphModule, Quads]:

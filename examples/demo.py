@@ -36,12 +36,12 @@ def main() -> int:
 
     say("2. fuse: the default rules propose, one choice is made, one sweep moves the operations")
     after, seconds = timed(lambda: dovetail.fuse(before))
-    found = dovetail.regions(after)
-    print(f"   {len(found)} regions in {seconds:.1f} s, {len(after.graph.nodes)} nodes left.")
+    all_regions = dovetail.regions(after)
+    print(f"   {len(all_regions)} regions in {seconds:.1f} s, {len(after.graph.nodes)} nodes left.")
     print("   Weights are operands, so equal computations share one body:\n")
-    print(table(found))
+    print(table(all_regions))
     print("\n   The same place of the graph now, and the bodies called there:\n")
-    print(excerpt(dovetail.text(after), shown_calls(found)))
+    print(excerpt(dovetail.text(after), shown_calls(all_regions)))
 
     say("3. explain: what was decided, and why not something else")
     log = dovetail.explain(after)
@@ -95,10 +95,10 @@ def operations(gm: GraphModule, path: str) -> list[Node]:
     ]
 
 
-def table(found: list[dovetail.Region]) -> str:
+def table(all_regions: list[dovetail.Region]) -> str:
     """One line per region: its name, its operations, where it came from, and its body."""
     rows = [("region", "operations", "module", "body")]
-    for region in found:
+    for region in all_regions:
         rows.append((region.name, str(len(region.nodes)), place(region), region.key[:8]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -111,9 +111,9 @@ def place(region: dovetail.Region) -> str:
     return list(stack.values())[-1][0] if stack else ""
 
 
-def shown_calls(found: list[dovetail.Region]) -> list[str]:
+def shown_calls(all_regions: list[dovetail.Region]) -> list[str]:
     """The calls that stand for the operations shown before, with their results."""
-    chosen = [region for region in found if place(region) in SHOWN]
+    chosen = [region for region in all_regions if place(region) in SHOWN]
     return [node.name for region in chosen for node in (region.node, *region.outputs)]
 
 

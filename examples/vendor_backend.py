@@ -64,10 +64,10 @@ def run_conv_act(
     height, width = weight.shape[2:]
     rows = (x.shape[2] + 2 * padding[0] - height) // stride[0] + 1
     columns = F.unfold(x, (height, width), padding=padding, stride=stride)
-    made = weight.flatten(1) @ columns
+    product = weight.flatten(1) @ columns
     if bias is not None:
-        made = made + bias[:, None]
-    return ACTIVATIONS[activation](made).unflatten(-1, (rows, -1))
+        product = product + bias[:, None]
+    return ACTIVATIONS[activation](product).unflatten(-1, (rows, -1))
 
 
 KERNELS: dict[str, Callable[..., Tensor]] = {
@@ -126,11 +126,11 @@ def pools(match: dovetail.Match) -> dovetail.Decline | None:
 class Claim(dovetail.Rule):
     """What a rule of the library finds, as a kind of the vendor's; `says` has the attributes that its kernel takes."""
 
-    def __init__(self, kind: str, found: dovetail.Rule, *says: str) -> None:
-        self.name, self.kind, self.found, self.says = f"npu.{found.name}", kind, found, says
+    def __init__(self, kind: str, inner: dovetail.Rule, *attributes: str) -> None:
+        self.name, self.kind, self.inner, self.attributes = f"npu.{inner.name}", kind, inner, attributes
 
     def propose(self, context: dovetail.RuleContext) -> Iterable[dovetail.Candidate | dovetail.Refusal]:
-        for proposal in self.found.propose(context):
+        for proposal in self.inner.propose(context):
             if isinstance(proposal, dovetail.Refusal):
                 yield replace(proposal, rule=self.name)
                 continue
@@ -142,8 +142,8 @@ class Claim(dovetail.Rule):
             if reason is not None:
                 yield dovetail.Refusal(self.name, proposal.members, reason)
                 continue
-            said = {name: attrs[name] for name in self.says if attrs[name] is not None}
-            yield replace(proposal, rule=self.name, kind=self.kind, version=1, attrs=said)
+            chosen = {name: attrs[name] for name in self.attributes if attrs[name] is not None}
+            yield replace(proposal, rule=self.name, kind=self.kind, version=1, attrs=chosen)
 
 
 RULES = dovetail.RuleSet(
@@ -186,7 +186,7 @@ class Npu(dovetail.Backend):
 
         def run(*operands: Any) -> tuple[Tensor, ...]:
             return tuple(
-                laid_out(made, wanted) for made, wanted in zip(kernel(*operands), strides, strict=True)
+                laid_out(value, layout) for value, layout in zip(kernel(*operands), strides, strict=True)
             )
 
         return run
@@ -200,10 +200,10 @@ class Npu(dovetail.Backend):
         return counted
 
 
-def laid_out(made: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if made.stride() == strides:
-        return made
-    return torch.empty_strided(made.shape, strides, dtype=made.dtype).copy_(made)
+def laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
 
 
 # 4. The same compiler, given a file: it takes the functions of its domain, and has all others written out.
@@ -216,7 +216,7 @@ def compiled_from(path: Path, calls: Counter[str]) -> Callable[[Tensor], Tensor]
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
 
-    def told(node: Any) -> dict[str, Any]:
+    def metadata(node: Any) -> dict[str, Any]:
         """What the region is: kind, attributes, and which operand is which argument."""
         return json.loads({entry.key: entry.value for entry in node.metadata_props}["dovetail.region"])
 
@@ -224,7 +224,7 @@ def compiled_from(path: Path, calls: Counter[str]) -> Callable[[Tensor], Tensor]
         op_domain = "npu"
 
         def _run(self, *operands: Any, **attributes: Any) -> tuple[Any, ...]:
-            region = told(self.onnx_node)
+            region = metadata(self.onnx_node)
             calls[region["kind"]] += 1
             given = {name: torch.tensor(operands[i]) for name, i in region["arguments"].items()}
             return (KERNELS[region["kind"]](**given, **region["attrs"]).numpy(),)
@@ -232,7 +232,7 @@ def compiled_from(path: Path, calls: Counter[str]) -> Callable[[Tensor], Tensor]
     model = onnx.load(path)
     mine = {(f.domain, f.name) for f in model.functions if f.domain == "npu"}
     for node in [*model.graph.node, *(n for f in model.functions for n in f.node)]:
-        if (node.domain, node.op_type) in mine and why_not(told(node)["kind"], told(node)["attrs"]):
+        if (node.domain, node.op_type) in mine and why_not(metadata(node)["kind"], metadata(node)["attrs"]):
             mine.discard((node.domain, node.op_type))
     model = inline_selected_functions(model, sorted(mine), exclude=True)
     running = ReferenceEvaluator(model, new_ops=[type(name, (Kernel,), {}) for _, name in sorted(mine)])
@@ -291,8 +291,8 @@ def main() -> None:
         print(f"off by at most {_off(compiled_from(path, calls)(x), model(x)):.0e}:", dict(calls))
 
 
-def _off(made: Tensor, wanted: Tensor) -> float:
-    return float((made - wanted).abs().max())
+def _off(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max())
 
 
 if __name__ == "__main__":

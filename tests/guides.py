@@ -20,23 +20,23 @@ class Example(NamedTuple):
 
 def examples(source: str) -> list[Example]:
     blocks = list(FENCE.finditer(source))
-    found: list[Example] = []
+    parsed: list[Example] = []
     for i, block in enumerate(blocks):
         if block[1] != "python":
             continue
         below = blocks[i + 1] if i + 1 < len(blocks) else None
         shown = below is not None and below[1] == "text" and not source[block.end() : below.start()].strip()
         line = source.count("\n", 0, block.start()) + 2
-        found.append(Example(block[2], line, below[2] if below is not None and shown else ""))
-    return found
+        parsed.append(Example(block[2], line, below[2] if below is not None and shown else ""))
+    return parsed
 
 
 def check_examples(guide: Path, least: int) -> None:
     """Run every python block of a document in one scope, in order."""
-    found = examples(guide.read_text())
-    assert len(found) >= least
+    blocks = examples(guide.read_text())
+    assert len(blocks) >= least
     scope: dict[str, object] = {"__name__": "guide"}
-    for example in found:
+    for example in blocks:
         # Blank lines in front make a traceback point at the line of the document.
         code = compile("\n" * (example.line - 1) + example.code, str(guide), "exec")
         printed = io.StringIO()

@@ -217,8 +217,8 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, cls in classes():
         for member, value in vars(cls).items():
             function = value.fget if isinstance(value, property) else value
-            wanted = member == "__init__" or not member.startswith("_")
-            if wanted and inspect.isfunction(function) and function.__module__.startswith("dovetail"):
+            is_public = member == "__init__" or not member.startswith("_")
+            if is_public and inspect.isfunction(function) and function.__module__.startswith("dovetail"):
                 yield f"{name}.{member}", function
 
 
@@ -265,7 +265,7 @@ def test_only_the_first_arguments_are_positional(name: str) -> None:
     assert [p.name for p in given if p.kind is not p.KEYWORD_ONLY] == POSITIONAL[name]
 
 
-def test_every_public_function_says_what_is_positional() -> None:
+def test_every_public_function_declares_what_is_positional() -> None:
     stated = {name for name, _ in functions() if not name.endswith("__init__")}
     properties = {name for name in stated if _is_property(name)}
     assert stated - properties == set(POSITIONAL)
@@ -293,14 +293,14 @@ def test_importing_costs_little_beyond_torch() -> None:
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=True
         )
-        told = json.loads(done.stdout)
-        heavy = [m for m in told["new"] if any(m == h or m.startswith(f"{h}.") for h in HEAVY)]
+        measured = json.loads(done.stdout)
+        heavy = [m for m in measured["new"] if any(m == h or m.startswith(f"{h}.") for h in HEAVY)]
         assert not heavy
-        assert "dovetail.zoo" not in told["new"]
+        assert "dovetail.zoo" not in measured["new"]
         # A third of torch's own time is usual; twice that, once in four, leaves room for a busy machine.
-        if told["ours"] < max(0.7 * told["torch"], 1.0):
+        if measured["ours"] < max(0.7 * measured["torch"], 1.0):
             return
-    assert told["ours"] < max(0.7 * told["torch"], 1.0)
+    assert measured["ours"] < max(0.7 * measured["torch"], 1.0)
 
 
 def test_no_name_is_public_by_accident() -> None:
@@ -334,7 +334,7 @@ def test_backends_are_importable_without_what_they_need() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", BACKENDS], check=True)
 
 
-def test_a_call_that_fits_no_signature_says_what_does() -> None:
+def test_a_call_that_fits_no_signature_names_what_does() -> None:
     for call, reason in (
         (lambda: dovetail.compile(None, backend="eager"), "no argument 'backend'. Did you mean 'backends'"),  # type: ignore
         (lambda: dovetail.fuse(None, strict=True), "give on_error='raise'"),  # type: ignore

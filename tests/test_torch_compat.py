@@ -33,7 +33,7 @@ class Negated(torch.autograd.Function):
         return -grads[0]
 
 
-class Plain(nn.Module):
+class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -42,19 +42,19 @@ class Plain(nn.Module):
         return torch.relu(self.linear(x))
 
 
-class Negates(Plain):
+class Negates(Model):
     def forward(self, x: Tensor) -> Tensor:
         return Negated.apply(self.linear(x)).relu()
 
 
-class Infers(Plain):
+class Infers(Model):
     def forward(self, x: Tensor) -> Tensor:
         with torch.inference_mode():
             self.linear(x)
         return x * 2
 
 
-class Seeds(Plain):
+class Seeds(Model):
     def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(0)
         return x * 2
@@ -80,9 +80,9 @@ def _without(monkeypatch: pytest.MonkeyPatch, name: str) -> list[torch_compat.To
     known = getattr(torch_compat, name)
     absent = tuple(map(gone, known)) if isinstance(known, tuple) else gone(known)
     monkeypatch.setattr(torch_compat, name, absent)
-    listed = list(absent) if isinstance(absent, tuple) else [absent]
-    monkeypatch.setattr(torch_compat, "NAMES", (*torch_compat.NAMES, *listed))
-    return listed
+    names = list(absent) if isinstance(absent, tuple) else [absent]
+    monkeypatch.setattr(torch_compat, "NAMES", (*torch_compat.NAMES, *names))
+    return names
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -90,7 +90,7 @@ def test_capture_works_without_a_name_and_states_once_what_is_weaker(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     absent = _without(monkeypatch, name)
-    model = Plain()
+    model = Model()
     with caplog.at_level(logging.WARNING, logger="dovetail"):
         for _ in range(2):
             assert torch.equal(dovetail.capture(model, (X,))(X), model(X))
@@ -105,7 +105,7 @@ def test_capture_works_without_a_name_and_states_once_what_is_weaker(
 
 def test_nothing_is_stated_where_every_name_is_there(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="dovetail"):
-        dovetail.capture(Plain(), (X,))
+        dovetail.capture(Model(), (X,))
     assert not caplog.records
     assert torch_compat.weaker_checks() == []
 
@@ -159,7 +159,7 @@ def test_apply_of_another_kind(
         monkeypatch.setattr(torch.autograd.Function, "apply", _Callable())
     stored = vars(torch.autograd.Function).get("apply")
     with caplog.at_level(logging.WARNING, logger="dovetail"):
-        dovetail.capture(Plain(), (X,))
+        dovetail.capture(Model(), (X,))
         if form != "no method":
             with pytest.raises(dovetail.CaptureError, match=r"in forward\n +return Negated.apply"):
                 dovetail.capture(Negates(), (X,))
@@ -226,7 +226,7 @@ def test_a_torch_newer_than_tested_warns_once(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            dovetail.capture(Plain(), (X,))
+            dovetail.capture(Model(), (X,))
     messages = [str(w.message) for w in caught if "was tested with torch" in str(w.message)]
     assert len(messages) == is_newer
     assert all(version in message and "2.11 to 2.15" in message for message in messages)
@@ -252,14 +252,14 @@ PROBED = re.compile(
 
 
 def test_no_other_file_tests_for_names_of_torch() -> None:
-    found = [
+    tests_for_names = [
         f"{path.relative_to(SOURCE)}:{number}"
         for path in SOURCE.rglob("*.py")
         if path.name != "torch_compat.py"
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if PROBED.search(line) and "onnx" not in path.name
     ]
-    assert found == []
+    assert tests_for_names == []
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_what_is_only_slower_or_refused_without_a_name_is_not_stated(
     _without(monkeypatch, name)
     monkeypatch.setattr(weight_guard, "dict_version", weight_guard.find_dict_version())
     assert (weight_guard.dict_version is None) >= (name == "DICT_VERSION")
-    model = Plain()
+    model = Model()
     with caplog.at_level(logging.WARNING, logger="dovetail"):
         graph = dovetail.fuse(dovetail.capture(model, (X,)))
     assert torch.equal(graph(X), model(X))

@@ -25,11 +25,11 @@ import dovetail
 from dovetail import Region, zoo
 from dovetail.lowering.backend_protocol import Answer, Backend, Compiled, resolve
 from dovetail.lowering.lower import lower
-from tests.backends.external_models import OPERATORS, Chain, Layers, Several, whole
+from tests.backends.external_models import OPERATORS, Applied, Chain, Layers, whole
 from tests.backends.external_numbers import ExternalNumericsTests
 from tests.lowering import faulty
 from tests.lowering.helpers import Blocks, events, fused
-from tests.lowering.test_failures import FAULTS, LIES, scaled
+from tests.lowering.test_failures import FAULTS, WRONG_NUMBERS, scaled
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = ("mlp", "resnet")
@@ -89,8 +89,8 @@ class ExternalBackendTests(ExternalNumericsTests):
     tolerance: ClassVar[float] = 1e-5
     share: ClassVar[float] = 0.8
 
-    def check_same(self, got: Any, wanted: Any) -> None:
-        pairs = list(zip(pytree.tree_leaves(got), pytree.tree_leaves(wanted), strict=True))
+    def check_same(self, got: Any, expected: Any) -> None:
+        pairs = list(zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True))
         for a, b in pairs:
             assert a.stride() == b.stride()
             assert a.dtype == b.dtype
@@ -101,9 +101,9 @@ class ExternalBackendTests(ExternalNumericsTests):
     )
     def test_values_on_the_zoo(self, model: str) -> None:
         entry = zoo.get(model)
-        plain, inputs = entry.build().eval(), entry.example_inputs()
+        original, inputs = entry.build().eval(), entry.example_inputs()
         fast = dovetail.compile(
-            plain,
+            original,
             inputs.args,
             inputs.kwargs,
             backends=[self.name],
@@ -112,11 +112,11 @@ class ExternalBackendTests(ExternalNumericsTests):
             on_error="raise",
         )
         got = fast(*inputs.args, **inputs.kwargs)
-        self.check_same(got, plain(*inputs.args, **inputs.kwargs))
+        self.check_same(got, original(*inputs.args, **inputs.kwargs))
         taken = [r for r in dovetail.regions(fast.graphs[0]) if r.backend == self.name]
         assert len(taken) == 1, "all of it is one region"
 
-    def test_without_its_package_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_its_package_it_names_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         find, gone = importlib.util.find_spec, self.backend.packages
         gm = whole(lambda x: torch.relu(x) * 2, torch.ones(3))
         monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n in gone else find(n, *a))
@@ -167,19 +167,19 @@ class ExternalBackendTests(ExternalNumericsTests):
         image, i = torch.randn(2, 4, 8, 8), torch.tensor([[2, 0, 1], [1, 1, 0]])
         taken: list[Any] = []
         for each in OPERATORS:
-            gm = dovetail.capture(Several([each]), (x, y, w, image, i))
+            gm = dovetail.capture(Applied([each]), (x, y, w, image, i))
             reasons = [self.backend.takes(n) for n in gm.graph.nodes if n.op == "call_function"]
             if all(reason is True for reason in reasons):
                 taken.append(each)
         assert len(taken) >= self.share * len(OPERATORS)
-        model = Several(taken)
+        model = Applied(taken)
         args = (x, y, w, image, i)
         lowered = lower(whole(model, *args), self.backend, cache=False, verify=True, on_error="raise")
         assert dovetail.regions(lowered)[0].backend == self.name
-        for number, (got, wanted) in enumerate(zip(lowered(*args), model(*args), strict=True)):
-            assert got.dtype == wanted.dtype, number
-            bound = self.tolerance * float(wanted.abs().max()) if wanted.dtype.is_floating_point else 0
-            torch.testing.assert_close(got, wanted, rtol=0, atol=bound, msg=lambda m, n=number: f"{n}: {m}")
+        for number, (got, expected) in enumerate(zip(lowered(*args), model(*args), strict=True)):
+            assert got.dtype == expected.dtype, number
+            bound = self.tolerance * float(expected.abs().max()) if expected.dtype.is_floating_point else 0
+            torch.testing.assert_close(got, expected, rtol=0, atol=bound, msg=lambda m, n=number: f"{n}: {m}")
 
     def test_new_weights_are_noticed(self) -> None:
         model, x = Layers().eval(), torch.randn(2, 3, 6, 6)
@@ -260,7 +260,7 @@ class ExternalBackendTests(ExternalNumericsTests):
         self.check_same(first, kept)
         self.check_same(lowered(x), shaped(x))
 
-    def test_an_index_out_of_range_is_told_and_costs_nothing(self) -> None:
+    def test_an_index_out_of_range_is_reported_and_costs_nothing(self) -> None:
         def picked(table: Tensor, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
             return F.embedding(rows, table) * 2, table[at].relu()
 
@@ -299,7 +299,7 @@ class ExternalBackendTests(ExternalNumericsTests):
 
     @pytest.mark.long
     def test_another_process_compiles_nothing(self, tmp_path: Path) -> None:
-        for wanted in ("compiled", "disk"):
+        for expected in ("compiled", "disk"):
             done = subprocess.run(
                 [sys.executable, "-c", SECOND, self.name, str(tmp_path)],
                 cwd=ROOT,
@@ -309,14 +309,14 @@ class ExternalBackendTests(ExternalNumericsTests):
                 check=False,
             )
             assert done.returncode == 0, done.stderr
-            assert json.loads(done.stdout.splitlines()[-1]) == {"right": [True, True], "events": [wanted]}
+            assert json.loads(done.stdout.splitlines()[-1]) == {"right": [True, True], "events": [expected]}
 
     def test_copies_and_pickles_run_alike(self) -> None:
         model, x = Layers().eval(), torch.randn(2, 3, 6, 6)
         lowered = lower(whole(model, x), self.backend, cache=False, on_error="raise")
-        wanted = lowered(x)
+        expected = lowered(x)
         for copied in (copy.deepcopy(lowered), pickle.loads(pickle.dumps(lowered))):
-            self.check_same(copied(x), wanted)
+            self.check_same(copied(x), expected)
             assert {r.backend for r in dovetail.regions(copied)} == {self.name}
 
     def check_scaled(self, lowered: GraphModule) -> None:
@@ -331,14 +331,14 @@ class ExternalBackendTests(ExternalNumericsTests):
     def test_the_next_one_takes_what_goes_wrong(self, kind: Any, stage: str, reason: str) -> None:
         lowered = lower(program(), [Spoiled(self.backend, kind()), self.backend], cache=False)
         self.check_scaled(lowered)
-        told = [(e.backend, e.outcome, e.reason) for e in events(lowered)]
-        assert told == [(kind.name, stage, reason), (self.name, "compiled", "")]
+        outcomes = [(e.backend, e.outcome, e.reason) for e in events(lowered)]
+        assert outcomes == [(kind.name, stage, reason), (self.name, "compiled", "")]
         assert dovetail.regions(lowered)[0].backend == self.name
         with pytest.raises(dovetail.LoweringError, match=stage):
             lower(program(), Spoiled(self.backend, kind()), cache=False, on_error="raise")
 
-    @pytest.mark.parametrize("kind", LIES, ids=lambda v: v.name)
-    def test_wrong_numbers_are_found_when_verifying(self, kind: Any) -> None:
+    @pytest.mark.parametrize("kind", WRONG_NUMBERS, ids=lambda v: v.name)
+    def test_wrong_numbers_are_detected_when_verifying(self, kind: Any) -> None:
         lowered = lower(program(), [Spoiled(self.backend, kind()), self.backend], cache=False, verify=True)
         self.check_scaled(lowered)
         assert outcomes(lowered) == [(kind.name, "verify"), (self.name, "compiled")]

@@ -46,7 +46,7 @@ class Chain(nn.Module):
         return self.conv(x.mT).mT @ x.mT
 
 
-class Several(nn.Module):
+class Applied(nn.Module):
     """Functions of the same arguments, all their results in order."""
 
     def __init__(self, functions: Sequence[Any]) -> None:

@@ -54,12 +54,12 @@ def integers(run: Any, *args: Any) -> int:
     with torch.autograd.profiler.profile() as seen:
         run(*args)
     assert seen is not None
-    wanted = ("onednn::qlinear_pointwise", "onednn::qconv_pointwise")
-    return sum(e.count for e in seen.key_averages() if e.key in wanted)
+    integer_ops = ("onednn::qlinear_pointwise", "onednn::qconv_pointwise")
+    return sum(e.count for e in seen.key_averages() if e.key in integer_ops)
 
 
-def off(made: Tensor, wanted: Tensor) -> float:
-    return float((made - wanted).norm() / wanted.norm())
+def off(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def reasons(gm: GraphModule, outcome: str) -> list[str]:

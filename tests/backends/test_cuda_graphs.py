@@ -67,8 +67,8 @@ class Pretended:
         self.recorded: Any = None
 
     def replay(self) -> None:
-        run, static, made = self.recorded
-        for old, new in zip(made, run(*static), strict=True):
+        run, static, outputs = self.recorded
+        for old, new in zip(outputs, run(*static), strict=True):
             if old.untyped_storage()._cdata not in {s.untyped_storage()._cdata for s in static}:
                 old.copy_(new)
 
@@ -95,9 +95,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 def recorded(
     run: Any, *operands: Tensor, constants: frozenset[int] = frozenset(), **options: Any
 ) -> RecordedGraph:
-    made = RecordedGraph(run, operands, constants, **options)
-    Pretended.latest.recorded = (run, made.static, made.results)
-    return made
+    graph = RecordedGraph(run, operands, constants, **options)
+    Pretended.latest.recorded = (run, graph.static, graph.results)
+    return graph
 
 
 @pytest.mark.usefixtures("pretended")
@@ -108,10 +108,10 @@ def test_results_are_copies_unless_asked() -> None:
         return x * w, x.sum(0)
 
     for reuse in (False, True):
-        made = recorded(run, x, w, constants=frozenset({1}), reuse_outputs=reuse)
-        first = made(x, w)
+        graph = recorded(run, x, w, constants=frozenset({1}), reuse_outputs=reuse)
+        first = graph(x, w)
         kept = [v.clone() for v in first]
-        second = made(y, w)
+        second = graph(y, w)
         assert all(torch.equal(a, b) for a, b in zip(second, run(y, w), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True)) is not reuse
         assert all((a.data_ptr() == b.data_ptr()) is reuse for a, b in zip(first, second, strict=True))
@@ -120,19 +120,19 @@ def test_results_are_copies_unless_asked() -> None:
 @pytest.mark.usefixtures("pretended")
 def test_constants_are_read_where_they_lie_and_other_operands_are_copied() -> None:
     x, w = torch.randn(3, 4), torch.randn(4)
-    made = recorded(lambda x, w: (x * w,), x, w, constants=frozenset({1}))
-    assert made.static[1] is w
-    assert made.static[0].data_ptr() != x.data_ptr()
+    graph = recorded(lambda x, w: (x * w,), x, w, constants=frozenset({1}))
+    assert graph.static[1] is w
+    assert graph.static[0].data_ptr() != x.data_ptr()
     w.mul_(2)
-    assert torch.equal(made(x, w)[0], x * w)
+    assert torch.equal(graph(x, w)[0], x * w)
 
 
 @pytest.mark.usefixtures("pretended")
 def test_views_of_operands_are_views_of_the_caller_s() -> None:
     x, w = torch.randn(6, 4), torch.randn(4, 5)
-    made = recorded(lambda x, w: (x[1:, 2:], w.t(), x + 1), x, w, constants=frozenset({1}))
+    graph = recorded(lambda x, w: (x[1:, 2:], w.t(), x + 1), x, w, constants=frozenset({1}))
     y = torch.randn(12, 4)[3:9]
-    part, turned, more = made(y, w)
+    part, turned, more = graph(y, w)
     assert torch.equal(part, y[1:, 2:])
     assert torch.equal(turned, w.t())
     assert torch.equal(more, y + 1)
@@ -143,10 +143,10 @@ def test_views_of_operands_are_views_of_the_caller_s() -> None:
 @pytest.mark.usefixtures("pretended")
 def test_operands_that_lie_over_themselves_or_have_gaps() -> None:
     wide, narrow = torch.randn(4).expand(3, 4), torch.randn(3, 8)[:, :4]
-    made = recorded(lambda a, b: (a + b,), wide, narrow)
-    assert [s.stride() for s in made.static] == [(0, 1), (8, 1)]
+    graph = recorded(lambda a, b: (a + b,), wide, narrow)
+    assert [s.stride() for s in graph.static] == [(0, 1), (8, 1)]
     other = torch.randn(4).expand(3, 4)
-    assert torch.equal(made(other, narrow)[0], other + narrow)
+    assert torch.equal(graph(other, narrow)[0], other + narrow)
 
 
 @pytest.mark.usefixtures("pretended")

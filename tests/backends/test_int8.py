@@ -46,7 +46,7 @@ class Form:
     function: Callable[..., Any]
     given: list[Tensor]
     x: Tensor
-    told: str
+    expected: str
 
     def model(self) -> Step:
         return Step(self.function, *self.given)
@@ -107,20 +107,20 @@ FORMS = {
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_runs_in_float32_until_it_is_calibrated_and_then_in_integers(form: str) -> None:
-    x, kind = FORMS[form].x, FORMS[form].told
+    x, kind = FORMS[form].x, FORMS[form].expected
     model = FORMS[form].model().eval()
-    wanted = model(x)
+    expected = model(x)
     fast = lowered(model, x, on_error="raise", verify=True)
     (region,) = dovetail.regions(fast)
     assert (region.kind, region.backend) == (kind, "int8")
     products = 2 if form == "swiglu" else 1
     for _ in range(2):
-        assert torch.equal(fast(x), wanted)
-    made = fast(x)
+        assert torch.equal(fast(x), expected)
+    result = fast(x)
     assert integers(fast, x) == products
-    assert 0 < off(made, wanted) < 0.02
-    assert (made.stride(), made.dtype) == (wanted.stride(), wanted.dtype)
-    assert torch.equal(fast(x), made)
+    assert 0 < off(result, expected) < 0.02
+    assert (result.stride(), result.dtype) == (expected.stride(), expected.dtype)
+    assert torch.equal(fast(x), result)
 
 
 @torch.no_grad()
@@ -146,10 +146,10 @@ def test_images_with_channels_last_stay_so() -> None:
     fast = lowered(model, x, on_error="raise")
     for _ in range(2):
         fast(x)
-    made = fast(x)
-    assert made.is_contiguous(memory_format=torch.channels_last)
+    result = fast(x)
+    assert result.is_contiguous(memory_format=torch.channels_last)
     assert integers(fast, x) == 2
-    assert off(made, model(x)) < 0.02
+    assert off(result, model(x)) < 0.02
 
 
 REFUSED = {
@@ -194,14 +194,14 @@ REFUSED = {
 @torch.no_grad()
 @pytest.mark.parametrize("form", REFUSED)
 def test_what_cannot_run_in_integers_is_declined_with_the_reason(form: str) -> None:
-    x, reason, model = REFUSED[form].x, REFUSED[form].told, REFUSED[form].model()
+    x, reason, model = REFUSED[form].x, REFUSED[form].expected, REFUSED[form].model()
     model = model.train() if form == "draws" else model.eval()
     graph = dovetail.capture(model, (x,))
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     fast = dovetail.lower(dovetail.outline(graph, calls, kind="whole"), ["int8"])
     assert dovetail.regions(fast)[0].backend is None
-    (told,) = reasons(fast, "supports")
-    assert reason in told
+    (expected,) = reasons(fast, "supports")
+    assert reason in expected
     if form != "draws":
         assert torch.equal(fast(x), model(x))
 
@@ -250,9 +250,9 @@ def test_a_model_of_the_zoo_compiled(zoo: Any) -> None:
     assert kinds["rest"] == "eager"
     products = sum(isinstance(m, nn.Linear | nn.Conv2d) for m in model.modules())
     assert integers(fast, *args) == products
-    made, wanted = fast(*args), model(*args)
-    made, wanted = (v[0] if isinstance(v, tuple) else v for v in (made, wanted))
-    assert off(made, wanted) < 0.02
+    result, expected = fast(*args), model(*args)
+    result, expected = (v[0] if isinstance(v, tuple) else v for v in (result, expected))
+    assert off(result, expected) < 0.02
 
 
 @torch.no_grad()

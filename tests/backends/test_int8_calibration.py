@@ -115,7 +115,7 @@ def test_sample_inputs_calibrate_before_the_first_call_and_leave_no_trace() -> N
 
 
 @torch.no_grad()
-def test_samples_that_do_not_fit_are_made_up_for_by_calls() -> None:
+def test_samples_that_do_not_fit_are_replaced_by_calls() -> None:
     model = Layers().eval()
     fast = lowered(model, X, backend=Int8([(torch.randn(2, 32),), (X,)]))
     assert reasons(fast, "calibration") == ["1 of 2 sample inputs match this graph; calls replace the others"]
@@ -132,9 +132,9 @@ def test_values_that_int8_cannot_hold_keep_their_call_in_float32() -> None:
     fast = lowered(model, x, backend=Int8(calibrate=1))
     for _ in range(3):
         fast(x)
-    (told,) = reasons(fast, "prepare")
-    assert told.startswith("stays in float32: in int8 it is off by ")
-    assert told.endswith("and 5.0% is allowed")
+    (reason,) = reasons(fast, "prepare")
+    assert reason.startswith("stays in float32: in int8 it is off by ")
+    assert reason.endswith("and 5.0% is allowed")
     assert integers(fast, x) == 1
     allowed = lowered(model, x, backend=Int8(calibrate=1, bound=10.0))
     allowed(x)
@@ -145,12 +145,12 @@ def test_values_that_int8_cannot_hold_keep_their_call_in_float32() -> None:
 def test_copies_and_pickles_are_calibrated_already() -> None:
     model = Layers().eval()
     fast = lowered(model, X, backend=Int8([(X,)], bound=0.04))
-    made, names = fast(X), list(model.state_dict())
+    result, names = fast(X), list(model.state_dict())
     file = io.BytesIO()
     pickle.dump(fast, file)
     file.seek(0)
     for again in (copy.deepcopy(fast), pickle.load(file)):
-        assert torch.equal(again(X), made)
+        assert torch.equal(again(X), result)
         assert integers(again, X) == 2
         assert list(again.state_dict()) == list(fast.state_dict()) == names
 
@@ -175,29 +175,29 @@ def test_other_sizes_are_other_code_with_the_same_calibration() -> None:
     model = Images().eval()
     fast = dovetail.compile(model, (IMAGE,), backends=[Int8([(IMAGE,)])])
     x = IMAGE.to(memory_format=torch.channels_last)
-    made = fast(x)
-    assert made.is_contiguous(memory_format=torch.channels_last)
+    result = fast(x)
+    assert result.is_contiguous(memory_format=torch.channels_last)
     assert integers(fast, x) == integers(fast, IMAGE) == 2
-    assert off(made, fast(IMAGE)) < 1e-5
+    assert off(result, fast(IMAGE)) < 1e-5
 
 
 @torch.no_grad()
 def test_threads_may_calibrate_one_call_at_once() -> None:
     model = Layers().eval()
     fast = lowered(model, X, backend=Int8(calibrate=8), on_error="raise")
-    wanted, found = model(X), list[float]()
+    expected, errors = model(X), list[float]()
 
     def work() -> None:
         with torch.no_grad():
-            found.extend(off(fast(X), wanted) for _ in range(8))
+            errors.extend(off(fast(X), expected) for _ in range(8))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 32
-    assert max(found) < 0.02
+    assert len(errors) == 32
+    assert max(errors) < 0.02
     assert integers(fast, X) == 2
 
 
@@ -207,9 +207,9 @@ def test_its_own_bound_is_what_verify_applies() -> None:
     assert {r.backend for r in dovetail.regions(fine)} == {"int8"}
     narrow = dovetail.lower(gm, [Int8(bound=1e-4), Counting()], verify=True, cache=False)
     assert {r.backend for r in dovetail.regions(narrow)} == {"counting"}
-    told = reasons(narrow, "verify")
-    assert len(told) == 2
-    assert all(t.startswith("result 0 is off by ") and t.endswith("and 0.01% is allowed") for t in told)
+    messages = reasons(narrow, "verify")
+    assert len(messages) == 2
+    assert all(t.startswith("result 0 is off by ") and t.endswith("and 0.01% is allowed") for t in messages)
 
 
 @pytest.mark.parametrize("broken", ["weights", "values"])
@@ -254,31 +254,31 @@ def test_any_backend_may_have_a_bound() -> None:
     }
     Rounds.bound, was = 1e-4, Rounds.bound
     try:
-        (told,) = reasons(dovetail.lower(gm, [Rounds("narrow")], verify=True, cache=False), "verify")
+        (reason,) = reasons(dovetail.lower(gm, [Rounds("narrow")], verify=True, cache=False), "verify")
     finally:
         Rounds.bound = was
-    assert told.endswith("of its size, and 0.01% is allowed")
+    assert reason.endswith("of its size, and 0.01% is allowed")
 
 
-def test_the_relative_error_counts_where_numbers_are_wanted() -> None:
+def test_the_relative_error_counts_where_numbers_are_expected() -> None:
     nan, inf = float("nan"), float("inf")
     assert relative_error(torch.tensor([3.0, 5.0]), torch.tensor([3.0, nan])) == 0
     assert relative_error(torch.tensor([3.0, nan]), torch.tensor([3.0, 5.0])) == inf
     assert relative_error(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0])) == 0
     assert relative_error(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0])) == inf
     assert abs(relative_error(torch.tensor([1.1, 2.2]), torch.tensor([1.0, 2.0])) - 0.1) < 1e-6
-    wanted = Reference(torch.tensor([1, 2]), bound=10.0)
-    assert difference(torch.tensor([1, 3]), wanted) is not None  # whole numbers are exact all the same
+    expected = Reference(torch.tensor([1, 2]), bound=10.0)
+    assert difference(torch.tensor([1, 3]), expected) is not None  # whole numbers are exact all the same
 
 
 def test_bytes_are_the_nearest_steps_and_zero_is_exact() -> None:
     x = torch.linspace(-2.5, 7.0, 9973)
     steps = range_of(-2.0, 6.0)
-    made = Quantizer(steps, torch.contiguous_format)(x)
-    wanted = (x / steps.scale).round().add(steps.zero_point).clamp(0, 255)
-    assert made.dtype is torch.uint8
-    assert (made.float() - wanted).abs().max() <= 1  # halves may go either way
-    assert (made.float() != wanted).float().mean() < 1e-3
+    quantized = Quantizer(steps, torch.contiguous_format)(x)
+    expected = (x / steps.scale).round().add(steps.zero_point).clamp(0, 255)
+    assert quantized.dtype is torch.uint8
+    assert (quantized.float() - expected).abs().max() <= 1  # halves may go either way
+    assert (quantized.float() != expected).float().mean() < 1e-3
     assert Quantizer(steps, torch.contiguous_format)(torch.zeros(3)).tolist() == [steps.zero_point] * 3
     assert Quantizer(steps, torch.contiguous_format)(torch.tensor([1e30, -1e30])).tolist() == [255, 0]
     assert (range_of(1.0, 2.0).zero_point, range_of(-2.0, -1.0).zero_point) == (0, 255)
@@ -299,9 +299,9 @@ def test_what_is_watched_is_finite_and_not_empty() -> None:
         watch(x)
     assert watch.observed() is None
     watch(torch.tensor([-1.0, 3.0]))
-    found = watch.observed()
-    assert found is not None
-    assert abs(found.range.scale - 4 / 255) < 1e-6
+    ranges = watch.observed()
+    assert ranges is not None
+    assert abs(ranges.range.scale - 4 / 255) < 1e-6
 
 
 def test_new_weights_in_one_call_make_all_begin_again() -> None:
@@ -317,7 +317,7 @@ def test_new_weights_in_one_call_make_all_begin_again() -> None:
 
 @pytest.mark.parametrize("form", ["linear", "groups"])
 @torch.no_grad()
-def test_what_weights_are_off_by_is_made_up_for_on_average(form: str) -> None:
+def test_errors_of_weights_are_corrected_on_average(form: str) -> None:
     x = torch.randn(64, 4, 8, 8) + torch.tensor([30.0, -20.0, 10.0, 5.0]).reshape(-1, 1, 1)
     layer: nn.Module = nn.Conv2d(4, 6, 3, groups=2) if form == "groups" else nn.Linear(8, 6)
     whole, steps = quantised_weight(layer.get_parameter("weight"))
@@ -331,9 +331,9 @@ def test_what_weights_are_off_by_is_made_up_for_on_average(form: str) -> None:
     def mean(value: Tensor) -> Tensor:
         return value.mean((0, 2, 3) if form == "groups" else (0, 1, 2))
 
-    wanted = mean(layer(x))
-    plain, corrected = ((mean(v) - wanted).norm() for v in (coarse(x), fast(x)))
-    assert corrected < plain / 4
+    expected = mean(layer(x))
+    uncorrected, corrected = ((mean(v) - expected).norm() for v in (coarse(x), fast(x)))
+    assert corrected < uncorrected / 4
 
 
 def test_outputs_of_zeros_have_steps_too() -> None:

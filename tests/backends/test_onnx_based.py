@@ -35,17 +35,17 @@ def compiled(backend: str, function: Callable[..., Any], *args: Any, **options: 
     return dovetail.compile(model.eval(), args, **given | options)
 
 
-def runs(made: Any) -> set[str | None]:
+def runs(fast: Any) -> set[str | None]:
     """Who runs the regions of the last capture."""
-    return {region.backend for region in dovetail.regions(made.graphs[-1])}
+    return {region.backend for region in dovetail.regions(fast.graphs[-1])}
 
 
 def same(backend: str, function: Callable[..., Any], *args: Any, taken: bool | None = True) -> None:
     """The backend gives what torch gives, by its own code unless `taken` is False; None is for either."""
-    made = compiled(backend, function, *args)
-    torch.testing.assert_close(made(*args), function(*args), rtol=1e-5, atol=1e-5, equal_nan=True)
+    fast = compiled(backend, function, *args)
+    torch.testing.assert_close(fast(*args), function(*args), rtol=1e-5, atol=1e-5, equal_nan=True)
     if taken is not None:
-        assert (backend in runs(made)) is taken
+        assert (backend in runs(fast)) is taken
 
 
 X = torch.arange(24.0).reshape(4, 6)
@@ -61,7 +61,7 @@ X = torch.arange(24.0).reshape(4, 6)
         lambda x: x[:, torch.tensor([5, -6])],
     ],
 )
-def test_positions_in_several_dimensions_and_from_the_end(backend: str, function: Any) -> None:
+def test_positions_in_many_dimensions_and_from_the_end(backend: str, function: Any) -> None:
     same(backend, function, X)
 
 
@@ -82,20 +82,20 @@ INDEXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_index_out_of_range_raises_what_torch_raises(backend: str, name: str, wrong: int) -> None:
     function = INDEXED[name]
-    made = compiled(backend, function, X, AT, on_error="fallback")
-    assert torch.equal(made(X, AT), function(X, AT))
+    fast = compiled(backend, function, X, AT, on_error="fallback")
+    assert torch.equal(fast(X, AT), function(X, AT))
     bad = torch.tensor([wrong, 0])
     try:
-        wanted = function(X, bad)
+        expected = function(X, bad)
     except (IndexError, RuntimeError) as error:
         with pytest.raises(type(error)):
-            made(X, bad)
+            fast(X, bad)
     else:
-        assert torch.equal(made(X, bad), wanted)
+        assert torch.equal(fast(X, bad), expected)
     # It was the caller's mistake, and the code stays.
-    before = runs(made)
-    assert torch.equal(made(X, AT), function(X, AT))
-    assert runs(made) == before
+    before = runs(fast)
+    assert torch.equal(fast(X, AT), function(X, AT))
+    assert runs(fast) == before
 
 
 @pytest.mark.parametrize("name", ["embedding", "index_select", "scatter", "index", "two indices"])
@@ -107,23 +107,23 @@ def test_both_take_indices(name: str) -> None:
 def test_a_gather_of_a_part_is_left_to_those_who_can() -> None:
     same("onnxruntime", INDEXED["gather"], X, AT)
     same("openvino", lambda x, i: x.gather(0, i[:, None].expand(2, 6)) * 2, X, AT)
-    made = compiled("openvino", lambda x, i: x.gather(0, i), X, AT[:, None], on_error="fallback")
-    assert torch.equal(made(X, AT[:, None]), X.gather(0, AT[:, None]))
-    assert runs(made) == {None}
+    fast = compiled("openvino", lambda x, i: x.gather(0, i), X, AT[:, None], on_error="fallback")
+    assert torch.equal(fast(X, AT[:, None]), X.gather(0, AT[:, None]))
+    assert runs(fast) == {None}
 
 
 def test_indices_are_looked_at_where_sizes_vary() -> None:
     rows = torch.export.Dim("rows", min=2, max=64)
     for backend in ("onnxruntime", "openvino"):
-        made = compiled(
+        fast = compiled(
             backend, INDEXED["index"], X, AT, dynamic_shapes=(({0: rows}, None),), on_error="fallback"
         )
         longer = torch.randn(9, 6)
         for i in (torch.tensor([8, -9]), AT):
-            assert torch.equal(made(longer, i), longer[i] * 2)
+            assert torch.equal(fast(longer, i), longer[i] * 2)
         with pytest.raises(IndexError):
-            made(longer, torch.tensor([9, 0]))
-        assert backend in runs(made)
+            fast(longer, torch.tensor([9, 0]))
+        assert backend in runs(fast)
 
 
 SMALL = {
@@ -157,8 +157,8 @@ WHOLE: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_numbers_come_out_as_torch_has_them(backend: str, name: str, dtype: torch.dtype) -> None:
     function, given = WHOLE[name], SMALL[dtype]
-    made = compiled(backend, function, given, on_error="fallback")
-    torch.testing.assert_close(made(given), function(given), rtol=0, atol=0)
+    fast = compiled(backend, function, given, on_error="fallback")
+    torch.testing.assert_close(fast(given), function(given), rtol=0, atol=0)
 
 
 def test_moving_small_numbers_and_making_fractions_of_them_is_taken() -> None:
@@ -167,10 +167,10 @@ def test_moving_small_numbers_and_making_fractions_of_them_is_taken() -> None:
             same("openvino", WHOLE[name], SMALL[dtype])
 
 
-def test_a_number_that_the_dtype_has_not_is_told_of() -> None:
+def test_a_number_that_the_dtype_has_not_is_reported() -> None:
     given = SMALL[torch.uint8]
-    made = compiled("onnxruntime", lambda a: a < 300, given, on_error="fallback")
-    assert torch.equal(made(given), given < 300)
+    fast = compiled("onnxruntime", lambda a: a < 300, given, on_error="fallback")
+    assert torch.equal(fast(given), given < 300)
     with pytest.raises(dovetail.SaveError, match="300 is not a uint8"):
         dovetail.to_onnx(dovetail.capture(Of(lambda a: a < 300), (given,)), "never.onnx")
 
@@ -205,8 +205,8 @@ def test_attention_under_a_mask_is_taken(backend: str) -> None:
 
 
 def image(channels_last: bool) -> Tensor:
-    made = torch.randn(2, 3, 8, 8)
-    return made.to(memory_format=torch.channels_last) if channels_last else made
+    pixels = torch.randn(2, 3, 8, 8)
+    return pixels.to(memory_format=torch.channels_last) if channels_last else pixels
 
 
 @BOTH
@@ -215,13 +215,13 @@ def test_images_that_lie_otherwise_are_taken_too(backend: str, first: bool) -> N
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)).eval()
     with torch.no_grad():
-        made = compiled(backend, model, image(first))
+        fast = compiled(backend, model, image(first))
         for given in (image(first), image(not first)):
-            wanted = model(given)
-            found = made(given)
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-            assert found.stride() == wanted.stride()
-            assert runs(made) == {backend}
+            expected = model(given)
+            result = fast(given)
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+            assert result.stride() == expected.stride()
+            assert runs(fast) == {backend}
 
 
 @BOTH
@@ -229,11 +229,11 @@ def test_images_that_lie_otherwise_are_taken_too(backend: str, first: bool) -> N
     "other", [torch.randn(6, 4).t(), torch.randn(4, 12)[:, ::2], torch.randn(1, 6).expand(4, 6)]
 )
 def test_rows_that_lie_otherwise_are_taken_too(backend: str, other: Tensor) -> None:
-    made = compiled(backend, lambda x: x * 2 + 1, X)
+    fast = compiled(backend, lambda x: x * 2 + 1, X)
     for given in (X, other):
-        assert torch.equal(made(given), given * 2 + 1)
-        assert made(given).stride() == (given * 2 + 1).stride()
-    assert runs(made) == {backend}
+        assert torch.equal(fast(given), given * 2 + 1)
+        assert fast(given).stride() == (given * 2 + 1).stride()
+    assert runs(fast) == {backend}
 
 
 def turned(x: Tensor) -> Tensor:
@@ -245,10 +245,10 @@ def turned(x: Tensor) -> Tensor:
 def test_a_turned_input_turned_back_is_still_read(backend: str, opened: bool) -> None:
     sizes = {0: torch.export.Dim("n", min=2, max=64), 1: torch.export.Dim("m", min=2, max=64)}
     x = torch.randn(5, 3).t()
-    made = compiled(backend, turned, x, dynamic_shapes=((sizes,),) if opened else None)
+    fast = compiled(backend, turned, x, dynamic_shapes=((sizes,),) if opened else None)
     for given in (x, torch.randn(5, 3).t()):
-        assert torch.equal(made(given), turned(given))
-    assert runs(made) == {backend}
+        assert torch.equal(fast(given), turned(given))
+    assert runs(fast) == {backend}
 
 
 @BOTH

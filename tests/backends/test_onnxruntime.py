@@ -70,9 +70,9 @@ def test_attention_masks(name: str, mask: Tensor | None) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask) * 2
 
     gm = whole(attend, q, k, v)
-    made = lower(gm, by_name(name), cache=False, on_error="raise")
-    torch.testing.assert_close(made(q, k, v), attend(q, k, v), rtol=1e-4, atol=1e-5)
-    assert [r.backend for r in dovetail.regions(made)] == [name]
+    fast = lower(gm, by_name(name), cache=False, on_error="raise")
+    torch.testing.assert_close(fast(q, k, v), attend(q, k, v), rtol=1e-4, atol=1e-5)
+    assert [r.backend for r in dovetail.regions(fast)] == [name]
 
 
 @pytest.mark.parametrize(("causal", "scale"), [(True, None), (False, 0.3), (True, 0.7)])
@@ -82,8 +82,8 @@ def test_attention_with_fewer_heads_of_keys(causal: bool, scale: float | None) -
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
-    made = lowered(lambda q, k, v: attend(q, k, v) + 1, q, k, v)
-    torch.testing.assert_close(made(q, k, v), attend(q, k, v) + 1, rtol=1e-4, atol=1e-5)
+    fast = lowered(lambda q, k, v: attend(q, k, v) + 1, q, k, v)
+    torch.testing.assert_close(fast(q, k, v), attend(q, k, v) + 1, rtol=1e-4, atol=1e-5)
 
 
 def test_sizes_that_vary_through_reshapes_and_attention() -> None:
@@ -95,11 +95,11 @@ def test_sizes_that_vary_through_reshapes_and_attention() -> None:
 
     batch, length = torch.export.Dim("batch", min=2, max=16), torch.export.Dim("length", min=2, max=64)
     w = torch.randn(8, 8)
-    made = lowered(block, torch.randn(3, 5, 8), w, dynamic_shapes={"x": {0: batch, 1: length}, "w": None})
+    fast = lowered(block, torch.randn(3, 5, 8), w, dynamic_shapes={"x": {0: batch, 1: length}, "w": None})
     for sizes in ((3, 5), (2, 9), (16, 64)):
         x = torch.randn(*sizes, 8)
-        torch.testing.assert_close(made(x, w), block(x, w), rtol=1e-4, atol=1e-5)
-    assert [r.backend for r in dovetail.regions(made)] == ["onnxruntime"]
+        torch.testing.assert_close(fast(x, w), block(x, w), rtol=1e-4, atol=1e-5)
+    assert [r.backend for r in dovetail.regions(fast)] == ["onnxruntime"]
 
 
 def test_what_is_not_taken_stays_outside() -> None:
@@ -128,6 +128,6 @@ def test_whole_numbers_are_exact() -> None:
 def test_session_options_are_passed_on() -> None:
     backend = OnnxRuntime({"session.intra_op.allow_spinning": "0"})
     x = torch.randn(4, 4)
-    made = lower(whole(lambda x: torch.relu(x @ x), x), backend, cache=False, on_error="raise")
-    torch.testing.assert_close(made(x), torch.relu(x @ x))
+    fast = lower(whole(lambda x: torch.relu(x @ x), x), backend, cache=False, on_error="raise")
+    torch.testing.assert_close(fast(x), torch.relu(x @ x))
     assert backend.options == {"session.intra_op.allow_spinning": "0"}

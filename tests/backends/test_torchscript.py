@@ -21,11 +21,11 @@ from tests.lowering.helpers import Blocks, events, fused
 def gradients(model: nn.Module, x: Tensor, *, twice: bool = False) -> list[Tensor]:
     x = x.clone().requires_grad_()
     out = model(x)
-    wanted = [x, *model.parameters()]
+    leaves = [x, *model.parameters()]
     if not twice:
-        return list(torch.autograd.grad(out.square().sum(), wanted))
-    first = torch.autograd.grad(out.sin().sum(), wanted, create_graph=True)
-    return list(torch.autograd.grad(sum(g.square().sum() for g in first), wanted))
+        return list(torch.autograd.grad(out.square().sum(), leaves))
+    first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
 
 
 def test_values_in_inference() -> None:
@@ -34,9 +34,9 @@ def test_values_in_inference() -> None:
     assert {r.backend for r in dovetail.regions(lowered)} == {"torchscript"}
     with torch.no_grad():
         for _ in range(4):
-            made = lowered(x)
-            assert torch.allclose(made, model(x), atol=1e-6)
-            assert not made.requires_grad
+            result = lowered(x)
+            assert torch.allclose(result, model(x), atol=1e-6)
+            assert not result.requires_grad
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
@@ -44,10 +44,10 @@ def test_gradients_and_their_gradients(twice: bool) -> None:
     model, x = Blocks(), torch.randn(3, 8)
     lowered = dovetail.lower(fused(model, x), ["torchscript"], verify=True, cache=False)
     for _ in range(3):
-        for has, wanted in zip(
+        for has, expected in zip(
             gradients(lowered, x, twice=twice), gradients(model, x, twice=twice), strict=True
         ):
-            assert torch.allclose(has, wanted, atol=1e-5)
+            assert torch.allclose(has, expected, atol=1e-5)
     assert {e.backend for e in events(lowered) if e.outcome == "compiled"} == {"torchscript"}
 
 
@@ -94,13 +94,13 @@ def test_what_it_compiles_is_saved_and_loaded() -> None:
     for grad in (False, True):
         given = [o.clone().requires_grad_(grad) for o in operands]
         with torch.set_grad_enabled(grad):
-            made = backend.compile(region, given)
-            assert isinstance(made, Traced)
-            again = backend.load(backend.save(made), region)
+            code = backend.compile(region, given)
+            assert isinstance(code, Traced)
+            again = backend.load(backend.save(code), region)
             assert again.grad is grad
-            (has,), (wanted,) = again(*given), region.body(*given)
-        assert torch.allclose(has, wanted, atol=1e-6)
-        assert has.requires_grad is wanted.requires_grad
+            (has,), (expected,) = again(*given), region.body(*given)
+        assert torch.allclose(has, expected, atol=1e-6)
+        assert has.requires_grad is expected.requires_grad
 
 
 def test_the_disk_cache_serves_a_second_lowering(tmp_path: Path) -> None:
@@ -141,13 +141,13 @@ def test_models_of_the_zoo(name: str) -> None:
     model = entry.build("tiny").eval()
     gm = dovetail.fuse(dovetail.capture(model, inputs.args, inputs.kwargs))
     lowered = dovetail.lower(gm, ["torchscript"], verify=True, cache=False)
-    told = {e.outcome for e in events(lowered)}
-    assert told <= {"compiled", "supports"}, [
+    outcomes = {e.outcome for e in events(lowered)}
+    assert outcomes <= {"compiled", "supports"}, [
         e for e in events(lowered) if e.outcome not in ("compiled", "supports")
     ]
     with torch.no_grad():
-        has, wanted = lowered(*inputs.args, **inputs.kwargs), model(*inputs.args, **inputs.kwargs)
+        has, expected = lowered(*inputs.args, **inputs.kwargs), model(*inputs.args, **inputs.kwargs)
     for a, b in zip(
-        torch.utils._pytree.tree_leaves(has), torch.utils._pytree.tree_leaves(wanted), strict=True
+        torch.utils._pytree.tree_leaves(has), torch.utils._pytree.tree_leaves(expected), strict=True
     ):
         assert torch.allclose(a, b, atol=1e-4, rtol=1e-4)

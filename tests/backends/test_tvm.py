@@ -55,9 +55,9 @@ def test_what_is_no_number_stays_so() -> None:
     gm = whole(extremes, x, y)
     with torch.no_grad():
         lowered = lower(gm, by_name("tvm"), cache=False, on_error="raise")
-        for got, wanted in zip(lowered(x, y), extremes(x, y), strict=True):
-            assert torch.equal(got.isnan(), wanted.isnan())
-            assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+        for got, expected in zip(lowered(x, y), extremes(x, y), strict=True):
+            assert torch.equal(got.isnan(), expected.isnan())
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
 def test_what_the_converter_gets_wrong_is_declined() -> None:
@@ -75,7 +75,7 @@ def test_the_target_is_part_of_what_it_is() -> None:
     )
 
 
-def made(function: Any, *args: torch.Tensor) -> Any:
+def compiled_result(function: Any, *args: torch.Tensor) -> Any:
     """What the code of one region gives; None where the region is declined."""
     gm = whole(function, *args)
     (region,) = dovetail.regions(gm)
@@ -124,23 +124,23 @@ WILD = torch.tensor(
     ],
 )
 def test_arguments_matter(function: Any) -> None:
-    torch.testing.assert_close(made(function, WILD.clone()), function(WILD), equal_nan=True)
+    torch.testing.assert_close(compiled_result(function, WILD.clone()), function(WILD), equal_nan=True)
 
 
 def test_arguments_matter_to_whole_numbers() -> None:
     x, y = torch.arange(-5, 6), torch.arange(11, dtype=torch.int32)
-    assert torch.equal(made(lambda x, y: torch.add(x, y, alpha=3), x, y), torch.add(x, y, alpha=3))
-    assert torch.equal(made(lambda x: torch.rsub(x, 2, alpha=3), x), torch.rsub(x, 2, alpha=3))
-    assert torch.equal(made(lambda x: x.clamp(2, -2), x), x.clamp(2, -2))
+    assert torch.equal(compiled_result(lambda x, y: torch.add(x, y, alpha=3), x, y), torch.add(x, y, alpha=3))
+    assert torch.equal(compiled_result(lambda x: torch.rsub(x, 2, alpha=3), x), torch.rsub(x, 2, alpha=3))
+    assert torch.equal(compiled_result(lambda x: x.clamp(2, -2), x), x.clamp(2, -2))
 
 
 def test_attention_has_the_scale_and_the_heads_that_it_is_given() -> None:
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 6, 8)
     for options in ({"scale": 0.5}, {"scale": 2.0, "is_causal": True}):
         attend = lambda q, k, o=options: F.scaled_dot_product_attention(q, k, k * 2, **o)  # noqa: E731
-        torch.testing.assert_close(made(attend, q, q[:, :, :2].clone()), attend(q, q[:, :, :2]))
+        torch.testing.assert_close(compiled_result(attend, q, q[:, :, :2].clone()), attend(q, q[:, :, :2]))
     grouped = lambda q, k: F.scaled_dot_product_attention(q, k, k * 2, enable_gqa=True)  # noqa: E731
-    torch.testing.assert_close(made(grouped, q, k), grouped(q, k))
+    torch.testing.assert_close(compiled_result(grouped, q, k), grouped(q, k))
 
 
 @pytest.mark.parametrize(
@@ -158,4 +158,4 @@ def test_attention_has_the_scale_and_the_heads_that_it_is_given() -> None:
     ids=["zero", "slope", "alpha", "itself", "bound", "fraction", "topk", "scatter"],
 )
 def test_arguments_that_it_gets_wrong_are_declined(function: Any, x: torch.Tensor) -> None:
-    assert made(function, x.clone()) is None
+    assert compiled_result(function, x.clone()) is None

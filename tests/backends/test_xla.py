@@ -39,6 +39,9 @@ class TestXla(ExternalBackendTests):
     share = 1.0
 
 
+# The client is started once in a process, and its buffers are nowhere but in it: these tests ask for it directly.
+
+
 def test_operands_and_results_are_not_copied() -> None:
     x = torch.randn(64, 64)
     runtime = xla._runtime()
@@ -82,7 +85,7 @@ def test_float64_stays_float64() -> None:
         torch.testing.assert_close(lowered(x), gm(x), rtol=1e-14, atol=1e-14)
 
 
-def made(function: Any, *args: torch.Tensor) -> Any:
+def compiled_result(function: Any, *args: torch.Tensor) -> Any:
     """What the code of one region gives; None where the region is declined."""
     gm = whole(function, *args)
     (region,) = dovetail.regions(gm)
@@ -112,7 +115,7 @@ WILD = torch.tensor([0.5, float("nan"), float("inf"), -float("inf"), -95.0, 0.3,
     ids=["logsigmoid", "argmax", "argmin", "topk", "sort", "down", "root", "lerp", "rms", "cosine"],
 )
 def test_what_torch_mlir_gets_wrong_is_mended(function: Any) -> None:
-    torch.testing.assert_close(made(function, WILD.clone()), function(WILD), equal_nan=True)
+    torch.testing.assert_close(compiled_result(function, WILD.clone()), function(WILD), equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +130,9 @@ def test_a_last_window_that_is_not_full(
 
     x = torch.randn(2, 3, size, size + 1) - 5
     x[0, 0, 2, 2] = float("nan")
-    torch.testing.assert_close(made(pooled, x), pooled(x), equal_nan=True)
+    torch.testing.assert_close(compiled_result(pooled, x), pooled(x), equal_nan=True)
     whole_numbers = torch.arange(size * size).reshape(1, size, size) - 500
-    assert torch.equal(made(pooled, whole_numbers), pooled(whole_numbers))
+    assert torch.equal(compiled_result(pooled, whole_numbers), pooled(whole_numbers))
 
 
 @pytest.mark.parametrize("alpha", [1, 2.5])
@@ -137,7 +140,7 @@ def test_what_is_taken_zero_times_is_left_out(alpha: float) -> None:
     lost, a, b = torch.full((3, 5), torch.nan), torch.randn(2, 3, 4), torch.randn(2, 4, 5)
     for function, x, y in ((torch.addmm, a[0].clone(), b[0].clone()), (torch.baddbmm, a, b)):
         run = lambda i, x, y, f=function: f(i, x, y, beta=0, alpha=alpha)  # noqa: E731
-        torch.testing.assert_close(made(run, lost, x, y), run(lost, x, y))
+        torch.testing.assert_close(compiled_result(run, lost, x, y), run(lost, x, y))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_what_is_taken_zero_times_is_left_out(alpha: float) -> None:
     ids=["linear", "mv", "norm", "itself", "correction", "amax", "any", "alpha"],
 )
 def test_arguments_that_it_gets_wrong_are_declined(function: Any, args: tuple[torch.Tensor, ...]) -> None:
-    assert made(function, *(a.clone() for a in args)) is None
+    assert compiled_result(function, *(a.clone() for a in args)) is None
 
 
 def test_bytes_have_no_sign() -> None:
@@ -164,5 +167,5 @@ def test_bytes_have_no_sign() -> None:
     def compared(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x < 7, x > x.flip(0), x.masked_fill(x > 150, 1), torch.sign(x), torch.topk(x, 2).values
 
-    for got, wanted in zip(made(compared, x), compared(x), strict=True):
-        assert torch.equal(got, wanted)
+    for got, expected in zip(compiled_result(compared, x), compared(x), strict=True):
+        assert torch.equal(got, expected)

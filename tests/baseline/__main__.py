@@ -32,13 +32,13 @@ MOST_LINES = 40
 def main() -> int:
     options = _options()
     began = time.monotonic()
-    made = {n: text for n, text in sorted(_made(options)) if n.startswith(options.only)}
-    print(f"{len(made)} entries in {time.monotonic() - began:.0f} s", flush=True)
+    dumped = {n: text for n, text in sorted(_dump(options)) if n.startswith(options.only)}
+    print(f"{len(dumped)} entries in {time.monotonic() - began:.0f} s", flush=True)
     if options.out is not None:
-        _write_texts(options.out, made)
+        _write_texts(options.out, dumped)
     if options.write:
-        return _freeze(made)
-    return _compared(_thawed(options.only), made)
+        return _freeze(dumped)
+    return _compared(_thawed(options.only), dumped)
 
 
 def _options() -> argparse.Namespace:
@@ -53,7 +53,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _made(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _dump(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     names = chosen(options.only)
     if options.jobs <= 1 or len(names) == 1:
         quiet()
@@ -62,25 +62,25 @@ def _made(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         return
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.jobs, quiet) as pool:
-        for found in pool.imap_unordered(entries, names):
-            yield from found.items()
+        for dumped in pool.imap_unordered(entries, names):
+            yield from dumped.items()
         pool.close()
         pool.join()
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("torch", "transformers"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions[name] = "none"
+    return versions
 
 
-def _freeze(made: dict[str, str]) -> int:
+def _freeze(dumped: dict[str, str]) -> int:
     data = json.dumps(
-        {"versions": _versions(), "entries": made}, ensure_ascii=False, sort_keys=True, indent=0
+        {"versions": _versions(), "entries": dumped}, ensure_ascii=False, sort_keys=True, indent=0
     )
     FROZEN.write_bytes(lzma.compress(data.encode(), preset=9 | lzma.PRESET_EXTREME))
     print(f"{FROZEN.stat().st_size / 1024:.0f} KiB, {len(data) / 2**20:.1f} MiB of text")
@@ -92,32 +92,32 @@ def _thawed(prefix: str) -> dict[str, str]:
     data: Any = json.loads(lzma.decompress(FROZEN.read_bytes()))
     if data["versions"] != _versions():
         print(f"frozen with {data['versions']}, and this is {_versions()}: expect differences")
-    found = {n: text for n, text in data["entries"].items() if n.startswith(prefix)}
+    entries_now = {n: text for n, text in data["entries"].items() if n.startswith(prefix)}
     for old, new in RENAMED.items():
         pattern = re.compile(rf"(?<!\w)(?:{old})(?!\w)")
-        found = {n: pattern.sub(new, text) for n, text in found.items()}
-    return found
+        entries_now = {n: pattern.sub(new, text) for n, text in entries_now.items()}
+    return entries_now
 
 
-def _compared(frozen: dict[str, str], made: dict[str, str]) -> int:
-    differing = [n for n in sorted(frozen.keys() | made.keys()) if frozen.get(n) != made.get(n)]
+def _compared(frozen: dict[str, str], dumped: dict[str, str]) -> int:
+    differing = [n for n in sorted(frozen.keys() | dumped.keys()) if frozen.get(n) != dumped.get(n)]
     for name in differing[:MOST_ENTRIES]:
         print(f"\n{name}")
-        before, after = (side.get(name, "no such entry\n").splitlines() for side in (frozen, made))
+        before, after = (side.get(name, "no such entry\n").splitlines() for side in (frozen, dumped))
         lines = list(difflib.unified_diff(before, after, "frozen", "now", lineterm=""))
         print("\n".join(lines[:MOST_LINES]))
         if len(lines) > MOST_LINES:
             print(f"... and {len(lines) - MOST_LINES} lines more")
     if differing:
-        print(f"\n{len(differing)} of {len(made)} entries differ:")
+        print(f"\n{len(differing)} of {len(dumped)} entries differ:")
         print("\n".join(f"  {name}" for name in differing[:100]))
         return 1
-    print("all as frozen" if made else "no such entries")
-    return 0 if made else 1
+    print("all as frozen" if dumped else "no such entries")
+    return 0 if dumped else 1
 
 
-def _write_texts(folder: Path, made: dict[str, str]) -> None:
-    for name, text in made.items():
+def _write_texts(folder: Path, dumped: dict[str, str]) -> None:
+    for name, text in dumped.items():
         path = folder / f"{name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -54,7 +54,7 @@ def scrubbed(text: str) -> str:
     return text
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """An exception as its type and message; of the notes and the cause nothing."""
     return f"{type(error).__name__}: {error}"[:_LONGEST]
 
@@ -64,7 +64,7 @@ def tried(make: Callable[[], str]) -> str:
     try:
         return make()
     except Exception as error:
-        return told(error) + "\n"
+        return describe(error) + "\n"
 
 
 def section(title: str, lines: Iterable[str] | str) -> str:
@@ -101,13 +101,13 @@ def _region(region: dovetail.Region) -> str:
 
 def ledger(gm: Any) -> str:
     """The ledger as it is printed, and entry by entry."""
-    found = dovetail.explain(gm)
-    data = json.loads(found.to_json())
+    decisions = dovetail.explain(gm)
+    data = json.loads(decisions.to_json())
     for entry in data["lowered"]:
         del entry["seconds"]
     for entry in data["errors"]:
         del entry["traceback"]
-    text = section("ledger", str(found))
+    text = section("ledger", str(decisions))
     for name, value in sorted(data.items()):
         rows = value if isinstance(value, list) else [value]
         text += section(name, [json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows])

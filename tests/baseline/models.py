@@ -119,7 +119,9 @@ def _numbers(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(len(sizes)))
 
 
-def _made(name: str, config: str, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Subject:
+def _subject(
+    name: str, config: str, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+) -> Subject:
     import transformers
 
     torch.manual_seed(0)
@@ -129,30 +131,30 @@ def _made(name: str, config: str, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _decoder(name: str, **options: Any) -> Subject:
     options = {**_SMALL, "num_key_value_heads": 2, "vocab_size": 64, **options}
-    return _made(f"{name}ForCausalLM", f"{name}Config", (_tokens(),), {"use_cache": False}, **options)
+    return _subject(f"{name}ForCausalLM", f"{name}Config", (_tokens(),), {"use_cache": False}, **options)
 
 
 def _bert(**options: Any) -> Subject:
     mask = torch.ones(2, 8, dtype=torch.long)
     given = {"attention_mask": mask}
-    return _made("BertModel", "BertConfig", (_tokens(),), given, **_SMALL, vocab_size=64, **options)
+    return _subject("BertModel", "BertConfig", (_tokens(),), given, **_SMALL, vocab_size=64, **options)
 
 
 def _gpt2(**options: Any) -> Subject:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
-    return _made("GPT2LMHeadModel", "GPT2Config", (_tokens(),), {"use_cache": False}, **sizes, **options)
+    return _subject("GPT2LMHeadModel", "GPT2Config", (_tokens(),), {"use_cache": False}, **sizes, **options)
 
 
 def _t5(**options: Any) -> Subject:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
     given = {"decoder_input_ids": _tokens(6), "use_cache": False}
     options = {**sizes, "decoder_start_token_id": 0, **options}
-    return _made("T5ForConditionalGeneration", "T5Config", (_tokens(),), given, **options)
+    return _subject("T5ForConditionalGeneration", "T5Config", (_tokens(),), given, **options)
 
 
 def _vit(**options: Any) -> Subject:
     options = {**_SMALL, "image_size": 16, "patch_size": 8, "num_labels": 5, **options}
-    return _made("ViTForImageClassification", "ViTConfig", (_numbers(2, 3, 16, 16),), {}, **options)
+    return _subject("ViTForImageClassification", "ViTConfig", (_numbers(2, 3, 16, 16),), {}, **options)
 
 
 def _whisper(**options: Any) -> Subject:
@@ -161,7 +163,9 @@ def _whisper(**options: Any) -> Subject:
     longest = {"max_source_positions": 16, "max_target_positions": 16}
     options = {**sizes, **tokens, **longest, "d_model": 32, "vocab_size": 64, "num_mel_bins": 8, **options}
     given = {"decoder_input_ids": _tokens(6), "use_cache": False}
-    return _made("WhisperForConditionalGeneration", "WhisperConfig", (_numbers(2, 8, 32),), given, **options)
+    return _subject(
+        "WhisperForConditionalGeneration", "WhisperConfig", (_numbers(2, 8, 32),), given, **options
+    )
 
 
 _WHISPER = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dovetail
 from dovetail import rules
 
-from .dump import Counting, folder, ledger, section, told, tried, whole
+from .dump import Counting, describe, folder, ledger, section, tried, whole
 from .models import of_the_zoo
 
 Entries = Iterator[tuple[str, str]]
@@ -141,9 +141,9 @@ def option_entries() -> Entries:
 
 def _reasons(fused: Any) -> str:
     names = [name for region in dovetail.regions(fused) for name in (region.nodes[0], region.nodes[-1])]
-    found = dovetail.explain(fused)
+    decisions = dovetail.explain(fused)
     pairs = list(zip(names, names[3:], strict=False))[::4]
-    return "".join(section(f"{a} and {b}", str(found.why_not(a, b))) for a, b in pairs)
+    return "".join(section(f"{a} and {b}", str(decisions.why_not(a, b))) for a, b in pairs)
 
 
 def _reproduced(fused: Any) -> str:
@@ -263,7 +263,7 @@ def schedule_entries(train: bool) -> Entries:
             step()
             text += section(title, str(s))
         except Exception as error:
-            text += section(title, f"{told(error)}\n{s}")
+            text += section(title, f"{describe(error)}\n{s}")
     text += section("text", s.text()) + section("history", s.history.json())
     text += section("regions", [f"{r.name} {r.kind} {' '.join(r.nodes)}" for r in s.regions])
     text += section("verified", tried(lambda: str(s.verify().runs)))
@@ -283,10 +283,12 @@ def zoo_schedule_entries(name: str, glob: str) -> Entries:
         "attention": library.ATTENTION,
         "gates": library.GATES,
     }.items():
-        found = s[glob].find(kinds)
-        text += section(title, [f"{match.rule}: {' '.join(n.name for n in match.nodes)}" for match in found])
-        if found:
-            s.fuse(found)
+        matches = s[glob].find(kinds)
+        text += section(
+            title, [f"{match.rule}: {' '.join(n.name for n in match.nodes)}" for match in matches]
+        )
+        if matches:
+            s.fuse(matches)
     yield "fused", text + section("schedule", str(s)) + section("text", s.text())
     yield "history", "\n".join(repr(entry) for entry in s.history) + "\n"
 
@@ -298,8 +300,8 @@ def fuse_modules_entries() -> Entries:
     for mode in ("eval", "train"):
         model = nn.Sequential(*layers).train(mode == "train")
         for names in (["0", "1", "2"], [["0", "1"], ["4", "5"]], ["1", "2"], ["0", "2"]):
-            made = tried(lambda model=model, names=names: str(dovetail.fuse_modules(model, names, (x,))))
-            yield f"{mode} {names}", made + "\n"
+            text = tried(lambda model=model, names=names: str(dovetail.fuse_modules(model, names, (x,))))
+            yield f"{mode} {names}", text + "\n"
 
 
 # Files
@@ -333,9 +335,11 @@ def _onnx(path: Any) -> str:
 
 
 def _exported(fused: Any, at: Any) -> str:
-    made = dovetail.regions(fused)[0].export(at / "region")
-    names = sorted(str(p.relative_to(made)) for p in made.rglob("*") if p.is_file())
-    texts = [section(n, (made / n).read_text()) for n in names if n.endswith((".json", ".py", ".md", ".txt"))]
+    exported = dovetail.regions(fused)[0].export(at / "region")
+    names = sorted(str(p.relative_to(exported)) for p in exported.rglob("*") if p.is_file())
+    texts = [
+        section(n, (exported / n).read_text()) for n in names if n.endswith((".json", ".py", ".md", ".txt"))
+    ]
     return section("files", names) + "".join(texts)
 
 

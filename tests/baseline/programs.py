@@ -14,10 +14,10 @@ from tests.fuzz.generate import FLAVOURS
 from tests.fuzz.plan import carry_out, draw_case
 from tests.fuzz.program import Case, Do, NotAProgram, make_inputs
 from tests.fuzz.references import families
-from tests.fuzz.scheduling import LOOKS, Play
+from tests.fuzz.scheduling import CHECKS, Play
 from tests.fuzz.units import given, known_classes, maker
 
-from .dump import regions, section, told, tried, whole
+from .dump import describe, regions, section, tried, whole
 
 Entries = Iterator[tuple[str, str]]
 PROGRAMS = 500
@@ -64,7 +64,7 @@ def _staged(case: Case, gm: Any) -> str:
         try:
             gm = carry_out(gm, stage)
         except Exception as error:
-            text += section(title, told(error))
+            text += section(title, describe(error))
         else:
             text += section(title, dovetail.text(gm)) + section("regions", regions(gm))
     return text
@@ -75,13 +75,13 @@ def _scheduled(case: Case) -> str:
     play = Play(maker(case)(), args, kwargs, known_classes(case))
     text = ""
     for number, do in enumerate(case.stages):
-        if not isinstance(do, Do) or do.what in LOOKS:
+        if not isinstance(do, Do) or do.what in CHECKS:
             continue
         try:
             play.carry_out(do)
             text += section(f"step {number}: {do}", str(play.schedule))
         except Exception as error:
-            text += section(f"step {number}: {do}", told(error))
+            text += section(f"step {number}: {do}", describe(error))
     history = [repr(entry) for entry in play.schedule.history]
     return text + section("schedule", play.schedule.text()) + section("history", history)
 
@@ -95,7 +95,7 @@ def spelling_entries(rule: str) -> Entries:
         try:
             spelling = family.draw(rng)
         except RuntimeError as error:  # torch itself does not run it
-            yield f"{number}", f"not a program: {told(error)}\n"
+            yield f"{number}", f"not a program: {describe(error)}\n"
             continue
         tags = " ".join(sorted(spelling.variations))
         yield f"{number}", section("variations", tags) + tried(functools.partial(_fused, spelling))

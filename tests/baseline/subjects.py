@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from . import models, pipelines, programs, wrong_calls
-from .dump import scrubbed, told
+from .dump import describe, scrubbed
 
 SUBJECTS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
     **models.SUBJECTS,
@@ -37,10 +37,10 @@ def entries(subject: str) -> dict[str, str]:
     random.seed(0)
     torch.manual_seed(0)
     torch.set_grad_enabled(True)  # programs that switch it off may leave it so
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     try:
         for name, text in SUBJECTS[subject]():
-            found[f"{subject}/{name}".rstrip("/")] = scrubbed(text)
+            texts[f"{subject}/{name}".rstrip("/")] = scrubbed(text)
     except Exception as error:
-        found[f"{subject}/failed"] = scrubbed(told(error))
-    return found
+        texts[f"{subject}/failed"] = scrubbed(describe(error))
+    return texts

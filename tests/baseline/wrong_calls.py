@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 import dovetail
 from dovetail import rules
 
-from .dump import Counting, folder, section, told
+from .dump import Counting, describe, folder, section
 
 Entries = Iterator[tuple[str, str]]
 Call = Callable[[], Any]
@@ -416,25 +416,25 @@ SWEPT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _said(call: Call) -> str:
+def _outcome(call: Call) -> str:
     try:
-        made = call()
+        result = call()
     except Exception as error:
-        return told(error)
-    return f"not refused:\n{made}" if isinstance(made, str) else "not refused"
+        return describe(error)
+    return f"not refused:\n{result}" if isinstance(result, str) else "not refused"
 
 
 def entries(group: str) -> Entries:
     with folder():
         for name, call in CALLS[group].items():
-            yield name, _said(call) + "\n"
+            yield name, _outcome(call) + "\n"
 
 
 def swept() -> Entries:
     """Of each kind of wrong thing one, in the place of an argument."""
     with folder():
         for name, call in SWEPT.items():
-            parts = [section(kind, _said(functools.partial(call, value))) for kind, value in WRONG.items()]
+            parts = [section(kind, _outcome(functools.partial(call, value))) for kind, value in WRONG.items()]
             yield name, "".join(parts)
 
 

@@ -66,7 +66,7 @@ ABSENT: dict[str, int] = {
     "prediction_length": 8, "topk_group": 1, "n_group": 1, "n_shared_experts": 1, "num_experts": 4, "top_k_experts": 2,
 }  # fmt: skip
 """Fields that are None by default and without which no model can be built."""
-SEVERAL_AXES = re.compile(r"vl(_|$)|omni|glm\d*v")
+MANY_AXES = re.compile(r"vl(_|$)|omni|glm\d*v")
 """Types whose positions have three axes even where the configuration does not say how many channels each gets."""
 SKIPPED = frozenset(
     {"id2label", "label2id", "task_specific_params", "stage_names", "transformers_version", "_name_or_path"}
@@ -90,11 +90,11 @@ class Shrinker:
                 continue
             small[key] = self._value(key, value, given, picks, at)
         if "rope_parameters" in small and isinstance(small["rope_parameters"], dict):
-            several = "mrope_section" in small["rope_parameters"] or SEVERAL_AXES.search(
+            has_many_axes = "mrope_section" in small["rope_parameters"] or MANY_AXES.search(
                 str(given.get("model_type"))
             )
             small["rope_parameters"] = (
-                self._rope(small["rope_parameters"]) if several else small["rope_parameters"]
+                self._rope(small["rope_parameters"]) if has_many_axes else small["rope_parameters"]
             )
         return {**small, **_stages(given, small)}
 

@@ -91,8 +91,8 @@ def candidates(name: str, config: Any) -> list[torch.Tensor]:
             books = _first(
                 config, 0, "num_codebooks", "num_channels" if "dia" in type(config).__name__.lower() else ""
             )
-            plain = _ids(decoder if decoder is not None and name.startswith("decoder") else config)
-            return [plain, *([_ids(config, LENGTH, books)] if books else [])]
+            ids = _ids(decoder if decoder is not None and name.startswith("decoder") else config)
+            return [ids, *([_ids(config, LENGTH, books)] if books else [])]
         case "pixel_values" | "pixel_values_videos" | "images" | "image" | "pixel_values_images":
             return _pixels(config)
         case "input_features" | "audio_features" | "mel" | "spectrogram":

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def recorded(lowered: Any) -> list[RecordedGraph]:
+    """What each call site runs; a site that could not record runs the code itself, and no result shows which."""
     from dovetail.lowering.lowered_state import lowered_state_of
 
     lowering = lowered_state_of(lowered)
@@ -65,8 +66,8 @@ def test_weights_that_are_written_or_replaced() -> None:
     model.layers[0].weight.mul_(2)  # type: ignore[operator,union-attr]
     assert torch.equal(lowered(x), model(x))
     lowered.get_submodule("layers.1").weight = torch.nn.Parameter(torch.randn(8, 8, device="cuda"))
-    wanted = dovetail.inline(lowered)
-    assert torch.equal(lowered(x), wanted(x))
+    reference = dovetail.inline(lowered)
+    assert torch.equal(lowered(x), reference(x))
 
 
 def test_calls_that_need_gradients_go_to_the_next_backend() -> None:
@@ -105,19 +106,19 @@ def test_random_numbers_go_on_from_call_to_call_and_follow_the_seed() -> None:
 
 @torch.no_grad()
 def test_what_cannot_be_recorded_runs_as_it_was_compiled() -> None:
-    class Looks(Counting):
+    class Synchronizes(Counting):
         def compile(self, region: Any, examples: Any) -> Any:
             run = super().compile(region, examples)
 
-            def looks(*operands: Tensor) -> Any:
-                made = run(*operands)
-                made[0].sum().item()
-                return made
+            def synchronizing(*operands: Tensor) -> Any:
+                result = run(*operands)
+                result[0].sum().item()
+                return result
 
-            return looks
+            return synchronizing
 
     model, x = Blocks(depth=2).eval().cuda(), torch.randn(3, 8, device="cuda")
-    lowered = dovetail.lower(fused(model, x), [CudaGraphs(Looks())], cache=False)
+    lowered = dovetail.lower(fused(model, x), [CudaGraphs(Synchronizes())], cache=False)
     for _ in range(2):
         assert torch.equal(lowered(x), model(x))
     assert {e.outcome for e in events(lowered) if e.reason} == {"prepare"}
@@ -134,7 +135,7 @@ def test_streams_and_threads() -> None:
     lowered = dovetail.lower(fused(model, x), [CudaGraphs("eager")], cache=False)
     lowered(x)
     inputs = [torch.randn_like(x) for _ in range(4)]
-    wanted = [model(i) for i in inputs]
+    expected = [model(i) for i in inputs]
     torch.cuda.synchronize()
     wrong: list[Any] = []
 
@@ -142,8 +143,8 @@ def test_streams_and_threads() -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(50):
-                    made = lowered(inputs[number])
-                    if not torch.equal(made, wanted[number]):
+                    result = lowered(inputs[number])
+                    if not torch.equal(result, expected[number]):
                         wrong.append(number)
         except BaseException as error:
             wrong.append(error)
@@ -164,10 +165,10 @@ def test_inside_a_recording_of_the_caller_it_is_recorded_flat() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = lowered(x)
+        result = lowered(x)
     x.copy_(torch.randn_like(x))
     graph.replay()
-    assert torch.equal(made, model(x))
+    assert torch.equal(result, model(x))
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "resnet"])
@@ -179,10 +180,10 @@ def test_models_of_the_zoo(name: str) -> None:
     model = entry.build("tiny").eval().cuda()
     gm = dovetail.fuse(dovetail.capture(model, args, kwargs))
     lowered = dovetail.lower(gm, ["cuda_graphs(eager)"], cache=False)
-    wanted = torch.utils._pytree.tree_leaves(model(*args, **kwargs))
+    expected = torch.utils._pytree.tree_leaves(model(*args, **kwargs))
     for _ in range(2):
-        made = torch.utils._pytree.tree_leaves(lowered(*args, **kwargs))
-        for a, b in zip(made, wanted, strict=True):
+        results = torch.utils._pytree.tree_leaves(lowered(*args, **kwargs))
+        for a, b in zip(results, expected, strict=True):
             assert torch.allclose(a, b, atol=1e-4, rtol=1e-4)
     assert not [e for e in events(lowered) if e.outcome == "prepare"]
 
@@ -212,5 +213,5 @@ def test_what_was_begun_for_another_model_is_thrown_away() -> None:
     model.layer.weight.data = torch.zeros(8, 8, device="cuda")
     torch.testing.assert_close(fast(x), model(x))
     torch.testing.assert_close(fast(x[:2]), model(x[:2]))
-    for made in kept:
-        torch.testing.assert_close(made, expected)
+    for result in kept:
+        torch.testing.assert_close(result, expected)

@@ -65,7 +65,7 @@ class Copies(Counting):
 
 
 @torch.no_grad()
-def test_a_recording_of_copies_is_made_again() -> None:
+def test_a_recording_of_copies_is_repeated() -> None:
     model, x = net().cuda(), X.cuda()
     fast = dovetail.compile(model, (x,), backends=Copies(), cache=False)
     for _ in range(4):

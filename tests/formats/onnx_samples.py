@@ -52,19 +52,19 @@ def samples(dtype: torch.dtype, each: int) -> Iterator[Sample]:
             if i >= each:
                 break
             for call in _calls(op, (sample.input, *sample.args), dict(sample.kwargs)):
-                made = _sample(call)
-                if made is not None:
-                    yield made
+                as_graph = _sample(call)
+                if as_graph is not None:
+                    yield as_graph
 
 
 def _calls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
     packet = getattr(torch.ops.aten, op.aten_name or op.name, None) if "." not in op.name else None
     names = {op.name.rpartition(".")[2], op.aten_name}
     packets = [getattr(torch.ops.aten, n, None) for n in names if n] + [packet]
-    for found in packets:
-        if isinstance(found, torch._ops.OpOverloadPacket):
-            for name in found.overloads():
-                yield getattr(found, name), args, kwargs
+    for candidate in packets:
+        if isinstance(candidate, torch._ops.OpOverloadPacket):
+            for name in candidate.overloads():
+                yield getattr(candidate, name), args, kwargs
     recorded: list[Call] = []
 
     class Recorder(TorchDispatchMode):
@@ -100,18 +100,18 @@ def _sample(call: Call) -> Sample | None:
     except Exception:  # another overload's arguments
         return None
     node = graph.create_node("call_function", target, node_args, node_kwargs)
-    several = isinstance(expected, (tuple, list))
-    listed = list(expected) if several else [expected]
-    tensors = [*given, *listed]
-    if not listed or not all(isinstance(v, Tensor) and v.layout is torch.strided for v in tensors):
+    is_sequence = isinstance(expected, (tuple, list))
+    values = list(expected) if is_sequence else [expected]
+    tensors = [*given, *values]
+    if not values or not all(isinstance(v, Tensor) and v.layout is torch.strided for v in tensors):
         return None
-    node.meta["val"] = tuple(listed) if several else expected
+    node.meta["val"] = tuple(values) if is_sequence else expected
     results = [node]
-    if several:
+    if is_sequence:
         results = []
-        for i, value in enumerate(listed):
+        for i, value in enumerate(values):
             part = graph.call_function(operator.getitem, (node, i))
             part.meta["val"] = value
             results.append(part)
     graph.output(tuple(results))
-    return Sample(target, GraphModule(nn.Module(), graph), given, listed)
+    return Sample(target, GraphModule(nn.Module(), graph), given, values)

@@ -47,7 +47,7 @@ def facts(gm: GraphModule) -> list[Any]:
     ]
 
 
-def told(gm: GraphModule) -> tuple[str, str, str, list[Any], list[str]]:
+def description(gm: GraphModule) -> tuple[str, str, str, list[Any], list[str]]:
     return (
         dovetail.text(gm),
         dovetail.text(dovetail.inline(gm)),
@@ -62,19 +62,19 @@ def seen(module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     args, kwargs = copy.deepcopy((args, kwargs))
     before = copy.deepcopy(module.state_dict())
     torch.manual_seed(5)
-    made = module(*args, **kwargs)
+    result = module(*args, **kwargs)
     after = {k: module.state_dict()[k].clone() for k in sorted(before)}
-    spec = pytree.tree_structure(made)
+    spec = pytree.tree_structure(result)
     noted = [
         spec,
-        *(_plain(v) for v in pytree.tree_leaves((made, args, kwargs, after))),
+        *(_comparable(v) for v in pytree.tree_leaves((result, args, kwargs, after))),
         torch.rand(1).item(),
     ]
     module.load_state_dict(before)
     return noted
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return (
@@ -87,29 +87,29 @@ def _plain(value: Any) -> Any:
 
 def survives(gm: GraphModule, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> GraphModule:
     """Assert that nothing of a graph is lost in a file; returns the loaded graph."""
-    before = told(gm)
+    before = description(gm)
     loaded, file = again(gm)
-    assert told(gm) == before
-    for was, now in zip(before, told(loaded), strict=True):
+    assert description(gm) == before
+    for was, now in zip(before, description(loaded), strict=True):
         assert now == was
     dovetail.check(loaded)
-    wanted = seen(gm, args, kwargs or {})
-    assert seen(loaded, args, kwargs or {}) == wanted
+    expected = seen(gm, args, kwargs or {})
+    assert seen(loaded, args, kwargs or {}) == expected
     file.seek(0)
     program = torch.export.load(file)
-    assert seen(program.module(), args, kwargs or {}) == wanted
+    assert seen(program.module(), args, kwargs or {}) == expected
     return loaded
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
     """The archive with some records changed, or left out."""
-    made = path.with_name("changed.pt2")
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+    changed = path.with_name("changed.pt2")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(changed, "w") as new:
         for name in old.namelist():
             data = change(name, old.read(name))
             if data is not None:
                 new.writestr(name, data)
-    return made
+    return changed
 
 
 def redescribed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:

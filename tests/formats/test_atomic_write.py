@@ -76,6 +76,7 @@ def test_no_place_for_a_file(
 
 
 def test_weights_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The limit itself is what protobuf can hold, two gigabytes.
     monkeypatch.setattr("dovetail.formats.onnx.to_onnx._LARGEST", 10)
     graph = dovetail.capture(torch.nn.Linear(64, 64), (torch.ones(1, 64),))
     (tmp_path / "m.onnx.data").write_bytes(b"before")
@@ -84,8 +85,8 @@ def test_weights_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert mode(tmp_path / "m.onnx.data") == 0o600
     x = torch.ones(1, 64)
     model = onnx.load(tmp_path / "m.onnx")
-    (made,) = onnx.reference.ReferenceEvaluator(model).run(None, {model.graph.input[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(made), graph(x).detach())
+    (result,) = onnx.reference.ReferenceEvaluator(model).run(None, {model.graph.input[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), graph(x).detach())
     (tmp_path / "link").symlink_to("m.onnx")
     with pytest.raises(SaveError, match="is a link, and weights"):
         to_onnx(graph, tmp_path / "link")

@@ -38,9 +38,9 @@ def test_the_table_of_compilers(name: str) -> None:
     if missing:
         pytest.skip(missing)
     function, x = lambda x: torch.relu(x * 2), torch.randn(4, 3)
-    for sizes, wanted in ((None, True), (({0: Dim("rows", min=2)},), vary == "yes")):
+    for sizes, accepted in ((None, True), (({0: Dim("rows", min=2)},), vary == "yes")):
         gm = dovetail.fuse(dovetail.capture(function, (x,), dynamic_shapes=sizes))
         (region,) = dovetail.regions(gm)
         backend = by_name(name)
         assert not backend.trains
-        assert (backend.supports(region) is True) is wanted
+        assert (backend.supports(region) is True) is accepted

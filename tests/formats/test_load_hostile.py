@@ -252,7 +252,7 @@ def test_a_guard_that_cannot_be_computed_is_a_mismatch(path: Path, text: str) ->
         load(changed)(torch.ones(2, 3))
 
 
-def test_what_is_told_of_a_guard_does_not_grow(path: Path) -> None:
+def test_the_message_about_a_guard_does_not_grow(path: Path) -> None:
     # Names that are parts of the words they are replaced by.
     def change(described: dict[str, Any]) -> None:
         convention = described["convention"]
@@ -265,9 +265,9 @@ def test_what_is_told_of_a_guard_does_not_grow(path: Path) -> None:
         convention["ranges"] = []
         convention["guards"] = ["s > 1000 and s > 1000 and s > 1000"]
 
-    with pytest.raises(CallMismatch) as told:
+    with pytest.raises(CallMismatch) as caught:
         load(redescribed(path, change))(torch.ones(2, 3))
-    assert len(str(told.value)) < 2000
+    assert len(str(caught.value)) < 2000
 
 
 @pytest.mark.parametrize(

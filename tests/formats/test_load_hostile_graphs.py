@@ -351,7 +351,7 @@ def test_other_records_are_left_alone(path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("field", [8, 10, 16, 20, 24, 28, 30, 42])
 @pytest.mark.parametrize("number", [1, 0x7FFF, 0xFFFFFFFF])
-def test_a_directory_that_lies(path: Path, field: int, number: int) -> None:
+def test_a_directory_with_false_entries(path: Path, field: int, number: int) -> None:
     whole = path.read_bytes()
     place = whole.rfind(b"PK\x01\x02", 0, whole.rfind(HEADER.encode()))
     size = 2 if field in (8, 10, 28, 30) else 4

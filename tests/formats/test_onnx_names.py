@@ -179,16 +179,16 @@ class Both(nn.Module):
         return both(x)
 
 
-def test_everything_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_that_is_missing_is_reported_at_once(tmp_path: Path) -> None:
     gm = dovetail.capture(Both(), (X,))
-    with pytest.raises(SaveError) as told:
+    with pytest.raises(SaveError) as caught:
         to_onnx(gm, tmp_path / "model.onnx")
-    message = str(told.value)
+    message = str(caught.value)
     assert "dovetail_onnx_names.shifted.default: 2 times, first node 'shifted'" in message
     assert "dovetail_onnx_names.halves.default: 1 time, first node 'halves'" in message
     assert "operators={" in message
     assert "test_onnx_names.py" in message
-    assert told.value.node == "shifted"
+    assert caught.value.node == "shifted"
     assert not (tmp_path / "model.onnx").exists()
 
 
@@ -268,10 +268,10 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_a_wrong_translation_is_refused(name: str, tmp_path: Path) -> None:
     translation, reason = WRONG[name]
     gm = dovetail.capture(lambda x: shifted(x, 2.0), (X,))
-    with pytest.raises(SaveError) as told:
+    with pytest.raises(SaveError) as caught:
         to_onnx(gm, tmp_path / "model.onnx", operators={SHIFTED: translation})
-    assert reason in str(told.value)
-    assert "dovetail_onnx_names.shifted.default" in str(told.value)
+    assert reason in str(caught.value)
+    assert "dovetail_onnx_names.shifted.default" in str(caught.value)
     assert not (tmp_path / "model.onnx").exists()
 
 

@@ -35,36 +35,36 @@ def run(backend: Any, sample: Sample) -> list[Tensor] | None:
     )
 
 
-def difference(made: Tensor, expected: Tensor) -> str | None:
-    if (made.shape, made.dtype) != (expected.shape, expected.dtype):
-        return f"{made.dtype} {tuple(made.shape)}, not {expected.dtype} {tuple(expected.shape)}"
-    if not made.is_floating_point():
-        return None if torch.equal(made, expected) else "other whole numbers"
-    near = torch.allclose(made, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-    return None if near else f"off by {(made - expected).abs().max().item()}"
+def difference(actual: Tensor, expected: Tensor) -> str | None:
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return f"{actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    if not actual.is_floating_point():
+        return None if torch.equal(actual, expected) else "other whole numbers"
+    near = torch.allclose(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    return None if near else f"off by {(actual - expected).abs().max().item()}"
 
 
 def check(backend: Any, dtype: torch.dtype, each: int, least: int) -> None:
     wrong: dict[str, str] = {}
-    told: Counter[str] = Counter()
+    compared: Counter[str] = Counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the database has samples at the edge of what an operator takes
         for sample in samples(dtype, each):
             target = str(sample.target)
             try:
-                made = run(backend, sample)
+                results = run(backend, sample)
             except Exception as error:
                 wrong.setdefault(target, f"{target}: {error}")
                 continue
-            if made is None or target in UNORDERED:
+            if results is None or target in UNORDERED:
                 continue
-            told[target] += 1
-            for value, expected in zip(made, sample.expected, strict=True):
+            compared[target] += 1
+            for value, expected in zip(results, sample.expected, strict=True):
                 reason = difference(value, expected)
                 if reason is not None:
                     wrong.setdefault(target, f"{target}: {reason}")
     assert not wrong, "\n".join(wrong.values())
-    assert len(told) >= least, f"only {len(told)} operators were tried"
+    assert len(compared) >= least, f"only {len(compared)} operators were tried"
 
 
 @pytest.mark.long

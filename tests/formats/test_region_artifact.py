@@ -34,7 +34,7 @@ class Gates(nn.Module):
 def gates(train: bool = False) -> GraphModule:
     graph = dovetail.capture(Gates().train(train), (torch.randn(3, 4),))
     names = (("mul", "sigmoid", "add", "tanh"), ("mul_1", "sigmoid_1", "add_1", "tanh_1"))
-    requests = [dovetail.Request(listed, "npu.gate", 2, {"shift": 1}) for listed in names]
+    requests = [dovetail.Request(nodes, "npu.gate", 2, {"shift": 1}) for nodes in names]
     return dovetail.outline(graph, requests)
 
 
@@ -62,30 +62,32 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
         "inputs.pt",
         "region.json",
     ]
-    told = json.loads((folder / "region.json").read_text())
-    assert (told["kind"], told["version"], told["attrs"], told["key"]) == (
+    manifest = json.loads((folder / "region.json").read_text())
+    assert (manifest["kind"], manifest["version"], manifest["attrs"], manifest["key"]) == (
         "npu.gate",
         2,
         {"shift": 1},
         region.key,
     )
-    assert [(o["name"], o["dtype"], o["shape"], o["strides"]) for o in told["operands"]] == [
+    assert [(o["name"], o["dtype"], o["shape"], o["strides"]) for o in manifest["operands"]] == [
         ("x", "float32", [3, 4], [4, 1]),
         ("a", "float32", [4], [1]),
     ]
-    assert told["torch"] == torch.__version__
+    assert manifest["torch"] == torch.__version__
     assert (folder / "body.txt").read_text() == dovetail.text(region.body)
     inputs = torch.load(folder / "inputs.pt", weights_only=True)
     expected = torch.load(folder / "expected.pt", weights_only=True)
-    (made,) = torch.export.load(folder / "body.pt2").module()(*inputs)
-    assert torch.equal(made, expected["results"][0])
-    assert torch.equal(region.body(*inputs)[0], made)
+    (result,) = torch.export.load(folder / "body.pt2").module()(*inputs)
+    assert torch.equal(result, expected["results"][0])
+    assert torch.equal(region.body(*inputs)[0], result)
     assert sorted(p.name for p in folder.parent.iterdir()) == ["gate"]
     again = region.export(tmp_path / "again")
     assert torch.equal(torch.load(again / "inputs.pt")[0], inputs[0])
 
 
-def test_the_runner_tells_good_code_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runner_distinguishes_good_code_from_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = dovetail.regions(gates())[0].export(tmp_path / "gate")
     good, bad, wide = tmp_path / "good.py", tmp_path / "bad.py", tmp_path / "wide.py"
     good.write_text("def run(x, w):\n    return ((x * w).sigmoid() + 1).tanh()\n")
@@ -115,7 +117,9 @@ REFUSED = {
 }
 
 
-def test_the_runner_tells_what_is_no_code_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runner_reports_what_is_no_code_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = dovetail.regions(gates())[0].export(tmp_path / "gate")
     for number, (code, reason) in enumerate(REFUSED.items()):
         path = tmp_path / f"code_{number}.py"
@@ -151,29 +155,29 @@ def test_regions_of_the_zoo_can_be_exported(name: str, tmp_path: Path) -> None:
     row = zoo.get(name)
     inputs = row.example_inputs()
     graph = dovetail.fuse(dovetail.capture(row.build(), inputs.args, inputs.kwargs))
-    found = dovetail.regions(graph)
-    for region in found:
+    outlined = dovetail.regions(graph)
+    for region in outlined:
         folder = region.export(tmp_path / region.name)
         operands = torch.load(folder / "inputs.pt", weights_only=True)
         expected = torch.load(folder / "expected.pt", weights_only=True)
         torch.manual_seed(0)
         with torch.no_grad():
-            made = torch.export.load(folder / "body.pt2").module()(*operands)
-        for value, wanted in zip(made, expected["results"], strict=True):
-            assert torch.equal(value, wanted) if isinstance(wanted, Tensor) else value == wanted
-        for i, wanted in expected["operands"].items():
-            assert torch.equal(operands[i], wanted)
-    assert found
+            results = torch.export.load(folder / "body.pt2").module()(*operands)
+        for value, reference in zip(results, expected["results"], strict=True):
+            assert torch.equal(value, reference) if isinstance(reference, Tensor) else value == reference
+        for i, reference in expected["operands"].items():
+            assert torch.equal(operands[i], reference)
+    assert outlined
 
 
-def test_sizes_that_vary_are_told(tmp_path: Path) -> None:
+def test_sizes_that_vary_are_reported(tmp_path: Path) -> None:
     graph = dovetail.capture(
         lambda x: torch.relu(x + 1), (torch.ones(3, 4),), dynamic_shapes={"x": {0: Dim("b", min=2, max=9)}}
     )
     region = dovetail.regions(dovetail.outline(graph, ["add", "relu"], kind="k"))[0]
-    told = json.loads((region.export(tmp_path / "k") / "region.json").read_text())
-    (size, _) = told["operands"][0]["shape"]
-    assert told["sizes_that_vary"] == {size: "VR[2, 9]"}
+    manifest = json.loads((region.export(tmp_path / "k") / "region.json").read_text())
+    (size, _) = manifest["operands"][0]["shape"]
+    assert manifest["sizes_that_vary"] == {size: "VR[2, 9]"}
 
 
 def test_exports_that_are_refused(tmp_path: Path) -> None:
@@ -219,9 +223,9 @@ def test_a_callable_for_one_region_or_for_all_with_its_body() -> None:
     assert backends(both) == {"npu_gate_0": name, "npu_gate_1": name}
     assert backends(graph) == {"npu_gate_0": None, "npu_gate_1": None}
     with torch.no_grad():
-        for made, count in ((one, 1), (both, 2)):
+        for replaced, count in ((one, 1), (both, 2)):
             calls.clear()
-            torch.testing.assert_close(made(x), graph(x))
+            torch.testing.assert_close(replaced(x), graph(x))
             assert len(calls) == count
     assert dovetail.text(one) == dovetail.text(graph)
     assert dovetail.text(dovetail.inline(both)) == dovetail.text(dovetail.inline(graph))
@@ -284,9 +288,9 @@ def test_gradients_are_compared_where_it_trains() -> None:
     calls.clear()
     trained(x).sum().backward()
     assert calls
-    plain = replace_region(graph, "npu_gate_0", counted)
+    unchecked = replace_region(graph, "npu_gate_0", counted)
     calls.clear()
-    plain(x).sum().backward()
+    unchecked(x).sum().backward()
     assert not calls
 
 
@@ -306,9 +310,9 @@ def test_others_keep_their_backends() -> None:
 
 def test_regions_inside_others() -> None:
     graph = dovetail.outline(gates(), ["npu_gate_0", "npu_gate_1"], kind="all")
-    made = replace_region(graph, "all_0/npu_gate_0", gate)
-    assert backends(made) == {"all_0": None, "all_0/npu_gate_0": "gate", "all_0/npu_gate_1": None}
-    whole = replace_region(made, "all_0", lambda x, a, b: gate(gate(x, a), b))
+    replaced = replace_region(graph, "all_0/npu_gate_0", gate)
+    assert backends(replaced) == {"all_0": None, "all_0/npu_gate_0": "gate", "all_0/npu_gate_1": None}
+    whole = replace_region(replaced, "all_0", lambda x, a, b: gate(gate(x, a), b))
     assert backends(whole)["all_0"] is not None
     with torch.no_grad():
         x = torch.randn(3, 4)
@@ -329,12 +333,12 @@ def test_wrong_arguments() -> None:
         replace_region(graph, "npu_gate_0", gate, check="no")  # type: ignore[arg-type]
 
 
-def test_code_made_for_the_artefact_comes_back(tmp_path: Path) -> None:
+def test_code_compiled_for_the_artefact_comes_back(tmp_path: Path) -> None:
     graph, x = gates(), torch.randn(3, 4)
     folder = dovetail.regions(graph)[0].export(tmp_path / "gate")
-    told = json.loads((folder / "region.json").read_text())
+    manifest = json.loads((folder / "region.json").read_text())
     body = torch.export.load(folder / "body.pt2").module()
-    back = replace_region(graph, told["key"], body)
+    back = replace_region(graph, manifest["key"], body)
     with torch.no_grad():
         torch.testing.assert_close(back(x), graph(x))
     assert set(backends(back).values()) == {type(body).__qualname__}

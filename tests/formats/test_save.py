@@ -27,7 +27,7 @@ from tests.fuzz.observe import Snapshot, difference, observe
 from tests.fuzz.plan import carry_out, draw_case
 from tests.fuzz.program import NotAProgram, build, make_inputs
 
-from .saved import again, survives, told
+from .saved import again, description, survives
 
 RULES = dovetail.rules.DEFAULT + dovetail.RuleSet(dovetail.rules.repeats())
 
@@ -177,7 +177,10 @@ def test_regions_nested_shared_and_with_attributes() -> None:
     assert inner.body is outer.body
     again_outlined = dovetail.outline(loaded, ["add"], kind="sum")
     assert dovetail.text(again_outlined) == dovetail.text(dovetail.outline(graph, ["add"], kind="sum"))
-    assert told(dovetail.inline(loaded, kind="block"))[0] == told(dovetail.inline(graph, kind="block"))[0]
+    assert (
+        description(dovetail.inline(loaded, kind="block"))[0]
+        == description(dovetail.inline(graph, kind="block"))[0]
+    )
 
 
 def test_torch_export_finds_the_regions_in_custom(tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def test_a_lowered_graph_is_saved_with_its_regions_and_without_its_code() -> Non
 
 
 def test_graphs_that_were_never_captured() -> None:
-    class Plain(nn.Module):
+    class Sums(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.randn(4, 4))
@@ -239,10 +242,10 @@ def test_graphs_that_were_never_captured() -> None:
             return torch.softmax(y + x, dim=-1), y[0]
 
     x = torch.randn(4, 4)
-    traced = dovetail.capture(torch.fx.symbolic_trace(Plain()), (x,))
+    traced = dovetail.capture(torch.fx.symbolic_trace(Sums()), (x,))
     traced = dovetail.outline(traced, ["add", "softmax"], kind="soft")
     loaded, file = again(traced)
-    assert told(loaded) == told(traced)
+    assert description(loaded) == description(traced)
     file.seek(0)
     program = torch.export.load(file)
     for was, now in zip(traced(x), program.module()(x), strict=True):
@@ -303,9 +306,9 @@ def test_random_programs(flavour: str) -> None:
             continue
         file.seek(0)
         loaded = load(file, trust={"dovetail_fuzz"})
-        assert told(loaded) == told(gm)
+        assert description(loaded) == description(gm)
         inputs = make_inputs(case.program)
-        wanted, found = (observe(g, Snapshot(g), inputs, runs=2, gradients=False) for g in (gm, loaded))
-        assert difference(wanted, found) == ("", "")
+        expected, observed = (observe(g, Snapshot(g), inputs, runs=2, gradients=False) for g in (gm, loaded))
+        assert difference(expected, observed) == ("", "")
         counts["saved"] += 1
     assert counts["saved"]

@@ -74,13 +74,13 @@ def test_other_files(tmp_path: Path) -> None:
 
 def test_flipped_bytes_are_seen_or_do_not_matter(path: Path) -> None:
     whole, rng = path.read_bytes(), Random(0)
-    wanted = dovetail.text(load(path))
+    expected = dovetail.text(load(path))
     refused = 0
     for _ in range(60):
         at = rng.randrange(len(whole))
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
         try:
-            assert dovetail.text(load(path)) == wanted
+            assert dovetail.text(load(path)) == expected
         except InvalidFile:
             refused += 1
     assert refused > 20
@@ -112,7 +112,7 @@ def test_other_numbers(path: Path) -> None:
 
 
 def test_a_file_from_before_there_were_checksums(path: Path) -> None:
-    older = redescribed(path, lambda found: found.pop("checksums"))
+    older = redescribed(path, lambda description: description.pop("checksums"))
     x = torch.randn(2, 3)
     assert torch.equal(load(older)(x), load(path)(x))
 
@@ -270,12 +270,12 @@ def test_python_code_is_refused(tmp_path: Path) -> None:
     traced = dovetail.capture(torch.fx.symbolic_trace(Calls(nn.Linear(3, 3))), (torch.ones(3),))
     with pytest.raises(
         SaveError, match=r"node 'inner': it calls 'inner', a Linear, which is Python code"
-    ) as told:
+    ) as caught:
         save(traced, target)
-    assert told.value.node == "inner"
-    plain = dovetail.capture(torch.fx.symbolic_trace(Calls(nn.Identity())), (torch.ones(3),))
+    assert caught.value.node == "inner"
+    captured = dovetail.capture(torch.fx.symbolic_trace(Calls(nn.Identity())), (torch.ones(3),))
     function = dovetail.capture(torch.fx.symbolic_trace(helper_of_helper), (torch.ones(3),))
-    for graph, what in ((plain, "Identity"), (function, "it calls helper, which is Python code")):
+    for graph, what in ((captured, "Identity"), (function, "it calls helper, which is Python code")):
         with pytest.raises(SaveError, match=what):
             save(graph, target)
     assert target.read_text() == "old"

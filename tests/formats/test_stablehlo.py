@@ -35,11 +35,12 @@ def _without_gradients() -> Any:
 
 def run(module: str | bytes, values: list[Tensor]) -> list[Tensor]:
     """What XLA, which inlines composites that it does not know, makes of a module."""
+    # A whole module is no region, so no public function of the backend takes it.
     runtime, client = xla._runtime(), xla._client(1)
     device = client.devices()[0]
     code = client.compile_and_load(module, client.devices(), runtime.options())
     given = [runtime.from_dlpack(v.detach().contiguous().__dlpack__(), device, None) for v in values]
-    return [torch.from_dlpack(runtime.to_dlpack(made)) for made in code.execute(given)]
+    return [torch.from_dlpack(runtime.to_dlpack(buffer)) for buffer in code.execute(given)]
 
 
 def arguments(gm: GraphModule, text: StableHlo, inputs: Any) -> list[Tensor]:
@@ -49,10 +50,10 @@ def arguments(gm: GraphModule, text: StableHlo, inputs: Any) -> list[Tensor]:
 
 
 def check_values(gm: GraphModule, text: StableHlo, *args: Any, module: Any = None, **kwargs: Any) -> None:
-    made = run(module or str(text), arguments(gm, text, (args, kwargs)))
-    wanted = pytree.tree_leaves(gm(*args, **kwargs))
+    results = run(module or str(text), arguments(gm, text, (args, kwargs)))
+    expected = pytree.tree_leaves(gm(*args, **kwargs))
     news = [attribute(gm, name) for name in text.updates]
-    for got, value in zip(made, [*wanted, *news], strict=True):
+    for got, value in zip(results, [*expected, *news], strict=True):
         assert got.dtype == value.dtype
         torch.testing.assert_close(got, value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))
 
@@ -161,8 +162,8 @@ def test_indices_count_from_the_end_too() -> None:
 )
 def test_values_that_torch_mlir_alone_gets_wrong(function: Any, x: Tensor) -> None:
     gm = dovetail.capture(function, (x,))
-    (made,) = run(str(to_stablehlo(gm)), [x])
-    torch.testing.assert_close(made, function(x))
+    (result,) = run(str(to_stablehlo(gm)), [x])
+    torch.testing.assert_close(result, function(x))
 
 
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.long) for n in zoo.names()[1:])])
@@ -206,7 +207,7 @@ def test_it_is_written_to_a_file(tmp_path: Path) -> None:
         to_stablehlo(gm, path=3)  # type: ignore[arg-type]
 
 
-def test_the_text_says_nothing_of_this_machine() -> None:
+def test_the_text_has_nothing_of_this_machine() -> None:
     gm = fused(Blocks().eval(), torch.randn(3, 8))
     assert __file__ not in to_stablehlo(gm)
     assert to_stablehlo(gm) == to_stablehlo(gm)
@@ -221,7 +222,7 @@ def test_the_text_says_nothing_of_this_machine() -> None:
     ],
     ids=["random", "complex", "unknown"],
 )
-def test_what_has_no_form_is_told(function: Any, reason: str) -> None:
+def test_what_has_no_form_is_reported(function: Any, reason: str) -> None:
     gm = dovetail.capture(function, (torch.randn(4, 4),))
     before = dovetail.text(gm)
     with pytest.raises(SaveError, match=reason) as caught:
@@ -230,20 +231,20 @@ def test_what_has_no_form_is_told(function: Any, reason: str) -> None:
     assert dovetail.text(gm) == before
 
 
-def test_operands_that_torch_would_not_take_are_told() -> None:
+def test_operands_that_torch_would_not_take_are_reported() -> None:
     gm = dovetail.capture(nn.Linear(4, 3), (torch.randn(2, 4, dtype=torch.float64),))
     with pytest.raises(SaveError, match="different dtypes"):
         to_stablehlo(gm)
 
 
-def test_sizes_that_vary_are_told() -> None:
+def test_sizes_that_vary_are_reported() -> None:
     dims = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}
     gm = dovetail.capture(lambda x: x.relu() + 1, (torch.randn(4, 8),), dynamic_shapes=dims)
     with pytest.raises(SaveError, match="its sizes are symbolic"):
         to_stablehlo(gm)
 
 
-def test_a_region_that_writes_is_told() -> None:
+def test_a_region_that_writes_is_reported() -> None:
     def counted(x: Tensor) -> Tensor:
         x.add_(1)
         return torch.relu(x) * 2
@@ -255,7 +256,7 @@ def test_a_region_that_writes_is_told() -> None:
         to_stablehlo(gm)
 
 
-def test_without_torch_mlir_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_mlir_it_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     gm = dovetail.capture(lambda x: x.relu() + 1, (torch.ones(3),))
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(SaveError, match=r"pip install 'dovetail\[stablehlo\]'"):

@@ -32,27 +32,27 @@ def _without_gradients() -> Any:
 def ran(path: Path, *given: Tensor) -> list[Tensor]:
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [i.name for i in session.get_inputs()]
-    made = session.run(None, dict(zip(names, (g.numpy() for g in given), strict=True)))
-    return [torch.from_numpy(m) for m in made]
+    results = session.run(None, dict(zip(names, (g.numpy() for g in given), strict=True)))
+    return [torch.from_numpy(m) for m in results]
 
 
 def identity(kind: str, version: int, attrs: Any) -> str:
     return json.dumps([kind, version, attrs], sort_keys=True)
 
 
-def told(model: Any) -> list[str]:
+def call_identities(model: Any) -> list[str]:
     """The identities in the metadata of all calls of functions, also those inside of functions."""
     functions = {(f.domain, f.name): f for f in model.functions}
-    found: list[str] = []
+    names: list[str] = []
     waiting = list(reversed(model.graph.node))
     while waiting:
         node = waiting.pop()
         function = functions.get((node.domain, node.op_type))
         if function is not None:
             region = json.loads({e.key: e.value for e in node.metadata_props}["dovetail.region"])
-            found.append(identity(region["kind"], region["version"], region["attrs"]))
+            names.append(identity(region["kind"], region["version"], region["attrs"]))
             waiting.extend(reversed(function.node))
-    return found
+    return names
 
 
 def identities(gm: GraphModule) -> list[str]:
@@ -72,12 +72,12 @@ def test_the_zoo(name: str, tmp_path: Path) -> None:
     onnx.checker.check_model(onnx.load(path), full_check=True)
     given = [v for v in pytree.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
     expected = pytree.tree_leaves(model(*inputs.args, **inputs.kwargs))
-    for made, wanted in zip(ran(path, *given), expected, strict=True):
-        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
+    for result, reference in zip(ran(path, *given), expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-5)
 
     bodies = {(r.kind, id(r.body)) for r in dovetail.regions(fused, nested=True)}
     assert len(onnx.load(path).functions) == len(bodies), "one function for each distinct body"
-    assert Counter(told(onnx.load(path))) == Counter(identities(fused))
+    assert Counter(call_identities(onnx.load(path))) == Counter(identities(fused))
 
 
 def gated(x: Tensor, w: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def test_a_kind_is_a_domain_and_a_name(tmp_path: Path) -> None:
         "none": b"null",
     }
     assert sorted(function.attribute) == sorted(attributes)
-    assert told(model) == identities(outlined())
+    assert call_identities(model) == identities(outlined())
 
 
 def test_a_function_declares_what_all_of_its_calls_carry(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_function_declares_what_all_of_its_calls_carry(tmp_path: Path) -> None
     assert sorted(function.attribute) == ["bits", "mode", "scale"]
     x, w = torch.randn(3, 4), torch.randn(4, 4)
     torch.testing.assert_close(ran(path, x, w)[0], gated(x, w))
-    assert told(model) == identities(gm)
+    assert call_identities(model) == identities(gm)
 
 
 def test_weights_are_initialisers_and_tied_ones_are_written_once(tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_a_picture_grown(tmp_path: Path) -> None:
     gm = dovetail.capture(lambda x: F.interpolate(x, scale_factor=2.0), (x,))
     names = [n.name for n in gm.graph.nodes if n.op == "call_function"]
     for number, graph in enumerate((gm, dovetail.outline(gm, names, kind="grow"))):
-        (made,) = ran(to_onnx(graph, tmp_path / f"{number}.onnx"), x)
-        assert torch.equal(made, gm(x))
+        (result,) = ran(to_onnx(graph, tmp_path / f"{number}.onnx"), x)
+        assert torch.equal(result, gm(x))
 
 
-def test_what_cannot_be_written_is_told_and_nothing_is(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_reported_and_nothing_is(tmp_path: Path) -> None:
     path = tmp_path / "kept.onnx"
     path.write_bytes(b"before")
     refused = {

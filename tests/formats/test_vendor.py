@@ -21,7 +21,7 @@ from tests.formats.vendor_fixtures import captured, network, picture, without_gr
 from tests.guides import ROOT
 
 
-class Plain(dovetail.Backend):
+class Interpreted(dovetail.Backend):
     """Takes any region and runs its body node by node, counting."""
 
     name = "plain"
@@ -48,7 +48,7 @@ class Plain(dovetail.Backend):
         return run
 
 
-@pytest.fixture(params=[OnnxRuntime, Plain])
+@pytest.fixture(params=[OnnxRuntime, Interpreted])
 def other(request: pytest.FixtureRequest) -> Any:
     if request.param is OnnxRuntime:
         pytest.importorskip("onnxruntime")
@@ -61,15 +61,15 @@ def who(gm: GraphModule) -> dict[tuple[str, ...], str | None]:
 
 def test_exactly_what_it_knows_is_claimed(gm: GraphModule, model: nn.Module, x: Tensor) -> None:
     fused = dovetail.fuse(gm, RULES)
-    wanted = known(gm)
-    assert Counter(kind for kind, _ in wanted) == {
+    expected = known(gm)
+    assert Counter(kind for kind, _ in expected) == {
         "npu.conv_act": 1,
         "npu.avg_pool": 1,
         "npu.attention": 2,
         "npu.sigmoid": 2,
     }
-    assert claimed(fused) == wanted
-    assert len(dovetail.regions(fused, nested=True)) == len(wanted)
+    assert claimed(fused) == expected
+    assert len(dovetail.regions(fused, nested=True)) == len(expected)
     # All else is where it was, and nothing was computed otherwise.
     assert dovetail.text(dovetail.inline(fused)) == dovetail.text(gm)
     assert torch.equal(fused(x), model(x))
@@ -82,9 +82,9 @@ def test_two_compilers_share_a_model_and_no_region(
     both = dovetail.fuse(dovetail.fuse(gm, npu.rules), other.rules)
     assert torch.equal(both(x), model(x))
     assert claimed(both) == known(gm)
-    listed = dovetail.regions(both, nested=True)
-    assert not [region.name for region in listed if "/" in region.name]
-    held = [name for region in listed for name in region.nodes]
+    outlined = dovetail.regions(both, nested=True)
+    assert not [region.name for region in outlined if "/" in region.name]
+    held = [name for region in outlined for name in region.nodes]
     assert len(held) == len(set(held))
     operations = {n.name for n in gm.graph.nodes if n.op == "call_function"}
     assert set(held) == operations
@@ -97,7 +97,7 @@ def test_two_compilers_share_a_model_and_no_region(
     assert npu.calls == Counter(kind for kind, _ in known(gm))
 
 
-def test_the_record_tells_who_took_what_and_why_others_did_not(gm: GraphModule, other: Any) -> None:
+def test_the_record_has_who_took_what_and_why_others_did_not(gm: GraphModule, other: Any) -> None:
     fused = dovetail.fuse(gm, RULES)
     lowered = dovetail.lower(dovetail.fuse(fused, other.rules), [Npu(), other])
     ledger = dovetail.explain(lowered)
@@ -107,10 +107,10 @@ def test_the_record_tells_who_took_what_and_why_others_did_not(gm: GraphModule, 
     assert left.reason == "convolutions have neither dilation nor groups"
     assert any(left.reason in reason for reason in dovetail.explain(fused).why_not("conv2d_1", "relu_1"))
     of_kind = {region.name: region.kind for region in dovetail.regions(lowered)}
-    made = {e.region: e.backend for e in ledger.lowered if e.outcome in ("compiled", "disk")}
-    for name, backend in made.items():
+    compiled_by = {e.region: e.backend for e in ledger.lowered if e.outcome in ("compiled", "disk")}
+    for name, backend in compiled_by.items():
         assert backend == ("npu" if of_kind[name] in KERNELS else other.name)
-    assert set(made.values()) == {"npu", other.name}
+    assert set(compiled_by.values()) == {"npu", other.name}
     refused = {(e.region, e.backend): e.reason for e in ledger.lowered if e.outcome == "supports"}
     for name, kind in of_kind.items():
         if kind not in KERNELS:
@@ -186,7 +186,7 @@ def test_a_variant_it_does_not_know_runs_as_it_was(variant: str) -> None:
     assert torch.equal(lowered(x), function(x))
     assert not npu.calls
     # Nobody has claimed it, so that others can.
-    taken = dovetail.fuse(fused, Plain().rules)
+    taken = dovetail.fuse(fused, Interpreted().rules)
     assert set(nodes) <= {name for region in dovetail.regions(taken) for name in region.nodes}
 
 
@@ -242,18 +242,18 @@ def test_another_precision_is_declined_region_by_region(model: nn.Module, x: Ten
 
 @pytest.mark.parametrize("name", ["vit", "resnet", "inception", "bert", "llama", "mlp"])
 def test_models_of_the_zoo_are_claimed_exactly(name: str) -> None:
-    found = zoo.get(name)
-    model, inputs = found.build().eval(), found.example_inputs()
+    entry = zoo.get(name)
+    model, inputs = entry.build().eval(), entry.example_inputs()
     gm = dovetail.FoldConvBatchNorm()(dovetail.capture(model, inputs.args, inputs.kwargs))
     npu = Npu()
     fused = dovetail.fuse(gm, RULES)
-    wanted = known(gm)
-    assert claimed(fused) == wanted
-    lowered = dovetail.lower(dovetail.fuse(fused, Plain().rules), [npu, Plain()])
+    expected = known(gm)
+    assert claimed(fused) == expected
+    lowered = dovetail.lower(dovetail.fuse(fused, Interpreted().rules), [npu, Interpreted()])
     npu.calls.clear()
-    made = lowered(*inputs.args, **inputs.kwargs)
-    assert npu.calls == Counter(kind for kind, _ in wanted)
-    torch.testing.assert_close(made, model(*inputs.args, **inputs.kwargs), **CLOSE)
+    result = lowered(*inputs.args, **inputs.kwargs)
+    assert npu.calls == Counter(kind for kind, _ in expected)
+    torch.testing.assert_close(result, model(*inputs.args, **inputs.kwargs), **CLOSE)
 
 
 def test_the_example_runs() -> None:

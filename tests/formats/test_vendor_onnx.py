@@ -49,8 +49,8 @@ def test_who_knows_none_of_the_functions_runs_the_file_all_the_same(
 ) -> None:
     ort = pytest.importorskip("onnxruntime")
     session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    (made,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(made), model(x), **CLOSE)
+    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), model(x), **CLOSE)
 
 
 def test_a_function_it_does_not_know_is_written_out(tmp_path: Path) -> None:
@@ -62,19 +62,19 @@ def test_a_function_it_does_not_know_is_written_out(tmp_path: Path) -> None:
     x, calls = torch.randn(2, 4, 9, 9), Counter[str]()
     fused = dovetail.fuse(dovetail.capture(pools, (x,)), unguarded)
     assert len(dovetail.regions(fused)) == 2
-    made = compiled_from(dovetail.to_onnx(fused, tmp_path / "pools.onnx"), calls)(x)
-    torch.testing.assert_close(made, pools(x), **CLOSE)
+    result = compiled_from(dovetail.to_onnx(fused, tmp_path / "pools.onnx"), calls)(x)
+    torch.testing.assert_close(result, pools(x), **CLOSE)
     assert calls == {"npu.avg_pool": 1}
 
 
 def test_calls_tell_the_regions_that_they_were(file: Path, gm: GraphModule) -> None:
-    told = [
+    names = [
         json.loads(entry.value)
         for node in onnx.load(file).graph.node
         for entry in node.metadata_props
         if node.domain == "npu" and entry.key == "dovetail.region"
     ]
     before = dovetail.regions(dovetail.fuse(gm, RULES))
-    assert [(t["kind"], t["version"], t["attrs"]) for t in told] == [
+    assert [(t["kind"], t["version"], t["attrs"]) for t in names] == [
         (r.kind, r.version, r.attrs) for r in before
     ]

@@ -18,7 +18,7 @@ KINDS = sorted(KERNELS)
 
 def known(gm: GraphModule) -> list[tuple[str, tuple[str, ...]]]:
     """What the accelerator knows of a flat graph, said without any rule."""
-    found: list[tuple[str, tuple[str, ...]]] = []
+    claims: list[tuple[str, tuple[str, ...]]] = []
     for node in gm.graph.nodes:
         name = op_name(node.target) if node.op == "call_function" else ""
         given = named_arguments(node) if name else {}
@@ -26,14 +26,14 @@ def known(gm: GraphModule) -> list[tuple[str, tuple[str, ...]]]:
         if name == "conv2d" and given["groups"] == 1 and set(given["dilation"]) == {1}:
             after = [u for u in users if op_name(u.target) in ("relu", "gelu", "sigmoid")]
             if len(users) == 1 and after:
-                found.append(("npu.conv_act", (node.name, after[0].name)))
+                claims.append(("npu.conv_act", (node.name, after[0].name)))
         elif name == "scaled_dot_product_attention" and given["attn_mask"] is None:
-            found.append(("npu.attention", (node.name,)))
+            claims.append(("npu.attention", (node.name,)))
         elif name == "sigmoid" and op_name(_source(node)) != "conv2d":
-            found.append(("npu.sigmoid", (node.name,)))
+            claims.append(("npu.sigmoid", (node.name,)))
         elif name == "avg_pool2d" and not given["ceil_mode"]:
-            found.append(("npu.avg_pool", (node.name,)))
-    return sorted(found)
+            claims.append(("npu.avg_pool", (node.name,)))
+    return sorted(claims)
 
 
 def _source(node: Node) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dovetail
 from dovetail.frontend import detached_writes, export_fixups
-from tests.frontend.test_side_effects import Forward, assert_alike, model_of, plain
+from tests.frontend.test_side_effects import Forward, assert_alike, matrix, model_of
 
 
 def detached_twice(m: Any, x: Tensor) -> Any:
@@ -86,7 +86,7 @@ def a_buffer_gets_gradients_last(m: Any, x: Tensor) -> Any:
     ],
 )
 def test_writes_through_nested_aliases_reach_the_first(forward: Forward, grad: bool) -> None:
-    assert_alike(forward, plain().requires_grad_(grad))
+    assert_alike(forward, matrix().requires_grad_(grad))
 
 
 def idle(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def idle_and_autocast(m: Any, x: Tensor) -> Any:
     "forward", [idle_before_a_block, idle_in_a_block, idle_view_in_a_block, idle_and_autocast]
 )
 def test_idle_dropout_is_an_alias_in_blocks(forward: Forward) -> None:
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 def out_in_a_block(m: Any, x: Tensor) -> Any:
@@ -173,7 +173,7 @@ def out_empty(m: Any, x: Tensor) -> Any:
     "forward", [out_in_a_block, out_permuted, out_from_permuted, out_of_two, out_column, out_empty]
 )
 def test_out_is_written_as_it_is(forward: Forward) -> None:
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 def _stale_alias(m: Any, x: Tensor) -> Any:
@@ -219,7 +219,7 @@ def _history_of_an_alias(m: Any, x: Tensor) -> Any:
 )
 def test_reads_that_no_functional_graph_has_are_refused(forward: Forward) -> None:
     with pytest.raises(dovetail.CaptureError, match="gradient history does not know") as raised:
-        dovetail.capture(model_of(forward), (plain(),))
+        dovetail.capture(model_of(forward), (matrix(),))
     assert "\n  at " in str(raised.value)
 
 
@@ -259,7 +259,7 @@ def _resizes_in_autocast(m: Any, x: Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_out_of_another_shape_is_refused(forward: Forward) -> None:
     with pytest.raises(dovetail.CaptureError, match="a graph cannot resize a tensor") as raised:
-        dovetail.capture(model_of(forward), (plain(),))
+        dovetail.capture(model_of(forward), (matrix(),))
     assert "\n  at " in str(raised.value)
 
 
@@ -296,7 +296,7 @@ def test_diagonals_are_filled_with_the_gradients_of_eager_mode(name: str, grad: 
         z = DIAGONALS[name](y)
         return (z.float() * 3).logsumexp(0), z, x * 2 if name == "through detach" else y * 3
 
-    graph = assert_alike(forward, plain().requires_grad_(grad))
+    graph = assert_alike(forward, matrix().requires_grad_(grad))
     assert "as_strided" not in graph.code
 
 
@@ -309,7 +309,7 @@ def test_diagonals_of_inputs_and_in_blocks_are_filled() -> None:
             y = m.linear(x).fill_diagonal_(4)
         return y.float(), m.mean * 2
 
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 @pytest.mark.parametrize(("least", "most", "rows"), [(2, 8, 6), (10, 64, 12)], ids=["wide", "tall"])
@@ -329,7 +329,7 @@ def test_a_diagonal_is_filled_whatever_the_sizes_of_the_call(least: int, most: i
 
 
 def test_a_diagonal_is_filled_whatever_the_strides_of_the_call() -> None:
-    graph = dovetail.capture(model_of(lambda m, x: (x * 2).fill_diagonal_(1)), (plain(),))
+    graph = dovetail.capture(model_of(lambda m, x: (x * 2).fill_diagonal_(1)), (matrix(),))
     x = torch.linspace(-1, 1, 48).reshape(8, 6).t()
     assert torch.equal(graph(x), (x * 2).fill_diagonal_(1))
 
@@ -339,12 +339,13 @@ def test_a_diagonal_that_wraps_around_memory_with_gaps_is_refused() -> None:
         return x.view(12, 4)[:, :2].fill_diagonal_(1, wrap=True)
 
     with pytest.raises(dovetail.CaptureError, match=r"wraps a diagonal(.|\n)*at .*test_aliased_writes.py"):
-        dovetail.capture(model_of(forward), (plain(),))
+        dovetail.capture(model_of(forward), (matrix(),))
 
 
 def test_strided_scatters_that_decomposition_introduces_are_refused_over_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Otherwise no decomposition of this version of torch introduces one.
     monkeypatch.setattr(export_fixups, "_fill_diagonals", lambda program: False)
 
     def forward(m: Any, x: Tensor) -> Any:
@@ -353,13 +354,13 @@ def test_strided_scatters_that_decomposition_introduces_are_refused_over_gradien
         return y
 
     with pytest.raises(dovetail.CaptureError, match=r"as_strided_scatter(.|\n)*at .*test_aliased_writes.py"):
-        dovetail.capture(model_of(forward), (plain(),))
+        dovetail.capture(model_of(forward), (matrix(),))
     frozen = model_of(forward).requires_grad_(False)
-    assert torch.equal(dovetail.capture(frozen, (plain(),))(plain()), frozen(plain()))
+    assert torch.equal(dovetail.capture(frozen, (matrix(),))(matrix()), frozen(matrix()))
 
 
 def test_a_strided_scatter_of_forward_itself_is_kept() -> None:
-    assert_alike(lambda m, x: torch.as_strided_scatter(m.linear(x), torch.ones(6), (6,), (9,)) * 2, plain())
+    assert_alike(lambda m, x: torch.as_strided_scatter(m.linear(x), torch.ones(6), (6,), (9,)) * 2, matrix())
 
 
 def test_tensors_detached_in_place_are_looked_at_once_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_a_cache_inside_of_an_argument_that_changes_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_what_a_cache_is_made_of_goes_by_json() -> None:
+def test_what_a_cache_contains_goes_by_json() -> None:
     model = sliding()
     cache = caches_of("dynamic", model)
     model(tokens(6), past_key_values=cache, use_cache=True)

@@ -48,9 +48,9 @@ def test_positional_keyword_and_defaults_in_any_order() -> None:
     assert same(graph(X, Y), expected)
     assert same(graph(mask=Y, x=X), expected)
     assert same(graph(X, mask=Y, scale=2.0), expected)
-    plain = capture(model, (X,))
-    assert same(plain(X), model(X))
-    assert same(plain(x=X, mask=None), model(X))
+    positional = capture(model, (X,))
+    assert same(positional(X), model(X))
+    assert same(positional(x=X, mask=None), model(X))
 
 
 def test_nested_arguments_in_another_order() -> None:
@@ -291,7 +291,7 @@ class Stateful(nn.Module):
         (True, "scale", "shares memory with the model's 'scale', and the model writes to it"),
     ],
 )
-def test_a_model_given_its_own_state_is_told_before_anything_runs(
+def test_a_model_given_its_own_state_is_reported_before_anything_runs(
     writes_input: bool, name: str, reason: str
 ) -> None:
     model, eager = (Stateful(writes_input=writes_input) for _ in range(2))

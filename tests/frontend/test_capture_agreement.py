@@ -218,7 +218,7 @@ def views(m: Any, x: Tensor) -> Any:
     return x.view(2, 6), x, x[0], x.clone(), x.detach(), x[:, -1:], x[-2:], x[..., None], x[0:100]
 
 
-def plain_values(m: Any, x: Tensor) -> Any:
+def python_values(m: Any, x: Tensor) -> Any:
     y = m.linear(x)
     return {"a": [y, (y, y)], "b": None, "c": 3, "d": "text", "e": True, "f": 2.5}
 
@@ -276,7 +276,7 @@ def mapped(m: Any, x: Tensor) -> Any:
 FORWARDS = [
     no_grad_block, no_grad_then_grad_inside, no_grad_in_place, no_grad_new_buffer, no_grad_function, autocast,
     batch_norm, dropout, unused_draws, write_input, write_what_backward_needs, counter, new_buffer, old_buffer, views,
-    plain_values, constants, in_place_inside, detached, own_parameter, data_sized, choice, loop, scanned, mapped,
+    python_values, constants, in_place_inside, detached, own_parameter, data_sized, choice, loop, scanned, mapped,
 ]  # fmt: skip
 
 
@@ -334,7 +334,7 @@ def test_provenance_and_clean_graph() -> None:
     assert all(n.meta["val"] is None for n in graph.graph.find_nodes(op="output"))
 
 
-def test_copies_of_the_state_are_not_made_and_flags_stay() -> None:
+def test_copies_of_the_state_are_not_taken_and_flags_stay() -> None:
     model = small(batch_norm)
     model.linear.bias.requires_grad_(False)
     model.linear.weight.grad = torch.ones(4, 4)

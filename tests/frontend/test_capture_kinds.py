@@ -119,7 +119,7 @@ def traced() -> torch.fx.GraphModule:
     return torch.fx.symbolic_trace(Model())
 
 
-def made() -> torch.fx.GraphModule:
+def from_make_fx() -> torch.fx.GraphModule:
     return make_fx(lambda x: torch.softmax(x @ x.T, -1).clone().add_(1))(X)
 
 
@@ -134,7 +134,7 @@ def from_dynamo() -> torch.fx.GraphModule:
     return seen[0]
 
 
-@pytest.mark.parametrize("make", [traced, made, from_dynamo], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [traced, from_make_fx, from_dynamo], ids=lambda f: f.__name__)
 def test_a_graph_is_kept_and_given_values(make: Any) -> None:
     original = make()
     source, metas = str(original.graph), [dict(n.meta) for n in original.graph.nodes]

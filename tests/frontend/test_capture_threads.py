@@ -19,8 +19,8 @@ from tests.frontend.test_side_effects import (
     _goes_back,
     _seeds,
     _seeds_default,
+    matrix,
     model_of,
-    plain,
 )
 
 
@@ -46,7 +46,7 @@ def test_seeding_is_refused_while_other_threads_run(forward: Forward) -> None:
     model = model_of(forward)
     stream = torch.manual_seed(3).get_state()
     with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
-        dovetail.capture(model, (plain(),))
+        dovetail.capture(model, (matrix(),))
     assert torch.equal(torch.get_rng_state(), stream)
 
 
@@ -58,7 +58,7 @@ def test_a_progress_monitor_draws_nothing(forward: Forward) -> None:
         model = model_of(forward)
         torch.manual_seed(0)
         with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
-            dovetail.capture(model, (plain(),))
+            dovetail.capture(model, (matrix(),))
     finally:
         monitor.exit()
 
@@ -70,7 +70,7 @@ def test_an_executor_without_tasks_draws_nothing(forward: Forward) -> None:
         model = model_of(forward)
         torch.manual_seed(0)
         with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
-            dovetail.capture(model, (plain(),))
+            dovetail.capture(model, (matrix(),))
 
 
 @pytest.mark.parametrize("forward", [_seeds_default, _goes_back])
@@ -81,7 +81,7 @@ def test_what_feeds_a_queue_draws_nothing(forward: Forward) -> None:
         model = model_of(forward)
         torch.manual_seed(0)
         with pytest.raises(dovetail.CaptureError, match="seeds a random generator"):
-            dovetail.capture(model, (plain(),))
+            dovetail.capture(model, (matrix(),))
     finally:
         queue.get()
         queue.close()
@@ -99,6 +99,6 @@ def test_another_thread_draws_its_own_numbers_during_capture(drawing: list[Tenso
     want = torch.rand(5)
     model = model_of(forward)
     torch.manual_seed(7)
-    assert dovetail.capture(model, (plain(),)) is not None
+    assert dovetail.capture(model, (matrix(),)) is not None
     assert torch.equal(drawing[0], want)
     assert torch.initial_seed() == 7

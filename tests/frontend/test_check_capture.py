@@ -200,7 +200,7 @@ def test_a_buffer_that_forward_rebinds_is_no_difference(how: str, is_inner: bool
     assert all(torch.equal(buffer, value) for buffer, value in zip(buffers, values, strict=True))
 
 
-def test_compile_checks_every_backend_unless_told_otherwise() -> None:
+def test_compile_checks_every_backend_unless_asked_otherwise() -> None:
     model, x = Model(Deceives()).eval(), example()
     with pytest.warns(UserWarning, match="differs from the model"):
         fast = dovetail.compile(model, (x,), backends="eager")

@@ -26,6 +26,7 @@ from dovetail.frontend.decompose_ops import Unsure
 from dovetail.frontend.export_aliases import storage_of
 from tests.fuzz.hunt import draw
 from tests.fuzz.program import NotAProgram, make_inputs
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 # Given by the tracer to itself; `torch_fn` is a running number where the exporter left none.
 _ITS_OWN = frozenset({"from_node", "seq_nr", "desc", "is_functional_regenerated"})
@@ -75,7 +76,7 @@ def facts(program: Any) -> list[dict[str, Any]]:
     storages: dict[int, int] = {}
     specs = iter(program.graph_signature.input_specs)
     names: dict[Any, str] = {}
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for node in program.graph.nodes:
         meta = {k: v for k, v in node.meta.items() if k not in _ITS_OWN}
         names[node] = node.name
@@ -89,7 +90,7 @@ def facts(program: Any) -> list[dict[str, Any]]:
         if node.target is _COPY:
             # The offset of the operand or zero, as the cache of fake kernels has it.
             meta["val"] = (*meta["val"][:3], *meta["val"][4:])
-        found.append(
+        rows.append(
             {
                 "name": names[node],
                 "op": node.op,
@@ -100,7 +101,7 @@ def facts(program: Any) -> list[dict[str, Any]]:
                 **meta,
             }
         )
-    return found
+    return rows
 
 
 def flat(key: str, value: Any, storages: dict[int, int]) -> Any:
@@ -135,17 +136,14 @@ def test_zoo_models(name: str, mode: str, both: Both) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
-def test_captured_text_is_the_same(name: str, both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.MODELS[name].build(size="tiny")
-    inputs = zoo.MODELS[name].example_inputs("tiny")
-    mine = dovetail.capture(model, inputs.args, inputs.kwargs)
+def test_captured_text_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, inputs = zoo_graph(name, training=True), zoo_inputs(name)
 
     def never(program: Any, signature: Any) -> Any:
         raise Unsure("not today")
 
     monkeypatch.setattr(decompose_program, "decomposed", never)
-    theirs = dovetail.capture(model, inputs.args, inputs.kwargs)
-    assert both.compared == 1
+    theirs = dovetail.capture(zoo.MODELS[name].build(size="tiny"), inputs.args, inputs.kwargs)
     assert dovetail.text(mine) == dovetail.text(theirs)
     assert str(mine.graph) == str(theirs.graph)
 
@@ -177,7 +175,7 @@ class Model(nn.Module):
         self.functions = functions
         self.register_buffer("row", torch.ones(4))
         self.register_buffer("lost", torch.ones(4), persistent=False)
-        self.plain = torch.arange(4.0)
+        self.attribute = torch.arange(4.0)
         self.weight = nn.Parameter(torch.eye(4))
         self.alone = nn.Module()  # a module that has no parameter, before one that has
         self.alone.register_buffer("row", torch.ones(4))
@@ -280,7 +278,7 @@ GROUPS: dict[str, list[Callable[[Any, Tensor], Any]]] = {
         lambda m, x: F.conv2d(x[None, None], m.weight[None, None], padding="same"),
     ],
     "constants": [
-        lambda m, x: (x + m.plain, x * torch.tensor([1.0, 2.0, 3.0, 4.0]), x[torch.tensor([0, 2])]),
+        lambda m, x: (x + m.attribute, x * torch.tensor([1.0, 2.0, 3.0, 4.0]), x[torch.tensor([0, 2])]),
         lambda m, x: (m.alone.row + m.lost, torch.tensor(2.0), torch.zeros(4)),
         lambda m, x: (torch.arange(4), x.new_full((2,), 1.0)),
         lambda m, x: (torch.arange(3, dtype=torch.float32), None, 3, 2.5, True),
@@ -366,7 +364,7 @@ def test_an_active_mode_is_not_hidden_from(both: Both) -> None:
     assert both.reasons == ["autocast would be applied once more"]
 
 
-def test_arguments_of_programs_made_by_hand(both: Both) -> None:
+def test_arguments_of_programs_built_by_hand(both: Both) -> None:
     """Arguments by name where they could be by position, and defaults that are written out."""
     exported = torch.export.export(Model(lambda m, x: torch.add(x, x).sum(1).mul(2)), (torch.ones(4, 4),))
     for node in exported.graph.nodes:

@@ -152,7 +152,7 @@ def _scalar(h: Tensor, y: Tensor) -> None:
     torch._foreach_add_([y, h], 0.5)
 
 
-def _listed(h: Tensor, y: Tensor) -> None:
+def _list_of_tensors(h: Tensor, y: Tensor) -> None:
     torch._foreach_mul_([y, h], [y, h])
 
 
@@ -164,7 +164,7 @@ def _weighted(h: Tensor, y: Tensor) -> None:
     torch._foreach_add_([h, y], [torch.ones(3), torch.ones(3)], alpha=0.5)
 
 
-@pytest.mark.parametrize("write", [_scalar, _listed, _scalars, _weighted])
+@pytest.mark.parametrize("write", [_scalar, _list_of_tensors, _scalars, _weighted])
 def test_each_tensor_of_a_list_has_a_history_of_its_own(write: Callable[[Tensor, Tensor], None]) -> None:
     def forward(m: Any, x: Tensor, y: Tensor) -> Any:
         h = x * m.weight

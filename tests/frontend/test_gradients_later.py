@@ -161,6 +161,6 @@ class Cache(nn.Module):
 def test_state_that_is_written_without_gradients_is_no_reason() -> None:
     model = Cache()
     graph = dovetail.capture(model, (X,))
-    found = gradient(graph)
+    actual = gradient(graph)
     model.kept.zero_()
-    assert torch.equal(found, gradient(model))
+    assert torch.equal(actual, gradient(model))

@@ -67,9 +67,9 @@ def test_a_tangled_model_is_captured(train: bool) -> None:
     assert {"norm.weight", "rnn.weight_ih_l0"} <= names
     assert names & {"inner.weight", "tied.weight"}
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    wanted = model(x)
+    expected = model(x)
     model.load_state_dict(state)
-    torch.testing.assert_close(graph(x), wanted)
+    torch.testing.assert_close(graph(x), expected)
 
 
 class Helper:
@@ -124,16 +124,16 @@ class Deep(nn.Module):
 
 def called_meanwhile(model: nn.Module, x: Tensor, act: Callable[[], Any]) -> tuple[int, list[Any]]:
     """Call a model in two threads as long as something is done; how often, and what went wrong."""
-    wanted, wrong, calls = model(x).detach(), [], [0, 0]
+    expected, wrong, calls = model(x).detach(), [], [0, 0]
     stop = threading.Event()
 
     def work(number: int) -> None:
         while not stop.is_set():
             try:
                 with torch.set_grad_enabled(bool(number)):
-                    made = model(x)
-                if type(made) is not Tensor or not torch.equal(made, wanted):
-                    wrong.append(made)
+                    result = model(x)
+                if type(result) is not Tensor or not torch.equal(result, expected):
+                    wrong.append(result)
             except Exception as error:
                 wrong.append(error)
             calls[number] += 1

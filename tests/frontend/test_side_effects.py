@@ -34,7 +34,7 @@ def model_of(forward: Forward) -> Small:
     return Small(forward)
 
 
-def plain() -> Tensor:
+def matrix() -> Tensor:
     return torch.linspace(-1, 1, 48).reshape(6, 8)
 
 
@@ -84,7 +84,7 @@ def test_draws_into_views_are_the_models(draw: str, view: str, grad: bool) -> No
         DRAWS[draw](v)
         return y * x, v, torch.rand(3)
 
-    assert_alike(forward, plain().requires_grad_(grad))
+    assert_alike(forward, matrix().requires_grad_(grad))
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -95,7 +95,7 @@ def test_every_draw_goes_over_values_with_gradients(draw: str) -> None:
         DRAWS[draw](y[1:3])
         return y * x, torch.rand(3)
 
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 @pytest.mark.skipif(GENERATOR_METACLASS.value is None, reason="this torch has no graphs with generators")
@@ -104,11 +104,11 @@ def test_a_generator_of_the_model_draws_into_a_view_of_an_input() -> None:
         x[:5, 1:7].normal_(generator=m.generator)
         return x * 2
 
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 def test_a_draw_stays_functional_where_memory_is_contiguous() -> None:
-    graph = assert_alike(lambda m, x: x + torch.empty(6, 8).normal_(), plain())
+    graph = assert_alike(lambda m, x: x + torch.empty(6, 8).normal_(), matrix())
     assert not [n for n in graph.graph.nodes if str(n.target).startswith("aten.normal_.")]
 
 
@@ -118,13 +118,13 @@ def test_a_strided_draw_can_be_outlined() -> None:
         y[1:5, 1:7].normal_()
         return y * 2
 
-    graph = assert_alike(forward, plain())
+    graph = assert_alike(forward, matrix())
     names = [n.name for n in graph.graph.nodes if n.op == "call_function"]
     outlined = dovetail.outline(graph, names, kind="all")
     torch.manual_seed(1)
-    want = graph(plain())
+    want = graph(matrix())
     torch.manual_seed(1)
-    assert torch.equal(outlined(plain()), want)
+    assert torch.equal(outlined(matrix()), want)
 
 
 def into_detached(m: Any, x: Tensor) -> Any:
@@ -184,11 +184,11 @@ def detached_in_place(m: Any, x: Tensor) -> Any:
     ],
 )
 def test_writes_through_detach_keep_the_gradients(forward: Forward, grad: bool) -> None:
-    assert_alike(forward, plain().requires_grad_(grad))
+    assert_alike(forward, matrix().requires_grad_(grad))
 
 
 def test_a_buffer_written_without_gradients_is_still_guarded() -> None:
-    graph = assert_alike(average, plain())
+    graph = assert_alike(average, matrix())
     with pytest.raises(dovetail.CallMismatch, match="shares memory with the model's 'mean'"):
         graph(graph.mean)
 
@@ -198,9 +198,9 @@ def test_an_input_captured_without_gradients_is_not_called_with_them() -> None:
         x.detach().add_(1)
         return x * 2
 
-    graph = assert_alike(forward, plain())
+    graph = assert_alike(forward, matrix())
     with pytest.raises(dovetail.CallMismatch, match="requires gradients, and did not when"):
-        graph(plain().requires_grad_())
+        graph(matrix().requires_grad_())
 
 
 def expanded() -> Tensor:
@@ -208,7 +208,7 @@ def expanded() -> Tensor:
 
 
 def test_a_graph_that_writes_refuses_inputs_that_overlap_themselves() -> None:
-    graph = assert_alike(lambda m, x: x[0].add_(1) * 2, plain())
+    graph = assert_alike(lambda m, x: x[0].add_(1) * 2, matrix())
     with pytest.raises(dovetail.CallMismatch, match="overlap in memory"):
         graph(expanded())
     reading = dovetail.capture(model_of(lambda m, x: x * 2), (expanded(),))
@@ -264,7 +264,7 @@ def _leaf(m: Any, x: Tensor) -> Any:
     return x.detach().requires_grad_() * 2
 
 
-def _leaf_made(m: Any, x: Tensor) -> Any:
+def _new_leaf(m: Any, x: Tensor) -> Any:
     return torch.zeros(6, 8, requires_grad=True) + x
 
 
@@ -304,7 +304,7 @@ def _random_range(m: Any, x: Tensor) -> Any:
     return (x * 1).random_(3, 17)
 
 
-def _listed_twice(m: Any, x: Tensor) -> Any:
+def _in_a_list_twice(m: Any, x: Tensor) -> Any:
     torch._foreach_add_([x, x], 0.5)
     return x
 
@@ -350,7 +350,7 @@ def _goes_back_at_the_end(m: Any, x: Tensor) -> Any:
         (_writes_data, "`.data`"),
         (_requires_grad, "sets requires_grad of an input"),
         (_leaf, "only because of it"),
-        (_leaf_made, "only because of it"),
+        (_new_leaf, "only because of it"),
         (_retains, "retain_grad"),
         (_own_generator, "not an attribute of the model"),
         (_seeds_generator, "seeds a random generator"),
@@ -362,7 +362,7 @@ def _goes_back_at_the_end(m: Any, x: Tensor) -> Any:
         (_forks, "seeds a random generator"),
         (_python_random, "Python's or NumPy's random"),
         (_random_range, r"random_\(from, to\)"),
-        (_listed_twice, "share memory"),
+        (_in_a_list_twice, "share memory"),
         (_fills_expanded, "overlap in memory"),
     ],
 )
@@ -370,7 +370,7 @@ def test_what_no_graph_can_hold_is_refused_with_the_line(forward: Forward, reaso
     model, stream = model_of(forward), torch.get_rng_state()
     state = model.generator.get_state()
     with pytest.raises(dovetail.CaptureError, match=reason) as raised:
-        dovetail.capture(model, (plain(),))
+        dovetail.capture(model, (matrix(),))
     assert f"\n  at {__file__}" in str(raised.value)
     assert torch.equal(torch.get_rng_state(), stream)
     assert torch.equal(model.generator.get_state(), state)
@@ -392,7 +392,7 @@ def test_an_expanded_input_that_is_written_is_refused() -> None:
     ids=["default", "flag set already", "gradient inside", "own tensor"],
 )
 def test_what_a_graph_can_hold_is_not_refused(forward: Forward) -> None:
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 @pytest.mark.parametrize(
@@ -406,16 +406,16 @@ def test_what_a_graph_can_hold_is_not_refused(forward: Forward) -> None:
 )
 def test_a_generator_of_the_model_is_drawn_from_or_refused(forward: Forward) -> None:
     if hasattr(torch._C, "_set_generator_metaclass"):
-        assert_alike(forward, plain())
+        assert_alike(forward, matrix())
         return
     model = model_of(forward)
     state = model.generator.get_state()
     with pytest.raises(dovetail.CaptureError, match="cannot lift into a graph") as raised:
-        dovetail.capture(model, (plain(),))
+        dovetail.capture(model, (matrix(),))
     assert f"\n  at {__file__}" in str(raised.value)
     assert torch.equal(model.generator.get_state(), state)
 
 
 def test_python_numbers_in_eval_mode_are_left_alone() -> None:
     model = model_of(_python_random).eval()
-    assert dovetail.capture(model, (plain(),)) is not None
+    assert dovetail.capture(model, (matrix(),)) is not None

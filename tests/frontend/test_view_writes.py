@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dovetail
-from tests.frontend.test_side_effects import Forward, assert_alike, model_of, plain
+from tests.frontend.test_side_effects import Forward, assert_alike, matrix, model_of
 
 INFINITE = float("inf")
 
@@ -50,7 +50,7 @@ def test_an_expansion_that_repeats_nothing_is_written_exactly(expansion: str, wr
         WRITES[write](view)
         return y, view * 2
 
-    assert_alike(forward, plain().requires_grad_(grad))
+    assert_alike(forward, matrix().requires_grad_(grad))
 
 
 def test_a_mask_is_expanded_to_a_batch_of_one_and_written() -> None:
@@ -73,13 +73,13 @@ def test_an_expansion_to_dynamic_sizes_is_written_exactly() -> None:
         return y
 
     batch = torch.export.Dim("batch", min=2, max=64)
-    graph = dovetail.capture(model_of(forward), (plain(),), dynamic_shapes=({0: batch},))
+    graph = dovetail.capture(model_of(forward), (matrix(),), dynamic_shapes=({0: batch},))
     x = extreme(torch.ones(9, 8))
     assert torch.equal(graph(x), forward(None, x))
 
 
 def test_an_expansion_that_nobody_writes_is_kept() -> None:
-    graph = assert_alike(lambda m, x: (x * 2).expand(3, 6, 8) + (x * 3).expand(1, 6, 8), plain())
+    graph = assert_alike(lambda m, x: (x * 2).expand(3, 6, 8) + (x * 3).expand(1, 6, 8), matrix())
     assert [n.args[1] for n in graph.graph.nodes if str(n.target) == "aten.expand.default"] == [
         [3, 6, 8],
         [1, 6, 8],
@@ -137,7 +137,7 @@ def test_views_that_functionalisation_does_not_write_exactly_are_refused(
     forward: Forward, reason: str
 ) -> None:
     with pytest.raises(dovetail.CaptureError, match=reason) as raised:
-        dovetail.capture(model_of(forward), (plain(),))
+        dovetail.capture(model_of(forward), (matrix(),))
     assert "\n  at " in str(raised.value)
 
 
@@ -155,7 +155,7 @@ def _integers_without_gradients(m: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("forward", [_windows, _integers_without_gradients])
 def test_views_that_functionalisation_writes_exactly_are_not_refused(forward: Forward) -> None:
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 _ROWS = torch.tensor([[1, 2, 3], [0, 0, 0]])
@@ -186,7 +186,7 @@ def test_what_is_written_keeps_its_strides(write: str, permuted: str, grad: bool
         REORDERING[write](view)
         return view if permuted == "transpose of an alias" else (base, base.as_strided((5,), (3,)) * 2)
 
-    x = plain().requires_grad_(grad)
+    x = matrix().requires_grad_(grad)
     graph = assert_alike(forward, x)
     results, expected = (
         f(x) if isinstance(f(x), tuple) else (f(x),) for f in (graph, lambda x: forward(None, x))
@@ -200,10 +200,10 @@ def test_a_base_that_is_written_through_a_transpose_is_viewed_afterwards() -> No
         y.t().masked_fill_(y.t() > 0, 1.0)
         return y.view(4, 12)
 
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
     batch = torch.export.Dim("batch", min=2, max=64)
     graph = dovetail.capture(
-        model_of(lambda m, x: (x * 2).t().cumsum_(0).t().view(-1)), (plain(),), dynamic_shapes=({0: batch},)
+        model_of(lambda m, x: (x * 2).t().cumsum_(0).t().view(-1)), (matrix(),), dynamic_shapes=({0: batch},)
     )
     x = torch.linspace(-1, 1, 72).reshape(9, 8)
     assert torch.equal(graph(x), (x * 2).t().cumsum_(0).t().view(-1))
@@ -216,7 +216,7 @@ def test_an_assignment_to_all_of_a_tensor_is_returned(written: str) -> None:
         y[:] = torch.ones(8, 6).t() * 3
         return y, y * 2
 
-    assert_alike(forward, plain())
+    assert_alike(forward, matrix())
 
 
 def _detached_and_written(m: Any, x: Tensor) -> Any:
@@ -255,7 +255,7 @@ def _turned_in_place(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
 @pytest.mark.parametrize("forward", [_detached_and_written, _detached_and_viewed, _resized, _turned_in_place])
 def test_tensors_that_are_detached_or_resized_in_place_are_written(forward: Forward, grad: bool) -> None:
-    assert_alike(forward, plain().requires_grad_(grad))
+    assert_alike(forward, matrix().requires_grad_(grad))
 
 
 def _detached_under_a_view(m: Any, x: Tensor) -> Any:
@@ -283,4 +283,4 @@ def _resized_transpose(m: Any, x: Tensor) -> Any:
 )
 def test_other_changes_of_tensors_in_place_are_refused(forward: Forward, reason: str) -> None:
     with pytest.raises(dovetail.CaptureError, match=reason):
-        dovetail.capture(model_of(forward), (plain(),))
+        dovetail.capture(model_of(forward), (matrix(),))

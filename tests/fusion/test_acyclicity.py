@@ -42,7 +42,7 @@ def test_a_way_around_is_refused_with_the_path(length: int) -> None:
     assert not dovetail.regions(gm)
 
 
-def test_a_very_long_way_around_is_found_too_and_its_path_cut_short() -> None:
+def test_a_very_long_way_around_is_detected_too_and_its_path_cut_short() -> None:
     gm = fused(around(1000), Fixed("p", "mm relu add"), X)
     assert reasons(gm) == [
         "it would depend on itself: "
@@ -51,7 +51,7 @@ def test_a_very_long_way_around_is_found_too_and_its_path_cut_short() -> None:
     ]
 
 
-def test_without_a_way_around_it_is_made() -> None:
+def test_without_a_way_around_it_is_outlined() -> None:
     gm = fused(around(0), Fixed("p", "mm relu add"), X)
     assert held(gm) == {"p_0": {"mm", "relu", "add"}}
 
@@ -66,7 +66,7 @@ def twins(x: Tensor) -> Tensor:
     return a.exp() + b.sin()
 
 
-def test_two_regions_that_wait_for_each_other_are_not_both_made() -> None:
+def test_two_regions_that_wait_for_each_other_are_not_both_outlined() -> None:
     # `relu sin` needs `tanh`, and `tanh exp` needs `relu`.
     rules = [Fixed("one", "relu sin"), Fixed("two", "tanh exp")]
     gm = fused(trace(twins), rules, X)
@@ -104,7 +104,7 @@ def test_what_lost_to_an_impossible_candidate_gets_another_chance() -> None:
     assert explain(gm).rounds == 1
 
 
-def test_a_search_that_is_given_up_refuses_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_given_up_refuses_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def short_of_breath(*args: Any, budget: int) -> RegionContraction:
         return RegionContraction(*args, budget=0)
 

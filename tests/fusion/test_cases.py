@@ -35,10 +35,10 @@ def fused(function: Any, inputs: tuple[Any, ...], by: Any, **options: Any) -> Gr
 
 def groups_of(gm: GraphModule, kind: str | None = None) -> list[str]:
     """The operations of each region, by name without numbers."""
-    return sorted(", ".join(_plain(n) for n in r.nodes) for r in dovetail.regions(gm, kind=kind))
+    return sorted(", ".join(_without_number(n) for n in r.nodes) for r in dovetail.regions(gm, kind=kind))
 
 
-def _plain(name: str) -> str:
+def _without_number(name: str) -> str:
     return name.rstrip("0123456789").rstrip("_") if name.rpartition("_")[2].isdigit() else name
 
 
@@ -79,8 +79,8 @@ def test_convolutions_take_what_follows_them() -> None:
         y = y + (1 + y)
         return F.conv2d(y, b, padding=1) + F.conv2d(y, c, padding=1)
 
-    made = grouped(model, image, kernel, kernel * 2, kernel * 3)
-    assert made == ["conv2d, add", "conv2d, add, add"]
+    groups = grouped(model, image, kernel, kernel * 2, kernel * 3)
+    assert groups == ["conv2d, add", "conv2d, add, add"]
 
 
 # 15
@@ -184,10 +184,10 @@ def test_a_capability_region_never_depends_on_itself() -> None:
 
 def relisted(gm: GraphModule) -> GraphModule:
     """The same graph, listed last-ready-first, the operands of sums swapped, every node renamed."""
-    graph, made = Graph(), {}
+    graph, copies = Graph(), {}
     left = [n for n in gm.graph.nodes if n.op != "output"]
     while left:
-        ready = [n for n in left if all(i in made for i in n.all_input_nodes)]
+        ready = [n for n in left if all(i in copies for i in n.all_input_nodes)]
         node = ready[0] if ready[0].op == "placeholder" else ready[-1]
         args = node.args
         if node.target is torch.ops.aten.add.Tensor and all(isinstance(a, Node) for a in args[:2]):
@@ -195,14 +195,14 @@ def relisted(gm: GraphModule) -> GraphModule:
         new = graph.create_node(
             node.op,
             node.target,
-            torch.fx.node.map_arg(args, made.__getitem__),
-            torch.fx.node.map_arg(node.kwargs, made.__getitem__),
-            name=f"renamed_{len(made)}" if node.op != "placeholder" else node.name,
+            torch.fx.node.map_arg(args, copies.__getitem__),
+            torch.fx.node.map_arg(node.kwargs, copies.__getitem__),
+            name=f"renamed_{len(copies)}" if node.op != "placeholder" else node.name,
         )
         new.meta = {**node.meta, "was": node.name}
-        made[node] = new
+        copies[node] = new
         left.remove(node)
-    graph.node_copy(gm.graph.output_node(), made.__getitem__)
+    graph.node_copy(gm.graph.output_node(), copies.__getitem__)
     return GraphModule(gm, graph)
 
 

@@ -78,7 +78,7 @@ def test_must_by_module_path(blocks: GraphModule) -> None:
     assert "Did you mean" in refused(blocks, UnknownNode, rules, must="layers.0.mlp")
 
 
-def test_a_choice_that_meets_more_wishes_goes_before_one_that_saves_more() -> None:
+def test_a_choice_that_meets_more_constraints_goes_before_one_that_saves_more() -> None:
     # The widest candidate has `exp`; only the pair has `sigmoid`; both must be.
     rules = [WIDE, PAIR, Fixed("label", "exp")]
     gm = fused(trace(chain), rules, X, must=["exp", "sigmoid"])
@@ -108,7 +108,7 @@ def test_a_near_miss_is_named_where_a_kind_must_be() -> None:
     assert "rule 'norm' on 'relu', 'exp': two precisions (2 of 3 matched)" in words
 
 
-def test_every_candidate_of_a_kind_that_must_be_is_made_or_it_is_an_error() -> None:
+def test_every_candidate_of_a_kind_that_must_be_is_outlined_or_it_is_an_error() -> None:
     def draw(x: Tensor) -> Tensor:
         a = x.relu()
         return a.exp() + a.sin().exp()
@@ -125,7 +125,7 @@ def test_what_is_in_a_region_already_is_as_it_must_be() -> None:
     assert dovetail.text(fuse(gm, PAIR, must=["tanh", "pair"])) == dovetail.text(gm)
 
 
-def test_out_of_fuel_is_no_broken_wish() -> None:
+def test_out_of_fuel_breaks_no_constraint() -> None:
     gm = fuse(trace(chain), [WIDE, PAIR], must="sigmoid", fuel=0)
     assert not dovetail.regions(gm)
 
@@ -139,10 +139,10 @@ def test_what_never_may_be_is_taken_by_no_region(never: Any) -> None:
         """Does not look at what is barred."""
 
         def propose(self, context: Any) -> Any:
-            barred, context.barred = context.barred, {}
-            found = list(super().propose(context))
-            context.barred = barred
-            return found
+            excluded, context.barred = context.barred, {}
+            proposed = list(super().propose(context))
+            context.barred = excluded
+            return proposed
 
     gm = fused(trace(chain), [Heedless("wide", "relu exp tanh"), Fixed("other", "relu exp")], X, never=never)
     assert held(gm) == {"other_0": {"relu", "exp"}}

@@ -42,11 +42,11 @@ def gain(function: Any, names: str, *args: Tensor, **options: Any) -> Gain:
     figures, draft = drafted(function, names, *args, **options)
     model = Traffic(launch_bytes=1000)
     apart, together = model.apart(figures, draft), model.together(figures, draft)
-    found = model.gain(figures, draft)
+    estimate = model.gain(figures, draft)
     # The quick figures agree with the full ones.
-    assert found.bytes_saved - found.bytes_recomputed == apart.bytes - together.bytes
-    assert found.launches_saved == apart.launches - together.launches
-    return found
+    assert estimate.bytes_saved - estimate.bytes_recomputed == apart.bytes - together.bytes
+    assert estimate.launches_saved == apart.launches - together.launches
+    return estimate
 
 
 def test_a_value_inside_is_neither_stored_nor_loaded() -> None:
@@ -54,8 +54,8 @@ def test_a_value_inside_is_neither_stored_nor_loaded() -> None:
 
 
 def test_an_operand_is_loaded_once_and_a_result_stored_once() -> None:
-    found = gain(lambda x: (x.exp(), x.tanh()), "exp tanh", X)
-    assert (found.bytes_saved, found.launches_saved) == (N, 1)
+    estimate = gain(lambda x: (x.exp(), x.tanh()), "exp tanh", X)
+    assert (estimate.bytes_saved, estimate.launches_saved) == (N, 1)
 
 
 def test_a_value_that_is_returned_too_is_stored_but_not_loaded() -> None:
@@ -71,9 +71,9 @@ def test_what_is_done_a_second_time_is_counted() -> None:
         a = x + y
         return a.exp(), a
 
-    found = gain(both, "add exp", X, X + 1, escapes="duplicate")
-    assert (found.bytes_saved, found.bytes_recomputed, found.launches_saved) == (N, 2 * N, 0)
-    assert found.score == -N
+    estimate = gain(both, "add exp", X, X + 1, escapes="duplicate")
+    assert (estimate.bytes_saved, estimate.bytes_recomputed, estimate.launches_saved) == (N, 2 * N, 0)
+    assert estimate.score == -N
 
 
 def test_flops_done_a_second_time_count_beyond_the_elements() -> None:
@@ -84,36 +84,36 @@ def test_flops_done_a_second_time_count_beyond_the_elements() -> None:
         return a.exp(), a
 
     figures, draft = drafted(both, "linear exp", X, weight, escapes="duplicate")
-    found = Traffic(launch_bytes=0, flops_per_byte=1).gain(figures, draft)
+    estimate = Traffic(launch_bytes=0, flops_per_byte=1).gain(figures, draft)
     out = 4 * 16
-    assert found.score == found.bytes_saved - found.bytes_recomputed - (2 * out * 8 - out)
+    assert estimate.score == estimate.bytes_saved - estimate.bytes_recomputed - (2 * out * 8 - out)
 
 
 def test_views_parts_and_sizes_are_no_launches_and_move_nothing() -> None:
     def views(x: Tensor) -> Tensor:
         return x.t().unsqueeze(0).exp()
 
-    found = gain(views, "t unsqueeze exp", X)
-    assert (found.bytes_saved, found.launches_saved) == (0, 0)
+    estimate = gain(views, "t unsqueeze exp", X)
+    assert (estimate.bytes_saved, estimate.launches_saved) == (0, 0)
 
     def parts(x: Tensor) -> Tensor:
         a, b = x.split(4, dim=1)
         return a.exp() + b
 
-    found = gain(parts, "split exp add", X)
+    estimate = gain(parts, "split exp add", X)
     # `exp` is half of x: neither stored nor loaded.
-    assert (found.bytes_saved, found.launches_saved) == (N, 1)
+    assert (estimate.bytes_saved, estimate.launches_saved) == (N, 1)
 
 
 def test_a_narrow_view_of_something_large_loads_only_what_it_shows() -> None:
-    found = gain(lambda x: x[:1].exp().tanh(), "slice_1 exp tanh", X)
-    assert found.bytes_saved == 2 * N // 4
+    estimate = gain(lambda x: x[:1].exp().tanh(), "slice_1 exp tanh", X)
+    assert estimate.bytes_saved == 2 * N // 4
 
 
 def test_symbolic_sizes_count_by_their_hint() -> None:
     rows = torch.export.Dim("rows", min=2, max=64)
-    found = gain(lambda x: x.relu().exp(), "relu exp", X, dynamic_shapes=[({0: rows},)])
-    assert found.bytes_saved == 2 * N
+    estimate = gain(lambda x: x.relu().exp(), "relu exp", X, dynamic_shapes=[({0: rows},)])
+    assert estimate.bytes_saved == 2 * N
 
 
 def test_sizes_that_are_not_known_count_as_nothing() -> None:

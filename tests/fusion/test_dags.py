@@ -46,22 +46,22 @@ def draw_ops(rng: Random, count: int) -> Ops:
 def build(ops: Ops, order: list[int] | None = None, rename: str = "v") -> tuple[GraphModule, dict[str, int]]:
     """The graph, listed in any order that is topological, and the number of each operation by name."""
     graph = Graph()
-    made = {-1: graph.placeholder("x")}
+    copies = {-1: graph.placeholder("x")}
     names: dict[str, int] = {}
     for i in order or range(len(ops)):
-        inputs = [made[j] for j in ops[i]]
+        inputs = [copies[j] for j in ops[i]]
         target, last = (
             (torch.ops.aten.add.Tensor, inputs[1]) if len(inputs) > 1 else (torch.ops.aten.mul.Tensor, None)
         )
         # A number of its own makes each operation one that no other could stand for.
         args = (inputs[0], last if last is not None else 1.0 + i / 1000)
-        made[i] = graph.create_node(
+        copies[i] = graph.create_node(
             "call_function", target, args, {"alpha": 1 + i} if last is not None else {}
         )
-        made[i]._rename(f"{rename}{i if rename == 'v' else (i * 7919) % 10007}")
-        names[made[i].name] = i
+        copies[i]._rename(f"{rename}{i if rename == 'v' else (i * 7919) % 10007}")
+        names[copies[i].name] = i
     read = {j for sources in ops for j in sources}
-    graph.output(tuple(made[i] for i in range(len(ops)) if i not in read))
+    graph.output(tuple(copies[i] for i in range(len(ops)) if i not in read))
     for node in graph.nodes:
         node.meta["val"] = X
     return GraphModule(torch.nn.Module(), graph), names
@@ -100,7 +100,7 @@ class Numbered(Rule):
 
 def draw_sets(rng: Random, ops: Ops, count: int) -> list[tuple[int, ...]]:
     """Sets that grow along edges and some that are picked anywhere, legal or not."""
-    found: list[tuple[int, ...]] = []
+    sets: list[tuple[int, ...]] = []
     for _ in range(count):
         start = rng.randrange(len(ops))
         if rng.random() < 0.2:
@@ -112,8 +112,8 @@ def draw_sets(rng: Random, ops: Ops, count: int) -> list[tuple[int, ...]]:
                 near += [k for k, reads in enumerate(ops) if chosen.intersection(reads)]
                 if near:
                     chosen.add(rng.choice(near))
-        found.append(tuple(sorted(chosen)))
-    return found
+        sets.append(tuple(sorted(chosen)))
+    return sets
 
 
 def draw_rules(rng: Random, ops: Ops, most: int) -> list[dict[str, Any]]:
@@ -205,6 +205,6 @@ def test_a_small_cluster_is_solved_exactly(rng: Random) -> None:
         for chosen in combinations(range(count), size)
         if not any(pair in pairs for pair in combinations(chosen, 2))
     ]
-    found = tuple(best_choice(weights, clashes))
-    assert found in legal
-    assert total(found) == max(total(chosen) for chosen in legal)
+    picked = tuple(best_choice(weights, clashes))
+    assert picked in legal
+    assert total(picked) == max(total(chosen) for chosen in legal)

@@ -31,7 +31,7 @@ def chain(x: Tensor) -> Tensor:
     return x.relu().exp().tanh().sigmoid()
 
 
-class Says(Rule):
+class Proposes(Rule):
     """Proposes what it is given."""
 
     def __init__(self, *proposals: Any, name: str = "says") -> None:
@@ -88,8 +88,8 @@ def test_strict_raises_it_with_its_cause() -> None:
     ],
 )
 def test_what_no_rule_may_propose(proposal: Any, words: str) -> None:
-    assert words in refused(trace(chain), RuleError, [Says(proposal), PAIR], on_error="raise")
-    gm = fused(trace(chain), [Says(proposal), PAIR], X)
+    assert words in refused(trace(chain), RuleError, [Proposes(proposal), PAIR], on_error="raise")
+    gm = fused(trace(chain), [Proposes(proposal), PAIR], X)
     assert held(gm) == {"pair_0": {"tanh", "sigmoid"}}
     assert words in explain(gm).errors[0].error
     assert explain(gm).errors[0].error.startswith("rule 'says': ")
@@ -108,7 +108,7 @@ def test_a_rule_that_returns_nothing() -> None:
 def test_candidates_of_nothing_that_computes_are_refused_not_wrong() -> None:
     gm = dovetail.capture(torch.nn.Linear(3, 3), (X,))
     at = [i for i, n in enumerate(gm.graph.nodes) if n.op == "get_attr"]
-    new = fuse(gm, Says(Candidate("says", "k", (at[0],))))
+    new = fuse(gm, Proposes(Candidate("says", "k", (at[0],))))
     assert "has nothing to compute" in reasons(new)[0]
 
 
@@ -132,7 +132,7 @@ def test_bad_arguments_are_refused_before_anything_is_looked_at() -> None:
     assert "expected a rule" in refused(gm, InvalidArgument, "pair")
     two = [Fixed("same", "relu"), Fixed("same", "exp")]
     assert "two rules of one set have this name" in refused(gm, RuleError, two)
-    nameless = Says(name="x")
+    nameless = Proposes(name="x")
     nameless.kind = None  # type: ignore[assignment]
     assert "its kind is not a str" in refused(gm, RuleError, nameless)
     with pytest.raises(InvalidArgument, match="not a positive int"):
@@ -185,9 +185,9 @@ def test_a_region_is_not_wrapped_in_its_own_kind() -> None:
     gm = fuse(trace(chain), PAIR)
     assert dovetail.text(fuse(gm, Again())) == dovetail.text(gm)
     assert reasons(fuse(gm, Again())) == ["it is a region of kind 'pair' already"]
-    plain = Again()
-    plain.nests = False
-    assert "the rule does not nest them" in reasons(fuse(gm, plain))[0]
+    rule = Again()
+    rule.nests = False
+    assert "the rule does not nest them" in reasons(fuse(gm, rule))[0]
 
 
 def test_another_cost_model_decides_otherwise() -> None:
@@ -220,10 +220,12 @@ class Stretches(Rule):
     name = kind = "stretch"
 
     def propose(self, context: RuleContext) -> Iterator[Proposal]:
-        plain = [i for i, n in enumerate(context.nodes) if n.op == "call_function" and i not in context.calls]
-        plain.sort(key=context.order.__getitem__)
-        for k in range(0, len(plain) - 4, 3):
-            yield Candidate(self.name, self.kind, tuple(plain[k : k + 4]), divisible=k % 2 == 0)
+        operations = [
+            i for i, n in enumerate(context.nodes) if n.op == "call_function" and i not in context.calls
+        ]
+        operations.sort(key=context.order.__getitem__)
+        for k in range(0, len(operations) - 4, 3):
+            yield Candidate(self.name, self.kind, tuple(operations[k : k + 4]), divisible=k % 2 == 0)
 
 
 @pytest.mark.parametrize("name", zoo.names())

@@ -93,8 +93,8 @@ def test_refusals_that_say_nothing_new_are_folded() -> None:
         Fixed("again", kind="wide", refusals=[("relu exp", "the kind is there already")]),
     ]
     ledger = explain(fuse(gm, by))
-    told = {(d.rule, d.reason): d.folded for d in ledger.declined}
-    assert told == {
+    counts = {(d.rule, d.reason): d.folded for d in ledger.declined}
+    assert counts == {
         ("part", "'exp', 'tanh' went to region 'wide_0' (rule 'wide')"): True,
         ("wave", "near"): False,
         ("wave", "less near"): True,
@@ -152,10 +152,10 @@ def test_it_comes_along_wherever_the_graph_goes(carry: Any) -> None:
 
 def test_the_text_of_a_graph_does_not_show_it() -> None:
     gm = example()
-    plain = copy.copy(gm)
-    plain.meta = {k: v for k, v in gm.meta.items() if k != "dovetail.ledger"}
-    assert dovetail.text(plain) == dovetail.text(gm)
-    assert explain(plain) == Ledger()
+    bare = copy.copy(gm)
+    bare.meta = {k: v for k, v in gm.meta.items() if k != "dovetail.ledger"}
+    assert dovetail.text(bare) == dovetail.text(gm)
+    assert explain(bare) == Ledger()
 
 
 def test_later_fusing_adds_to_it() -> None:
@@ -172,10 +172,10 @@ class Many(Rule):
     name = kind = "many"
 
     def propose(self, context: RuleContext) -> Iterator[Proposal]:
-        plain = [i for i, n in enumerate(context.nodes) if n.op == "call_function" and n.target is torch.sin]
-        for k in range(0, len(plain) - 1, 2):
-            yield Candidate(self.name, self.kind, (plain[k], plain[k + 1]))
-        for i in plain:
+        sines = [i for i, n in enumerate(context.nodes) if n.op == "call_function" and n.target is torch.sin]
+        for k in range(0, len(sines) - 1, 2):
+            yield Candidate(self.name, self.kind, (sines[k], sines[k + 1]))
+        for i in sines:
             yield Refusal(self.name, (i,), f"'{context.nodes[i].name}' costs {i} bytes", i)
 
 
@@ -216,13 +216,13 @@ def test_two_that_are_together_already() -> None:
     assert why(gm, "relu", "relu") == ("'relu' is one operation.",)
 
 
-def test_all_reasons_are_told_not_just_the_first() -> None:
+def test_all_reasons_are_reported_not_just_the_first() -> None:
     gm = example()
-    found = why(gm, "tanh", "sigmoid")
-    assert found[0] == (
+    reasons = why(gm, "tanh", "sigmoid")
+    assert reasons[0] == (
         "'tanh' is in region 'wide_0' (kind 'wide', made by rule 'wide' in round 1), and 'sigmoid' is in none."
     )
-    assert found[1:] == (
+    assert reasons[1:] == (
         "rule 'pair' declined both in round 1: 'tanh' went to region 'wide_0' (rule 'wide').",
     )
     near = why(gm, "exp", "sigmoid")
@@ -247,7 +247,7 @@ def test_two_regions_a_path_and_a_node_for_a_name() -> None:
     )
 
 
-def test_what_lies_between_is_named_before_anything_was_fused() -> None:
+def test_what_is_in_between_is_named_before_anything_was_fused() -> None:
     gm = trace(diamond)
     assert why(gm, "tanh", "add") == (
         "a region of the two alone would depend on itself: tanh -> sin -> add. "
@@ -267,17 +267,17 @@ def test_effects_and_never_are_among_the_reasons() -> None:
         return tuple(drawn_)
 
     gm = fuse(drawn(draw), Fixed("p", "a b"), never="c")
-    found = why(gm, "a", "c")
-    assert "'c' may not be taken: excluded by never='c'." in found
-    plain = why(drawn(draw), "a", "c")
-    assert plain == (
+    reasons = why(gm, "a", "c")
+    assert "'c' may not be taken: excluded by never='c'." in reasons
+    unconstrained = why(drawn(draw), "a", "c")
+    assert unconstrained == (
         "a region of the two alone would depend on itself: a -> b -> c. It would have to be made with 'b'.",
         "the order of effects keeps them apart: 'a' must stay before 'b' (both draw from the random stream).",
         "the order of effects keeps them apart: 'b' must stay before 'c' (both draw from the random stream).",
     )
 
 
-def test_limits_and_what_lies_between_are_among_the_reasons() -> None:
+def test_limits_and_what_is_in_between_are_among_the_reasons() -> None:
     gm = fuse(trace(chain), Fixed("pair", "relu exp"), limits=dovetail.Limits(nodes=2), never="tanh")
     assert why(gm, "relu", "sigmoid")[1:] == (
         "a region of the two alone would depend on itself: exp -> tanh -> sigmoid. "

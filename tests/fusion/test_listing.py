@@ -69,7 +69,7 @@ def draw_copies(rng: Random) -> GraphModule:
 
 def relisted(gm: GraphModule, rng: Random, *, swap: bool) -> GraphModule:
     """The same graph in another order that dependencies allow, every node renamed, and operands swapped at random."""
-    index, graph, made = Index(gm), Graph(), dict[Node, Node]()
+    index, graph, copies = Index(gm), Graph(), dict[Node, Node]()
     left = list(range(len(index)))
     numbers = rng.sample(range(10**6), len(index))
     while left:
@@ -77,7 +77,7 @@ def relisted(gm: GraphModule, rng: Random, *, swap: bool) -> GraphModule:
         inputs = [i for i in ready if index.nodes[i].op == "placeholder"]
         i = inputs[0] if inputs else rng.choice([i for i in ready if i < len(index) - 1] or ready)
         left.remove(i)
-        new = made[index.nodes[i]] = graph.node_copy(index.nodes[i], made.__getitem__)
+        new = copies[index.nodes[i]] = graph.node_copy(index.nodes[i], copies.__getitem__)
         if new.op not in ("placeholder", "output"):
             new._rename(f"n{numbers[i]}")
         if (
@@ -117,7 +117,7 @@ def prove(seed: int, draw: Callable[[Random], GraphModule]) -> int:
     return len(want)
 
 
-def test_what_is_computed_several_times_over() -> None:
+def test_what_is_computed_many_times_over() -> None:
     assert sum(prove(seed, draw_copies) for seed in range(150)) > 300
 
 
@@ -138,11 +138,11 @@ def two(first: tuple[Any, ...], second: tuple[Any, ...], turned: bool, swapped: 
     """Two operations on an input that nothing orders, listed either way, and their difference."""
     graph = Graph()
     x = graph.placeholder("x")
-    made: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
     for name, (target, *args) in sorted({"a": first, "b": second}.items(), reverse=turned):
-        made[name] = graph.create_node("call_function", target, (x, *args), name=name)
+        nodes[name] = graph.create_node("call_function", target, (x, *args), name=name)
     ends = ("b", "a") if swapped else ("a", "b")
-    graph.output(graph.call_function(aten.sub.Tensor, tuple(made[e] for e in ends)))
+    graph.output(graph.call_function(aten.sub.Tensor, tuple(nodes[e] for e in ends)))
     return GraphModule(torch.nn.Module(), graph)
 
 

@@ -25,10 +25,10 @@ Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 def table_of(gm: GraphModule) -> dict[str, list[int]]:
     """For each kind how many regions there are, and how many distinct bodies."""
-    found = dovetail.regions(gm)
-    counts = Counter(r.kind for r in found)
+    outlined = dovetail.regions(gm)
+    counts = Counter(r.kind for r in outlined)
     return {
-        kind: [n, len({id(r.body) for r in found if r.kind == kind})] for kind, n in sorted(counts.items())
+        kind: [n, len({id(r.body) for r in outlined if r.kind == kind})] for kind, n in sorted(counts.items())
     }
 
 
@@ -40,12 +40,12 @@ def expect(name: str, gm: GraphModule) -> None:
     if not torch.__version__.startswith("2.13"):
         return
     known = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    made = table_of(gm)
+    table = table_of(gm)
     if os.environ.get("DOVETAIL_GOLDEN") == "write":
-        known[name] = made
+        known[name] = table
         rows = (f"  {json.dumps(k)}: {json.dumps(known[k])}" for k in sorted(known))
         TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-    assert known.get(name) == made
+    assert known.get(name) == table
 
 
 def fuse_twice(gm: GraphModule) -> GraphModule:

@@ -77,7 +77,7 @@ def test_one_match_however_it_is_spelled_and_wherever_it_stands(spelling: Any, d
     assert region.nodes == ("conv2d", "relu", "add")
 
 
-def test_another_literal_is_no_match_and_says_so() -> None:
+def test_another_literal_is_no_match_and_the_reason_is_reported() -> None:
     class Two(ByModules):
         def forward(self, x):
             return self.act(self.conv(x)) + 2
@@ -167,9 +167,9 @@ def test_small_convolutions_merge_and_are_fused_as_one() -> None:
     gm = dovetail.capture(model, (IMAGE,))
     new = pipe(gm, check=True)
     torch.testing.assert_close(new(IMAGE), model(IMAGE))
-    made = [r.nodes for r in dovetail.regions(new)]
-    assert ("merged_conv2d_0", "merged_relu_0") in made
-    assert ("conv2d_2", "relu_2") in made
+    members = [r.nodes for r in dovetail.regions(new)]
+    assert ("merged_conv2d_0", "merged_relu_0") in members
+    assert ("conv2d_2", "relu_2") in members
 
 
 def test_as_siblings_they_are_one_region_beside_the_larger_one() -> None:

@@ -104,7 +104,7 @@ def prove(rng: Random, flavour: str) -> int:
 
 @pytest.mark.parametrize("flavour", ["pure", "memory", "world", "everything"])
 def test_random_programs(flavour: str) -> None:
-    made = 0
+    region_count = 0
 
     @settings(
         max_examples=60,
@@ -116,8 +116,8 @@ def test_random_programs(flavour: str) -> None:
     )
     @given(st.randoms(use_true_random=False))
     def every_program(rng: Random) -> None:
-        nonlocal made
-        made += prove(rng, flavour)
+        nonlocal region_count
+        region_count += prove(rng, flavour)
 
     every_program()
-    assert made > 60  # a run that fused little would prove little
+    assert region_count > 60  # a run that fused little would prove little

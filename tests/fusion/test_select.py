@@ -22,14 +22,14 @@ def chain(x: Tensor) -> Tensor:
     return x.relu().exp().tanh().sigmoid()
 
 
-def test_a_candidate_becomes_a_region_that_says_who_made_it() -> None:
+def test_a_candidate_becomes_a_region_that_has_the_rule_it_came_from() -> None:
     gm = fused(trace(chain), Fixed("pair", "relu exp"), X)
     region = dovetail.regions(gm)[0]
     assert (region.name, region.kind, region.rule, region.round) == ("pair_0", "pair", "pair", 1)
     assert region.nodes == ("relu", "exp")
 
 
-def test_disjoint_candidates_of_several_rules_are_made_in_one_round() -> None:
+def test_disjoint_candidates_of_many_rules_are_outlined_in_one_round() -> None:
     gm = fused(trace(chain), [Fixed("a", "relu exp"), Fixed("b", "tanh sigmoid")], X)
     assert held(gm) == {"a_0": {"relu", "exp"}, "b_0": {"tanh", "sigmoid"}}
     assert explain(gm).rounds == 1
@@ -144,7 +144,7 @@ def test_a_divisible_candidate_is_not_cut_below_the_least_size_of_its_rule() -> 
     assert reasons(gm, "rest")[0] == "'exp' went to region 'op_0' (rule 'op')"
 
 
-def test_what_was_in_several_pieces_may_stay_so_when_it_is_cut() -> None:
+def test_what_was_in_many_pieces_may_stay_so_when_it_is_cut() -> None:
     def siblings(x: Tensor) -> Any:
         return x.exp().neg(), x.tanh(), x.sin()
 
@@ -166,8 +166,8 @@ def test_a_large_cluster_is_chosen_by_gain_and_what_loses_is_cut_and_weighed_aga
     wide = Fixed("wide", names[20:40], divisible=False)
     cut = Fixed("cut", *[names[k : k + 10] for k in range(0, 51, 5)], divisible=True)
     both = fused(gm, [Fixed("pair", *pairs), wide, cut], X)
-    found = sorted((r.kind, len(r.nodes)) for r in dovetail.regions(both))
-    assert found == [("cut", 10), ("cut", 10), ("cut", 10), ("cut", 10), ("wide", 20)]
+    sizes = sorted((r.kind, len(r.nodes)) for r in dovetail.regions(both))
+    assert sizes == [("cut", 10), ("cut", 10), ("cut", 10), ("cut", 10), ("wide", 20)]
 
 
 @pytest.mark.parametrize("count", [3, 40])
@@ -213,7 +213,7 @@ class Around(Rule):
                 yield Candidate(self.name, self.kind, (i, *readers))
 
 
-def test_several_rounds_nest_regions_of_other_kinds() -> None:
+def test_many_rounds_nest_regions_of_other_kinds() -> None:
     gm = fused(trace(chain), [Fixed("inner", "relu exp"), Around()], X)
     assert held(gm) == {"outer_0": {"relu", "exp", "tanh"}}
     assert [r.name for r in dovetail.regions(gm, nested=True)] == ["outer_0", "outer_0/inner_0"]
@@ -222,7 +222,7 @@ def test_several_rounds_nest_regions_of_other_kinds() -> None:
     assert held(once) == {"inner_0": {"relu", "exp"}}
 
 
-def test_what_is_left_of_a_group_is_not_made_if_it_saves_nothing() -> None:
+def test_what_is_left_of_a_group_is_not_outlined_if_it_saves_nothing() -> None:
     @dovetail.rule(kind="pair")
     def pair(x: Tensor) -> Tensor:
         return (x * 3).relu()

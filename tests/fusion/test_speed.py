@@ -86,12 +86,12 @@ def long_skips(count: int) -> Case:
     """Candidates that span half the graph each, none of them legal."""
     s = Sketch()
     at = s.op()
-    made: list[Node] = []
+    nodes: list[Node] = []
     for _ in range(count // 2):
         at = s.op(at)
-        made.append(at)
+        nodes.append(at)
     pairs: list[tuple[str, ...]] = []
-    for source in reversed(made):
+    for source in reversed(nodes):
         at = s.op(at, source)
         pairs.append((source.name, at.name))
     return s.done(at), pairs

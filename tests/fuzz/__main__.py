@@ -20,11 +20,11 @@ def main() -> int:
     failed = False
     for stage in STAGES:
         tally = _ran(stage, options)
-        for signature, finding in tally.found.items():
+        for signature, finding in tally.findings.items():
             print(f"{finding.times}x {signature}")
         missing = stage.missing(tally.counts) if tally.done == getattr(options, stage.option) > 0 else []
         print(*missing, sep="\n", end="\n" if missing else "", flush=True)
-        failed |= bool(tally.found) or bool(missing)
+        failed |= bool(tally.findings) or bool(missing)
     return 1 if failed else 0
 
 
@@ -34,13 +34,13 @@ def _ran(stage: Stage, options: argparse.Namespace) -> Tally:
     began = last = time.monotonic()
     for tally, new in spread(stage.start, options, count, options.jobs):
         for finding in new:
-            _report(finding, options.out, len(tally.found))
+            _report(finding, options.out, len(tally.findings))
         if time.monotonic() - last > 5 or tally.done == count:
             last = time.monotonic()
             rate = tally.done / (last - began)
             shown = {name: n for name, n in tally.counts.items() if "/" not in name}
             print(
-                f"{tally.done}/{count} {stage.name}, {rate:.1f}/s, {shown}, {len(tally.found)} distinct",
+                f"{tally.done}/{count} {stage.name}, {rate:.1f}/s, {shown}, {len(tally.findings)} distinct",
                 flush=True,
             )
     return tally

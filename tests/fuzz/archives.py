@@ -293,16 +293,16 @@ def _hostile(rng: Random, among: Any) -> Any:
 
 def _places(tree: Any, most: int = 4000) -> list[tuple[Any, Any, Any]]:
     """Containers, keys and values of a tree of JSON, each once; the first ones of a large tree."""
-    found: list[tuple[Any, Any, Any]] = []
+    places: list[tuple[Any, Any, Any]] = []
     queue = [tree]
-    while queue and len(found) < most:
+    while queue and len(places) < most:
         at = queue.pop()
         items = at.items() if isinstance(at, dict) else enumerate(at)
         for key, value in list(items):
-            found.append((at, key, value))
+            places.append((at, key, value))
             if isinstance(value, dict | list) and value:
                 queue.append(value)
-    return found
+    return places
 
 
 def _mutate_tree(rng: Random, tree: Any) -> None:

@@ -37,9 +37,9 @@ def _verified(case: Case) -> Outcome:
 
         return call
 
-    wanted = observe(caller(twin), Snapshot(twin), inputs, runs=2, gradients=True)
-    if wanted[-1].error:
-        raise NotAProgram(wanted[-1].error)
+    expected = observe(caller(twin), Snapshot(twin), inputs, runs=2, gradients=True)
+    if expected[-1].error:
+        raise NotAProgram(expected[-1].error)
     state = Snapshot(model)
     args, kwargs = given(case, make_inputs(case.program))
     try:
@@ -47,17 +47,17 @@ def _verified(case: Case) -> Outcome:
     except dovetail.DovetailError as error:
         outcome.refused.append(type(error).__name__)
         again = observe(caller(model), state, inputs, runs=2, gradients=True)
-        which, words = difference(wanted, again, gradients=True, aliasing=False)
+        which, words = difference(expected, again, gradients=True, aliasing=False)
         if which:
             raise Violated(f"a refused capture changed the model: {which}", words) from error
         return outcome
     except Exception as error:
         raise Violated(f"crash in capture ({type(error).__name__})", str(error)) from error
     got = observe(caller(graph), state, inputs, runs=2, gradients=True)
-    which, words = difference(wanted, got, gradients=True, aliasing=False)
+    which, words = difference(expected, got, gradients=True, aliasing=False)
     if which and _writes_inputs_with_gaps(graph):
         # What reads the new value reads it dense, and a reduction adds that up in another order.
-        which, words = loose_difference(wanted, got, gradients=True, rtol=1e-6, atol=1e-7)
+        which, words = loose_difference(expected, got, gradients=True, rtol=1e-6, atol=1e-7)
     if which:
         raise Violated(f"capture: {which}", words)
     outcome.regions = 1

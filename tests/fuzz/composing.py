@@ -102,21 +102,21 @@ class Sketch:
             result = steps(keep, *(given[i] for i in at))
             return result if returned is None or not kept else (result, kept[returned % len(kept)])
 
-        found = frozenset(self.tags - {"fx"}) if dialect == "fx" else frozenset(self.tags)
+        tags_kept = frozenset(self.tags - {"fx"}) if dialect == "fx" else frozenset(self.tags)
         if dialect == "aot":
             table = _core_table() if self.rng.random() < 0.3 else {}
             mode = self.rng.choices(("real", "fake", "symbolic"), (6, 2, 1))[0]
             pure = program if mode == "symbolic" else functionalize(program)
             traced = make_fx(pure, table, mode, _allow_non_fake_inputs=True)
-            return Spelling(traced(*inputs), inputs, found)
+            return Spelling(traced(*inputs), inputs, tags_kept)
         graph = _of_functions(program, len(inputs)) if dialect == "fx" else None
         if graph is not None:
-            return Spelling(graph, inputs, found | {"fx"})
+            return Spelling(graph, inputs, tags_kept | {"fx"})
         model = _Held(program, own) if home == "parameter" else program
         dynamic = None
         if dialect == "symbolic":
             dynamic = (tuple({d: Dim.AUTO for d in range(max(1, t.dim() - 1)) if t.dim()} for t in inputs),)
-        return Spelling(model, inputs, found, dynamic)
+        return Spelling(model, inputs, tags_kept, dynamic)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch
 
 from .builder import Builder
 from .program import Ref
-from .vocabulary import UNARY, A, several, unary, view
+from .vocabulary import UNARY, A, multiple_results, unary, view
 
 STATE = (
     ("buffer", "torch.linspace(-1, 1, 6).reshape(2, 3).clone()"),
@@ -53,10 +53,10 @@ def state(b: Builder) -> None:
         b.attr(b.choice(known))
         return
     how, expression = b.choice(STATE)
-    plain = [o for o in b.owned if o.how in ("buffer", "constant")]
-    if plain and b.chance(6):
+    tensors = [o for o in b.owned if o.how in ("buffer", "constant")]
+    if tensors and b.chance(6):
         # Two names of one memory: a tied buffer, or a part of one.
-        how, expression = "buffer", f"root.{b.choice(plain).name}"
+        how, expression = "buffer", f"root.{b.choice(tensors).name}"
     b.attr(b.new_owned(how, expression).name)
 
 
@@ -151,9 +151,9 @@ def clash(b: Builder) -> None:
     if x is None:
         return
     before = len(b.steps)
-    view(b) if b.rng.randrange(3) else several(b)
-    made = [Ref(step.name) for step in b.steps[before:] if x.name in step.reads or b.steps[-1] is step]
-    views = [v for v in made if isinstance(b.of(v), torch.Tensor) and _writable(b.of(v))]
+    view(b) if b.rng.randrange(3) else multiple_results(b)
+    refs = [Ref(step.name) for step in b.steps[before:] if x.name in step.reads or b.steps[-1] is step]
+    views = [v for v in refs if isinstance(b.of(v), torch.Tensor) and _writable(b.of(v))]
     looked = b.call(b.choice(UNARY), x)
     if b.chance(3):
         unary(b)
@@ -182,9 +182,9 @@ def draw(b: Builder) -> None:
     elif way == 2:
         b.call(f"{A}.bernoulli.p", x, 0.5)
     elif way == 3:
-        made = b.call(f"{A}.native_dropout.default", x, 0.5, True)
+        dropped = b.call(f"{A}.native_dropout.default", x, 0.5, True)
         for i in range(2):
-            b.call("operator.getitem", made, i) if made and b.rng.randrange(3) else None
+            b.call("operator.getitem", dropped, i) if dropped and b.rng.randrange(3) else None
     elif way == 4:
         b.call("F.dropout", x, 0.5, True)
     elif way == 5:
@@ -216,7 +216,7 @@ def draw(b: Builder) -> None:
         b.call(f"{A}.multinomial.default", b.call(f"{A}.sigmoid.default", x), 1)
 
 
-def world(b: Builder) -> None:
+def host_effects(b: Builder) -> None:
     x = b.tensor()
     if x is None:
         return
@@ -248,6 +248,6 @@ def branching(b: Builder) -> None:
     if flag is None:
         return
     arms = [b.attr(b.new_owned("module", f"branch({by})").name) for by in (2.0, -1.0)]
-    made = b.call("torch.ops.higher_order.cond", flag, *arms, (x,))
-    if made is not None:
-        b.call("operator.getitem", made, 0)
+    result = b.call("torch.ops.higher_order.cond", flag, *arms, (x,))
+    if result is not None:
+        b.call("operator.getitem", result, 0)

@@ -46,8 +46,8 @@ class BadFile:
 
     @property
     def signature(self) -> str:
-        plain = re.sub(r"'[^']*'|\d+", "_", self.words)
-        return f"{self.which} {plain[:120]}".strip()
+        pattern = re.sub(r"'[^']*'|\d+", "_", self.words)
+        return f"{self.which} {pattern[:120]}".strip()
 
     @property
     def slug(self) -> str:

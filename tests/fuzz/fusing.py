@@ -59,14 +59,14 @@ def draw_fusion(rng: Random) -> Fused:
 
 
 def fused(gm: GraphModule, stage: Fused) -> GraphModule:
-    made = dovetail.fuse(gm, [RULES[name] for name in stage.rules], on_error="raise", **dict(stage.options))
+    result = dovetail.fuse(gm, [RULES[name] for name in stage.rules], on_error="raise", **dict(stage.options))
     limits = dict(stage.options).get("limits")
     if limits is not None:
         known = {r.name for r in dovetail.regions(gm)}
-        for region in dovetail.regions(made):
+        for region in dovetail.regions(result):
             if region.name not in known:
                 _within(region, limits)
-    return made
+    return result
 
 
 def _within(region: dovetail.Region, limits: dovetail.Limits) -> None:
@@ -86,13 +86,13 @@ def _is_part(node: torch.fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem" or node.op == "get_attr"
 
 
-def why_not_settled(made: GraphModule, stage: Fused) -> str:
+def why_not_settled(result: GraphModule, stage: Fused) -> str:
     """What fusing once more changes, where it should change nothing."""
     options = dict(stage.options)
     if "rounds" in options or "fuel" in options:
         return ""
-    again = fused(made, stage)
-    if dovetail.text(again) != dovetail.text(made):
-        return dovetail.diff(made, again)
-    before, after = dovetail.explain(made).accepted, dovetail.explain(again).accepted
+    again = fused(result, stage)
+    if dovetail.text(again) != dovetail.text(result):
+        return dovetail.diff(result, again)
+    before, after = dovetail.explain(result).accepted, dovetail.explain(again).accepted
     return "" if len(before) == len(after) else "the ledger tells of new regions"

@@ -26,7 +26,7 @@ PURE: dict[Category, int] = {
     vocabulary.joining: 5,
     vocabulary.selecting: 3,
     vocabulary.constant: 6,
-    vocabulary.several: 6,
+    vocabulary.multiple_results: 6,
     vocabulary.late_part: 2,
     vocabulary.view: 8,
 }
@@ -37,8 +37,8 @@ MEMORY: dict[Category, int] = {
     effects.state: 12,
     effects.reshape_in_place: 2,
 }
-WORLD: dict[Category, int] = {
-    effects.world: 12,
+HOST_EFFECTS: dict[Category, int] = {
+    effects.host_effects: 12,
     effects.draw: 16,
     effects.write: 8,
     effects.state: 6,
@@ -51,7 +51,7 @@ EVERYTHING: dict[Category, int] = {
     effects.write: 12,
     effects.clash: 4,
     effects.draw: 8,
-    effects.world: 5,
+    effects.host_effects: 5,
     effects.state: 8,
     effects.module: 6,
     effects.grad_mode: 1,
@@ -88,11 +88,11 @@ def pick_category(rng: Random, weights: dict[Category, int]) -> Category:
 
 
 def _with(*weights: dict[Category, int]) -> dict[Category, int]:
-    found: dict[Category, int] = {}
+    merged: dict[Category, int] = {}
     for each in weights:
         for category, weight in each.items():
-            found[category] = found.get(category, 0) + weight
-    return found
+            merged[category] = merged.get(category, 0) + weight
+    return merged
 
 
 FLAVOURS = {
@@ -100,7 +100,7 @@ FLAVOURS = {
     for flavour in (
         Flavour("pure", PURE, values=("none", "all", "all", "some")),
         Flavour("memory", _with(PURE, MEMORY), values=("none", "all", "some"), grads=6),
-        Flavour("world", _with(PURE, WORLD)),
+        Flavour("world", _with(PURE, HOST_EFFECTS)),
         Flavour("modules", _with(PURE, MODULES), grads=2),
         Flavour("sizes", _with(PURE, SIZES), values=("none", "symbolic", "symbolic"), grads=6),
         Flavour("everything", _with(PURE, EVERYTHING), values=("none", "all", "all", "some", "symbolic")),
@@ -159,9 +159,9 @@ def draw_program(rng: Random, flavour: Flavour) -> Program:
         b.add_input(INPUTS[0])
         for _ in range(rng.randrange(3)):
             b.add_input(b.choice(INPUTS))
-        wanted = 3 + rng.randrange(23)
-        for _ in range(3 * wanted):
-            if len(b.steps) >= wanted:
+        length = 3 + rng.randrange(23)
+        for _ in range(3 * length):
+            if len(b.steps) >= length:
                 break
             flavour.draw(rng)(b)
     finally:

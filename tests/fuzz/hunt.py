@@ -21,7 +21,7 @@ from .shrink import shrink
 
 
 @dataclass
-class Found:
+class FailedCase:
     """A failure, made small."""
 
     case: Case
@@ -46,9 +46,9 @@ class Found:
 def signature(which: str, words: str) -> str:
     if "(" not in which or which.startswith("effects"):
         return which  # two texts or two tensors: the words are the program, not the cause
-    plain = re.sub(r"'[^']*'|\d+|\bv\w*\b", "_", words.splitlines()[0] if words else "")
-    plain = re.sub(r" \(in .*\)", "", plain)
-    return f"{which} {plain[:80]}".strip()
+    words_only = re.sub(r"'[^']*'|\d+|\bv\w*\b", "_", words.splitlines()[0] if words else "")
+    words_only = re.sub(r" \(in .*\)", "", words_only)
+    return f"{which} {words_only[:80]}".strip()
 
 
 def draw(rng: Random, flavour: str) -> tuple[Case, GraphModule | None]:
@@ -59,9 +59,9 @@ def hunt(
     make: Callable[[], tuple[Case, GraphModule | None]],
     counts: Counter[str],
     *,
-    known: Mapping[str, Found] | None = None,
+    known: Mapping[str, FailedCase] | None = None,
     seconds: float = 20.0,
-) -> Found | None:
+) -> FailedCase | None:
     """Draw and verify one case. What comes back is shrunk, unless its like is `known` already."""
     try:
         case, original = make()
@@ -97,7 +97,7 @@ def _verified(case: Case, original: GraphModule | None = None) -> Outcome:
         raise Violated(f"crash in the properties ({type(error).__name__})", str(error)) from error
 
 
-def _shrunk(case: Case, violated: Violated, seconds: float) -> Found:
+def _shrunk(case: Case, violated: Violated, seconds: float) -> FailedCase:
     last = violated
 
     def fails(candidate: Case) -> bool:
@@ -113,4 +113,4 @@ def _shrunk(case: Case, violated: Violated, seconds: float) -> Found:
         return False
 
     small = shrink(case, fails, seconds=seconds)
-    return Found(small, last.which, last.words)
+    return FailedCase(small, last.which, last.words)

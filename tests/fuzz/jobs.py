@@ -58,7 +58,7 @@ class Tally:
 
     done: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    found: dict[str, Finding] = field(default_factory=dict)
+    findings: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, done: int, counts: Counter[str]) -> None:
         self.done += done
@@ -137,16 +137,16 @@ def spread(
 
 
 def _merged(tally: Tally, report: Report) -> list[Finding]:
-    _, done, counts, found, again = report
+    _, done, counts, findings, again = report
     tally.add(done, counts)
     for signature in again:
-        tally.found[signature].times += 1
+        tally.findings[signature].times += 1
     new: list[Finding] = []
-    for finding in found:
-        if finding.signature in tally.found:
-            tally.found[finding.signature].times += 1
+    for finding in findings:
+        if finding.signature in tally.findings:
+            tally.findings[finding.signature].times += 1
         else:
-            tally.found[finding.signature] = finding
+            tally.findings[finding.signature] = finding
             new.append(finding)
     return new
 
@@ -165,7 +165,7 @@ def _reports(number: int, work: Work, current: Any) -> Iterator[Report]:
     trial = work.start(work.options)
     known: dict[str, Any] = {}
     counts: Counter[str] = Counter()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     again: list[str] = []
     done, last = 0, time.monotonic()
     for i in range(work.first, work.end, work.step):
@@ -178,9 +178,9 @@ def _reports(number: int, work: Work, current: Any) -> Iterator[Report]:
         elif failure is not None:
             known[failure.signature] = failure
             label, data = f"{work.options.seed}/{i}", getattr(failure, "data", None)
-            found.append(Finding(failure.signature, failure.slug, label, failure.script, data))
-        if found or time.monotonic() - last > 2:
-            yield number, done, counts, found, again
-            counts, found, again, done, last = Counter(), [], [], 0, time.monotonic()
+            findings.append(Finding(failure.signature, failure.slug, label, failure.script, data))
+        if findings or time.monotonic() - last > 2:
+            yield number, done, counts, findings, again
+            counts, findings, again, done, last = Counter(), [], [], 0, time.monotonic()
     faulthandler.cancel_dump_traceback_later()
-    yield number, done, counts, found, again
+    yield number, done, counts, findings, again

@@ -128,14 +128,14 @@ def _note(value: Any) -> Any:
         return "a generator", value.get_state().numpy().tobytes()
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    plain = value.detach().contiguous()
+    dense = value.detach().contiguous()
     return (
         value.dtype,
         tuple(value.shape),
         value.stride(),
         value.requires_grad,
         isinstance(value, nn.Parameter),
-        plain.numpy().tobytes(),
+        dense.numpy().tobytes(),
     )
 
 
@@ -143,26 +143,26 @@ def _aliasing(values: Sequence[Any]) -> list[Any]:
     """Which of the values are one object or share memory, numbered by first appearance."""
     storages: dict[int, int] = {}
     objects: dict[int, int] = {}
-    found: list[Any] = []
+    groups: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             key = value.untyped_storage()._cdata
             storage = storages.setdefault(key, len(storages))
-            found.append((storage, objects.setdefault(id(value), len(objects)), value.storage_offset()))
-    return found
+            groups.append((storage, objects.setdefault(id(value), len(objects)), value.storage_offset()))
+    return groups
 
 
 def _gradients(leaves: Sequence[Any], sources: Sequence[Any]) -> Any:
     """Gradients of the sum of all outputs, or why there are none."""
     results = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-    wanted = [x for x in sources if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
-    if not results or not wanted:
+    roots = [x for x in sources if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
+    if not results or not roots:
         return "nothing to differentiate"
     try:
         total = sum((x.sum() for x in results), start=torch.zeros(()))
         return [
             None if g is None else g.detach().clone()
-            for g in torch.autograd.grad(total, wanted, allow_unused=True)
+            for g in torch.autograd.grad(total, roots, allow_unused=True)
         ]
     except RuntimeError as error:
         return f"no gradient: {type(error).__name__}"

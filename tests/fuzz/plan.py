@@ -60,16 +60,16 @@ def carry_out(gm: GraphModule, stage: Stage) -> GraphModule:
         raise TypeError("a step of a schedule is done on a model, not on a graph")
     by_name = {node.name: node for node in gm.graph.nodes}
 
-    def listed(asked: Asked) -> list[Node | str]:
+    def members(asked: Asked) -> list[Node | str]:
         return [by_name.get(n, n) if asked.by_node else n for n in asked.nodes]
 
     if len(stage) == 1:
         one = stage[0]
         return dovetail.outline(
-            gm, listed(one), kind=one.kind, version=one.version, attrs=one.attrs, escapes=one.escapes
+            gm, members(one), kind=one.kind, version=one.version, attrs=one.attrs, escapes=one.escapes
         )
     return dovetail.outline(
-        gm, [dovetail.Request(listed(a), a.kind, a.version, a.attrs, a.escapes) for a in stage]
+        gm, [dovetail.Request(members(a), a.kind, a.version, a.attrs, a.escapes) for a in stage]
     )
 
 

@@ -203,7 +203,7 @@ def own(root: nn.Module, owned: Owned) -> None:
 
 def make_inputs(program: Program, *, batch: int = 0) -> list[Any]:
     """Inputs to run a program with; `batch` more rows in the first dimension of each."""
-    made: list[Any] = []
+    values: list[Any] = []
     for _, expression in program.inputs:
         value = make(expression)
         if isinstance(value, torch.Tensor):
@@ -211,13 +211,13 @@ def make_inputs(program: Program, *, batch: int = 0) -> list[Any]:
                 value = torch.cat([value, value[:1].expand(batch, *value.shape[1:])])
             if program.grads and value.is_floating_point():
                 value.requires_grad_()
-        made.append(value)
-    return made
+        values.append(value)
+    return values
 
 
 def build(program: Program) -> GraphModule:
     """The program as a GraphModule with state of its own."""
-    gm = _build_plain(program)
+    gm = _build_untraced(program)
     try:
         if program.traced:
             return _traced(program, gm)
@@ -228,22 +228,22 @@ def build(program: Program) -> GraphModule:
     return gm
 
 
-def _build_plain(program: Program) -> GraphModule:
+def _build_untraced(program: Program) -> GraphModule:
     root = nn.Module()
     for owned in program.owned:
         own(root, owned)
     graph = Graph()
-    made: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
 
     def to(ref: Ref) -> Node:
-        return made[ref.name]
+        return nodes[ref.name]
 
     for name, _ in program.inputs:
-        made[name] = graph.create_node("placeholder", name, name=name)
+        nodes[name] = graph.create_node("placeholder", name, name=name)
     for i, step in enumerate(program.steps):
         callee = target(step.target) if step.op == "call_function" else step.target
         args, kwargs = substitute(step.args, to), substitute(step.kwargs, to)
-        node = made[step.name] = graph.create_node(step.op, callee, args, kwargs, name=step.name)
+        node = nodes[step.name] = graph.create_node(step.op, callee, args, kwargs, name=step.name)
         if program.marks:
             _mark(node, i)
     graph.output(substitute(program.output, to))
@@ -263,11 +263,11 @@ def _traced(program: Program, gm: GraphModule) -> GraphModule:
 
     enabled, stream = torch.is_grad_enabled(), torch.get_rng_state()
     try:
-        made = make_fx(gm, tracing_mode=program.traced, _allow_non_fake_inputs=True)(*make_inputs(program))
-        held = (*vars(made).values(), *made.buffers(), *made.parameters())
+        graph = make_fx(gm, tracing_mode=program.traced, _allow_non_fake_inputs=True)(*make_inputs(program))
+        held = (*vars(graph).values(), *graph.buffers(), *graph.parameters())
         if any(isinstance(value, FakeTensor) for value in held):
             raise NotAProgram("a constant without numbers was traced in")
-        return made
+        return graph
     finally:
         torch.set_grad_enabled(enabled)
         torch.set_rng_state(stream)

@@ -61,11 +61,11 @@ class Trial:
         self.state = Snapshot(self.original)
         # A view of a clone does not share memory with the original: where clones are asked for, that shows.
         self.aliasing = not _asks_for_clones(case)
-        self.wanted = observe(
+        self.expected = observe(
             self.original, self.state, self.inputs, runs=2, gradients=_has_gradients(case, self.state)
         )
-        if self.wanted[-1].error:
-            raise NotAProgram(self.wanted[-1].error)
+        if self.expected[-1].error:
+            raise NotAProgram(self.expected[-1].error)
         self.foretold(self.original)
         self.text = dovetail.text(self.original)
         self.facts = facts(self.original)
@@ -75,9 +75,9 @@ class Trial:
         for stage in self.case.stages:
             self.outcome.stages += 1
             before = identity(self.result)
-            made: GraphModule | None = None
+            outlined: GraphModule | None = None
             try:
-                made = carry_out(self.result, stage)
+                outlined = carry_out(self.result, stage)
             except dovetail.DovetailError as error:
                 self.outcome.refused.append(type(error).__name__)
                 _expect_reason(self.result, stage, error)
@@ -86,11 +86,11 @@ class Trial:
                 step = steps.get(type(stage), "outline")
                 raise Violated(f"crash in {step} ({type(error).__name__})", str(error)) from error
             same("input graph changed", before, identity(self.result))
-            if made is not None:
-                _expect_regions(self.result, made, stage)
+            if outlined is not None:
+                _expect_regions(self.result, outlined, stage)
                 if isinstance(stage, Fused):
-                    same("fused once more", "", why_not_settled(made, stage))
-                self.result = made
+                    same("fused once more", "", why_not_settled(outlined, stage))
+                self.result = outlined
 
     def compare(self) -> None:
         """Everything that must be the same of the result, if there is one."""
@@ -131,9 +131,9 @@ class Trial:
         self, gm: GraphModule, state: Snapshot | None = None, *, runs: int = 1, gradients: bool = False
     ) -> tuple[str, str]:
         """What can be seen of running a graph that could not be seen of the original, or the other way round."""
-        gradients = gradients and self.wanted[0].gradients is not None
-        found = observe(gm, state or self.state, self.inputs, runs=runs, gradients=gradients)
-        return difference(self.wanted[:runs], found, gradients=gradients, aliasing=self.aliasing)
+        gradients = gradients and self.expected[0].gradients is not None
+        observed = observe(gm, state or self.state, self.inputs, runs=runs, gradients=gradients)
+        return difference(self.expected[:runs], observed, gradients=gradients, aliasing=self.aliasing)
 
     def restores(self, what: str, gm: GraphModule) -> None:
         back = _try(what, lambda: dovetail.inline(gm))
@@ -204,11 +204,11 @@ class Trial:
             return
         inputs = make_inputs(self.case.program, batch=1)
         with contextlib.redirect_stderr(io.StringIO()):  # FX prints the traceback of whatever is raised
-            wanted = observe(self.original, self.state, inputs)
-        if wanted[0].error:
+            expected = observe(self.original, self.state, inputs)
+        if expected[0].error:
             return  # written for one size only
-        found = observe(self.result, self.state, inputs)
-        which, words = difference(wanted, found, aliasing=self.aliasing)
+        observed = observe(self.result, self.state, inputs)
+        which, words = difference(expected, observed, aliasing=self.aliasing)
         if which:
             raise Violated(f"another batch: {which}", words)
 
@@ -250,8 +250,8 @@ def _expect_regions(before: GraphModule, after: GraphModule, stage: Stage) -> No
     old = {r.name for r in dovetail.regions(before)}
     new = [r for r in dovetail.regions(after) if r.name not in old]
     same("kinds of regions", sorted(a.kind for a in stage), sorted(r.kind for r in new))
-    wanted = sorted((a.kind, a.version) for a in stage)
-    same("versions of regions", wanted, sorted((r.kind, r.version) for r in new))
+    expected = sorted((a.kind, a.version) for a in stage)
+    same("versions of regions", expected, sorted((r.kind, r.version) for r in new))
 
 
 def relisted(original: GraphModule, case: Case) -> None:
@@ -264,13 +264,13 @@ def relisted(original: GraphModule, case: Case) -> None:
 
 def _members(gm: GraphModule, stage: Stage) -> Any:
     try:
-        made = carry_out(gm, stage)
+        result = carry_out(gm, stage)
     except dovetail.DovetailError as error:
         return type(error).__name__
     except Exception as error:
         step = "fuse" if isinstance(stage, Fused) else "outline"
         raise Violated(f"crash in {step} ({type(error).__name__})", str(error)) from error
-    return sorted((r.kind, sorted(r.nodes), sorted(r.escapes.items())) for r in dovetail.regions(made))
+    return sorted((r.kind, sorted(r.nodes), sorted(r.escapes.items())) for r in dovetail.regions(result))
 
 
 def _in_another_order(gm: GraphModule, rng: Random) -> GraphModule:
@@ -288,8 +288,8 @@ def _in_another_order(gm: GraphModule, rng: Random) -> GraphModule:
 
 
 def _is_pure(gm: GraphModule) -> bool:
-    found = dependencies(gm, list(gm.graph.nodes))
-    return not found.before and all(e.pure for e in found.effects.values())
+    order = dependencies(gm, list(gm.graph.nodes))
+    return not order.before and all(e.pure for e in order.effects.values())
 
 
 def _asks_for_clones(case: Case) -> bool:

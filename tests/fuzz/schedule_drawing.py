@@ -10,7 +10,7 @@ from typing import Any
 import dovetail
 
 from .program import Case, Do, make_inputs
-from .scheduling import EQUALS, FINDS, LOOKS, Play
+from .scheduling import CHECKS, EQUALS, FINDS, Play
 from .units import draw_model, given, known_classes, maker
 
 
@@ -34,7 +34,7 @@ def _drawn(rng: Random, play: Play, paths: list[str], names: list[str]) -> tuple
     """A step, of those that are refused only now and then one; and whether it is better to stop there."""
     while True:
         step = _draw(rng, paths, names)
-        if step.what in LOOKS:
+        if step.what in CHECKS:
             return step, False
         try:
             play.carry_out(step)

@@ -19,7 +19,7 @@ from dovetail.scheduling.history import History
 from .observe import Seen, Snapshot, difference, loose_difference, observe
 from .program import Case, Do, NotAProgram, make_inputs
 from .properties import Outcome, Violated, same
-from .scheduling import LOOKS, Play
+from .scheduling import CHECKS, Play
 from .units import given, known_classes, maker
 
 _EXPORT_WARNS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
@@ -50,9 +50,9 @@ class Trial:
         self.inputs = make_inputs(case.program)
         self.make = maker(case)
         self.twin, self.model = self.make(), self.make()
-        self.wanted = self.seen(self.twin, runs=2)
-        if self.wanted[-1].error:
-            raise NotAProgram(self.wanted[-1].error)
+        self.expected = self.seen(self.twin, runs=2)
+        if self.expected[-1].error:
+            raise NotAProgram(self.expected[-1].error)
         self.modules = [(path, id(m)) for path, m in self.model.named_modules(remove_duplicate=False)]
         args, kwargs = given(self.case, self.inputs)
         self.play = Play(self.model, args, kwargs, known_classes(case))
@@ -72,7 +72,7 @@ class Trial:
     def text(self) -> str:
         return self.play.schedule.text()
 
-    def told(self) -> Any:
+    def readable(self) -> Any:
         """What can be read of a schedule."""
         s = self.play.schedule
         return [self.text(), str(s), repr(list(s.history)), [r.name for r in s.regions], self.play.is_built]
@@ -81,16 +81,16 @@ class Trial:
 
     def step(self, do: Do) -> None:
         self.outcome.stages += 1
-        if do.what in LOOKS:
+        if do.what in CHECKS:
             getattr(self, f"check_{do.what}")(**dict(do.options))
             return
-        before, marks = self.told(), list(self.play.marks)
+        before, marks = self.readable(), list(self.play.marks)
         try:
             self.play.carry_out(do)
         except dovetail.DovetailError as error:
             self.outcome.refused.append(type(error).__name__)
             self.play.marks = marks
-            same(f"refused {do.what} changed something", before, self.told())
+            same(f"refused {do.what} changed something", before, self.readable())
             self.behaves(f"after a refused {do.what}")
             return
         except Exception as error:
@@ -112,13 +112,13 @@ class Trial:
             same(f"{when}: state_dict", names, now)
             names = [name for name, _ in self.twin.named_parameters()]
             same(f"{when}: parameters", names, [name for name, _ in model.named_parameters()])
-            self.compare(when, self.wanted, self.seen(model, runs=2))
+            self.compare(when, self.expected, self.seen(model, runs=2))
 
-    def compare(self, when: str, wanted: list[Seen], got: list[Seen], *, gradients: bool = True) -> None:
+    def compare(self, when: str, expected: list[Seen], got: list[Seen], *, gradients: bool = True) -> None:
         if not self.play.is_exact and self.is_touchy:
             return
         judge = difference if self.play.is_exact else loose_difference
-        which, words = judge(wanted, got, gradients=gradients, aliasing=False)
+        which, words = judge(expected, got, gradients=gradients, aliasing=False)
         if which:
             raise Violated(f"{when}: {which}", words)
 
@@ -127,7 +127,7 @@ class Trial:
         """Whether rounding alone shows in the results, as where a norm divides by next to nothing."""
         for train in (None, True, False):
             with self.in_mode(train):
-                wanted = self.seen(self.twin)
+                expected = self.seen(self.twin)
                 state = Snapshot(self.twin)
                 with torch.no_grad():
                     moved = [_moved(x) for x in self.inputs]
@@ -135,7 +135,7 @@ class Trial:
                         tensor.copy_(_moved(tensor))
                 got = self.seen(self.twin, inputs=moved)
                 state.restore()
-            if loose_difference(wanted, got, gradients=True)[0]:
+            if loose_difference(expected, got, gradients=True)[0]:
                 return True
         return False
 
@@ -160,7 +160,7 @@ class Trial:
     # What is looked at now and then
 
     def check_verify(self, train: bool | None) -> None:
-        before = self.told()
+        before = self.readable()
         if not self.play.is_exact and self.is_touchy:
             return
         try:
@@ -174,7 +174,7 @@ class Trial:
                 raise Violated(f"verify ({type(error).__name__})", str(error)) from error
         except Exception as error:
             raise Violated(f"verify ({type(error).__name__})", str(error)) from error
-        same("verify changed something", before, self.told())
+        same("verify changed something", before, self.readable())
         self.behaves("after verify")
 
     def cannot_be_run(self, train: bool | None) -> bool:
@@ -203,22 +203,22 @@ class Trial:
             raise Violated(f"replay ({type(error).__name__})", str(error)) from error
         same("replay: text", self.text(), again.text())
         same("replay: history", text, again.history.json())
-        self.compare("replay", self.wanted, self.seen(again.build(), runs=2))
+        self.compare("replay", self.expected, self.seen(again.build(), runs=2))
 
     def check_copy(self) -> None:
         with self.built() as model:
             twin = self.tried("deepcopy", lambda: copy.deepcopy(model))
-            self.compare("deepcopy", self.wanted, self.seen(twin, runs=2))
+            self.compare("deepcopy", self.expected, self.seen(twin, runs=2))
         self.behaves("after deepcopy")
 
     def check_mode(self, train: bool) -> None:
         """In another mode than the one it was scheduled in; what cannot be done there runs as it was."""
         with self.in_mode(train), self.built() as model, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wanted = self.seen(self.twin)
-            if wanted[0].error:
+            expected = self.seen(self.twin)
+            if expected[0].error:
                 return
-            self.compare("in another mode", wanted, self.seen(model))
+            self.compare("in another mode", expected, self.seen(model))
             self.compare("without gradients", self.seen(self.twin, grad=False), self.seen(model, grad=False))
         self.behaves("after another mode")
 
@@ -226,10 +226,10 @@ class Trial:
         inputs = make_inputs(self.case.program, batch=1)
         with self.built() as model, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wanted = self.seen(self.twin, inputs=inputs)
-            if wanted[0].error:
+            expected = self.seen(self.twin, inputs=inputs)
+            if expected[0].error:
                 return
-            self.compare("another batch", wanted, self.seen(model, inputs=inputs))
+            self.compare("another batch", expected, self.seen(model, inputs=inputs))
         self.behaves("after another batch")
 
     @contextmanager
@@ -264,7 +264,7 @@ class Trial:
         same(
             "modules", self.modules, [(p, id(m)) for p, m in self.model.named_modules(remove_duplicate=False)]
         )
-        self.compare("released", self.wanted, self.seen(self.model, runs=2))
+        self.compare("released", self.expected, self.seen(self.model, runs=2))
 
 
 def _moved(value: Any) -> Any:

@@ -78,7 +78,7 @@ FINDS: dict[str, Any] = {
 UNSAVED = ("groups", "lambda", "default")
 
 
-LOOKS = ("verify", "replay", "copy", "mode", "batch")
+CHECKS = ("verify", "replay", "copy", "mode", "batch")
 """Steps that leave a schedule as it is."""
 
 
@@ -136,8 +136,8 @@ EQUALS: dict[str, tuple[Callable[[], Any], ...]] = {
 
 def relus_fused(s: Schedule, at: str) -> None:
     """A step of two steps."""
-    made = s[at].fuse(s[at].find(_aten.relu.default), kind="npu.relu")
-    s.annotate(made, tile=4)
+    regions = s[at].fuse(s[at].find(_aten.relu.default), kind="npu.relu")
+    s.annotate(regions, tile=4)
 
 
 class Mark(NamedTuple):
@@ -184,17 +184,17 @@ class Play:
     def _part(self, do: Do) -> Any:
         return self.schedule[do.at] if do.at else self.schedule
 
-    def _found(self, do: Do) -> Any:
+    def _matches(self, do: Do) -> Any:
         """Matches, those that were picked; a single one where one is asked for."""
         if do.find == "stale":
-            found: Any = list(self.kept)
+            matches: Any = list(self.kept)
         elif do.find == "lambda":
-            found = self._part(do).find(where=lambda n: n.target in ACTIVATIONS)
+            matches = self._part(do).find(where=lambda n: n.target in ACTIVATIONS)
         else:
-            found = self._part(do).find(self.known.get(do.find, FINDS.get(do.find)))
-        if found and do.find != "stale":
-            self.kept, self.kept_find = list(found), do.find
-        return _picked(do, found)
+            matches = self._part(do).find(self.known.get(do.find, FINDS.get(do.find)))
+        if matches and do.find != "stale":
+            self.kept, self.kept_find = list(matches), do.find
+        return _picked(do, matches)
 
     def _is_saved(self, do: Do) -> bool:
         return (self.kept_find if do.find == "stale" else do.find) not in UNSAVED
@@ -203,13 +203,13 @@ class Play:
         """Regions, matches, or a path, as a step takes them."""
         if do.find == "regions":
             return _picked(do, self._part(do).regions)
-        return self._found(do) if do.find else do.at
+        return self._matches(do) if do.find else do.at
 
     def _fuse(self, do: Do, options: dict[str, Any]) -> None:
         options.pop("single", None)
-        found = self._found(do)
-        made = self._part(do).fuse(found, **options)
-        assert isinstance(made, list) == (isinstance(found, list) and not options.get("together"))
+        matches = self._matches(do)
+        regions = self._part(do).fuse(matches, **options)
+        assert isinstance(regions, list) == (isinstance(matches, list) and not options.get("together"))
         self._mark(inexact=options.get("backends") == "torchscript", saved=self._is_saved(do))
 
     def _lower(self, do: Do, options: dict[str, Any]) -> None:
@@ -219,16 +219,16 @@ class Play:
     def _replace(self, do: Do, options: dict[str, Any]) -> None:
         ways = EQUALS["siblings" if options.get("siblings") else do.find]
         new = ways[options["way"] % len(ways)]()
-        found = self._found(do)
-        if isinstance(found, list) and not options.get("siblings"):
-            found = found[0] if found else found
-        self.schedule.replace(new, found, check=options["check"])
+        matches = self._matches(do)
+        if isinstance(matches, list) and not options.get("siblings"):
+            matches = matches[0] if matches else matches
+        self.schedule.replace(new, matches, check=options["check"])
         self._mark(saved=not isinstance(new, nn.Module))
 
     def _replace_linear(self, do: Do, options: dict[str, Any]) -> None:
         """A layer that takes its weights over from what it stands for."""
-        found = self._found(do)
-        match = found[0] if isinstance(found, list) and found else found
+        matches = self._matches(do)
+        match = matches[0] if isinstance(matches, list) and matches else matches
         if isinstance(match, list):
             match = self._part(do).find(_aten.linear.default)[:1]
             if not match:
@@ -309,7 +309,7 @@ class Play:
         del self.marks[len(self.marks) - options["steps"] :]
 
 
-def _picked(do: Do, found: Sequence[Any]) -> Any:
-    items = list(found)
+def _picked(do: Do, matches: Sequence[Any]) -> Any:
+    items = list(matches)
     chosen = [items[i % len(items)] for i in dict.fromkeys(do.picks)] if items and do.picks else items
     return chosen[0] if chosen and dict(do.options).get("single") else chosen

@@ -106,9 +106,9 @@ def schedule_script(case: Case, title: str) -> str:
 
 def _prelude(program: Program) -> list[str]:
     """The imports; the calls with visible effects in full where they are used."""
-    made = [o.make for o in program.owned] + [s.target for s in program.steps]
+    expressions = [o.make for o in program.owned] + [s.target for s in program.steps]
     own = ("dovetail_fuzz", "shout", "overwrite", "gather", "Counter", "adder", "branch")
-    if any(word in each for each in made for word in own):
+    if any(word in each for each in expressions for word in own):
         source = inspect.getsource(ops)
         return [source[source.index("import operator") : source.index("__all__")].rstrip()]
     return [
@@ -155,7 +155,7 @@ def _step(step: Step) -> str:
 
 
 _EVERY_NODE = ["    for i, n in enumerate(gm.graph.nodes):"]
-_PLAIN_VALUES = """    from torch._subclasses.fake_tensor import FakeTensorMode
+_CONCRETE_VALUES = """    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*make_inputs())"""
@@ -183,7 +183,7 @@ def _after(program: Program) -> list[str]:
         ]
     lines: list[str] = []
     if program.values != "none":
-        lines += (_SYMBOLIC_VALUES if program.values == "symbolic" else _PLAIN_VALUES).splitlines()
+        lines += (_SYMBOLIC_VALUES if program.values == "symbolic" else _CONCRETE_VALUES).splitlines()
         lines += ["    torch.set_grad_enabled(True)", *_EVERY_NODE, "        n.meta.setdefault('val', None)"]
     if program.values == "some":
         lines += ["        if i % 3 == 1:", "            del n.meta['val']"]
@@ -217,6 +217,6 @@ def _call(stage: Stage) -> str:
 
 
 def _arguments(nodes: tuple[str, ...], facts: dict[str, Any]) -> str:
-    plain = {"version": 1, "attrs": None, "escapes": "auto"}
-    more = [f"{k}={facts[k]!r}" for k, default in plain.items() if facts[k] != default]
+    defaults = {"version": 1, "attrs": None, "escapes": "auto"}
+    more = [f"{k}={facts[k]!r}" for k, default in defaults.items() if facts[k] != default]
     return ", ".join([repr(list(nodes)), f"kind={facts['kind']!r}", *more])

@@ -54,11 +54,11 @@ def _without_some_steps(case: Case) -> Iterator[Case]:
 
 
 def _with_readers(case: Case, gone: set[str]) -> set[str]:
-    found = set(gone)
+    closure = set(gone)
     for step in case.program.steps:
-        if found.intersection(step.reads):
-            found.add(step.name)
-    return found
+        if closure.intersection(step.reads):
+            closure.add(step.name)
+    return closure
 
 
 def _with_simpler_stages(case: Case) -> Iterator[Case]:
@@ -73,10 +73,10 @@ def _with_simpler_program(case: Case) -> Iterator[Case]:
 
 def _with_simpler_units(case: Case) -> Iterator[Case]:
     """With a class of modules made simpler as programs are, or without it."""
-    made = [o.make for p in (case.program, *(u.program for u in case.units)) for o in p.owned]
+    expressions = [o.make for p in (case.program, *(u.program for u in case.units)) for o in p.owned]
     for i, unit in enumerate(case.units):
         before, after = case.units[:i], case.units[i + 1 :]
-        if not any(f"{unit.name}()" in make for make in made):
+        if not any(f"{unit.name}()" in make for make in expressions):
             yield replace(case, units=(*before, *after))
             continue
         alone = Case(unit.program)
@@ -141,9 +141,9 @@ def _simpler_requests(asked: Asked) -> Iterator[Asked]:
     if isinstance(asked.escapes, dict):
         for name in asked.escapes:
             yield replace(asked, escapes={k: v for k, v in asked.escapes.items() if k != name})
-    for field, plain in (("attrs", None), ("version", 1), ("by_node", False), ("kind", "fused")):
-        if getattr(asked, field) != plain:
-            yield replace(asked, **{field: plain})
+    for field, default in (("attrs", None), ("version", 1), ("by_node", False), ("kind", "fused")):
+        if getattr(asked, field) != default:
+            yield replace(asked, **{field: default})
 
 
 def _simpler_programs(program: Program) -> Iterator[Program]:

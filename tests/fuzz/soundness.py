@@ -42,7 +42,7 @@ class _Watcher(Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         nodes = list(gm.graph.nodes)
         each = [effects_of(node, gm) for node in nodes]
-        self.told: dict[Node, Effects] = dict(zip(nodes, each, strict=True))
+        self.declared: dict[Node, Effects] = dict(zip(nodes, each, strict=True))
         self.classes: AliasClasses = alias_classes(gm, nodes, each)
         self.state = state
 
@@ -53,14 +53,16 @@ class _Watcher(Interpreter):
         before = [_bits(tensor) for _, _, tensor in held]
         stream, log, grad = torch.get_rng_state(), len(ops.LOG), torch.is_grad_enabled()
         value = super().run_node(n)
-        told = self.told[n]
-        if not told.random and not torch.equal(stream, torch.get_rng_state()):
+        declared = self.declared[n]
+        if not declared.random and not torch.equal(stream, torch.get_rng_state()):
             raise Untold("draws at random", n, f"{n.format_node()} draws at random")
-        if not (told.host_effect or told.barrier) and len(ops.LOG) != log:
+        if not (declared.host_effect or declared.barrier) and len(ops.LOG) != log:
             raise Untold("acts on the world", n, f"{n.format_node()} acts on the world")
-        if not told.barrier and torch.is_grad_enabled() != grad:
+        if not declared.barrier and torch.is_grad_enabled() != grad:
             raise Untold("switches a mode", n, f"{n.format_node()} switches gradients")
-        self._expect_writes(n, told, [h for h, bits in zip(held, before, strict=True) if _bits(h[2]) != bits])
+        self._expect_writes(
+            n, declared, [h for h, bits in zip(held, before, strict=True) if _bits(h[2]) != bits]
+        )
         self._expect_sharing(n, value, held)
         return value
 
@@ -72,9 +74,11 @@ class _Watcher(Interpreter):
         for name, tensor in self.state.tensors.items():
             yield name, self.classes.of_state(tensor), tensor
 
-    def _expect_writes(self, n: Node, told: Effects, changed: list[tuple[str, int, torch.Tensor]]) -> None:
-        written = {self.classes.of(w) for w in told.writes}
-        written |= {self.classes.of_state(t) for t in told.state_written}
+    def _expect_writes(
+        self, n: Node, declared: Effects, changed: list[tuple[str, int, torch.Tensor]]
+    ) -> None:
+        written = {self.classes.of(w) for w in declared.writes}
+        written |= {self.classes.of_state(t) for t in declared.state_written}
         for name, memory, _ in changed:
             if memory not in written:
                 raise Untold("writes", n, f"{n.format_node()} changed '{name}'")
@@ -95,5 +99,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _bits(tensor: torch.Tensor) -> Any:
-    plain = tensor.detach()
-    return (tuple(plain.shape), plain.contiguous().numpy().tobytes())
+    dense = tensor.detach()
+    return (tuple(dense.shape), dense.contiguous().numpy().tobytes())

@@ -165,7 +165,7 @@ def _traced(function: Callable[..., Any], inputs: tuple[Any, ...], dialect: str)
 
 
 def backward_graph(
-    loss: Callable[..., Tensor], operands: tuple[Tensor, ...], wanted: tuple[int, ...]
+    loss: Callable[..., Tensor], operands: tuple[Tensor, ...], outputs: tuple[int, ...]
 ) -> tuple[GraphModule, tuple[Any, ...]]:
     """The backward graph that AOTAutograd makes of a loss, and what it is called with."""
     graphs: list[tuple[GraphModule, tuple[Any, ...]]] = []
@@ -179,6 +179,6 @@ def backward_graph(
             return loss(*values)
 
     compiled: Any = aot_module(Loss(), fw_compiler=keep, bw_compiler=keep)
-    leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(operands)]
+    leaves = [x.clone().requires_grad_(i in outputs) for i, x in enumerate(operands)]
     compiled(*leaves).backward()
     return graphs[-1]

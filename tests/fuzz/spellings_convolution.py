@@ -179,7 +179,7 @@ def _families() -> list[Family]:
     usual = frozenset(
         {"relu", "relu6", "silu", "silu_by_hand", "sigmoid", "tanh", "gelu", "gelu_tanh", "leaky_slope"}
     )
-    made: list[Family] = []
+    families: list[Family] = []
     for word in (False, True):
         padding = frozenset({"same", "valid"} if word else {"padding"})
         # A batch norm by kept statistics is another operator in the graph of a compiler, and not matched there.
@@ -189,9 +189,9 @@ def _families() -> list[Family]:
             normed = functools.partial(_convolution, rank, word, True)
             alone = functools.partial(_convolution, rank, word, False)
             draw = normed if word else functools.partial(_with_modules, rank)
-            made.append(Family(f"{stem}_bn_act", draw, settings | norms | padding))
-            made.append(Family(f"{stem}_act", alone, settings | padding | usual | graphs | {"unbatched"}))
-    return made
+            families.append(Family(f"{stem}_bn_act", draw, settings | norms | padding))
+            families.append(Family(f"{stem}_act", alone, settings | padding | usual | graphs | {"unbatched"}))
+    return families
 
 
 def _gradients(rng: Random) -> Spelling:
@@ -227,12 +227,12 @@ def _gradients(rng: Random) -> Spelling:
     def loss(*values: Tensor) -> Tensor:
         return after(convolve(*values, **settings, groups=groups)).sin().sum()
 
-    wanted = d.any([(0, 1), (0,), (1,), tuple(range(len(operands)))])
-    d.tags.add(f"of_{'_'.join(map(str, wanted))}")
+    outputs = d.any([(0, 1), (0,), (1,), tuple(range(len(operands)))])
+    d.tags.add(f"of_{'_'.join(map(str, outputs))}")
     if d.chance(0.15, "aot_module"):
-        return Spelling(*backward_graph(loss, operands, wanted), frozenset(d.tags))
+        return Spelling(*backward_graph(loss, operands, outputs), frozenset(d.tags))
     mode = "symbolic" if d.chance(0.15, "symbolic") else "real"
-    grad = torch.func.grad(loss, argnums=wanted)
+    grad = torch.func.grad(loss, argnums=outputs)
     graph = make_fx(grad, tracing_mode=mode)(*operands)
     return Spelling(graph, operands, frozenset(d.tags))
 

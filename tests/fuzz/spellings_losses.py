@@ -41,12 +41,12 @@ def _operator(rng: Random) -> Spelling:
         "cross_entropy": lambda x, y, *w: F.cross_entropy(x, y, *w, **settings),
         "upcast": lambda x, y, *w: F.cross_entropy(x.float(), y, *(v.float() for v in w), **settings),
     }
-    plain = {k: v for k, v in settings.items() if k != "label_smoothing"}
+    others = {k: v for k, v in settings.items() if k != "label_smoothing"}
     dim = min(1, len(rows))
     if "label_smoothing" not in settings and not probabilities:
         own |= {
-            "nll": lambda x, y, *w: F.nll_loss(F.log_softmax(x, dim), y, *w, **plain),
-            "nll_method": lambda x, y, *w: F.nll_loss(x.log_softmax(dim=dim - x.dim()), y, *w, **plain),
+            "nll": lambda x, y, *w: F.nll_loss(F.log_softmax(x, dim), y, *w, **others),
+            "nll_method": lambda x, y, *w: F.nll_loss(x.log_softmax(dim=dim - x.dim()), y, *w, **others),
         }
     hostile: dict[str, Loss] = {
         "downcast": lambda x, y, *w: F.cross_entropy(x.bfloat16(), y, *(v.bfloat16() for v in w), **settings),
@@ -54,8 +54,8 @@ def _operator(rng: Random) -> Spelling:
     }
     if not probabilities and len(rows) > 0:
         hostile |= {
-            "nll_other_dim": lambda x, y, *w: F.nll_loss(F.log_softmax(x, 0), y, *w, **plain),
-            "nll_of_softmax": lambda x, y, *w: F.nll_loss(torch.softmax(x, 1), y, *w, **plain),
+            "nll_other_dim": lambda x, y, *w: F.nll_loss(F.log_softmax(x, 0), y, *w, **others),
+            "nll_of_softmax": lambda x, y, *w: F.nll_loss(torch.softmax(x, 1), y, *w, **others),
         }
     turned = len(rows) == 2 and d.chance(0.3, "classes_last")
     loss = d.mostly(own, hostile)
@@ -138,12 +138,12 @@ def _by_hand(rng: Random) -> Spelling:
     return d.spelling(lambda x, y: reduce(d.inner(each(x, y))), (logits, target), symbolic={0: (0,), 1: (0,)})
 
 
-def _graph(d: Drawing, loss: Loss, operands: tuple[Tensor, ...], wanted: tuple[int, ...]) -> Spelling:
+def _graph(d: Drawing, loss: Loss, operands: tuple[Tensor, ...], outputs: tuple[int, ...]) -> Spelling:
     """The gradients of a loss as make_fx or AOTAutograd has them."""
     if d.chance(0.2, "aot_module"):
-        return Spelling(*backward_graph(loss, operands, wanted), frozenset(d.tags))
+        return Spelling(*backward_graph(loss, operands, outputs), frozenset(d.tags))
     mode = "symbolic" if d.chance(0.15, "symbolic") else "real"
-    graph = make_fx(torch.func.grad(loss, argnums=wanted), tracing_mode=mode)(*operands)
+    graph = make_fx(torch.func.grad(loss, argnums=outputs), tracing_mode=mode)(*operands)
     return Spelling(graph, operands, frozenset(d.tags))
 
 
@@ -165,9 +165,9 @@ def _layer_norm_grad(rng: Random) -> Spelling:
     through = d.chance(0.3, "residual")
     operands = (d.tensor(*sizes), *weights)
     every = tuple(range(len(operands)))
-    wanted = d.any([every, every, (0,), every[-1:], every[1:] or (0,)])
-    d.tags.add(f"of_{'_'.join(map(str, wanted))}")
-    return _graph(d, loss, operands, wanted)
+    outputs = d.any([every, every, (0,), every[-1:], every[1:] or (0,)])
+    d.tags.add(f"of_{'_'.join(map(str, outputs))}")
+    return _graph(d, loss, operands, outputs)
 
 
 def _softmax_grad(logarithm: bool, rng: Random) -> Spelling:

@@ -31,8 +31,8 @@ def _plus(product: Callable[[Tensor, Tensor], Tensor], *, before: bool = False) 
 def _addmm(turn: Step, *, beta: float = 1, alpha: float = 1) -> Product:
     def flat(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         rows, right = x.reshape(-1, x.shape[-1]), turn(w)
-        made = torch.mm(rows, right) if b is None else torch.addmm(b, rows, right, beta=beta, alpha=alpha)
-        return made.view(*x.shape[:-1], right.shape[-1])
+        product = torch.mm(rows, right) if b is None else torch.addmm(b, rows, right, beta=beta, alpha=alpha)
+        return product.view(*x.shape[:-1], right.shape[-1])
 
     return flat
 

@@ -45,6 +45,9 @@ def test_mutations_follow_from_the_seed() -> None:
     assert len({mutant(Random(f"{n}"))[1] for n in range(20)}) == 20
 
 
+# Mistakes planted into the loader.
+
+
 def _raises(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(load, "InvalidFile", KeyError)
     return "KeyError"
@@ -74,8 +77,8 @@ def _grows(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_loader_that_does_harm_is_caught(monkeypatch: pytest.MonkeyPatch, mistake: Any) -> None:
     originals()
     which = mistake(monkeypatch)
-    found = (hunt_file(Random(f"0/files/{n}"), Counter()) for n in range(60))
-    failure = next((f for f in found if f is not None), None)
+    findings = (hunt_file(Random(f"0/files/{n}"), Counter()) for n in range(60))
+    failure = next((f for f in findings if f is not None), None)
     assert isinstance(failure, BadFile)
     assert failure.which == which
 
@@ -100,7 +103,7 @@ def _tally(count: int, number: int, dies: int = -1) -> jobs.Tally:
     options = argparse.Namespace(seed="0", seconds=0, dies=dies)
     reports = list(jobs.spread(_start, options, count, number))
     tally = reports[-1][0]
-    assert sorted(finding.signature for _, new in reports for finding in new) == sorted(tally.found)
+    assert sorted(finding.signature for _, new in reports for finding in new) == sorted(tally.findings)
     return tally
 
 
@@ -111,12 +114,12 @@ def test_trials_are_the_same_in_any_number_of_processes() -> None:
         == (shared.done, dict(shared.counts))
         == (40, {"odd": 20, "most MiB": 39})
     )
-    assert alone.found["bad"].times == shared.found["bad"].times == 4
+    assert alone.findings["bad"].times == shared.findings["bad"].times == 4
 
 
 @pytest.mark.long
 def test_a_process_that_dies_is_a_failure_of_its_trial() -> None:
     tally = _tally(12, 2, dies=5)
-    assert [f.label for f in tally.found.values() if "died" in f.signature] == ["0/5"]
+    assert [f.label for f in tally.findings.values() if "died" in f.signature] == ["0/5"]
     # The trials after it are done by another process.
     assert tally.counts["most MiB"] == 11

@@ -199,7 +199,7 @@ def test_what_is_written_by_out_is_the_result() -> None:
 
 @pytest.mark.parametrize("escapes", ["leave", {"part_0": "refuse", "part_1": "leave"}])
 def test_what_becomes_of_a_tuple_does_not_depend_on_the_listing(escapes: Any) -> None:
-    def told(order: tuple[int, int]) -> Any:
+    def decision(order: tuple[int, int]) -> Any:
         graph = Graph()
         parts = call(graph, "parts", torch.ops.aten.split.Tensor, graph.placeholder("x"), 1)
         part = {i: call(graph, f"part_{i}", operator.getitem, parts, i) for i in order}
@@ -212,22 +212,22 @@ def test_what_becomes_of_a_tuple_does_not_depend_on_the_listing(escapes: Any) ->
             return type(error)
         return dovetail.regions(out)[0].escapes
 
-    assert told((0, 1)) == told((1, 0))
+    assert decision((0, 1)) == decision((1, 0))
 
 
-def test_a_decision_does_not_depend_on_where_something_left_out_is_listed() -> None:
-    def told(*order: str) -> Any:
+def test_a_decision_does_not_depend_on_where_something_left_out_is_placed() -> None:
+    def decision(*order: str) -> Any:
         graph = Graph()
         shared = call(graph, "shared", torch.tanh, graph.placeholder("x"))
-        made: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         for name in order:
-            made[name] = call(graph, name, torch.add, shared, made["total"] if name == "inner" else shared)
-        graph.output((made["left"], made["total"]))
+            nodes[name] = call(graph, name, torch.add, shared, nodes["total"] if name == "inner" else shared)
+        graph.output((nodes["left"], nodes["total"]))
         gm = GraphModule(nn.Module(), graph)
         out = dovetail.outline(gm, ["shared", *order], kind="fused", escapes={"left": "leave"})
         return dovetail.regions(out)[0].escapes
 
-    assert told("left", "total", "inner") == told("total", "inner", "left")
+    assert decision("left", "total", "inner") == decision("total", "inner", "left")
 
 
 def test_results_of_one_region_are_not_one_memory() -> None:
@@ -295,11 +295,11 @@ def test_a_view_of_a_view_from_a_list_does_not_move_across_a_write() -> None:
     for attempt in (["fused_0", "view"], ["fused_0", "sub"]):
         # autograd forbids any use of `part` after the write, so `permute` may not come after the call
         try:
-            made = dovetail.outline(out, attempt, kind="fused")
+            outlined = dovetail.outline(out, attempt, kind="fused")
         except dovetail.RegionError:
             continue
         x, y = inputs()
-        made(x.requires_grad_(), y)
+        outlined(x.requires_grad_(), y)
 
 
 def test_the_order_comes_back_around_a_reshape_in_place() -> None:

@@ -38,7 +38,7 @@ def test_a_view_that_may_be_handed_on_as_it_is_stays_one_object() -> None:
         assert first is second
 
 
-def test_a_sub_graph_that_is_listed_without_its_operator_stays_where_it_is() -> None:
+def test_a_sub_graph_that_is_requested_without_its_operator_stays_where_it_is() -> None:
     def double(x):
         return (x * 2,)
 

@@ -60,39 +60,39 @@ def test_a_graph_that_returns_no_tuple_has_a_key() -> None:
     assert torch.equal(dovetail.lower(gm, "eager", smallest=1)(torch.ones(2)), -torch.ones(2))
 
 
-SAID: list[str] = []
+PRINTED: list[str] = []
 
 
 def say(x: torch.Tensor) -> torch.Tensor:
-    SAID.append(type(x).__name__)
+    PRINTED.append(type(x).__name__)
     return x * 2
 
 
-def test_what_acts_on_the_world_is_not_run_while_lowering() -> None:
+def test_host_effects_do_not_run_while_lowering() -> None:
     graph = Graph()
     x = graph.placeholder("x")
-    said = graph.call_function(say, (x,))
-    graph.output(said)
+    printed = graph.call_function(say, (x,))
+    graph.output(printed)
     x.meta["val"] = torch.empty(3, device="meta")
-    gm = lowered(GraphModule(nn.Module(), graph), [said])
-    assert SAID == []
+    gm = lowered(GraphModule(nn.Module(), graph), [printed])
+    assert PRINTED == []
     assert torch.equal(gm(torch.ones(3)), torch.full((3,), 2.0))
-    assert SAID == ["Tensor"]
+    assert PRINTED == ["Tensor"]
 
 
-def test_a_number_made_of_sizes_that_no_operand_shows() -> None:
+def test_a_number_computed_from_sizes_that_no_operand_shows() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.new_full((x.shape[0] + x.shape[1], 3), 0.5)
 
     gm = dovetail.capture(Model(), (torch.zeros(4, 5),), dynamic_shapes=({0: Dim("a"), 1: Dim("b")},))
-    made = [n for n in gm.graph.nodes if n.op == "call_function" and "full" in n.name]
-    run = lowered(gm, made)
+    filled = [n for n in gm.graph.nodes if n.op == "call_function" and "full" in n.name]
+    run = lowered(gm, filled)
     for sizes in ((4, 5), (2, 7), (3, 3)):
         assert run(torch.zeros(sizes)).shape == (sum(sizes), 3)
 
 
-def test_what_acts_on_the_world_is_not_run_when_verifying_though_it_may_draw_random_numbers() -> None:
+def test_host_effects_do_not_run_when_verifying_though_they_may_draw_random_numbers() -> None:
     graph = Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(3, device="meta")
@@ -101,11 +101,11 @@ def test_what_acts_on_the_world_is_not_run_when_verifying_though_it_may_draw_ran
     graph.output(called)
     gm = dovetail.outline(GraphModule(nn.Module(), graph), [called], kind="piece")
     assert "random" in dovetail.regions(gm)[0].effects
-    SAID.clear()
-    made = dovetail.lower(gm, "eager", smallest=1, cache=False, verify=True)
-    assert not SAID
-    assert torch.equal(made(torch.ones(3)), torch.ones(3) + 1)
-    assert len(SAID) == 1
+    PRINTED.clear()
+    fast = dovetail.lower(gm, "eager", smallest=1, cache=False, verify=True)
+    assert not PRINTED
+    assert torch.equal(fast(torch.ones(3)), torch.ones(3) + 1)
+    assert len(PRINTED) == 1
 
 
 def test_results_that_are_lists_are_compared_by_what_is_in_them() -> None:
@@ -128,16 +128,16 @@ def test_results_that_are_lists_are_compared_by_what_is_in_them() -> None:
     added = graph.call_function(torch.ops.aten._foreach_add.Scalar, ([x, x], 0.5))
     graph.output(added)
     gm = dovetail.outline(GraphModule(nn.Module(), graph), [added], kind="piece")
-    made = dovetail.lower(gm, [Wrong(), "eager"], smallest=1, cache=False, verify=True)
+    fast = dovetail.lower(gm, [Wrong(), "eager"], smallest=1, cache=False, verify=True)
     given = torch.randn(2, 3)
-    for value in made(given):
+    for value in fast(given):
         assert torch.equal(value, given + 0.5)
-    wrong, right = dovetail.explain(made).lowered
+    wrong, right = dovetail.explain(fast).lowered
     assert wrong.reason.startswith("result 0[1] is off by")
     assert (right.outcome, right.reason) == ("compiled", "")
 
 
-def test_a_result_that_depends_on_nothing_is_made_anew_in_every_call() -> None:
+def test_a_result_that_depends_on_nothing_is_computed_anew_in_every_call() -> None:
     def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x + 1, torch.zeros(3).clamp(-2.0, 2.0)
 
@@ -145,12 +145,12 @@ def test_a_result_that_depends_on_nothing_is_made_anew_in_every_call() -> None:
     flat = dovetail.outline(flat, ["add", "zeros", "clamp"], kind="piece")
     nested = dovetail.outline(flat, ["piece_0"], kind="outer")
     for gm, name in ((flat, "clamp"), (nested, "piece_0__clamp")):
-        made = dovetail.lower(gm, "torchscript", smallest=1, cache=False)
-        assert dovetail.explain(made).lowered[0].reason == f"its result '{name}' depends on no operand"
+        fast = dovetail.lower(gm, "torchscript", smallest=1, cache=False)
+        assert dovetail.explain(fast).lowered[0].reason == f"its result '{name}' depends on no operand"
         for _ in range(4):
-            found = made(torch.ones(3))[1]
-            assert torch.equal(found, torch.zeros(3))
-            found.add_(1)
+            value = fast(torch.ones(3))[1]
+            assert torch.equal(value, torch.zeros(3))
+            value.add_(1)
 
 
 def test_a_size_that_varies_is_a_number_when_it_is_a_result() -> None:
@@ -159,13 +159,13 @@ def test_a_size_that_varies_is_a_number_when_it_is_a_result() -> None:
 
     gm = dovetail.capture(model, (torch.zeros(3, 4),), dynamic_shapes=({0: Dim("n", min=2, max=9)},))
     sizes = [n for n in gm.graph.nodes if "sym_size" in n.name or "relu" in n.name]
-    made = dovetail.lower(
+    fast = dovetail.lower(
         dovetail.outline(gm, sizes, kind="piece"), "eager", cache=False, verify=True, on_error="raise"
     )
-    assert dovetail.regions(made)[0].backend == "eager"
+    assert dovetail.regions(fast)[0].backend == "eager"
     for n in (3, 5):
         given = torch.randn(n, 4)
-        assert torch.equal(made(given), model(given))
+        assert torch.equal(fast(given), model(given))
 
 
 def test_a_number_of_which_nothing_is_known() -> None:
@@ -174,12 +174,12 @@ def test_a_number_of_which_nothing_is_known() -> None:
         return y * n + n
 
     gm = dovetail.capture(model, (torch.ones(3), torch.ones(3)))
-    made = dovetail.lower(dovetail.outline(gm, ["mul", "add"], kind="piece"), "eager", cache=False)
-    assert dovetail.regions(made)[0].backend == "eager"
+    fast = dovetail.lower(dovetail.outline(gm, ["mul", "add"], kind="piece"), "eager", cache=False)
+    assert dovetail.regions(fast)[0].backend == "eager"
     for value in (-5.0, 7.0):  # also below zero
         given = torch.full((3,), value), torch.ones(3)
-        assert torch.equal(made(*given), model(*given))
-    assert [e.outcome for e in dovetail.explain(made).lowered] == ["compiled"]
+        assert torch.equal(fast(*given), model(*given))
+    assert [e.outcome for e in dovetail.explain(fast).lowered] == ["compiled"]
 
 
 def test_dropout_that_is_off_returns_its_operand_in_trials_too() -> None:
@@ -192,8 +192,8 @@ def test_dropout_that_is_off_returns_its_operand_in_trials_too() -> None:
     value = torch.linspace(-1, 1, 6).reshape(2, 3)
     FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(value)
     piece = dovetail.outline(gm, ["chunks", "off"], kind="piece")
-    made = dovetail.lower(piece, "eager", smallest=1, cache=False, on_error="raise")
-    assert made(value)[1].data_ptr() == value.data_ptr()
+    fast = dovetail.lower(piece, "eager", smallest=1, cache=False, on_error="raise")
+    assert fast(value)[1].data_ptr() == value.data_ptr()
 
 
 def test_an_operand_of_one_element_with_a_stride() -> None:
@@ -204,11 +204,11 @@ def test_an_operand_of_one_element_with_a_stride() -> None:
     gm = GraphModule(nn.Module(), graph)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         FakeTensorProp(gm, mode).propagate(torch.empty(2, 3))
-    made = dovetail.lower(
+    fast = dovetail.lower(
         dovetail.outline(gm, ["neg"], kind="piece"), "eager", smallest=1, cache=False, on_error="raise"
     )
     given = torch.randn(2, 3)
-    assert torch.equal(made(given), gm(given))
+    assert torch.equal(fast(given), gm(given))
 
 
 def test_the_tracer_is_not_given_what_it_takes_for_constants() -> None:
@@ -219,12 +219,12 @@ def test_the_tracer_is_not_given_what_it_takes_for_constants() -> None:
     gm = GraphModule(nn.Module(), graph)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         FakeTensorProp(gm, mode).propagate(torch.empty(2, 3))
-    made = dovetail.lower(
+    fast = dovetail.lower(
         dovetail.outline(gm, ["getattr_1", "add"], kind="piece"), "torchscript", smallest=1, cache=False
     )
     given = torch.randn(2, 3)
-    assert torch.equal(made(given), gm(given))
-    assert "treats as a constant" in dovetail.explain(made).lowered[0].reason
+    assert torch.equal(fast(given), gm(given))
+    assert "treats as a constant" in dovetail.explain(fast).lowered[0].reason
 
 
 def with_values(function: Any, *args: torch.Tensor) -> GraphModule:

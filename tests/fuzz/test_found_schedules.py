@@ -43,9 +43,9 @@ def agree(one: Callable[..., Any], other: Callable[..., Any], *inputs: Tensor) -
         for model in (one, other):
             given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
             torch.manual_seed(3)
-            made = pytree.tree_leaves(model(*given))
+            results = pytree.tree_leaves(model(*given))
             buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-            seen.append([v.detach().clone() for v in (*made, *given, *buffers)] + [torch.get_rng_state()])
+            seen.append([v.detach().clone() for v in (*results, *given, *buffers)] + [torch.get_rng_state()])
         assert all(map(torch.equal, *seen))
 
 
@@ -187,7 +187,7 @@ def test_dropout_that_drops_nothing_is_its_input() -> None:
     agree(lambda x: idle(x).relu_() + x, lambda x: x.relu_() + x, x)
 
 
-def test_one_of_several_views_of_a_written_input_is_returned_as_a_view() -> None:
+def test_one_of_many_views_of_a_written_input_is_returned_as_a_view() -> None:
     def model(x: Tensor) -> Tensor:
         left = x.chunk(2, -1)[0]
         left.add_(1)
@@ -245,8 +245,8 @@ def test_lowered_code_is_run_again_by_checkpointing() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Tanh())
     x = torch.randn(2, 3)
     fast = dovetail.compile(model, (x.clone().requires_grad_(),), backends=["eager"])
-    made = gradient(lambda x: checkpoint(fast, x, use_reentrant=False), x)
-    torch.testing.assert_close(made, gradient(model, x))
+    actual = gradient(lambda x: checkpoint(fast, x, use_reentrant=False), x)
+    torch.testing.assert_close(actual, gradient(model, x))
 
 
 def test_a_region_that_reads_what_is_written_later_is_not_checkpointed() -> None:
@@ -304,7 +304,7 @@ class Pair(nn.Module):
         return y, torch.tanh(y)
 
 
-def test_what_replaces_several_results_is_not_taken_for_fewer() -> None:
+def test_what_replaces_many_results_is_not_taken_for_fewer() -> None:
     # Seen from the part both results are used, and from the model around it only the second.
     model = Of(lambda m, x: torch.neg(m.part(x)[1]), part=Pair())
     twin, x = copy.deepcopy(model), torch.randn(2, 3)

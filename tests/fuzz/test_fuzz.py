@@ -19,7 +19,7 @@ from dovetail.outlining import escapes, outline
 from dovetail.scheduling import call_recording
 from dovetail.scheduling.session import ScheduleSession
 
-from .hunt import Found, draw, hunt
+from .hunt import FailedCase, draw, hunt
 
 PROGRAMS = {
     "pure": 350,
@@ -81,6 +81,9 @@ def test_there_are_two_thousand_programs() -> None:
 
 
 # The properties must be able to fail: each of these mistakes is one that an outliner could make.
+
+
+# Mistakes planted into the outliner, each into the function that would have it.
 
 
 def _no_effect_edges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +175,16 @@ def test_a_failure_is_a_script_that_shows_it(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.undo()
     path = tmp_path / "reproducer.py"
     path.write_text(failure.script)
-    told = _run(path)
-    assert "DIFFERENT" not in told
-    assert told.count("same") >= 5
+    finished = _run(path)
+    assert "DIFFERENT" not in finished
+    assert finished.count("same") >= 5
 
 
-def _first_failure(flavour: str, programs: int, seconds: float) -> Found | None:
-    found = (hunt(lambda i=i: draw(Random(i), flavour), Counter(), seconds=seconds) for i in range(programs))
-    return next((failure for failure in found if failure is not None), None)
+def _first_failure(flavour: str, programs: int, seconds: float) -> FailedCase | None:
+    failures = (
+        hunt(lambda i=i: draw(Random(i), flavour), Counter(), seconds=seconds) for i in range(programs)
+    )
+    return next((failure for failure in failures if failure is not None), None)
 
 
 def _run(path: Any) -> str:

@@ -23,7 +23,7 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 @pytest.mark.long
-def test_no_operator_does_more_than_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_operator_does_more_than_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     untold: dict[str, str] = {}
     tried = 0
     with warnings.catch_warnings():
@@ -32,8 +32,8 @@ def test_no_operator_does_more_than_is_told(monkeypatch: pytest.MonkeyPatch) -> 
             for call in _calls(op):
                 try:
                     tried += _watched(call)
-                except Untold as found:
-                    untold.setdefault(f"{call[1]} {found.what}", str(found).splitlines()[0])
+                except Untold as error:
+                    untold.setdefault(f"{call[1]} {error.what}", str(error).splitlines()[0])
     assert not untold, "\n".join(untold.values())
     assert tried > 5000
 
@@ -68,11 +68,11 @@ def _calls(op: Any) -> Iterator[Call]:
 
 
 def _inner_calls(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
-    found: list[Call] = []
+    calls: list[Call] = []
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found.append(("call_function", func, args, kwargs or {}))
+            calls.append(("call_function", func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     try:
@@ -80,7 +80,7 @@ def _inner_calls(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             function(*pytree.tree_map_only(torch.Tensor, torch.clone, args), **kwargs)
     except Exception:  # some samples are there to be refused
         return []
-    return found
+    return calls
 
 
 def _watched(call: Call) -> bool:

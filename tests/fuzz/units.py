@@ -54,17 +54,17 @@ class Nest(Builder):
             path = f"{one.name}.{self.rng.randrange(2)}" if "ModuleList" in one.make else one.name
             return path, self.root.get_submodule(path)
         own = f"p{len(self.owned)}"
-        made = self.known[name][1]
-        plain = [o for o in there if "ModuleList" not in o.make]
+        cls = self.known[name][1]
+        singles = [o for o in there if "ModuleList" not in o.make]
         way = self.rng.randrange(6)
         if way == 0:
-            self._own(own, f"nn.ModuleList([{name}(), {name}()])", nn.ModuleList([made(), made()]))
+            self._own(own, f"nn.ModuleList([{name}(), {name}()])", nn.ModuleList([cls(), cls()]))
             return f"{own}.0", self.root.get_submodule(f"{own}.0")
-        if way == 1 and plain:
-            one = self.choice(plain)
+        if way == 1 and singles:
+            one = self.choice(singles)
             self._own(own, f"root.{one.name}  # {name}()", self.root.get_submodule(one.name))
         else:
-            self._own(own, f"{name}()", made())
+            self._own(own, f"{name}()", cls())
         return own, self.root.get_submodule(own)
 
     def _own(self, name: str, make: str, module: nn.Module) -> None:
@@ -97,13 +97,13 @@ def unit(b: Builder) -> None:
             given.append((own, fits or b.tensor()))
         named = b.rng.randrange(len(given) + 1) if b.chance(3) else 0
         cut = len(given) - named
-        made = b.call_child(path, child, *(v for _, v in given[:cut]), **dict(given[cut:]))
-        if made is not None:
-            _take(b, made)
+        result = b.call_child(path, child, *(v for _, v in given[:cut]), **dict(given[cut:]))
+        if result is not None:
+            _take(b, result)
 
 
-def _take(b: Builder, made: Ref) -> None:
-    value = b.of(made)
+def _take(b: Builder, result: Ref) -> None:
+    value = b.of(result)
     keys: list[Any] = []
     if isinstance(value, dict):
         keys = list(value)
@@ -111,7 +111,7 @@ def _take(b: Builder, made: Ref) -> None:
         keys = list(range(len(value)))
     for key in keys:
         if value[key] is not None and b.rng.randrange(4):
-            part = b.call("operator.getitem", made, key)
+            part = b.call("operator.getitem", result, key)
             if part is not None and isinstance(value[key], (tuple, list)):
                 _take(b, part)
 
@@ -134,13 +134,13 @@ def update(b: Builder) -> None:
     """A buffer written from something that was computed."""
     buffers = [o.name for o in b.owned if o.how in ("buffer", "transient")]
     owned = b.choice(buffers) if buffers else b.new_owned(*STATE[b.rng.randrange(3)]).name
-    made = b.attr(owned)
-    if made is None:
+    buffer = b.attr(owned)
+    if buffer is None:
         return
-    value = b.like(made)
+    value = b.like(buffer)
     if value is not None and b.rng.randrange(2):
         value = b.call("torch.ops.aten.detach.default", value)
-    b.call(b.choice(("torch.Tensor.add_", "torch.Tensor.copy_", "torch.Tensor.mul_")), made, value or 0.5)
+    b.call(b.choice(("torch.Tensor.add_", "torch.Tensor.copy_", "torch.Tensor.mul_")), buffer, value or 0.5)
 
 
 def quiet(b: Builder) -> None:
@@ -162,11 +162,11 @@ def patterned(b: Builder) -> None:
     y = b.like(x)
     way = b.rng.randrange(4)
     if way == 0:
-        made = b.call("torch.relu", x)
-        b.call("torch.add", made, y) if made else None
+        result = b.call("torch.relu", x)
+        b.call("torch.add", result, y) if result else None
     elif way == 1:
-        made = b.call("torch.tanh", x)
-        b.call("torch.mul", made, b.choice((0.5, 2.0))) if made else None
+        result = b.call("torch.tanh", x)
+        b.call("torch.mul", result, b.choice((0.5, 2.0))) if result else None
     elif way == 2:
         for _ in range(2):
             b.call("torch.relu", x)
@@ -199,9 +199,9 @@ def draw_model(
     seed(1)
     try:
         for i in range(rng.randrange(4)):
-            made = Unit(f"Part{i}", _draw_program(rng, known, grads=grads, most=7, more=more, inputs=inputs))
-            units.append(made)
-            known[made.name] = (made.program, classes(units)[made.name])
+            part = Unit(f"Part{i}", _draw_program(rng, known, grads=grads, most=7, more=more, inputs=inputs))
+            units.append(part)
+            known[part.name] = (part.program, classes(units)[part.name])
         root = _draw_program(rng, known, grads=grads, most=12, more=more, inputs=inputs)
     except NotAProgram:
         raise
@@ -227,10 +227,10 @@ def _draw_program(
     b.add_input(INPUTS[0] if more is None else b.choice(inputs))
     for _ in range(rng.randrange(3)):
         b.add_input(b.choice(inputs))
-    wanted = 2 + rng.randrange(most)
+    length = 2 + rng.randrange(most)
     weights = {**(ROOT if known else LEAF), **(more or {})}
-    for _ in range(4 * wanted):
-        if len(b.steps) >= wanted:
+    for _ in range(4 * length):
+        if len(b.steps) >= length:
             break
         pick_category(rng, weights)(b)
     if b.chance(4):
@@ -318,10 +318,10 @@ def maker(case: Case) -> Callable[[], nn.Module]:
         stream = torch.get_rng_state()
         seed(7)
         try:
-            made: nn.Module = cls()
+            model: nn.Module = cls()
         finally:
             torch.set_rng_state(stream)
-        return made if case.train else made.eval()
+        return model if case.train else model.eval()
 
     return make
 

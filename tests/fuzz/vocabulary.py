@@ -122,10 +122,10 @@ def joining(b: Builder) -> None:
     elif way == 3:
         b.call(f"{A}.stack.default", parts, -1)
     else:
-        several = b.pick(
+        sequence = b.pick(
             lambda v: isinstance(v, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in v)
         )
-        b.call(b.choice(("torch.cat", f"{A}.cat.default")), several or parts)
+        b.call(b.choice(("torch.cat", f"{A}.cat.default")), sequence or parts)
 
 
 def selecting(b: Builder) -> None:
@@ -160,52 +160,52 @@ def constant(b: Builder) -> None:
         b.call("torch.arange", 6.0)
 
 
-def several(b: Builder) -> None:
+def multiple_results(b: Builder) -> None:
     """Operations with several results, of which some are taken, sometimes none."""
     x = b.tensor(lambda v: v.dim() > 0 and min(v.shape) > 1)
     if x is None:
         return
     way = b.rng.randrange(12)
     if way == 0:
-        made = b.call(f"{A}.split.Tensor", x, 1)
+        results = b.call(f"{A}.split.Tensor", x, 1)
     elif way == 1:
-        made = b.call(f"{A}.max.dim", x, -1)
+        results = b.call(f"{A}.max.dim", x, -1)
     elif way == 2:
-        made = b.call(f"{A}.topk.default", x, 2)
+        results = b.call(f"{A}.topk.default", x, 2)
     elif way == 3:
-        made = b.call(f"{A}.native_layer_norm.default", x, list(b.of(x).shape[-1:]), None, None, 1e-5)
+        results = b.call(f"{A}.native_layer_norm.default", x, list(b.of(x).shape[-1:]), None, None, 1e-5)
     elif way == 4:
-        made = b.call("torch.chunk", x, 2)
+        results = b.call("torch.chunk", x, 2)
     elif way == 5:
-        made = b.call(f"{A}.unbind.int", x)
+        results = b.call(f"{A}.unbind.int", x)
     elif way == 6:
-        made = b.call(f"{A}.var_mean.correction", x, [0], correction=0)
+        results = b.call(f"{A}.var_mean.correction", x, [0], correction=0)
     elif way == 7:
-        made = b.call("torch.topk", x, k=1)
+        results = b.call("torch.topk", x, k=1)
     elif way == 8:
-        made = b.method("max", x, 0)
+        results = b.method("max", x, 0)
     elif way == 9:
-        made = b.call("torch.split", x, 1, dim=-1)
+        results = b.call("torch.split", x, 1, dim=-1)
     elif way == 10:
-        made = b.method("chunk", x, 2, -1)
+        results = b.method("chunk", x, 2, -1)
     else:
-        made = b.call(f"{A}._foreach_add.Scalar", [x, x], 0.5)
-    if made is not None:
-        _take(b, made)
+        results = b.call(f"{A}._foreach_add.Scalar", [x, x], 0.5)
+    if results is not None:
+        _take(b, results)
 
 
-def _take(b: Builder, made: Ref) -> None:
-    count = len(b.of(made))
+def _take(b: Builder, results: Ref) -> None:
+    count = len(b.of(results))
     for i in range(min(count, 3)):
         if b.rng.randrange(4):
-            b.call("operator.getitem", made, i if b.rng.randrange(5) else i - count)
+            b.call("operator.getitem", results, i if b.rng.randrange(5) else i - count)
 
 
 def late_part(b: Builder) -> None:
     """A part taken long after the operation that made it."""
-    made = b.pick(lambda v: isinstance(v, (tuple, list)) and len(v) > 0)
-    if made is not None:
-        b.call("operator.getitem", made, b.rng.randrange(len(b.of(made))))
+    results = b.pick(lambda v: isinstance(v, (tuple, list)) and len(v) > 0)
+    if results is not None:
+        b.call("operator.getitem", results, b.rng.randrange(len(b.of(results))))
 
 
 def view(b: Builder) -> None:

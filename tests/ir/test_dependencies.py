@@ -16,7 +16,7 @@ def names(index: Index, positions) -> list[str]:
     return [index.nodes[i].name for i in positions]
 
 
-def test_paths_and_what_lies_between():
+def test_paths_and_what_is_in_between():
     index = Index(trace(lambda a: (b := a.exp()) + b.neg().sin()))
     at = index.names
     assert names(index, index.path(at["exp"], at["add"])) == ["exp", "add"]

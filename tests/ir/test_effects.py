@@ -31,8 +31,8 @@ def of(target, *args, op="call_function", **kwargs) -> Effects:
     return effects_of(node, GraphModule(nn.Module(), graph))
 
 
-def writes(told: Effects) -> list[str]:
-    return [n.name for n in told.writes]
+def writes(effects: Effects) -> list[str]:
+    return [n.name for n in effects.writes]
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_randomness(call, random):
         (torch.ops._c10d_functional.all_reduce.default, "x", "sum", "0"),
     ],
 )
-def test_the_world(call):
+def test_host_effects(call):
     assert of(*call).host_effect
 
 
 def test_a_python_function_we_do_not_know_may_do_anything():
-    told = of(lambda x: x, "x")
-    assert told.host_effect
-    assert told.random
-    assert writes(told) == ["x"]
+    effects = of(lambda x: x, "x")
+    assert effects.host_effect
+    assert effects.random
+    assert writes(effects) == ["x"]
 
 
 @pytest.fixture
@@ -138,10 +138,10 @@ def test_users_can_declare_otherwise(log_ops):
 
     gm = drawn(draw)
     assert dependencies(gm, list(gm.graph.nodes)).before == {}
-    told = dovetail.declare(gm, {pure: "ordered"})
-    assert dependencies(told, list(told.graph.nodes)).before == {2: [1], 3: [2]}
+    declared = dovetail.declare(gm, {pure: "ordered"})
+    assert dependencies(declared, list(declared.graph.nodes)).before == {2: [1], 3: [2]}
     assert dependencies(gm, list(gm.graph.nodes)).before == {}
-    new = dovetail.outline(told, ["a"], kind="k")
+    new = dovetail.outline(declared, ["a"], kind="k")
     assert new.meta["dovetail.effects"] == {"dovetail_tests.pure.default": "ordered"}
     with pytest.raises(dovetail.InvalidArgument, match="ordered"):
         dovetail.declare(gm, {pure: "strange"})
@@ -149,8 +149,8 @@ def test_users_can_declare_otherwise(log_ops):
 
 def edges(gm) -> dict[str, list[str]]:
     nodes = list(gm.graph.nodes)
-    found = dependencies(gm, nodes)
-    return {nodes[i].name: sorted({nodes[j].name for j in before}) for i, before in found.before.items()}
+    order = dependencies(gm, nodes)
+    return {nodes[i].name: sorted({nodes[j].name for j in before}) for i, before in order.before.items()}
 
 
 def test_reads_and_writes_of_one_storage_keep_their_order():
@@ -164,11 +164,11 @@ def test_reads_and_writes_of_one_storage_keep_their_order():
         g.call_function(aten.add_.Tensor, (y, 1.0), name="other")
         return r, s
 
-    found = edges(drawn(draw))
-    assert found["m"] == ["r"]
-    assert found["s"] == ["m"]
-    assert "other" not in found
-    assert "v" not in found
+    order = edges(drawn(draw))
+    assert order["m"] == ["r"]
+    assert order["s"] == ["m"]
+    assert "other" not in order
+    assert "v" not in order
 
 
 def test_a_view_may_cross_a_write_but_not_a_change_of_shape():
@@ -217,21 +217,21 @@ def test_leaf_modules_by_what_they_are():
         def is_leaf_module(self, m, name):
             return not isinstance(m, M)
 
-    def told(model):
+    def effects_by_name(model):
         gm = GraphModule(model, Leafy().trace(model))
         return {n.name: effects_of(n, gm) for n in gm.graph.nodes}
 
     model = M().train()
-    found = told(model)
-    assert len(found["norm"].state_written) == 3
-    assert found["drop"].random
-    assert found["linear"].pure
-    assert writes(found["act"]) == ["linear"]
-    assert found["mine"].host_effect == "an unknown module"
+    effects = effects_by_name(model)
+    assert len(effects["norm"].state_written) == 3
+    assert effects["drop"].random
+    assert effects["linear"].pure
+    assert writes(effects["act"]) == ["linear"]
+    assert effects["mine"].host_effect == "an unknown module"
     # The mode may change after a region was made.
-    found = told(model.eval())
-    assert len(found["norm"].state_written) == 3
-    assert found["drop"].random
+    effects = effects_by_name(model.eval())
+    assert len(effects["norm"].state_written) == 3
+    assert effects["drop"].random
 
 
 def test_a_switch_of_grad_mode_is_a_border_for_everything():

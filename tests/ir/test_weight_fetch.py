@@ -82,7 +82,7 @@ def _shadowed(gm: GraphModule) -> None:
     layer.__dict__["weight"] = layer.weight.detach() * 2
 
 
-def _plain(gm: GraphModule) -> None:
+def _tensor_attribute(gm: GraphModule) -> None:
     layer: Any = gm.get_submodule("layers.1")
     weight = layer.weight.detach() * 2
     del layer.weight
@@ -105,7 +105,7 @@ def _of_the_class(gm: GraphModule) -> None:
     del layer._parameters["weight"]
 
 
-CHANGES = [_data, _parameter, _module, _ancestor, _shadowed, _plain, _parametrized, _of_the_class]
+CHANGES = [_data, _parameter, _module, _ancestor, _shadowed, _tensor_attribute, _parametrized, _of_the_class]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -129,7 +129,7 @@ def test_what_a_property_gives_is_asked_for_every_time() -> None:
     assert not torch.equal(gm(X), first)
 
 
-def test_a_parameter_that_is_not_there_is_told_as_torch_tells_it() -> None:
+def test_a_parameter_that_is_not_there_is_reported_as_torch_does() -> None:
     gm = lowered()
     gm(X)
     layer: Any = gm.get_submodule("layers.1")
@@ -165,11 +165,11 @@ def test_copies_pickles_and_replicas_have_their_own() -> None:
 
 def test_threads_see_what_was_there() -> None:
     gm, wrong = lowered(), list[bool]()
-    wanted = gm(X)
+    expected = gm(X)
 
     def call() -> None:
         for _ in range(50):
-            wrong.append(not torch.equal(gm(X), wanted))
+            wrong.append(not torch.equal(gm(X), expected))
 
     def touch() -> None:
         layer: Any = gm.get_submodule("layers.1")
@@ -214,8 +214,8 @@ def test_fetching_is_paid_once() -> None:
 
 def test_other_tracers_see_through_it() -> None:
     gm = lowered()
-    wanted = gm(X)
+    expected = gm(X)
     traced = torch.compile(gm, backend="eager", fullgraph=True)
-    torch.testing.assert_close(traced(X), wanted)
+    torch.testing.assert_close(traced(X), expected)
     _data(gm)
     torch.testing.assert_close(traced(X), doubled())

@@ -94,8 +94,8 @@ class WrongCount(Sound):
     name = "wrong_count"
 
     def wrap(self, body: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        made = body(*operands)
-        return (*made, made[0])
+        results = body(*operands)
+        return (*results, results[0])
 
 
 class NoTuple(Sound):
@@ -111,17 +111,17 @@ class ReturnsItsInput(Sound):
     name = "returns_its_input"
 
     def wrap(self, body: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        (made,) = body(*operands)
-        return (_first_like(operands, made).detach().view(made.shape),)
+        (result,) = body(*operands)
+        return (_first_like(operands, result).detach().view(result.shape),)
 
 
 class WritesItsInput(Sound):
     name = "writes_its_input"
 
     def wrap(self, body: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        made = body(*operands)
-        _first_like(operands, made[0]).detach().add_(1)
-        return made
+        results = body(*operands)
+        _first_like(operands, results[0]).detach().add_(1)
+        return results
 
 
 class ReusesItsResult(Sound):
@@ -133,10 +133,10 @@ class ReusesItsResult(Sound):
         held: list[Tensor] = []
 
         def run(*operands: Any) -> Any:
-            (made,) = region.body(*operands)
+            (result,) = region.body(*operands)
             if not held:
-                held.append(torch.empty_like(made))
-            return (held[0].copy_(made),)
+                held.append(torch.empty_like(result))
+            return (held[0].copy_(result),)
 
         return run
 
@@ -178,10 +178,10 @@ class InWorker(Sound):
         return str(compiled()).encode()
 
     def load(self, data: bytes, region: Region) -> Compiled:
-        self.made_by.append(int(data))
+        self.compiled_by.append(int(data))
         return region.body
 
-    made_by: ClassVar[list[int]] = []
+    compiled_by: ClassVar[list[int]] = []
 
 
 class RaisesInWorker(InWorker):
@@ -225,7 +225,7 @@ class CannotTravel(InWorker):
     name = "cannot_travel"
 
     def __init__(self) -> None:
-        self.made = lambda: None
+        self.unpicklable = lambda: None
 
 
 class LoadRaises(InWorker):
@@ -235,6 +235,6 @@ class LoadRaises(InWorker):
         raise OSError("torn")
 
 
-def _first_like(operands: Sequence[Any], made: Tensor) -> Tensor:
+def _first_like(operands: Sequence[Any], result: Tensor) -> Tensor:
     tensors = (o for o in operands if isinstance(o, torch.Tensor))
-    return next(o for o in tensors if o.numel() == made.numel() and o.dtype == made.dtype)
+    return next(o for o in tensors if o.numel() == result.numel() and o.dtype == result.dtype)

@@ -103,6 +103,7 @@ def main(backend: str) -> None:
     ended("calls in another way", lambda: same(fast, x[:7]))
     ended("compiles", fresh)
     ended("trains", lambda: bool(fast(x).sum().backward() is None and model[0].weight.grad is not None))
+    # The very locks that another thread may hold when the process forks.
     release = [held(COMPILING), held(fast._captures._lock)]
     ended("calls while others compile", lambda: same(fast, x[:9]))
     ended("compiles while others compile", fresh)

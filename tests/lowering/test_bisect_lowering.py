@@ -66,7 +66,7 @@ def _without_gradients() -> Any:
 
 
 @pytest.mark.parametrize("guilty", ["block_0", "block_5", "block_7"])
-def test_the_region_is_found_and_nothing_is_compiled_for_it(guilty: str) -> None:
+def test_the_region_is_identified_and_nothing_is_compiled_for_it(guilty: str) -> None:
     model = Wide().eval()
     backend = Spoils(guilty)
     lowered = dovetail.lower(regions_of(model), [backend])
@@ -86,7 +86,7 @@ def test_the_region_is_found_and_nothing_is_compiled_for_it(guilty: str) -> None
     assert [r.name for r in dovetail.regions(verdict.before) if not r.backend] == [guilty]
 
 
-def test_two_that_each_break_it_are_both_found() -> None:
+def test_two_that_each_break_it_are_both_identified() -> None:
     model = Wide().eval()
     lowered = dovetail.lower(regions_of(model), [Spoils("block_2", "block_6")])
     verdict = bisect_lowering(lowered, close_to(model))
@@ -131,7 +131,7 @@ def test_nested_regions() -> None:
     assert verdict.backends == ("spoils",)
 
 
-def test_a_check_that_raises_has_found_it_bad_unless_asked() -> None:
+def test_a_check_that_raises_has_judged_it_bad_unless_asked() -> None:
     model = Wide().eval()
     lowered = dovetail.lower(regions_of(model), [Spoils("block_1")])
 
@@ -147,7 +147,7 @@ def test_a_check_that_raises_has_found_it_bad_unless_asked() -> None:
         bisect_lowering(lowered, check, errors="raise")
 
 
-def test_what_cannot_be_bisected_is_told() -> None:
+def test_what_cannot_be_bisected_is_reported() -> None:
     model = Wide(2).eval()
     gm = regions_of(model)
     lowered = dovetail.lower(gm, [Counting()])

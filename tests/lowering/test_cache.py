@@ -103,7 +103,7 @@ def test_an_entry_that_is_not_whole_is_a_miss_and_is_removed(tmp_path: Path, dam
     assert not files(tmp_path)
 
 
-def test_several_writers_never_show_half_an_entry(tmp_path: Path) -> None:
+def test_concurrent_writers_never_show_half_an_entry(tmp_path: Path) -> None:
     payloads = [bytes([i]) * 5000 for i in range(4)]
     seen: set[bytes | None] = set()
 
@@ -177,10 +177,10 @@ def test_clearing_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_private(tmp_path: Path) -> None:
-    made = open_cache(tmp_path / "mine")
-    assert made is not None
-    assert made.folder.stat().st_mode & 0o777 == 0o700
-    assert open_cache(tmp_path / "mine") is made
+    cache = open_cache(tmp_path / "mine")
+    assert cache is not None
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    assert open_cache(tmp_path / "mine") is cache
     assert open_cache(False) is None
 
 
@@ -268,13 +268,15 @@ def test_folders_inside_are_private_whatever_the_umask(tmp_path: Path) -> None:
     assert cache.read(A) == b"code"
 
 
-def test_where_no_folder_can_be_made_there_is_no_cache(tmp_path: Path) -> None:
+def test_where_no_folder_can_be_created_there_is_no_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match="not kept"):
         assert open_cache(tmp_path / "file" / "cache") is None
 
 
-def test_a_full_disk_is_told_once_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_once_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = Cache(tmp_path)
 
     def full(*_: Any) -> None:
@@ -298,7 +300,7 @@ def test_where_code_is_kept_by_default(tmp_path: Path, monkeypatch: pytest.Monke
     assert default_folder() == tmp_path / "here"
 
 
-def test_the_key_tells_apart_what_code_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_distinguishes_what_code_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path)
 
     def key(gm: GraphModule, backend: Any, *args: Any) -> str:
@@ -346,7 +348,7 @@ def test_code_is_compiled_once_and_then_read(tmp_path: Path) -> None:
     assert other.folders == [None]
 
 
-def test_an_entry_that_cannot_be_loaded_is_made_anew(tmp_path: Path) -> None:
+def test_an_entry_that_cannot_be_loaded_is_compiled_anew(tmp_path: Path) -> None:
     gm = program()
     lower(gm, Saves(), cache=tmp_path)
     (path,) = files(tmp_path / "entries")

@@ -58,12 +58,12 @@ def test_gradients() -> None:
     mine = Counting()
     run = body_call(dovetail.lower(outlined(X, W), [mine]))
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-    made = run(x, w)
-    assert made.requires_grad
-    made.sum().backward()
-    wanted = [t.detach().clone().requires_grad_() for t in (x, w)]
-    Work()(*wanted).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip((x, w), wanted, strict=True))  # type: ignore[arg-type]
+    result = run(x, w)
+    assert result.requires_grad
+    result.sum().backward()
+    leaves = [t.detach().clone().requires_grad_() for t in (x, w)]
+    Work()(*leaves).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip((x, w), leaves, strict=True))  # type: ignore[arg-type]
     assert [e.requires_grad for e in mine.examples[-1]] == [True, True]
     count = len(mine.compiled)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_a_written_operand_that_is_another_one_runs_the_body() -> None:
     assert torch.equal(both, a + 1)
 
 
-def test_more_ways_than_allowed_run_the_body_and_are_told_once() -> None:
+def test_more_ways_than_allowed_run_the_body_and_are_reported_once() -> None:
     mine = Counting()
     run = body_call(dovetail.lower(outlined(X, W), [mine], recompile_limit=2))
     assert torch.equal(run(X, W), Work()(X, W))
@@ -148,17 +148,17 @@ def test_threads_calling_at_once() -> None:
     mine = Counting()
     run = body_call(dovetail.lower(outlined(X, W), [mine]))
     inputs = [torch.randn(n, 8) for n in (1, 2, 3, 4) * 8]
-    found: list[bool] = []
+    agreed: list[bool] = []
 
     def work(x: Tensor) -> None:
-        found.append(torch.equal(run(x, W), Work()(x, W)))
+        agreed.append(torch.equal(run(x, W), Work()(x, W)))
 
     threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * len(inputs)
+    assert agreed == [True] * len(inputs)
     assert len(mine.compiled) == 4
 
 

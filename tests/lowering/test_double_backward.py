@@ -99,21 +99,21 @@ class Views(nn.Module):
 def penalty(model: Any, parameters: Sequence[Tensor], x: Tensor) -> list[Tensor]:
     """The gradients of a loss with a gradient penalty."""
     x = x.clone().requires_grad_()
-    made = model(x)
-    results = made if isinstance(made, tuple) else (made,)
+    result = model(x)
+    results = result if isinstance(result, tuple) else (result,)
     loss = sum((r.square() * (i + 1)).sum() for i, r in enumerate(results))
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     (grad.square().sum() + loss).backward()
-    found = [p.grad.clone() for p in parameters] + [x.grad]
+    gradients = [p.grad.clone() for p in parameters] + [x.grad]
     for p in parameters:
         p.grad = None
-    return found
+    return gradients
 
 
 def check(model: nn.Module, fast: Any, x: Tensor) -> None:
     parameters = list(model.parameters())
-    wanted = penalty(model, parameters, x)
-    for got, needed in zip(penalty(fast, parameters, x), wanted, strict=True):
+    expected = penalty(model, parameters, x)
+    for got, needed in zip(penalty(fast, parameters, x), expected, strict=True):
         torch.testing.assert_close(got, needed, rtol=1e-4, atol=1e-5)
 
 
@@ -148,11 +148,11 @@ def test_a_kernel_with_a_backward_of_its_own(function: Any) -> None:
         for operands in ((x, w), (x, x), (x * 2, x)):
             (grad,) = torch.autograd.grad(run(*operands).sum(), x, create_graph=True)
             results.append(torch.autograd.grad(grad.square().sum(), x)[0])
-    for got, wanted in zip(results[:3], results[3:], strict=True):
-        torch.testing.assert_close(got, wanted)
+    for got, expected in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(got, expected)
 
 
-def test_a_kernel_of_several_nodes_refuses() -> None:
+def test_a_kernel_of_many_nodes_refuses() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     kernel = Kernel(lambda x, w: _Square.apply(x * 1, w) * 1)
     gm = whole(_Interior(), x, w)
@@ -162,8 +162,8 @@ def test_a_kernel_of_several_nodes_refuses() -> None:
     with pytest.raises(LoweringError, match=r"cannot be differentiated \(create_graph=True\)"):
         torch.autograd.grad(lowered(x, w).sum(), x, create_graph=True)
     # What its author declares is believed; of plain operations autograd sees all.
-    plain = lower(gm, Kernel(lambda x, w: x.sin() * w), cache=False, on_error="raise", grad=True)
-    (grad,) = torch.autograd.grad(plain(x, w).sum(), x, create_graph=True)
+    undeclared = lower(gm, Kernel(lambda x, w: x.sin() * w), cache=False, on_error="raise", grad=True)
+    (grad,) = torch.autograd.grad(undeclared(x, w).sum(), x, create_graph=True)
     torch.testing.assert_close(torch.autograd.grad(grad.sum(), x)[0], -torch.sin(x) * w)
     kernel.double_backward = True
     lowered = lower(gm, kernel, cache=False, on_error="raise", grad=True)
@@ -209,8 +209,8 @@ def test_forward_mode(pair: tuple[nn.Module, Any]) -> None:
     tangents = []
     for model in (fast, net):
         with forward_ad.dual_level():
-            made = forward_ad.unpack_dual(model(forward_ad.make_dual(x, v)))
-            tangents.append(made.tangent)
+            result = forward_ad.unpack_dual(model(forward_ad.make_dual(x, v)))
+            tangents.append(result.tangent)
     assert tangents[0] is not None
     torch.testing.assert_close(tangents[0], tangents[1])
 
@@ -226,18 +226,18 @@ def test_gradgradcheck() -> None:
 def test_backward_twice_and_once_more_is_an_error(pair: tuple[nn.Module, Any]) -> None:
     _, fast = pair
     x = torch.randn(3, 4, requires_grad=True)
-    made = fast(x)
-    first = torch.autograd.grad(made.sum(), x, retain_graph=True)
-    (again,) = torch.autograd.grad(made.sum(), x, create_graph=True)
+    result = fast(x)
+    first = torch.autograd.grad(result.sum(), x, retain_graph=True)
+    (again,) = torch.autograd.grad(result.sum(), x, create_graph=True)
     torch.testing.assert_close(again, first[0])
     torch.testing.assert_close(
         torch.autograd.grad(again.square().sum(), x, retain_graph=True)[0],
         torch.autograd.grad(again.square().sum(), x)[0],
     )
-    made = fast(x)
-    torch.autograd.grad(made.sum(), x)
+    result = fast(x)
+    torch.autograd.grad(result.sum(), x)
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(made.sum(), x, create_graph=True)
+        torch.autograd.grad(result.sum(), x, create_graph=True)
 
 
 def test_an_operand_written_meanwhile_is_refused_and_costs_ordinary_backward_nothing() -> None:
@@ -247,12 +247,12 @@ def test_an_operand_written_meanwhile_is_refused_and_costs_ordinary_backward_not
     x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     lowered = lower(whole(model, x, w), Aot(), cache=False, on_error="raise", grad=True)
     shifted = w * 1
-    made = lowered(x, shifted)
+    result = lowered(x, shifted)
     with torch.no_grad():
         shifted.add_(1)
-    torch.testing.assert_close(torch.autograd.grad(made.sum(), x, retain_graph=True)[0], 2 * torch.cos(x))
+    torch.testing.assert_close(torch.autograd.grad(result.sum(), x, retain_graph=True)[0], 2 * torch.cos(x))
     with pytest.raises(LoweringError, match="modified by an inplace operation"):
-        torch.autograd.grad(made.sum(), x, create_graph=True)
+        torch.autograd.grad(result.sum(), x, create_graph=True)
 
 
 def test_operands_are_freed_after_backward() -> None:
@@ -262,11 +262,11 @@ def test_operands_are_freed_after_backward() -> None:
     lowered = lower(whole(lambda x: torch.sin(x) * 2, x), Aot(), cache=False, on_error="raise", grad=True)
     operand = x * 1
     seen = weakref.ref(operand)
-    made = lowered(operand)
+    result = lowered(operand)
     del operand
-    made.sum().backward()
+    result.sum().backward()
     assert seen() is None
-    assert made is not None
+    assert result is not None
 
 
 class Noisy(nn.Module):
@@ -290,8 +290,8 @@ def test_statistics_of_a_batch_norm_are_written_once() -> None:
     other = copy.deepcopy(net)
     fast = dovetail.compile(other, backends=[Aot()], cache=False)
     x = torch.randn(5, 4)
-    wanted = penalty(net, list(net.parameters()), x)
-    for got, needed in zip(penalty(fast, list(other.parameters()), x), wanted, strict=True):
+    expected = penalty(net, list(net.parameters()), x)
+    for got, needed in zip(penalty(fast, list(other.parameters()), x), expected, strict=True):
         torch.testing.assert_close(got, needed, rtol=1e-4, atol=1e-5)
     for got, needed in zip(other.buffers(), net.buffers(), strict=True):
         torch.testing.assert_close(got, needed)
@@ -348,17 +348,17 @@ def offloaded(function: Any, x: Tensor) -> Tensor:
 def test_checkpoints_and_hooks_on_saved_tensors(backend: Any, way: Any) -> None:
     net, x = Stack(), torch.randn(3, 4)
     fast = dovetail.compile(net, backends=[backend], cache=False)
-    found: list[list[Tensor]] = []
+    gradients: list[list[Tensor]] = []
     for model in (net, fast, fast):
         y = x.clone().requires_grad_()
         way(model, y).square().sum().backward()
-        found.append([p.grad.clone() for p in (*net.parameters(), y)])
+        gradients.append([p.grad.clone() for p in (*net.parameters(), y)])
         net.zero_grad()
-    for got in found[1:]:
-        for a, b in zip(got, found[0], strict=True):
+    for got in gradients[1:]:
+        for a, b in zip(got, gradients[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     if way is not reentrant:  # torch itself does not differentiate that twice
         parameters = list(net.parameters())
-        wanted = penalty(lambda y: way(net, y), parameters, x)
-        for a, b in zip(penalty(lambda y: way(fast, y), parameters, x), wanted, strict=True):
+        expected = penalty(lambda y: way(net, y), parameters, x)
+        for a, b in zip(penalty(lambda y: way(fast, y), parameters, x), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -34,14 +34,14 @@ FAULTS = [
     (faulty.ReusesItsResult, "trial", "result 0 is in the same memory in every call"),
     (faulty.RaisesWhenCalled, "trial", "RuntimeError: out of order"),
 ]
-LIES = [faulty.ReturnsNaN, faulty.SlightlyWrong]
+WRONG_NUMBERS = [faulty.ReturnsNaN, faulty.SlightlyWrong]
 
 
 def scaled(x: Tensor, y: Tensor) -> Tensor:
     return torch.relu(x + y) * 2
 
 
-def told(gm: GraphModule) -> list[tuple[str, str, str, str]]:
+def event_rows(gm: GraphModule) -> list[tuple[str, str, str, str]]:
     return [(e.region, e.backend, e.outcome, e.reason) for e in events(gm)]
 
 
@@ -66,7 +66,10 @@ def test_a_fault_moves_the_region_to_the_next_backend(
 ) -> None:
     lowered = lower(program, [kind(), faulty.Sound()], cache=False)
     check_values(lowered)
-    assert told(lowered) == [("scaled_0", kind.name, stage, reason), ("scaled_0", "sound", "compiled", "")]
+    assert event_rows(lowered) == [
+        ("scaled_0", kind.name, stage, reason),
+        ("scaled_0", "sound", "compiled", ""),
+    ]
     assert dovetail.regions(lowered)[0].backend == "sound"
 
 
@@ -76,7 +79,7 @@ def test_without_another_backend_the_body_runs(
 ) -> None:
     lowered = lower(program, kind(), cache=False)
     check_values(lowered)
-    assert told(lowered) == [("scaled_0", kind.name, stage, reason)]
+    assert event_rows(lowered) == [("scaled_0", kind.name, stage, reason)]
     assert dovetail.regions(lowered)[0].backend is None
 
 
@@ -92,8 +95,8 @@ def test_on_request_a_fault_is_raised(program: GraphModule, kind: Any, stage: st
     assert dovetail.text(program) == before
 
 
-@pytest.mark.parametrize("kind", LIES, ids=lambda v: v.name)
-def test_wrong_numbers_are_found_when_verifying(program: GraphModule, kind: Any) -> None:
+@pytest.mark.parametrize("kind", WRONG_NUMBERS, ids=lambda v: v.name)
+def test_wrong_numbers_are_detected_when_verifying(program: GraphModule, kind: Any) -> None:
     lowered = lower(program, [kind(), faulty.Sound()], cache=False, verify=True)
     check_values(lowered)
     first, second = events(lowered)
@@ -104,7 +107,7 @@ def test_wrong_numbers_are_found_when_verifying(program: GraphModule, kind: Any)
         lower(program, kind(), cache=False, verify=True, on_error="raise")
 
 
-@pytest.mark.parametrize("kind", LIES, ids=lambda v: v.name)
+@pytest.mark.parametrize("kind", WRONG_NUMBERS, ids=lambda v: v.name)
 def test_and_only_then(program: GraphModule, kind: Any) -> None:
     lowered = lower(program, kind(), cache=False)
     x, y = torch.ones(2, 3), torch.ones(2, 3)
@@ -115,7 +118,7 @@ def test_code_that_raises_in_a_call_is_replaced_by_the_next(program: GraphModule
     lowered = lower(program, [faulty.RaisesLater(), faulty.Sound()], cache=False)
     assert dovetail.regions(lowered)[0].backend == "raises_later"
     check_values(lowered)
-    assert told(lowered)[1:] == [
+    assert event_rows(lowered)[1:] == [
         ("scaled_0", "raises_later", "call", "RuntimeError: worn out"),
         ("scaled_0", "sound", "compiled", ""),
     ]
@@ -127,10 +130,10 @@ def test_and_by_the_body_where_there_is_no_other(program: GraphModule) -> None:
     x = torch.randn(2, 3)
     assert torch.equal(lowered(x, x), scaled(x, x))
     assert dovetail.regions(lowered)[0].backend is None
-    assert told(lowered)[1:] == [("scaled_0", "raises_later", "call", "RuntimeError: worn out")]
+    assert event_rows(lowered)[1:] == [("scaled_0", "raises_later", "call", "RuntimeError: worn out")]
 
 
-def test_copies_made_after_a_fault_tell_who_runs_them(program: GraphModule) -> None:
+def test_copies_taken_after_a_fault_show_who_runs_them(program: GraphModule) -> None:
     lowered = lower(program, [faulty.RaisesLater(), faulty.Sound()], cache=False)
     check_values(lowered)
     for copied in (copy.deepcopy(lowered), dovetail.Cleanup()(lowered)):
@@ -184,7 +187,7 @@ def test_code_that_fails_in_one_call_of_a_body_is_dropped_in_all() -> None:
     assert not ran
 
 
-def test_code_that_raises_in_a_call_is_told_on_request(program: GraphModule) -> None:
+def test_code_that_raises_in_a_call_is_reported_on_request(program: GraphModule) -> None:
     lowered = lower(program, [faulty.RaisesLater(), faulty.Sound()], cache=False, on_error="raise")
     with pytest.raises(LoweringError, match="'scaled_0', backend 'raises_later': call") as caught:
         lowered(torch.ones(2, 3), torch.ones(2, 3))
@@ -213,13 +216,13 @@ def picked_from_the_end(x: Tensor, i: Tensor) -> Tensor:
     return torch.index_select(x, 0, 3 - i) * 2
 
 
-def test_code_that_cannot_be_tried_is_used_and_that_is_told() -> None:
+def test_code_that_cannot_be_tried_is_used_and_that_is_reported() -> None:
     x, i = torch.arange(3.0), torch.tensor([1, 3])
     gm = dovetail.capture(picked_from_the_end, (x, i))
     gm = dovetail.outline(gm, ["rsub", "index_select", "mul"], kind="picked")
     lowered = lower(gm, [faulty.WrongDtype(), faulty.Sound()], cache=False)
     reason = "the body itself rejects sample inputs: IndexError: index out of range in self"
-    assert told(lowered) == [
+    assert event_rows(lowered) == [
         ("picked_0", "wrong_dtype", "compiled", ""),
         ("picked_0", "wrong_dtype", "untried", reason),
     ]
@@ -233,10 +236,13 @@ def test_code_that_cannot_be_tried_is_used_and_that_is_told() -> None:
 
 
 def test_nor_what_is_too_large(program: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The limit itself is two gigabytes.
     monkeypatch.setattr(verify_region, "_MAX_BYTES", 2 * 2 * 3 * 4)
-    assert [outcome for _, _, outcome, _ in told(lower(program, faulty.Sound(), cache=False))] == ["compiled"]
+    assert [outcome for _, _, outcome, _ in event_rows(lower(program, faulty.Sound(), cache=False))] == [
+        "compiled"
+    ]
     monkeypatch.setattr(verify_region, "_MAX_BYTES", 2 * 2 * 3 * 4 - 1)
-    assert told(lower(program, faulty.Sound(), cache=False)) == [
+    assert event_rows(lower(program, faulty.Sound(), cache=False)) == [
         ("scaled_0", "sound", "compiled", ""),
         ("scaled_0", "sound", "untried", "its operands are too large for sample inputs (0.0 GiB)"),
     ]
@@ -247,8 +253,8 @@ def test_two_results_in_one_memory() -> None:
         name = "joins"
 
         def wrap(self, body: Callable[..., Any], operands: Sequence[Any]) -> Any:
-            made = body(*operands)
-            return (made[0], made[0])
+            result = body(*operands)
+            return (result[0], result[0])
 
     def twins(x: Tensor) -> tuple[Tensor, Tensor]:
         return x + 1, x + 1
@@ -260,7 +266,7 @@ def test_two_results_in_one_memory() -> None:
     x = torch.ones(3)
     gm = dovetail.outline(dovetail.capture(twins, (x,)), ["add", "add_1"], kind="twins")
     lowered = lower(gm, Joins(), cache=False)
-    assert told(lowered) == [
+    assert event_rows(lowered) == [
         ("twins_0", "joins", "trial", "result 1 shares memory with result 0, which the body's does not")
     ]
     one, other = lowered(x)
@@ -283,7 +289,7 @@ class Unsettled(faulty.Sound):
 def test_a_backend_that_raises_when_it_is_shown_the_graph(program: GraphModule) -> None:
     lowered = lower(program, Unsettled(), cache=False)
     check_values(lowered)
-    assert told(lowered) == [
+    assert event_rows(lowered) == [
         ("scaled_0", "unsettled", "compiled", ""),
         ("", "unsettled", "settle", "ValueError: not this one"),
     ]
@@ -305,10 +311,10 @@ class WritesHalf(faulty.Sound):
 
         def run(*operands: Any) -> Any:
             calls.append(1)
-            made = region.body(*operands)
+            result = region.body(*operands)
             if len(calls) > faulty.TRIAL_CALLS:
                 raise RuntimeError("half done")
-            return made
+            return result
 
         return run
 
@@ -361,7 +367,7 @@ def test_a_backend_that_others_prefer_too_comes_no_earlier_for_it() -> None:
     assert [r.backend for r in dovetail.regions(lowered)] == ["sound", "counting"]
 
 
-def test_equal_bodies_that_are_said_to_be_different_things_are_compiled_as_such() -> None:
+def test_equal_bodies_that_are_declared_to_be_different_things_are_compiled_as_such() -> None:
     class Scales(faulty.Sound):
         name = "scales"
 

@@ -51,5 +51,5 @@ def test_a_forked_child(backend: str, tmp_path: Path) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line]
-    assert told == [f"{case} right" for case in CASES]
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert lines == [f"{case} right" for case in CASES]

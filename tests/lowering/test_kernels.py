@@ -28,9 +28,9 @@ def outlined(function: Callable[..., Any], *args: Tensor, **request: Any) -> Gra
     nodes = {n.name: n for n in gm.graph.nodes}
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     named = {k: nodes[v] for k, v in request.pop("arguments", {}).items()}
-    made = tuple(nodes[v] for v in request.pop("results", ()))
+    ordered = tuple(nodes[v] for v in request.pop("results", ()))
     options: dict[str, Any] = {"kind": "scaled", "escapes": "output", **request}
-    return dovetail.outline(gm, [Request(calls, arguments=named or None, results=made, **options)])
+    return dovetail.outline(gm, [Request(calls, arguments=named or None, results=ordered, **options)])
 
 
 class Library(Backend):
@@ -88,13 +88,13 @@ def test_an_attribute_that_a_kernel_overlooks_is_a_reason() -> None:
     assert misfit(lambda data, gain, **rest: data, dovetail.regions(gm)[0]) is None
 
 
-def several(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def three_results(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = x + y
     return total.relu(), total.sum(-1), total
 
 
 def test_results_come_in_another_order() -> None:
-    gm = outlined(several, X, X + 1, arguments={"a": "x", "b": "y"}, results=["sum_1", "add", "relu"])
+    gm = outlined(three_results, X, X + 1, arguments={"a": "x", "b": "y"}, results=["sum_1", "add", "relu"])
     region = dovetail.regions(gm)[0]
     assert sorted(region.results) == [0, 1, 2]  # type: ignore[type-var]
     assert region.results != (0, 1, 2)
@@ -104,8 +104,8 @@ def test_results_come_in_another_order() -> None:
 
     new = lowered(gm, kernel)
     assert dovetail.regions(new)[0].backend == "library"
-    for made, wanted in zip(new(X, X + 1), several(X, X + 1), strict=True):
-        assert torch.equal(made, wanted)
+    for result, expected in zip(new(X, X + 1), three_results(X, X + 1), strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_a_result_that_nobody_reads_is_not_asked_for() -> None:
@@ -120,7 +120,7 @@ def test_a_result_that_nobody_reads_is_not_asked_for() -> None:
 
 
 def test_a_value_from_inside_is_a_reason() -> None:
-    gm = outlined(several, X, X + 1, arguments={"a": "x", "b": "y"}, results=["relu", "sum_1"])
+    gm = outlined(three_results, X, X + 1, arguments={"a": "x", "b": "y"}, results=["relu", "sum_1"])
     new = lowered(gm, lambda a, b: ((a + b).relu(), (a + b).sum(-1)))
     assert dovetail.regions(new)[0].backend is None
     assert "an inner value, which a kernel for the whole region does not compute" in events(new)[0].reason
@@ -176,7 +176,7 @@ def test_a_kernel_that_returns_something_else(kernel: Callable[..., Any], reason
 
 
 def test_a_kernel_that_misses_a_result_of_the_pattern() -> None:
-    gm = outlined(several, X, X + 1, arguments={"a": "x", "b": "y"}, results=["sum_1", "add", "relu"])
+    gm = outlined(three_results, X, X + 1, arguments={"a": "x", "b": "y"}, results=["sum_1", "add", "relu"])
     new = lowered(gm, lambda a, b: ((a + b).sum(-1), a + b))
     assert "the kernel returned 2 results where the region has 3" in events(new)[0].reason
 
@@ -265,7 +265,7 @@ def test_attributes_at_the_default_of_a_kind_need_no_parameter_and_others_do() -
     assert any("weight_layout" in e.reason for e in events(gm))
 
 
-def test_a_table_with_a_kind_or_an_argument_that_is_nearly_right_says_which_is_meant() -> None:
+def test_a_table_with_a_kind_or_an_argument_that_is_nearly_right_names_which_is_meant() -> None:
     def normed(x: Tensor, w: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x * 2, (16,), w, 1e-6)
 
@@ -282,7 +282,7 @@ def test_a_table_with_a_kind_or_an_argument_that_is_nearly_right_says_which_is_m
     assert "did you mean" not in answer.reason
 
 
-def test_a_region_that_is_not_what_its_kind_says_is_not_given_to_a_kernel_when_verified() -> None:
+def test_a_region_that_is_not_what_its_kind_specifies_is_not_given_to_a_kernel_when_verified() -> None:
     gm = dovetail.capture(lambda x, w: torch.relu(x @ w), (torch.randn(3, 16), SQUARE))
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}

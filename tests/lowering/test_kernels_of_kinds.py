@@ -217,7 +217,7 @@ UNUSUAL: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_a_kernel_is_not_given_attention_that_it_does_not_know(name: str) -> None:
     function, argument = UNUSUAL[name]
 
-    def plain(
+    def unscaled(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, scale: float | None, causal: bool
     ) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
@@ -226,8 +226,8 @@ def test_a_kernel_is_not_given_attention_that_it_does_not_know(name: str) -> Non
     gm = fused(function, q)
     (region,) = [r for r in dovetail.regions(gm) if r.kind == "attention"]
     assert argument in region.arguments
-    assert misfit(plain, region) is not None
-    new = lowered(gm, attention=plain)
+    assert misfit(unscaled, region) is not None
+    new = lowered(gm, attention=unscaled)
     assert [r.backend for r in dovetail.regions(new)] == [None]
     whole = lowered(gm, attention=KINDS["attention"].reference)
     assert [r.backend for r in dovetail.regions(whole)] == ["library"]

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.lowering.lowered_state import lowered_state_of
 from dovetail.zoo.common import RMSNorm
 from tests.lowering.helpers import Blocks, Counting, events, fused
 
@@ -140,22 +140,22 @@ def test_passes_copies_and_pickles_keep_it() -> None:
     model, x = Blocks().eval(), torch.randn(3, 8)
     lowered = dovetail.lower(fused(model, x), ["eager"])
     with torch.no_grad():
-        wanted = lowered(x)
+        expected = lowered(x)
         for again in (copy.deepcopy(lowered), pickle.loads(pickle.dumps(lowered)), copy.copy(lowered)):
             assert [r.backend for r in dovetail.regions(again)] == ["eager"] * 4
-            assert torch.equal(again(x), wanted)
+            assert torch.equal(again(x), expected)
     opened = dovetail.inline(lowered, "block_1")
     assert [r.backend for r in dovetail.regions(opened)] == ["eager"] * 3
-    assert torch.equal(opened(x), wanted)
+    assert torch.equal(opened(x), expected)
     pipeline = dovetail.Pipeline(
         [dovetail.Fuse(dovetail.rules.repeats()), dovetail.Lower("eager"), dovetail.Cleanup()]
     )
-    made = pipeline(dovetail.capture(model, (x,)))
-    assert [r.backend for r in dovetail.regions(made)] == ["eager"] * 4
-    assert torch.equal(made(x), wanted)
+    piped = pipeline(dovetail.capture(model, (x,)))
+    assert [r.backend for r in dovetail.regions(piped)] == ["eager"] * 4
+    assert torch.equal(piped(x), expected)
 
 
-def test_a_profiler_tells_layers_apart() -> None:
+def test_a_profiler_distinguishes_layers() -> None:
     x = torch.randn(3, 8)
     lowered = dovetail.lower(fused(Blocks().eval(), x), ["eager"])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -194,7 +194,7 @@ def test_another_tracer_sees_the_operations() -> None:
         ("eager", {"progress": 3}, "progress"),
     ],
 )
-def test_bad_arguments_are_told(backends: object, options: dict[str, object], words: str) -> None:
+def test_bad_arguments_are_reported(backends: object, options: dict[str, object], words: str) -> None:
     gm = fused(Blocks().eval(), torch.randn(3, 8))
     before = dovetail.text(gm)
     with pytest.raises(dovetail.InvalidArgument, match=words):
@@ -224,18 +224,32 @@ def test_equal_bodies_with_constants_of_their_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(lowered(x), model(x), strict=True))
 
 
-def test_nothing_is_kept_of_graphs_that_are_gone() -> None:
+class Referenced(Counting):
+    """Keeps weak references to the code that it compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code: list[weakref.ref[Any]] = []
+
+    def compile(self, region: dovetail.Region, examples: Sequence[Any]) -> Callable[..., Any]:
+        run = super().compile(region, examples)
+        self.code.append(weakref.ref(run))
+        return run
+
+
+@pytest.mark.parametrize("backend", ["torchscript", Referenced()], ids=["torchscript", "own"])
+def test_nothing_is_kept_of_graphs_that_are_gone(backend: Any) -> None:
     model, x = Blocks().eval(), torch.randn(3, 8)
-    lowered = dovetail.lower(fused(model, x), ["torchscript", "eager"], cache=False)
+    lowered = dovetail.lower(fused(model, x), [backend, "eager"], cache=False)
     lowered(x)
-    lowering = lowered_state_of(lowered)
-    assert lowering is not None
     kept: list[weakref.ref[Any]] = [
         weakref.ref(model.layers[0].weight),
         weakref.ref(lowered),
         weakref.ref(dovetail.regions(lowered)[0].body),
-        *(weakref.ref(d) for d in lowering._dispatchers.values()),
     ]
-    del model, lowered, lowering
+    if isinstance(backend, Referenced):
+        assert backend.code
+        kept += backend.code
+    del model, lowered
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)

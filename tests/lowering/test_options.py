@@ -29,8 +29,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "wanted"), WRONG)
-def test_what_is_wrong_is_told_where_it_is_given(name: str, value: Any, wanted: str) -> None:
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG)
+def test_what_is_wrong_is_reported_where_it_is_given(name: str, value: Any, expected: str) -> None:
     model, gm = Blocks(), GraphModule(nn.Module(), Graph())
     given: dict[str, Any] = {name: value}
     for give in (
@@ -41,7 +41,7 @@ def test_what_is_wrong_is_told_where_it_is_given(name: str, value: Any, wanted: 
     ):
         with pytest.raises(InvalidArgument) as caught:
             give()
-        assert str(caught.value) == f"{name} {value!r}; give {wanted}."
+        assert str(caught.value) == f"{name} {value!r}; give {expected}."
 
 
 def test_every_option_can_be_given_everywhere_with_the_same_default() -> None:
@@ -51,8 +51,8 @@ def test_every_option_can_be_given_everywhere_with_the_same_default() -> None:
         (dovetail.Lower, {"grad"}),
         (dovetail.compile, {"grad"}),
     ):
-        listed = {n: p.default for n, p in inspect.signature(function).parameters.items() if n in options}
-        assert listed == {n: v for n, v in options.items() if n not in without}
+        defaults = {n: p.default for n, p in inspect.signature(function).parameters.items() if n in options}
+        assert defaults == {n: v for n, v in options.items() if n not in without}
 
 
 def test_a_lowered_graph_keeps_no_plan() -> None:

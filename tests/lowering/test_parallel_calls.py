@@ -143,11 +143,11 @@ def work(rank: int, port: int, path: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-    plain = trained(DistributedDataParallel(net()), x)
+    uncompiled = trained(DistributedDataParallel(net()), x)
     results = [way(x) for way in WAYS]
     refuses(DistributedDataParallel(net()), x, "wrapped by DistributedDataParallel")
     refuses(sharded(net()), x, "wrapped by fully_shard")
-    torch.save((plain, results), f"{path}/{rank}.pt")
+    torch.save((uncompiled, results), f"{path}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -158,9 +158,9 @@ def test_two_processes_train_as_they_do_uncompiled(tmp_path: Any) -> None:
         port = free.getsockname()[1]
     mp.spawn(work, (port, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for plain, results in ranks:
+    for uncompiled, results in ranks:
         for result in results:
-            same(result, plain)
+            same(result, uncompiled)
     for way in range(len(WAYS)):
         for mine, theirs in zip(ranks[0][1][way][1], ranks[1][1][way][1], strict=True):
             torch.testing.assert_close(mine, theirs)

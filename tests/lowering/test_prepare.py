@@ -58,9 +58,9 @@ def test_what_cannot_be_prepared_runs_as_it_was_compiled() -> None:
     for _ in range(2):
         assert torch.equal(lowered(x), model(x))
     assert mine.packed == ["block_0", "block_1", "block_2", "block_3"]
-    told = [(e.region, e.reason) for e in events(lowered) if e.outcome == "prepare"]
-    assert told[0] == ("block_0", "ValueError: no room")
-    assert told[1] == ("block_1", "it returned a int, not a callable")
+    failures = [(e.region, e.reason) for e in events(lowered) if e.outcome == "prepare"]
+    assert failures[0] == ("block_0", "ValueError: no room")
+    assert failures[1] == ("block_1", "it returned a int, not a callable")
     strict = dovetail.lower(fused(model, x), [Fails()], cache=False, on_error="raise")
     with pytest.raises(LoweringError, match="prepare: ValueError: no room"):
         strict(x)

@@ -72,21 +72,21 @@ def run(device: str, folder: Path, log: Path, refused: str = "nothing") -> tuple
 def test_a_second_process_builds_no_kernel(tmp_path: Path, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    told, built = run(device, tmp_path, tmp_path / "first")
-    assert told == {"right": [True] * 3, "events": [["compiled", ""]] * 2, "put back": True}
+    report, built = run(device, tmp_path, tmp_path / "first")
+    assert report == {"right": [True] * 3, "events": [["compiled", ""]] * 2, "put back": True}
     assert built or device == "cuda"
 
-    told, built = run(device, tmp_path, tmp_path / "second")
-    assert told == {"right": [True] * 3, "events": [["disk", ""]] * 2, "put back": True}
+    report, built = run(device, tmp_path, tmp_path / "second")
+    assert report == {"right": [True] * 3, "events": [["disk", ""]] * 2, "put back": True}
     assert built == []
 
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="there is nothing to refuse")
 def test_a_compiler_that_is_older_than_the_processor_is_no_hindrance(tmp_path: Path) -> None:
-    told, built = run("cpu", tmp_path, tmp_path / "first", refused="avx512")
-    assert told == {"right": [True] * 3, "events": [["compiled", ""]] * 2, "put back": True}
+    report, built = run("cpu", tmp_path, tmp_path / "first", refused="avx512")
+    assert report == {"right": [True] * 3, "events": [["compiled", ""]] * 2, "put back": True}
     assert any("-mavx2" in line for line in built)
-    told, built = run("cpu", tmp_path, tmp_path / "second")
-    assert told["events"] == [["disk", ""]] * 2
+    report, built = run("cpu", tmp_path, tmp_path / "second")
+    assert report["events"] == [["disk", ""]] * 2
     assert built == []

@@ -38,7 +38,7 @@ def mlp(x: Tensor, w: Tensor) -> Tensor:
     return F.softmax(F.gelu(x @ w), -1) + x
 
 
-def plain(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+def reference(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (mlp(x, w),)
 
 
@@ -69,7 +69,7 @@ def test_narrow_code_may_compute_in_a_wider_dtype() -> None:
     assert verified(whole, lambda x, w: (mlp(x.float(), w.float()).bfloat16(),), grad=True) is None
 
 
-def test_wide_code_that_is_only_as_good_as_a_narrow_dtype_is_told() -> None:
+def test_wide_code_that_is_only_as_good_as_a_narrow_dtype_is_reported() -> None:
     whole = unit(mlp, *OPERANDS)
     reason = verified(whole, in_bfloat16)
     assert reason is not None
@@ -80,18 +80,18 @@ def test_wide_code_that_is_only_as_good_as_a_narrow_dtype_is_told() -> None:
 
 
 @pytest.mark.parametrize(("factor", "dtype"), [(1.0001, torch.float32), (1.1, torch.bfloat16)])
-def test_slightly_wrong_numbers_are_told(factor: float, dtype: torch.dtype) -> None:
+def test_slightly_wrong_numbers_are_reported(factor: float, dtype: torch.dtype) -> None:
     whole = unit(mlp, *(a.to(dtype) for a in OPERANDS))
     reason = verified(whole, lambda x, w: (mlp(x, w) * factor,))
     assert reason is not None
     assert " of 192 wrong)" in reason
 
 
-def test_one_wrong_number_is_told_with_its_place() -> None:
+def test_one_wrong_number_is_reported_with_its_place() -> None:
     def run(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        made = mlp(x, w)
-        made[2, 7] += 0.5
-        return (made,)
+        result = mlp(x, w)
+        result[2, 7] += 0.5
+        return (result,)
 
     reason = verified(unit(mlp, *OPERANDS), run)
     assert reason is not None
@@ -179,7 +179,7 @@ def test_gradients_are_compared_where_they_are_recorded() -> None:
     assert missing.startswith("the gradient of operand 1 is off")
 
 
-def test_gradients_that_are_not_there_are_told() -> None:
+def test_gradients_that_are_not_there_are_reported() -> None:
     reason = verified(unit(mlp, *OPERANDS), lambda x, w: (mlp(x, w).detach(),), grad=True)
     assert reason == "it does not give what the body gives: the gradient of operand 0"
 
@@ -203,9 +203,9 @@ def test_written_operands_are_compared_after_the_call(grad: bool) -> None:
         return ((0.9 * total + x).relu() * 2,)
 
     def writes_more(total: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        made = other(total, x)
+        result = other(total, x)
         x.detach().add_(1)
-        return made
+        return result
 
     assert verified(whole, other, grad=grad) is None
     reason = verified(whole, forgets, grad=grad)
@@ -214,7 +214,7 @@ def test_written_operands_are_compared_after_the_call(grad: bool) -> None:
     assert verified(whole, writes_more) == "it wrote operand 1, which the body leaves as it is"
 
 
-def test_of_random_bodies_only_shapes_are_compared_and_it_says_so() -> None:
+def test_of_random_bodies_only_shapes_are_compared_and_that_is_recorded() -> None:
     whole = unit(lambda x: F.dropout(x.relu(), 0.5), torch.randn(4, 8))
     assert verified(whole, lambda x: (x * 7,)) is None
     assert uncovered(whole, whole.values) == "shapes only: it draws random numbers"
@@ -230,7 +230,7 @@ def test_the_random_state_is_kept() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_body_that_does_not_take_made_up_operands_is_not_compared() -> None:
+def test_a_body_that_does_not_take_sample_operands_is_not_compared() -> None:
     whole = unit(lambda x: torch.linalg.cholesky(x) + 1, torch.eye(3))
     assert verified(whole, lambda x: (x,)) is None
 
@@ -243,11 +243,11 @@ def test_what_has_no_double_precision_is_compared_with_the_body() -> None:
     assert verified(whole, lambda x: (x * 2,)) is not None
 
 
-def test_made_up_operands_may_lie_over_themselves() -> None:
+def test_sample_operands_may_lie_over_themselves() -> None:
     x = torch.empty(4).expand(3, 4)
-    (made,) = random_inputs([x])
-    assert made.stride() == (0, 1)
-    assert torch.equal(made[0], made[2])
+    (sample,) = random_inputs([x])
+    assert sample.stride() == (0, 1)
+    assert torch.equal(sample[0], sample[2])
     windows = torch.empty(9).unfold(0, 3, 1)
     assert random_inputs([windows])[0].stride() == (1, 1)
     assert storage_span((3, 4), (0, 1)) == 4
@@ -296,15 +296,15 @@ def test_lower_with_verify_moves_on_to_the_next_backend() -> None:
         assert torch.equal(checked(x), model(x))
 
 
-def test_the_record_says_what_was_not_verified() -> None:
+def test_the_record_has_what_was_not_verified() -> None:
     def noisy(x: Tensor) -> Tensor:
         return F.dropout(x.relu() * 2, 0.5)
 
     gm = dovetail.fuse(dovetail.capture(noisy, (torch.randn(4, 8),)))
     lowered = dovetail.lower(gm, [Counting()], verify=True, cache=False)
     assert events(lowered)[0].reason == "not verified in full: shapes only: it draws random numbers"
-    plain = dovetail.lower(gm, [Counting("other")], cache=False)
-    assert events(plain)[0].reason == ""
+    unverified = dovetail.lower(gm, [Counting("other")], cache=False)
+    assert events(unverified)[0].reason == ""
 
 
 def test_an_operand_that_is_written_may_require_gradients() -> None:
@@ -331,7 +331,7 @@ def test_sizes_that_may_vary_are_tried_at_the_example_s() -> None:
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     whole = unit_of(dovetail.regions(dovetail.outline(gm, calls, kind="whole"))[0])
     for grad in (False, True):
-        assert verified(whole, plain, grad=grad) is None
+        assert verified(whole, reference, grad=grad) is None
         assert verified(whole, lambda x, w: (mlp(x, w) * 1.001,), grad=grad) is not None
 
 

@@ -64,7 +64,7 @@ def lowered() -> GraphModule:
         "hangs": [HangsAtOnce(), sound],
         "stays": [faulty.CannotTravel()],
     }
-    faulty.InWorker.made_by.clear()
+    faulty.InWorker.compiled_by.clear()
     return lower(program(), backends, cache=False)
 
 
@@ -80,7 +80,7 @@ def test_values_are_right_whatever_happened(lowered: GraphModule) -> None:
 def test_code_comes_from_another_process(lowered: GraphModule) -> None:
     (event,) = of(lowered, "works_0")
     assert (event.backend, event.outcome) == ("in_worker", "compiled")
-    (number,) = faulty.InWorker.made_by
+    (number,) = faulty.InWorker.compiled_by
     assert number != os.getpid()
 
 
@@ -118,18 +118,18 @@ def test_a_process_may_end_in_other_ways(backend: Any, stage: str, reason: str) 
     ]
 
 
-def test_the_trace_says_where_it_went_wrong(lowered: GraphModule) -> None:
+def test_the_trace_shows_where_it_went_wrong(lowered: GraphModule) -> None:
     assert "faulty.py" in of(lowered, "raises_0")[0].trace
     assert "Segmentation fault" in of(lowered, "crashes_0")[0].trace
 
 
-def test_what_cannot_be_sent_is_told(lowered: GraphModule) -> None:
+def test_what_cannot_be_sent_is_reported(lowered: GraphModule) -> None:
     (event,) = of(lowered, "stays_0")
     assert event.reason.startswith("its backend cannot be sent to a process of its own: ")
     assert "lambda" in event.reason
 
 
-def test_a_class_of_the_running_script_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_the_running_script_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faulty.InWorker, "__module__", "__main__")
     gm = small()
     with pytest.raises(LoweringError, match="the class InWorker is in the script that runs") as caught:
@@ -173,11 +173,11 @@ def test_a_job_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     assert not any(map(is_running, numbers))
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_progress_is_logged_where_it_is_wanted(wanted: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_progress_is_logged_where_it_is_asked_for(is_logged: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dovetail"):
-        lower(small(), faulty.Sound(), cache=False, progress=wanted)
-    assert caplog.messages == ["lowering: 1 of 1 bodies, k_0"] * wanted
+        lower(small(), faulty.Sound(), cache=False, progress=is_logged)
+    assert caplog.messages == ["lowering: 1 of 1 bodies, k_0"] * is_logged
 
 
 def test_nothing_is_shown_unasked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,8 +51,8 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    plain = value.detach().contiguous()
-    return plain.reshape(-1).view(torch.uint8) if plain.numel() else plain
+    dense = value.detach().contiguous()
+    return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense
 
 
 def same_meta(a: GraphModule, b: GraphModule) -> bool:

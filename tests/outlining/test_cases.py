@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from dovetail import (
     UnknownNode,
 )
 from tests.outlining.helpers import drawn, equal, names, node, outlined, refused, run, trace
+from tests.texts import assert_text
 
 aten = torch.ops.aten
 X = torch.arange(6.0).reshape(2, 3)
@@ -36,15 +35,37 @@ def const_add_sub():
 
 def test_a_constant_used_outside_is_cloned_in():
     gm = const_add_sub()
+    assert_text(
+        gm,
+        """
+        graph:
+          %p = input
+          %c = aten.full.default([3], 2.0)
+          %a = aten.add.Tensor(%c, %p)
+          %s = aten.sub.Tensor(%c, %a)
+          return %s
+    """,
+    )
     new = outlined(gm, ["c", "a"], torch.ones(3), kind="k")
-    (region,) = dovetail.regions(new)
-    assert [n.name for n in region.inputs] == ["p"]
-    assert names(new) == ["p", "c", "k_0", "a", "s", "output"]
-    assert [n.target for n in region.body.graph.nodes if n.op == "call_function"] == [
-        aten.full.default,
-        aten.add.Tensor,
-    ]
-    assert region.escapes["c"].policy == "duplicate"
+    assert_text(
+        new,
+        """
+        graph:
+          %p = input
+          %c = aten.full.default([3], 2.0)
+          %k_0 = region k @k(%p)
+          %a = operator.getitem(%k_0, 0)
+          %s = aten.sub.Tensor(%c, %a)
+          return %s
+
+        body @k:
+          %p = input
+          %c = aten.full.default([3], 2.0)
+          %a = aten.add.Tensor(%c, %p)
+          return (%a,)
+    """,
+    )
+    assert dovetail.regions(new)[0].escapes["c"].policy == "duplicate"
 
 
 def test_the_same_refused_names_the_constant():
@@ -55,12 +76,47 @@ def test_the_same_refused_names_the_constant():
 
 def test_a_chain_is_one_call_with_one_operand():
     gm = trace(lambda x: x.exp().exp().exp())
+    assert_text(
+        gm,
+        """
+        graph:
+          %x = input
+          %exp = .exp(%x)
+          %exp_1 = .exp(%exp)
+          %exp_2 = .exp(%exp_1)
+          return %exp_2
+    """,
+    )
     new = outlined(gm, ["exp", "exp_1", "exp_2"], X, kind="exps")
-    (region,) = dovetail.regions(new)
-    assert [n.name for n in region.inputs] == ["x"]
-    assert [n.op for n in new.graph.nodes] == ["placeholder", "call_module", "call_function", "output"]
-    assert region.nodes == ("exp", "exp_1", "exp_2")
-    assert new.graph.output_node().args[0].target is operator.getitem
+    assert_text(
+        new,
+        """
+        graph:
+          %x = input
+          %exps_0 = region exps @exps(%x)
+          %exp_2 = operator.getitem(%exps_0, 0)
+          return %exp_2
+
+        body @exps:
+          %x = input
+          %exp = .exp(%x)
+          %exp_1 = .exp(%exp)
+          %exp_2 = .exp(%exp_1)
+          return (%exp_2,)
+    """,
+    )
+    assert_text(
+        dovetail.inline(new),
+        """
+        graph:
+          %x = input
+          %exp = .exp(%x)
+          %exp_1 = .exp(%exp)
+          %exp_2 = .exp(%exp_1)
+          return %exp_2
+    """,
+    )
+    assert dovetail.regions(new)[0].nodes == ("exp", "exp_1", "exp_2")
 
 
 def test_a_chain_and_a_sibling_share_their_operand():
@@ -89,7 +145,7 @@ def test_an_effect_that_nobody_reads_moves_in_and_survives_dead_code_elimination
     assert equal(run(alone, X), run(gm, X))
 
 
-def test_values_that_were_not_listed_become_operands_in_order_of_first_use():
+def test_values_that_were_not_requested_become_operands_in_order_of_first_use():
     gm = trace(lambda a, b, c: (c * 2 + a) - b * c)
     new = outlined(gm, ["mul", "add", "mul_1", "sub"], X, X, X, kind="k")
     assert [n.name for n in dovetail.regions(new)[0].inputs] == ["c", "a", "b"]
@@ -126,13 +182,13 @@ def test_one_after_the_other_too_and_back_in_any_order():
 
 def test_nodes_in_any_order_with_repeats_by_node_or_name():
     gm = trace(lambda a, b: (a + b).relu() * b)
-    wanted = dovetail.text(dovetail.outline(gm, ["add", "relu"], kind="k"))
-    for listed in (["relu", "add"], ["add", "relu", "add"], [node(gm, "relu"), "add"], {"add", "relu"}):
-        assert dovetail.text(outlined(gm, listed, X, X, kind="k")) == wanted
+    expected = dovetail.text(dovetail.outline(gm, ["add", "relu"], kind="k"))
+    for nodes in (["relu", "add"], ["add", "relu", "add"], [node(gm, "relu"), "add"], {"add", "relu"}):
+        assert dovetail.text(outlined(gm, nodes, X, X, kind="k")) == expected
 
 
 @pytest.mark.parametrize(
-    ("listed", "error", "word"),
+    ("nodes", "error", "word"),
     [
         (["ad"], UnknownNode, "Did you mean 'add'"),
         ([], EmptyRegion, "no node"),
@@ -140,9 +196,9 @@ def test_nodes_in_any_order_with_repeats_by_node_or_name():
         (["add", "output"], UnknownNode, "output"),
     ],
 )
-def test_what_cannot_be_listed(listed, error, word):
+def test_what_cannot_be_requested(nodes, error, word):
     gm = trace(lambda a, b: (a + b).relu())
-    assert word in refused(gm, error, listed, kind="k")
+    assert word in refused(gm, error, nodes, kind="k")
 
 
 def test_a_node_of_another_graph():
@@ -160,8 +216,40 @@ def test_overlapping_requests():
 
 def test_the_call_comes_after_what_it_needs():
     gm = trace(lambda a, b, c: (a + b) + c * 2)
-    new = outlined(gm, ["add", "add_1"], X, X, X, kind="k")
-    assert names(new) == ["a", "b", "c", "mul", "k_0", "add_1", "output"]
+    assert_text(
+        gm,
+        """
+        graph:
+          %a = input
+          %b = input
+          %c = input
+          %add = operator.add(%a, %b)
+          %mul = operator.mul(%c, 2)
+          %add_1 = operator.add(%add, %mul)
+          return %add_1
+    """,
+    )
+    assert_text(
+        outlined(gm, ["add", "add_1"], X, X, X, kind="k"),
+        """
+        graph:
+          %a = input
+          %b = input
+          %c = input
+          %mul = operator.mul(%c, 2)
+          %k_0 = region k @k(%a, %b, %mul)
+          %add_1 = operator.getitem(%k_0, 0)
+          return %add_1
+
+        body @k:
+          %a = input
+          %b = input
+          %mul = input
+          %add = operator.add(%a, %b)
+          %add_1 = operator.add(%add, %mul)
+          return (%add_1,)
+    """,
+    )
 
 
 def test_a_cycle_is_shown_as_a_path():
@@ -170,6 +258,18 @@ def test_a_cycle_is_shown_as_a_path():
         dovetail.outline(gm, ["add", "add_1"], kind="k")
     assert caught.value.path == ("add", "relu", "add_1")
     assert "add -> relu -> add_1" in str(caught.value)
+    assert_text(
+        gm,
+        """
+        graph:
+          %a = input
+          %b = input
+          %add = operator.add(%a, %b)
+          %relu = .relu(%add)
+          %add_1 = operator.add(%add, %relu)
+          return %add_1
+    """,
+    )
 
 
 def test_two_regions_that_need_each_other():

@@ -18,7 +18,7 @@ def test_regions_inside_a_compile_backend(name, training):
     entry = zoo.get(name)
     model, inputs = entry.build("tiny").train(training), entry.example_inputs("tiny")
     reference = copy.deepcopy(model)
-    made = []
+    outlined = []
 
     def backend(gm, examples):
         before = dovetail.text(gm)
@@ -26,7 +26,7 @@ def test_regions_inside_a_compile_backend(name, training):
         dovetail.check(new)
         assert dovetail.text(gm) == before
         assert dovetail.text(dovetail.inline(new)) == before
-        made.extend(dovetail.regions(new))
+        outlined.extend(dovetail.regions(new))
         return new
 
     torch._dynamo.reset()
@@ -35,7 +35,7 @@ def test_regions_inside_a_compile_backend(name, training):
     expected = reference(*inputs.args, **inputs.kwargs)
     torch.manual_seed(0)
     got = compiled(*inputs.args, **inputs.kwargs)
-    assert made
+    assert outlined
     assert all(torch.equal(a, b) for a, b in zip(leaves(got), leaves(expected), strict=True))
-    after, wanted = model.state_dict(), reference.state_dict()
-    assert all(torch.equal(after[k], wanted[k]) for k in wanted)
+    after, reference_state = model.state_dict(), reference.state_dict()
+    assert all(torch.equal(after[k], reference_state[k]) for k in reference_state)

@@ -7,7 +7,8 @@ import torch
 
 import dovetail
 from dovetail import CyclicRegion, EmptyRegion, EscapingValue, InvalidArgument
-from tests.outlining.helpers import drawn, names, outlined, refused, trace
+from tests.outlining.helpers import drawn, outlined, refused, trace
+from tests.texts import assert_text
 
 aten = torch.ops.aten
 X = torch.arange(6.0).reshape(2, 3)
@@ -35,32 +36,113 @@ def with_values(gm, *inputs):
     return gm
 
 
+def test_the_value_before_any_policy():
+    assert_text(
+        inner_value(),
+        """
+        graph:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %n = aten.neg.default(%m)
+          %o = aten.exp.default(%m)
+          return (%n, %o)
+    """,
+    )
+
+
 def test_output_returns_it_too():
     new = outlined(inner_value(), ["m", "n"], X, kind="k", escapes="output")
-    (region,) = dovetail.regions(new)
-    assert [n.name for n in region.outputs] == ["m", "n"]
-    assert names(new) == ["x", "k_0", "m", "n", "o", "output"]
+    assert_text(
+        new,
+        """
+        graph:
+          %x = input
+          %k_0 = region k @k(%x)
+          %m = operator.getitem(%k_0, 0)
+          %n = operator.getitem(%k_0, 1)
+          %o = aten.exp.default(%m)
+          return (%n, %o)
+
+        body @k:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %n = aten.neg.default(%m)
+          return (%m, %n)
+    """,
+    )
+    assert_text(
+        dovetail.inline(new),
+        """
+        graph:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %n = aten.neg.default(%m)
+          %o = aten.exp.default(%m)
+          return (%n, %o)
+    """,
+    )
 
 
 def test_duplicate_clones_the_producer_and_leaves_the_original():
     new = outlined(inner_value(), ["m", "n"], X, kind="k", escapes="duplicate")
-    (region,) = dovetail.regions(new)
-    assert [n.name for n in region.outputs] == ["n"]
-    assert "m" in names(new)
-    assert [n.name for n in region.body.graph.nodes] == ["x", "m", "n", "output"]
+    assert_text(
+        new,
+        """
+        graph:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %k_0 = region k @k(%x)
+          %n = operator.getitem(%k_0, 0)
+          %o = aten.exp.default(%m)
+          return (%n, %o)
+
+        body @k:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %n = aten.neg.default(%m)
+          return (%n,)
+    """,
+    )
 
 
 def test_leave_drops_the_producer_from_the_region():
     new = outlined(inner_value(), ["m", "n"], X, kind="k", escapes="leave")
-    (region,) = dovetail.regions(new)
-    assert region.nodes == ("n",)
-    assert [n.name for n in region.inputs] == ["m"]
+    assert_text(
+        new,
+        """
+        graph:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %k_0 = region k @k(%m)
+          %n = operator.getitem(%k_0, 0)
+          %o = aten.exp.default(%m)
+          return (%n, %o)
+
+        body @k:
+          %m = input
+          %n = aten.neg.default(%m)
+          return (%n,)
+    """,
+    )
+    assert dovetail.regions(new)[0].nodes == ("n",)
 
 
 def test_refuse_names_the_value_and_its_users():
-    message = refused(inner_value(), EscapingValue, ["m", "n"], kind="k", escapes="refuse")
+    gm = inner_value()
+    message = refused(gm, EscapingValue, ["m", "n"], kind="k", escapes="refuse")
     assert "'m'" in message
     assert "'o'" in message
+    assert_text(
+        gm,
+        """
+        graph:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %n = aten.neg.default(%m)
+          %o = aten.exp.default(%m)
+          return (%n, %o)
+    """,
+    )
 
 
 def test_a_result_that_nothing_inside_reads_is_no_escape():
@@ -103,11 +185,40 @@ def test_leaving_everything_outside():
 
 def test_duplicate_is_the_producer_alone_never_its_chain():
     gm = trace(lambda x: ((b := (x * 2) + 1).exp(), b.neg()))
+    assert_text(
+        gm,
+        """
+        graph:
+          %x = input
+          %mul = operator.mul(%x, 2)
+          %add = operator.add(%mul, 1)
+          %exp = .exp(%add)
+          %neg = .neg(%add)
+          return (%exp, %neg)
+    """,
+    )
     new = outlined(gm, ["mul", "add", "exp"], X, kind="k", escapes={"add": "duplicate", "mul": "output"})
-    (region,) = dovetail.regions(new)
     # The original `add` stays outside and reads `mul`, which the region therefore returns.
-    assert [n.name for n in region.outputs] == ["mul", "exp"]
-    assert "add" in names(new)
+    assert_text(
+        new,
+        """
+        graph:
+          %x = input
+          %k_0 = region k @k(%x)
+          %mul = operator.getitem(%k_0, 0)
+          %exp = operator.getitem(%k_0, 1)
+          %add = operator.add(%mul, 1)
+          %neg = .neg(%add)
+          return (%exp, %neg)
+
+        body @k:
+          %x = input
+          %mul = operator.mul(%x, 2)
+          %add = operator.add(%mul, 1)
+          %exp = .exp(%add)
+          return (%mul, %exp)
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,4 +257,22 @@ def test_a_value_whose_memory_is_written_is_not_cloned():
         return n, m
 
     new = outlined(drawn(draw), ["m", "n"], X, kind="k", escapes="duplicate")
+    assert_text(
+        new,
+        """
+        graph:
+          %x = input
+          %k_0 = region k @k(%x)
+          %m = operator.getitem(%k_0, 0)
+          %n = operator.getitem(%k_0, 1)
+          %w = aten.add_.Tensor(%m, 1.0)
+          return (%n, %m)
+
+        body @k:
+          %x = input
+          %m = aten.mul.Tensor(%x, 3.0)
+          %n = aten.neg.default(%m)
+          return (%m, %n)
+    """,
+    )
     assert "written" in dovetail.regions(new)[0].escapes["m"].reason

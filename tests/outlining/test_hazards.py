@@ -47,12 +47,12 @@ def test_a_declaration_holds_inside_regions(ping):
 
 
 def test_a_declaration_after_outlining_reaches_the_bodies(ping):
-    plain = dovetail.outline(three_pings(ping), ["b"], kind="k")
-    told = dovetail.declare(plain, {ping: "ordered"})
-    told.graph.eliminate_dead_code()
-    assert "k_0" in names(told)
-    plain.graph.eliminate_dead_code()
-    assert "k_0" not in names(plain)
+    undeclared = dovetail.outline(three_pings(ping), ["b"], kind="k")
+    declared = dovetail.declare(undeclared, {ping: "ordered"})
+    declared.graph.eliminate_dead_code()
+    assert "k_0" in names(declared)
+    undeclared.graph.eliminate_dead_code()
+    assert "k_0" not in names(undeclared)
 
 
 def test_a_declaration_adds_to_what_is_known_and_must_name_something():

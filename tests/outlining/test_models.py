@@ -21,10 +21,10 @@ from tests.outlining.helpers import same_meta
 def runs(gm: GraphModule, length: int = 4, gap: int = 2) -> list[Request]:
     """Requests for stretches of the listing, about two thirds of all operations."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
-    made = [calls[i : i + length] for i in range(0, len(calls) - length, length + gap)]
+    groups = [calls[i : i + length] for i in range(0, len(calls) - length, length + gap)]
     return [
         Request(nodes, "stretch")
-        for nodes in made
+        for nodes in groups
         if any(n.target is not sys.modules["operator"].getitem for n in nodes)
     ]
 
@@ -32,7 +32,7 @@ def runs(gm: GraphModule, length: int = 4, gap: int = 2) -> list[Request]:
 def scattered(gm: GraphModule, seed: int, count: int = 12) -> GraphModule:
     """Regions of operations picked anywhere, as many as are legal, nested into each other as it comes."""
     rng = random.Random(seed)
-    made = 0
+    total = 0
     for _ in range(count):
         calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_module")]
         start = rng.randrange(len(calls))
@@ -41,10 +41,10 @@ def scattered(gm: GraphModule, seed: int, count: int = 12) -> GraphModule:
             gm = dovetail.outline(
                 gm, picked, kind="piece", escapes=rng.choice(["auto", "output", "duplicate"])
             )
-            made += 1
+            total += 1
         except (RegionError, EmptyRegion, EffectOrder):
             continue
-    assert made
+    assert total
     return gm
 
 
@@ -70,9 +70,9 @@ def assert_same(model: nn.Module, gm: GraphModule, args: tuple[Any, ...], kwargs
     assert torch.equal(torch.get_rng_state(), state)
     assert pytree.tree_structure(got) == pytree.tree_structure(expected)
     assert all(torch.equal(a, b) for a, b in zip(leaves(got), leaves(expected), strict=True))
-    wanted, have = reference.state_dict(), gm.state_dict()
-    assert list(wanted) == list(have)
-    assert all(torch.equal(wanted[k], have[k]) for k in wanted)
+    reference_state, have = reference.state_dict(), gm.state_dict()
+    assert list(reference_state) == list(have)
+    assert all(torch.equal(reference_state[k], have[k]) for k in reference_state)
 
 
 def assert_trains(model: nn.Module, gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -46,16 +46,16 @@ def blocks(count: int = 3):
 def test_equal_bodies_are_one_object_with_other_weights():
     gm, requests = blocks(16)
     new = dovetail.outline(gm, requests)
-    found = dovetail.regions(new)
-    assert [r.name for r in found] == [f"block_{i}" for i in range(16)]
-    assert len({id(r.body) for r in found}) == len({r.key for r in found}) == 1
-    assert [r.attrs["layer"] for r in found] == list(range(16))
-    assert len({r.node.target for r in found}) == 1
+    outlined = dovetail.regions(new)
+    assert [r.name for r in outlined] == [f"block_{i}" for i in range(16)]
+    assert len({id(r.body) for r in outlined}) == len({r.key for r in outlined}) == 1
+    assert [r.attrs["layer"] for r in outlined] == list(range(16))
+    assert len({r.node.target for r in outlined}) == 1
     assert "×16" in dovetail.text(new)
     assert dovetail.text(new).count("body @") == 1
 
 
-def test_weights_are_operands_even_when_listed():
+def test_weights_are_operands_even_when_requested():
     gm, requests = blocks(1)
     weights = [n for n in gm.graph.nodes if n.op == "get_attr"]
     new = outlined(gm, [*requests[0].nodes, *weights], torch.randn(2, 4), kind="block")
@@ -235,7 +235,7 @@ def test_leaf_modules_are_borrowed_and_state_stays_where_it_was():
     assert dovetail.regions(other)[0].body.inner_0 is other.get_submodule("inner.0")
 
 
-def test_constants_move_in_when_listed():
+def test_constants_move_in_when_requested():
     def draw(g):
         x = g.placeholder("x")
         return g.call_function(aten.add.Tensor, (x, g.get_attr("_tensor_constant0")), name="a")

@@ -171,8 +171,8 @@ def test_a_clone_of_a_clone_does_not_displace_the_original(again: list[str], sav
     for name in again:
         before = new
         new = saved(dovetail.outline(new, [name], kind="again", escapes="duplicate"))
-        made = f"again_{again.index(name)}"
-        assert dovetail.text(dovetail.inline(new, made)) == dovetail.text(before)
+        expected = f"again_{again.index(name)}"
+        assert dovetail.text(dovetail.inline(new, expected)) == dovetail.text(before)
     for region in dovetail.regions(new):
         part = saved(dovetail.inline(new, region.name))
         assert equal(run(part, *INPUTS), run(gm, *INPUTS))

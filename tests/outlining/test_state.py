@@ -112,7 +112,7 @@ def test_any_name_will_do_as_a_kind(kind):
     outlined(trace(lambda x: x.exp().neg()), ["exp"], X, kind=kind)
 
 
-def test_a_graph_that_does_not_hold_together_is_told_as_such():
+def test_a_graph_that_does_not_hold_together_is_reported_as_such():
     gm = trace(lambda x: x.exp().neg().sin())
     node(gm, "exp").prepend(node(gm, "neg"))
     for step in (lambda: dovetail.outline(gm, ["sin"], kind="k"), lambda: dovetail.inline(gm)):

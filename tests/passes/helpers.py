@@ -71,9 +71,9 @@ def gradients(gm: GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
     out = gm(*inputs)
     results = [out] if isinstance(out, torch.Tensor) else list(out)
     sum((r * torch.linspace(-1, 1, r.numel()).reshape(r.shape)).sum() for r in results).backward()
-    found = {name: p.grad for name, p in gm.named_parameters()}
+    gradients_by_name = {name: p.grad for name, p in gm.named_parameters()}
     gm.zero_grad()
-    return found
+    return gradients_by_name
 
 
 def drawn(draw: Callable[[Graph], Any], *inputs: Any, **attributes: Any) -> GraphModule:

@@ -95,7 +95,7 @@ def _writes(node: Node) -> bool:
 
 def _linears(d: Drawing, x: Node) -> list[Node]:
     rng, size = d.rng, d.values[x].shape[-1]
-    made: list[Node] = []
+    products: list[Node] = []
     for _ in range(2 + rng.randrange(3)):
         width = rng.choice((2, 3, 4))
         way = rng.randrange(6)
@@ -109,21 +109,21 @@ def _linears(d: Drawing, x: Node) -> list[Node]:
             node = d.call(_aten.addmm.default, d.parameter(width), x, turned)
         else:
             node = d.call(_aten.matmul.default, x, d.call(_aten.t.default, d.parameter(width, size)))
-        made += [node] if node is not None else []
-    return made
+        products += [node] if node is not None else []
+    return products
 
 
 def _convolutions(d: Drawing, x: Node) -> list[Node]:
     rng, channels = d.rng, d.values[x].shape[1]
-    made: list[Node] = []
+    products: list[Node] = []
     for _ in range(2 + rng.randrange(3)):
         width, kernel = rng.choice((2, 4)), rng.choice((1, 1, 3))
         bias = d.parameter(width) if rng.randrange(2) else None
         weight = d.parameter(width, channels, kernel, kernel)
         padding = kernel // 2
         node = d.call(_aten.conv2d.default, x, weight, bias, [1, 1], [padding, padding], [1, 1], 1)
-        made += [node] if node is not None else []
-    return made
+        products += [node] if node is not None else []
+    return products
 
 
 def _grow(d: Drawing, at: Node, way: list[int]) -> Node:
@@ -144,8 +144,8 @@ def _grow(d: Drawing, at: Node, way: list[int]) -> Node:
         lambda n: _normed(d, n),
     )
     for number in way:
-        made = ways[number](at)
-        at = made if made is not None else at
+        grown = ways[number](at)
+        at = grown if grown is not None else at
     return at
 
 
@@ -167,5 +167,5 @@ def _normed(d: Drawing, n: Node) -> Node | None:
     scale, shift = d.parameter(width), d.parameter(width)
     mean, variance = d.buffer(torch.randn(width)), d.buffer(torch.rand(width) + 0.5)
     norm = _aten._native_batch_norm_legit_no_training.default
-    made = d.call(norm, n, scale, shift, mean, variance, 0.1, 1e-5)
-    return d.call(operator.getitem, made, 0) if made is not None else None
+    normed = d.call(norm, n, scale, shift, mean, variance, 0.1, 1e-5)
+    return d.call(operator.getitem, normed, 0) if normed is not None else None

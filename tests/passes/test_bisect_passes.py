@@ -37,7 +37,7 @@ def targets(gm: GraphModule) -> set[object]:
     return {n.target for n in gm.graph.nodes}
 
 
-def test_the_culprit_is_found_in_nested_pipelines() -> None:
+def test_the_culprit_is_identified_in_nested_pipelines() -> None:
     culprit = Rename(RELU, TANH)
     pipe = Pipeline([Rename(SIN, COS), Pipeline([Nothing(), Repeat(culprit)]), Rename(COS, ABS)])
     verdict = bisect(pipe, graph(), lambda gm: TANH not in targets(gm))
@@ -50,7 +50,7 @@ def test_the_culprit_is_found_in_nested_pipelines() -> None:
     assert str(verdict).startswith("pass 2.2.1 round 1 breaks it: Rename(")
 
 
-def test_good_after_everything_is_said_so() -> None:
+def test_good_after_everything_is_the_verdict() -> None:
     pipe = Pipeline([Rename(RELU, TANH), Nothing()])
     verdict = bisect(pipe, graph(), lambda gm: True)
     assert verdict.good
@@ -96,8 +96,8 @@ def test_evaluations_are_logarithmic_in_the_passes() -> None:
 
 def test_a_graph_that_heals_is_searched_in_order() -> None:
     back_and_forth = Pipeline([Rename(RELU, TANH), Rename(TANH, RELU), Append(), Append(), Append(TANH)])
-    found = bisect(back_and_forth, graph(), lambda gm: TANH not in targets(gm))
-    assert found.place in ("1", "5")
+    verdict = bisect(back_and_forth, graph(), lambda gm: TANH not in targets(gm))
+    assert verdict.place in ("1", "5")
     first = bisect(back_and_forth, graph(), lambda gm: TANH not in targets(gm), in_order=True)
     assert first.place == "1"
 
@@ -143,11 +143,11 @@ def residual() -> GraphModule:
     return captured(blocks, torch.randn(4, 4), torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("wanted", [0, 5, 11])
-def test_fuel_finds_the_first_fusion_that_breaks(wanted: int) -> None:
+@pytest.mark.parametrize("first_bad", [0, 5, 11])
+def test_fuel_finds_the_first_fusion_that_breaks(first_bad: int) -> None:
     gm = residual()
     fuse = Fuse(groups())
-    names = [f"tanh_{wanted}" if wanted else "tanh"]
+    names = [f"tanh_{first_bad}" if first_bad else "tanh"]
     assert len(dovetail.regions(fuse(gm))) == 12
 
     def good(graph: GraphModule) -> bool:
@@ -161,8 +161,8 @@ def test_fuel_finds_the_first_fusion_that_breaks(wanted: int) -> None:
     assert not good(Fuse(groups(), fuel=verdict.fuel)(gm))
     assert len(verdict.regions) == 1
     assert verdict.after is not None
-    made = next(r for r in dovetail.regions(verdict.after) if r.name == verdict.regions[0])
-    assert names[0] in made.nodes
+    region = next(r for r in dovetail.regions(verdict.after) if r.name == verdict.regions[0])
+    assert names[0] in region.nodes
     assert f"its change number {verdict.fuel}" in str(verdict)
     assert f"'{verdict.regions[0]}'" in str(verdict)
     assert verdict.evaluations <= 3 + 8

@@ -15,6 +15,8 @@ from dovetail.passes.cleanup import Cleanup
 from dovetail.passes.pass_manager import Pipeline
 from dovetail.zoo import MODELS
 from tests.outlining.helpers import equal, run
+from tests.texts import assert_text
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 from .helpers import aten, called, captured, drawn
 
@@ -64,12 +66,28 @@ def test_what_nobody_reads_goes() -> None:
         g.get_attr("buffer")
         return g.call_function(aten.relu.default, (x,))
 
-    new = cleaned(drawn(draw, X, buffer=torch.ones(2)), X)
-    assert dovetail.text(new) == (
-        "graph:\n"
-        "  %x: f32[2, 3] = input\n"
-        "  %relu_default: f32[2, 3] = aten.relu.default(%x)\n"
-        "  return %relu_default\n"
+    gm = drawn(draw, X, buffer=torch.ones(2))
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %cos_default: f32[2, 3] = aten.cos.default(%x)
+          %sin_default: f32[2, 3] = aten.sin.default(%cos_default)
+          %buffer: f32[2] = buffer buffer
+          %relu_default: f32[2, 3] = aten.relu.default(%x)
+          return %relu_default
+    """,
+    )
+    new = cleaned(gm, X)
+    assert_text(
+        new,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %relu_default: f32[2, 3] = aten.relu.default(%x)
+          return %relu_default
+    """,
     )
     assert list(new.state_dict()) == ["buffer"]
 
@@ -82,7 +100,20 @@ def test_what_acts_or_draws_stays_though_nobody_reads_it() -> None:
         g.call_function(torch._assert, (True, "fine"))
         return g.call_function(aten.rand.default, ([2],))
 
-    unchanged(drawn(draw, X), X)
+    gm = drawn(draw, X)
+    unchanged(gm, X)
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %rand_default: f32[2] = aten.rand.default([2])
+          %add__tensor: f32[2, 3] = aten.add_.Tensor(%x, 1.0)
+          %_assert = torch._assert(True, 'fine')
+          %rand_default_1: f32[2] = aten.rand.default([2])
+          return %rand_default_1
+    """,
+    )
 
 
 def test_a_dead_region_goes_and_one_that_acts_stays() -> None:
@@ -97,8 +128,46 @@ def test_a_dead_region_goes_and_one_that_acts_stays() -> None:
     out = gm.graph.output_node()
     out.args = ((out.args[0][0],),)  # type: ignore[index]
     gm.graph.set_codegen(torch.fx.graph.CodeGen())
-    new = cleaned(gm, X)
-    assert [r.kind for r in dovetail.regions(new)] == ["acts"]
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %dead_0: (f32[2, 3],) = region dead @dead(%x)
+          %cos: f32[2, 3] = operator.getitem(%dead_0, 0)
+          %acts_0: (f32[2, 3],) = region acts @acts(%x)
+          %rand_like: f32[2, 3] = operator.getitem(%acts_0, 0)
+          %mul: f32[2, 3] = aten.mul.Tensor(%x, 2)
+          %mul_1: f32[2, 3] = aten.mul.Tensor(%rand_like, 3)
+          return (%mul,)
+
+        body @dead:
+          %x: f32[2, 3] = input
+          %sin: f32[2, 3] = aten.sin.default(%x)
+          %cos: f32[2, 3] = aten.cos.default(%sin)
+          return (%cos,)
+
+        body @acts:
+          %x: f32[2, 3] = input
+          %rand_like: f32[2, 3] = aten.rand_like.default(%x, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None)
+          return (%rand_like,)
+    """,
+    )
+    assert_text(
+        cleaned(gm, X),
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %acts_0: (f32[2, 3],) = region acts @acts(%x)
+          %mul: f32[2, 3] = aten.mul.Tensor(%x, 2)
+          return (%mul,)
+
+        body @acts:
+          %x: f32[2, 3] = input
+          %rand_like: f32[2, 3] = aten.rand_like.default(%x, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None)
+          return (%rand_like,)
+    """,
+    )
 
 
 # Common sub-expressions
@@ -106,15 +175,29 @@ def test_a_dead_region_goes_and_one_that_acts_stays() -> None:
 
 def test_equal_things_are_computed_once() -> None:
     gm = captured(lambda x: (x.sin() + 1.0) * (x.sin() + 1.0), X)
-    assert called(gm) == ["sin", "add", "sin", "add", "mul"]
-    new = cleaned(gm, X)
-    assert dovetail.text(new) == (
-        "graph:\n"
-        "  %x: f32[2, 3] = input\n"
-        "  %sin: f32[2, 3] = aten.sin.default(%x)\n"
-        "  %add: f32[2, 3] = aten.add.Tensor(%sin, 1.0, alpha=1)\n"
-        "  %mul: f32[2, 3] = aten.mul.Tensor(%add, %add)\n"
-        "  return (%mul,)\n"
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin: f32[2, 3] = aten.sin.default(%x)
+          %add: f32[2, 3] = aten.add.Tensor(%sin, 1.0, alpha=1)
+          %sin_1: f32[2, 3] = aten.sin.default(%x)
+          %add_1: f32[2, 3] = aten.add.Tensor(%sin_1, 1.0, alpha=1)
+          %mul: f32[2, 3] = aten.mul.Tensor(%add, %add_1)
+          return (%mul,)
+    """,
+    )
+    assert_text(
+        cleaned(gm, X),
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin: f32[2, 3] = aten.sin.default(%x)
+          %add: f32[2, 3] = aten.add.Tensor(%sin, 1.0, alpha=1)
+          %mul: f32[2, 3] = aten.mul.Tensor(%add, %add)
+          return (%mul,)
+    """,
     )
 
 
@@ -133,13 +216,55 @@ def test_random_draws_are_never_merged() -> None:
     unchanged(captured(lambda x: torch.rand_like(x) + torch.rand_like(x), X), X)
 
 
+def test_of_two_equal_results_one_may_be_returned() -> None:
+    def draw(g: Graph) -> Any:
+        x = g.placeholder("x")
+        a, b = (g.call_function(aten.sin.default, (x,)) for _ in range(2))
+        return (a, g.call_function(aten.cos.default, (b,)))
+
+    gm = drawn(draw, X)
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin_default: f32[2, 3] = aten.sin.default(%x)
+          %sin_default_1: f32[2, 3] = aten.sin.default(%x)
+          %cos_default: f32[2, 3] = aten.cos.default(%sin_default_1)
+          return (%sin_default, %cos_default)
+    """,
+    )
+    assert_text(
+        cleaned(gm, X),
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin_default: f32[2, 3] = aten.sin.default(%x)
+          %cos_default: f32[2, 3] = aten.cos.default(%sin_default)
+          return (%sin_default, %cos_default)
+    """,
+    )
+
+
 def test_results_that_were_two_tensors_stay_two() -> None:
     def draw(g: Graph) -> Any:
         x = g.placeholder("x")
         a, b = (g.call_function(aten.sin.default, (x,)) for _ in range(2))
         return (a, g.call_function(aten.view.default, (b, [6])))
 
-    unchanged(drawn(draw, X), X)
+    gm = drawn(draw, X)
+    unchanged(gm, X)
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin_default: f32[2, 3] = aten.sin.default(%x)
+          %sin_default_1: f32[2, 3] = aten.sin.default(%x)
+          %view_default: f32[6] = aten.view.default(%sin_default_1, [6])
+          return (%sin_default, %view_default)
+    """,
+    )
 
 
 def test_views_of_one_memory_are_not_returned_as_one_tensor() -> None:
@@ -149,15 +274,6 @@ def test_views_of_one_memory_are_not_returned_as_one_tensor() -> None:
         return tuple(g.call_function(operator.getitem, (p, 0)) for p in parts)
 
     unchanged(drawn(draw, X), X)
-
-
-def test_of_two_equal_results_one_may_be_returned() -> None:
-    def draw(g: Graph) -> Any:
-        x = g.placeholder("x")
-        a, b = (g.call_function(aten.sin.default, (x,)) for _ in range(2))
-        return (a, g.call_function(aten.cos.default, (b,)))
-
-    assert called(cleaned(drawn(draw, X), X)) == ["sin", "cos"]
 
 
 def test_nothing_is_merged_across_a_write() -> None:
@@ -172,8 +288,31 @@ def test_nothing_is_merged_across_a_write() -> None:
             g.call_function(aten.add_.Tensor, (x, 1.0))
         return total
 
-    unchanged(drawn(lambda g: draw(g, True), X), X)
-    assert called(cleaned(drawn(lambda g: draw(g, False), X), X)) == ["sin", "add", "add_"]
+    written_between = drawn(lambda g: draw(g, True), X)
+    unchanged(written_between, X)
+    assert_text(
+        written_between,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin_default: f32[2, 3] = aten.sin.default(%x)
+          %add__tensor: f32[2, 3] = aten.add_.Tensor(%x, 1.0)
+          %sin_default_1: f32[2, 3] = aten.sin.default(%x)
+          %add_tensor: f32[2, 3] = aten.add.Tensor(%sin_default, %sin_default_1)
+          return %add_tensor
+    """,
+    )
+    assert_text(
+        cleaned(drawn(lambda g: draw(g, False), X), X),
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin_default: f32[2, 3] = aten.sin.default(%x)
+          %add_tensor: f32[2, 3] = aten.add.Tensor(%sin_default, %sin_default)
+          %add__tensor: f32[2, 3] = aten.add_.Tensor(%x, 1.0)
+          return %add_tensor
+    """,
+    )
 
 
 def test_nothing_that_is_written_is_merged() -> None:
@@ -217,22 +356,96 @@ def test_an_attribute_fetched_twice_is_fetched_once() -> None:
         return g.call_function(aten.mul.Tensor, (g.get_attr("weight"), g.get_attr("weight")))
 
     gm = drawn(draw, weight=nn.Parameter(torch.ones(3)))
-    new = cleaned(gm)
-    assert [n.op for n in new.graph.nodes] == ["get_attr", "call_function", "output"]
+    assert_text(
+        gm,
+        """
+        graph:
+          %weight = param weight
+          %weight_1 = param weight
+          %mul_tensor = aten.mul.Tensor(%weight, %weight_1)
+          return %mul_tensor
+    """,
+    )
+    assert_text(
+        cleaned(gm),
+        """
+        graph:
+          %weight = param weight
+          %mul_tensor = aten.mul.Tensor(%weight, %weight)
+          return %mul_tensor
+    """,
+    )
 
 
 def test_equal_regions_become_one_call() -> None:
     gm = captured(lambda x: x.sin().cos() + x.sin().cos(), X)
     pairs = [dovetail.Request(["sin", "cos"], "pair"), dovetail.Request(["sin_1", "cos_1"], "pair")]
     both = dovetail.outline(gm, pairs)
-    new = cleaned(both, X)
-    assert len(dovetail.regions(both)) == 2
-    assert len(dovetail.regions(new)) == 1
-    other = dovetail.outline(gm, [pairs[0], dovetail.Request(["sin_1", "cos_1"], "pair", attrs={"n": 1})])
+    assert_text(
+        both,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %pair_0: (f32[2, 3],) = region pair @pair(%x)
+          %cos: f32[2, 3] = operator.getitem(%pair_0, 0)
+          %pair_1: (f32[2, 3],) = region pair @pair(%x)
+          %cos_1: f32[2, 3] = operator.getitem(%pair_1, 0)
+          %add: f32[2, 3] = aten.add.Tensor(%cos, %cos_1, alpha=1)
+          return (%add,)
+
+        body @pair ×2:
+          %x: f32[2, 3] = input
+          %sin: f32[2, 3] = aten.sin.default(%x)
+          %cos: f32[2, 3] = aten.cos.default(%sin)
+          return (%cos,)
+    """,
+    )
+    assert_text(
+        cleaned(both, X),
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %pair_0: (f32[2, 3],) = region pair @pair(%x)
+          %cos: f32[2, 3] = operator.getitem(%pair_0, 0)
+          %add: f32[2, 3] = aten.add.Tensor(%cos, %cos, alpha=1)
+          return (%add,)
+
+        body @pair:
+          %x: f32[2, 3] = input
+          %sin: f32[2, 3] = aten.sin.default(%x)
+          %cos: f32[2, 3] = aten.cos.default(%sin)
+          return (%cos,)
+    """,
+    )
+
+
+def test_regions_with_other_attributes_stay_two() -> None:
+    gm = captured(lambda x: x.sin().cos() + x.sin().cos(), X)
+    pairs = [dovetail.Request([f"sin{i}", f"cos{i}"], "pair", attrs={"n": i}) for i in ("", "_1")]
+    other = dovetail.outline(gm, pairs)
     unchanged(other, X)
+    assert_text(
+        other,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %pair_0: (f32[2, 3],) = region pair {"n": ""} @pair(%x)
+          %cos: f32[2, 3] = operator.getitem(%pair_0, 0)
+          %pair_1: (f32[2, 3],) = region pair {"n": "_1"} @pair(%x)
+          %cos_1: f32[2, 3] = operator.getitem(%pair_1, 0)
+          %add: f32[2, 3] = aten.add.Tensor(%cos, %cos_1, alpha=1)
+          return (%add,)
+
+        body @pair ×2:
+          %x: f32[2, 3] = input
+          %sin: f32[2, 3] = aten.sin.default(%x)
+          %cos: f32[2, 3] = aten.cos.default(%sin)
+          return (%cos,)
+    """,
+    )
 
 
-def test_views_of_what_was_merged_lie_where_they_are_said_to() -> None:
+def test_views_of_what_was_merged_lie_where_their_values_claim() -> None:
     def draw(g: Graph) -> Any:
         x = g.placeholder("x")
         a, b = (g.call_function(aten.sin.default, (x,)) for _ in range(2))
@@ -260,9 +473,42 @@ def test_views_that_change_nothing_go() -> None:
         same = g.call_method("contiguous", (same,))
         return same if last else g.call_function(aten.sin.default, (same,))
 
-    assert called(cleaned(drawn(lambda g: draw(g, last=False), X), X)) == ["sin"]
+    gm = drawn(lambda g: draw(g, last=False), X)
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %view_default: f32[2, 3] = aten.view.default(%x, [2, 3])
+          %expand_default: f32[2, 3] = aten.expand.default(%view_default, [2, 3])
+          %contiguous: f32[2, 3] = .contiguous(%expand_default)
+          %sin_default: f32[2, 3] = aten.sin.default(%contiguous)
+          return %sin_default
+    """,
+    )
+    assert_text(
+        cleaned(gm, X),
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %sin_default: f32[2, 3] = aten.sin.default(%x)
+          return %sin_default
+    """,
+    )
     # A caller could tell the returned view from the input.
-    unchanged(drawn(lambda g: draw(g, last=True), X), X)
+    returned = drawn(lambda g: draw(g, last=True), X)
+    unchanged(returned, X)
+    assert_text(
+        returned,
+        """
+        graph:
+          %x: f32[2, 3] = input
+          %view_default: f32[2, 3] = aten.view.default(%x, [2, 3])
+          %expand_default: f32[2, 3] = aten.expand.default(%view_default, [2, 3])
+          %contiguous: f32[2, 3] = .contiguous(%expand_default)
+          return %contiguous
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,8 +553,7 @@ def test_without_values_no_view_is_known_to_change_nothing() -> None:
     [*((name, False) for name in sorted(MODELS)), *((name, True) for name in ("bert", "moe", "resnet"))],
 )
 def test_zoo(name: str, training: bool) -> None:
-    inputs = MODELS[name].example_inputs()
-    gm = dovetail.capture(MODELS[name].build().train(training), inputs.args, inputs.kwargs)
+    gm, inputs = zoo_graph(name, training=training), zoo_inputs(name)
     new = Pipeline([Cleanup()])(gm, check=True)
     assert equal(
         run(new, *inputs.args, *inputs.kwargs.values()), run(gm, *inputs.args, *inputs.kwargs.values())

@@ -42,16 +42,16 @@ def examine(seed: int, flavour: str, counts: Counter[str]) -> str:
         return ""
     state, inputs = Snapshot(gm), make_inputs(program)
     gradients = program.grads or any(t.requires_grad for t in state.tensors.values())
-    wanted = observe(gm, state, inputs, runs=2, gradients=gradients)
-    if wanted[-1].error:
+    expected = observe(gm, state, inputs, runs=2, gradients=gradients)
+    if expected[-1].error:
         return ""
     before = identity(gm)
     new = Cleanup()(gm)
     assert identity(gm) == before, "the input graph was edited"
     counts["programs"] += 1
     counts["smaller"] += len(new.graph.nodes) < len(gm.graph.nodes)
-    found = observe(new, state, inputs, runs=2, gradients=gradients)
-    which, words = difference(wanted, found, gradients=gradients)
+    observed = observe(new, state, inputs, runs=2, gradients=gradients)
+    which, words = difference(expected, observed, gradients=gradients)
     if which:
         return f"{which}: {words}\n{dovetail.text(gm)}\n{dovetail.text(new)}"
     dovetail.check(new)
@@ -66,8 +66,8 @@ def examine(seed: int, flavour: str, counts: Counter[str]) -> str:
 def test_nothing_can_be_seen_of_it(flavour: str) -> None:
     counts: Counter[str] = Counter()
     for seed in range(PROGRAMS[flavour]):
-        told = examine(seed, flavour, counts)
-        assert not told, f"seed {seed}: {told}"
+        mismatch = examine(seed, flavour, counts)
+        assert not mismatch, f"seed {seed}: {mismatch}"
     assert counts["smaller"] > PROGRAMS[flavour] // 3
 
 
@@ -84,29 +84,32 @@ def test_nothing_can_be_seen_of_it_in_graphs_with_regions(flavour: str) -> None:
             with contextlib.suppress(dovetail.DovetailError):
                 gm = carry_out(gm, stage)
         state, inputs = Snapshot(gm), make_inputs(case.program)
-        wanted = observe(gm, state, inputs, runs=2)
-        if wanted[-1].error or not dovetail.regions(gm):
+        expected = observe(gm, state, inputs, runs=2)
+        if expected[-1].error or not dovetail.regions(gm):
             continue
         new = Cleanup()(gm)
         dovetail.check(new)
         smaller += len(new.graph.nodes) < len(gm.graph.nodes)
-        assert difference(wanted, observe(new, state, inputs, runs=2)) == ("", ""), dovetail.text(gm)
+        assert difference(expected, observe(new, state, inputs, runs=2)) == ("", ""), dovetail.text(gm)
         assert same_graph(Cleanup()(new), new)
         opened = dovetail.inline(new)
         dovetail.check(opened)
         # Cloned as asked, two views do not share memory any more once the clone is all there is.
-        told = difference(wanted, observe(opened, state, inputs, runs=2), aliasing=False)
-        assert told == ("", ""), dovetail.text(gm)
+        mismatch = difference(expected, observe(opened, state, inputs, runs=2), aliasing=False)
+        assert mismatch == ("", ""), dovetail.text(gm)
     assert smaller > 10
+
+
+# Mistakes planted into the pass, each into the function that would have it.
 
 
 def _drops_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     def live(index: Any) -> list[bool]:
-        found = [node.op in ("placeholder", "output") for node in index.nodes]
+        kept = [node.op in ("placeholder", "output") for node in index.nodes]
         for i in range(len(index) - 1, -1, -1):
-            for j in index.data[i] if found[i] else ():
-                found[j] = True
-        return found
+            for j in index.data[i] if kept[i] else ():
+                kept[j] = True
+        return kept
 
     monkeypatch.setattr(cleanup, "_live", live)
 

@@ -106,7 +106,7 @@ def test_a_source_of_another_shape_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_a_folded_graph_made_before_a_write_and_called_after_it() -> None:
+def test_a_folded_graph_built_before_a_write_and_called_after_it() -> None:
     model = net()
     gm = folded(model)
     model.left.weight.mul_(2)

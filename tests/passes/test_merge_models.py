@@ -43,8 +43,8 @@ def zoo(name: str, *, training: bool = False) -> tuple[GraphModule, list[Any]]:
 )
 def test_zoo(name: str, groups: list[int], training: bool) -> None:
     gm, inputs = zoo(name, training=training)
-    found = [f for f in MergeParallel().explain(gm) if f.taken]
-    assert [len(f.nodes) for f in found] == groups
+    merged = [f for f in MergeParallel().explain(gm) if f.taken]
+    assert [len(f.nodes) for f in merged] == groups
     step = Repeat(MergeParallel())
     new = Pipeline([step])(gm, check=True)
     assert called(new).count("split_with_sizes") == len(groups)
@@ -109,17 +109,17 @@ def test_nested_branches() -> None:
             return torch.cat((b.sum(1), d.sum(1), (e * f).sum(1)), -1)
 
     gm = captured(Nested(), X)
-    told = Pipeline([Repeat(MergeParallel())]).trace(gm, check=True)
-    assert [s.changed for s in told.steps] == [True, False]
-    assert [c for c in called(told.graph) if c in ("linear", "relu", "tanh")] == [
+    record = Pipeline([Repeat(MergeParallel())]).trace(gm, check=True)
+    assert [s.changed for s in record.steps] == [True, False]
+    assert [c for c in called(record.graph) if c in ("linear", "relu", "tanh")] == [
         "linear",
         "relu",
         "linear",
         "tanh",
         "linear",
     ]
-    torch.testing.assert_close(told.graph(X), gm(X))
-    torch.testing.assert_close(gradients(told.graph, [X]), gradients(gm, [X]))
+    torch.testing.assert_close(record.graph(X), gm(X))
+    torch.testing.assert_close(gradients(record.graph, [X]), gradients(gm, [X]))
 
 
 def test_siblings_that_only_show_after_cleaning_up() -> None:

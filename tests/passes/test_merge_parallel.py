@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule, Node
 
 import dovetail
 from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
+from tests.texts import assert_text
 
 from .helpers import applied, aten, called, captured, drawn, gradients, node
 from .models import IMAGE, QKV, Branches, X
@@ -19,28 +21,50 @@ from .models import IMAGE, QKV, Branches, X
 
 def test_q_k_and_v_become_one_product_and_three_slices() -> None:
     gm = captured(QKV(bias=False), X)
-    new = applied(MergeParallel(), gm, X)
-    assert dovetail.text(new) == (
-        "graph:\n"
-        "  %x: f32[2, 3, 4] = input\n"
-        "  %q_weight: f32[8, 4] = param q.weight\n"
-        "  %k_weight: f32[4, 4] = param k.weight\n"
-        "  %v_weight: f32[4, 4] = param v.weight\n"
-        "  %merged_linear_weight_0: f32[16, 4] = aten.cat.default([%q_weight, %k_weight, %v_weight], 0)\n"
-        "  %merged_linear_0: f32[2, 3, 16] = aten.linear.default(%x, %merged_linear_weight_0, None)\n"
-        "  %merged_split_0: (f32[2, 3, 8], f32[2, 3, 4], f32[2, 3, 4]) = "
-        "aten.split_with_sizes.default(%merged_linear_0, [8, 4, 4], 2)\n"
-        "  %linear: f32[2, 3, 8] = operator.getitem(%merged_split_0, 0)\n"
-        "  %linear_1: f32[2, 3, 4] = operator.getitem(%merged_split_0, 1)\n"
-        "  %linear_2: f32[2, 3, 4] = operator.getitem(%merged_split_0, 2)\n"
-        "  %permute: f32[3, 2, 8] = aten.permute.default(%linear, [1, 0, 2])\n"
-        "  %permute_1: f32[3, 2, 4] = aten.permute.default(%linear_1, [1, 0, 2])\n"
-        "  %permute_2: f32[3, 2, 4] = aten.permute.default(%linear_2, [1, 0, 2])\n"
-        "  %sin: f32[3, 2, 8] = aten.sin.default(%permute)\n"
-        "  %mul: f32[3, 2, 4] = aten.mul.Tensor(%permute_1, %permute_2)\n"
-        "  %cos: f32[3, 2, 4] = aten.cos.default(%mul)\n"
-        "  %cat: f32[3, 2, 12] = aten.cat.default([%sin, %cos], 2)\n"
-        "  return (%cat,)\n"
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[2, 3, 4] = input
+          %q_weight: f32[8, 4] = param q.weight
+          %k_weight: f32[4, 4] = param k.weight
+          %v_weight: f32[4, 4] = param v.weight
+          %linear: f32[2, 3, 8] = aten.linear.default(%x, %q_weight, None)
+          %permute: f32[3, 2, 8] = aten.permute.default(%linear, [1, 0, 2])
+          %linear_1: f32[2, 3, 4] = aten.linear.default(%x, %k_weight, None)
+          %permute_1: f32[3, 2, 4] = aten.permute.default(%linear_1, [1, 0, 2])
+          %linear_2: f32[2, 3, 4] = aten.linear.default(%x, %v_weight, None)
+          %permute_2: f32[3, 2, 4] = aten.permute.default(%linear_2, [1, 0, 2])
+          %sin: f32[3, 2, 8] = aten.sin.default(%permute)
+          %mul: f32[3, 2, 4] = aten.mul.Tensor(%permute_1, %permute_2)
+          %cos: f32[3, 2, 4] = aten.cos.default(%mul)
+          %cat: f32[3, 2, 12] = aten.cat.default([%sin, %cos], 2)
+          return (%cat,)
+    """,
+    )
+    assert_text(
+        applied(MergeParallel(), gm, X),
+        """
+        graph:
+          %x: f32[2, 3, 4] = input
+          %q_weight: f32[8, 4] = param q.weight
+          %k_weight: f32[4, 4] = param k.weight
+          %v_weight: f32[4, 4] = param v.weight
+          %merged_linear_weight_0: f32[16, 4] = aten.cat.default([%q_weight, %k_weight, %v_weight], 0)
+          %merged_linear_0: f32[2, 3, 16] = aten.linear.default(%x, %merged_linear_weight_0, None)
+          %merged_split_0: (f32[2, 3, 8], f32[2, 3, 4], f32[2, 3, 4]) = aten.split_with_sizes.default(%merged_linear_0, [8, 4, 4], 2)
+          %linear: f32[2, 3, 8] = operator.getitem(%merged_split_0, 0)
+          %linear_1: f32[2, 3, 4] = operator.getitem(%merged_split_0, 1)
+          %linear_2: f32[2, 3, 4] = operator.getitem(%merged_split_0, 2)
+          %permute: f32[3, 2, 8] = aten.permute.default(%linear, [1, 0, 2])
+          %permute_1: f32[3, 2, 4] = aten.permute.default(%linear_1, [1, 0, 2])
+          %permute_2: f32[3, 2, 4] = aten.permute.default(%linear_2, [1, 0, 2])
+          %sin: f32[3, 2, 8] = aten.sin.default(%permute)
+          %mul: f32[3, 2, 4] = aten.mul.Tensor(%permute_1, %permute_2)
+          %cos: f32[3, 2, 4] = aten.cos.default(%mul)
+          %cat: f32[3, 2, 12] = aten.cat.default([%sin, %cos], 2)
+          return (%cat,)
+    """,
     )
     assert [str(f) for f in MergeParallel().explain(gm)] == [
         "linear, linear_1, linear_2: 3 products become one"
@@ -197,30 +221,101 @@ def test_results_keep_their_strides_and_their_memory() -> None:
     assert called(new).count("clone") == 2  # relu makes memory of its own
 
 
-def test_what_is_written_in_place_is_copied_first() -> None:
+def two_products(follow: Callable[[Graph, Node, Node], Any]) -> GraphModule:
+    """Two products of one value, and what is done with them."""
+
     def draw(g: Graph) -> Any:
         x = g.placeholder("x")
         a, b = (g.call_function(aten.mm.default, (x, g.get_attr(w))) for w in ("w0", "w1"))
+        return follow(g, a, b)
+
+    return drawn(draw, ROWS, w0=torch.randn(4, 5), w1=torch.randn(4, 5))
+
+
+ROWS = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def test_what_is_written_in_place_is_copied_first() -> None:
+    def follow(g: Graph, a: Node, b: Node) -> Any:
         g.call_function(aten.relu_.default, (a,))
         return g.call_function(aten.sub.Tensor, (a, b))
 
-    x = torch.randn(3, 4)
-    gm = drawn(draw, x, w0=torch.randn(4, 5), w1=torch.randn(4, 5))
-    new = applied(MergeParallel(), gm, x)
-    parts = ["getitem", "clone", "getitem"]  # what is only read needs no memory of its own
-    assert called(new) == ["cat", "mm", "split_with_sizes", *parts, "relu_", "sub"]
+    gm = two_products(follow)
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[3, 4] = input
+          %w0: f32[4, 5] = buffer w0
+          %mm_default: f32[3, 5] = aten.mm.default(%x, %w0)
+          %w1: f32[4, 5] = buffer w1
+          %mm_default_1: f32[3, 5] = aten.mm.default(%x, %w1)
+          %relu__default: f32[3, 5] = aten.relu_.default(%mm_default)
+          %sub_tensor: f32[3, 5] = aten.sub.Tensor(%mm_default, %mm_default_1)
+          return %sub_tensor
+    """,
+    )
+    # What is only read needs no memory of its own.
+    assert_text(
+        applied(MergeParallel(), gm, ROWS),
+        """
+        graph:
+          %x: f32[3, 4] = input
+          %w0: f32[4, 5] = buffer w0
+          %w1: f32[4, 5] = buffer w1
+          %merged_mm_weight_0: f32[4, 10] = aten.cat.default([%w0, %w1], 1)
+          %merged_mm_0: f32[3, 10] = aten.mm.default(%x, %merged_mm_weight_0)
+          %merged_split_0: (f32[3, 5], f32[3, 5]) = aten.split_with_sizes.default(%merged_mm_0, [5, 5], 1)
+          %merged_part_0: f32[3, 5] = operator.getitem(%merged_split_0, 0)
+          %mm_default: f32[3, 5] = aten.clone.default(%merged_part_0, memory_format=contiguous_format)
+          %mm_default_1: f32[3, 5] = operator.getitem(%merged_split_0, 1)
+          %relu__default: f32[3, 5] = aten.relu_.default(%mm_default)
+          %sub_tensor: f32[3, 5] = aten.sub.Tensor(%mm_default, %mm_default_1)
+          return %sub_tensor
+    """,
+    )
 
 
 def test_a_view_that_the_strides_do_not_allow_gets_a_copy() -> None:
-    def draw(g: Graph) -> Any:
-        x = g.placeholder("x")
-        a, b = (g.call_function(aten.mm.default, (x, g.get_attr(w))) for w in ("w0", "w1"))
+    def follow(g: Graph, a: Node, b: Node) -> Any:
         flat = g.call_function(aten.view.default, (a, [15]))
         return (g.call_function(aten.sin.default, (flat,)), g.call_function(aten.cos.default, (b,)))
 
-    x = torch.randn(3, 4)
-    new = applied(MergeParallel(), drawn(draw, x, w0=torch.randn(4, 5), w1=torch.randn(4, 5)), x)
-    assert called(new).count("clone") == 1
+    gm = two_products(follow)
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[3, 4] = input
+          %w0: f32[4, 5] = buffer w0
+          %mm_default: f32[3, 5] = aten.mm.default(%x, %w0)
+          %w1: f32[4, 5] = buffer w1
+          %mm_default_1: f32[3, 5] = aten.mm.default(%x, %w1)
+          %view_default: f32[15] = aten.view.default(%mm_default, [15])
+          %sin_default: f32[15] = aten.sin.default(%view_default)
+          %cos_default: f32[3, 5] = aten.cos.default(%mm_default_1)
+          return (%sin_default, %cos_default)
+    """,
+    )
+    assert_text(
+        applied(MergeParallel(), gm, ROWS),
+        """
+        graph:
+          %x: f32[3, 4] = input
+          %w0: f32[4, 5] = buffer w0
+          %w1: f32[4, 5] = buffer w1
+          %merged_mm_weight_0: f32[4, 10] = aten.cat.default([%w0, %w1], 1)
+          %merged_mm_0: f32[3, 10] = aten.mm.default(%x, %merged_mm_weight_0)
+          %merged_split_0: (f32[3, 5], f32[3, 5]) = aten.split_with_sizes.default(%merged_mm_0, [5, 5], 1)
+          %merged_part_0: f32[3, 5] = operator.getitem(%merged_split_0, 0)
+          %mm_default: f32[3, 5] = aten.clone.default(%merged_part_0, memory_format=contiguous_format)
+          %mm_default_1: f32[3, 5] = operator.getitem(%merged_split_0, 1)
+          %view_default: f32[15] = aten.view.default(%mm_default, [15])
+          %sin_default: f32[15] = aten.sin.default(%view_default)
+          %cos_default: f32[3, 5] = aten.cos.default(%mm_default_1)
+          return (%sin_default, %cos_default)
+    """,
+    )
 
 
 def test_regions_read_copies_and_keep_their_products() -> None:
@@ -242,23 +337,71 @@ def test_products_by_matmul_and_addmm_and_through_a_transpose() -> None:
     def draw(g: Graph) -> Any:
         x = g.placeholder("x")
         turned = [g.call_function(aten.t.default, (g.get_attr(w),)) for w in ("w0", "w1")]
-        made = [
+        products = [
             g.call_function(aten.addmm.default, (g.get_attr(b), x, t))
             for b, t in zip(("b0", "b1"), turned, strict=True)
         ]
-        made += [g.call_function(aten.matmul.default, (x, g.get_attr(m))) for m in ("m0", "m1")]
-        return tuple(g.call_function(aten.sin.default, (y,)) for y in made)
+        products += [g.call_function(aten.matmul.default, (x, g.get_attr(m))) for m in ("m0", "m1")]
+        return tuple(g.call_function(aten.sin.default, (y,)) for y in products)
 
-    x = torch.randn(3, 4)
     weights = {"w0": torch.randn(5, 4), "w1": torch.randn(6, 4), "b0": torch.randn(5), "b1": torch.randn(6)}
     weights |= {"m0": torch.randn(4, 2), "m1": torch.randn(4, 3)}
-    gm = drawn(draw, x, **{k: nn.Parameter(v) for k, v in weights.items()})
-    new = applied(MergeParallel(), gm, x)
+    gm = drawn(draw, ROWS, **{k: nn.Parameter(v) for k, v in weights.items()})
+    assert_text(
+        gm,
+        """
+        graph:
+          %x: f32[3, 4] = input
+          %w0: f32[5, 4] = param w0
+          %t_default: f32[4, 5] = aten.t.default(%w0)
+          %w1: f32[6, 4] = param w1
+          %t_default_1: f32[4, 6] = aten.t.default(%w1)
+          %b0: f32[5] = param b0
+          %addmm_default: f32[3, 5] = aten.addmm.default(%b0, %x, %t_default)
+          %b1: f32[6] = param b1
+          %addmm_default_1: f32[3, 6] = aten.addmm.default(%b1, %x, %t_default_1)
+          %m0: f32[4, 2] = param m0
+          %matmul_default: f32[3, 2] = aten.matmul.default(%x, %m0)
+          %m1: f32[4, 3] = param m1
+          %matmul_default_1: f32[3, 3] = aten.matmul.default(%x, %m1)
+          %sin_default: f32[3, 5] = aten.sin.default(%addmm_default)
+          %sin_default_1: f32[3, 6] = aten.sin.default(%addmm_default_1)
+          %sin_default_2: f32[3, 2] = aten.sin.default(%matmul_default)
+          %sin_default_3: f32[3, 3] = aten.sin.default(%matmul_default_1)
+          return (%sin_default, %sin_default_1, %sin_default_2, %sin_default_3)
+    """,
+    )
     # The weights are joined as they lie, and turned once.
-    assert called(new)[:4] == ["cat", "t", "cat", "addmm"]
-    assert called(new).count("t") == 1
-    assert called(new).count("matmul") == 1
-    torch.testing.assert_close(gradients(new, [x]), gradients(gm, [x]))
+    assert_text(
+        applied(MergeParallel(), gm, ROWS),
+        """
+        graph:
+          %x: f32[3, 4] = input
+          %w0: f32[5, 4] = param w0
+          %w1: f32[6, 4] = param w1
+          %b0: f32[5] = param b0
+          %merged_addmm_weight_0: f32[11, 4] = aten.cat.default([%w0, %w1], 0)
+          %merged_addmm_turned_0: f32[4, 11] = aten.t.default(%merged_addmm_weight_0)
+          %b1: f32[6] = param b1
+          %merged_addmm_bias_0: f32[11] = aten.cat.default([%b0, %b1], 0)
+          %merged_addmm_0: f32[3, 11] = aten.addmm.default(%merged_addmm_bias_0, %x, %merged_addmm_turned_0, beta=1, alpha=1)
+          %merged_split_0: (f32[3, 5], f32[3, 6]) = aten.split_with_sizes.default(%merged_addmm_0, [5, 6], 1)
+          %addmm_default: f32[3, 5] = operator.getitem(%merged_split_0, 0)
+          %addmm_default_1: f32[3, 6] = operator.getitem(%merged_split_0, 1)
+          %m0: f32[4, 2] = param m0
+          %m1: f32[4, 3] = param m1
+          %merged_matmul_weight_0: f32[4, 5] = aten.cat.default([%m0, %m1], 1)
+          %merged_matmul_0: f32[3, 5] = aten.matmul.default(%x, %merged_matmul_weight_0)
+          %merged_split_1: (f32[3, 2], f32[3, 3]) = aten.split_with_sizes.default(%merged_matmul_0, [2, 3], 1)
+          %matmul_default: f32[3, 2] = operator.getitem(%merged_split_1, 0)
+          %matmul_default_1: f32[3, 3] = operator.getitem(%merged_split_1, 1)
+          %sin_default: f32[3, 5] = aten.sin.default(%addmm_default)
+          %sin_default_1: f32[3, 6] = aten.sin.default(%addmm_default_1)
+          %sin_default_2: f32[3, 2] = aten.sin.default(%matmul_default)
+          %sin_default_3: f32[3, 3] = aten.sin.default(%matmul_default_1)
+          return (%sin_default, %sin_default_1, %sin_default_2, %sin_default_3)
+    """,
+    )
 
 
 def test_weights_that_are_inputs() -> None:

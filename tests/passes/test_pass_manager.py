@@ -135,7 +135,7 @@ def test_a_dump_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp_path: 
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", 3])
-def test_a_folder_that_cannot_be_one_is_told_before_anything_runs(tmp_path: Path, where: Any) -> None:
+def test_a_folder_that_cannot_be_one_is_reported_before_anything_runs(tmp_path: Path, where: Any) -> None:
     (tmp_path / "file").write_text("taken")
     ran: list[str] = []
 
@@ -267,7 +267,7 @@ class Fails(Pass):
         raise KeyError("what the pass says")
 
 
-def test_an_error_inside_a_pass_says_which_pass_it_was() -> None:
+def test_an_error_inside_a_pass_names_which_pass_it_was() -> None:
     gm = graph()
     before = dovetail.text(gm)
     pipe = Pipeline([Nothing(), Repeat(Pipeline([Nothing(), Fails()]))])
@@ -313,6 +313,6 @@ def test_a_pipeline_checks_after_every_pass_when_asked() -> None:
         (lambda: MergeParallel(fuel=-1), "fuel -1"),
     ],
 )
-def test_bad_options_are_refused_when_a_pass_is_made(make: Any, words: str) -> None:
+def test_bad_options_are_refused_when_a_pass_is_created(make: Any, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         make()

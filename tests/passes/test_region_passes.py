@@ -52,7 +52,7 @@ def test_fuse_is_a_value() -> None:
 @pytest.mark.parametrize(
     "options", [{"rounds": -1}, {"fuel": 1.5}, {"limits": 3}, {"priorities": {"other": 1}}, {"cost": 3}]
 )
-def test_bad_options_are_refused_when_the_pass_is_made(options: dict[str, object]) -> None:
+def test_bad_options_are_refused_when_the_pass_is_created(options: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         Fuse(groups(), **options)  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ def test_outline_wants_requests_by_name() -> None:
 # Inline
 
 
-def test_inline_opens_what_it_is_told_to() -> None:
+def test_inline_opens_what_it_is_asked_to() -> None:
     gm = graph()
     requests = [dovetail.Request(["sin", "cos"], "pair"), dovetail.Request(["exp", "tanh"], "other")]
     regions = Outline(*requests)(gm)
@@ -107,7 +107,7 @@ def test_inline_opens_what_it_is_told_to() -> None:
     assert [r.kind for r in dovetail.regions(Inline(kind="pair")(nested), nested=True)] == ["other", "outer"]
 
 
-def test_inline_has_nothing_to_do_or_says_what_is_missing() -> None:
+def test_inline_has_nothing_to_do_or_names_what_is_missing() -> None:
     gm = graph()
     assert Inline()(gm) is gm
     assert Inline(kind="pair")(gm) is gm

@@ -16,12 +16,16 @@ def proposals(
 ) -> tuple[list[Candidate], list[Refusal], RuleContext]:
     context = RuleContext(gm, **options)
     before = dovetail.text(gm)
-    said = list(rule.propose(context))
+    proposed = list(rule.propose(context))
     assert dovetail.text(gm) == before, "a rule must not edit"
-    return [p for p in said if isinstance(p, Candidate)], [p for p in said if isinstance(p, Refusal)], context
+    return (
+        [p for p in proposed if isinstance(p, Candidate)],
+        [p for p in proposed if isinstance(p, Refusal)],
+        context,
+    )
 
 
-def found(rule: Rule, gm: GraphModule, **options: Any) -> list[list[str]]:
+def matches(rule: Rule, gm: GraphModule, **options: Any) -> list[list[str]]:
     """The operations of each candidate by name."""
     candidates, _, context = proposals(rule, gm, **options)
     return [[context.nodes[i].name for i in c.members] for c in candidates]

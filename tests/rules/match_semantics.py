@@ -32,7 +32,7 @@ def values_of(gm: GraphModule, inputs: list[Any]) -> dict[Node, Any]:
     return run.seen
 
 
-def says_so(rule: PatternRule, match: Match, values: dict[Node, Any]) -> bool:
+def computes_the_same(rule: PatternRule, match: Match, values: dict[Node, Any]) -> bool:
     """Whether the pattern gives the values that the graph has, as near as another layout of memory allows."""
     arguments = dict(rule.parameters.fixed)
     arguments.update(match.literals)
@@ -61,4 +61,4 @@ def wrong(rule: PatternRule, gm: GraphModule, inputs: list[Any]) -> list[list[st
     if not matches:
         return []
     values = values_of(gm, inputs)
-    return [[n.name for n in m.nodes] for m in matches if not says_so(rule, m, values)]
+    return [[n.name for n in m.nodes] for m in matches if not computes_the_same(rule, m, values)]

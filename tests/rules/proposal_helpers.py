@@ -37,15 +37,15 @@ def moved(candidate: Candidate) -> list[int]:
 def proposed(gm: GraphModule, rule: Rule, **about: Any) -> list[list[str]]:
     """The names of the operations of each candidate, in the graph's order, smallest candidate first."""
     context = RuleContext(gm, **about)
-    found = [[context.nodes[i].name for i in sorted(c.members)] for c in candidates(context, rule)]
-    return sorted(found, key=lambda names: (len(names), names))
+    by_name = [[context.nodes[i].name for i in sorted(c.members)] for c in candidates(context, rule)]
+    return sorted(by_name, key=lambda names: (len(names), names))
 
 
 def refusals(gm: GraphModule, rule: Rule, **about: Any) -> dict[tuple[str, ...], str]:
     """The reason by the names of what was refused, in the graph's order."""
     context = RuleContext(gm, **about)
-    found = [p for p in rule.propose(context) if isinstance(p, Refusal)]
-    return {tuple(context.nodes[i].name for i in sorted(r.members)): r.reason for r in found}
+    refused = [p for p in rule.propose(context) if isinstance(p, Refusal)]
+    return {tuple(context.nodes[i].name for i in sorted(r.members)): r.reason for r in refused}
 
 
 def why_not(gm: GraphModule, rule: Rule, first: str, second: str, **about: Any) -> list[str]:
@@ -72,8 +72,8 @@ def requests(context: RuleContext, rule: Rule) -> list[dovetail.Request]:
 def fused(gm: GraphModule, rule: Rule, *inputs: Any, **about: Any) -> GraphModule:
     """Make all that a rule proposes, in one sweep, and prove that nothing changed."""
     before = dovetail.text(gm)
-    wanted = requests(RuleContext(gm, **about), rule)
-    new = dovetail.outline(gm, wanted) if wanted else gm
+    asked = requests(RuleContext(gm, **about), rule)
+    new = dovetail.outline(gm, asked) if asked else gm
     assert dovetail.text(gm) == before
     dovetail.check(new)
     assert equal(run(new, *inputs), run(gm, *inputs))
@@ -97,10 +97,10 @@ def relisted(gm: GraphModule, seed: int) -> GraphModule:
             continue
         listing.append(i)
         _release(index, i, waiting, ready)
-    graph, made = Graph(), dict[Node, Node]()
+    graph, copies = Graph(), dict[Node, Node]()
     for number, i in enumerate([*listing, len(index) - 1]):
         old = index.nodes[i]
-        new = made[old] = graph.node_copy(old, made.__getitem__)
+        new = copies[old] = graph.node_copy(old, copies.__getitem__)
         new.name = (
             f"n{rng.randrange(10**6)}_{number}" if old.op not in ("placeholder", "output") else old.name
         )

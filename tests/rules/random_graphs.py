@@ -34,41 +34,41 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 class _Drawing:
     def __init__(self) -> None:
         self.graph = Graph()
-        self.made: list[tuple[Node, tuple[int, int]]] = []
+        self.drawn: list[tuple[Node, tuple[int, int]]] = []
         for name in ("x", "y"):
-            self.made.append((self.graph.placeholder(name), (4, 4)))
+            self.drawn.append((self.graph.placeholder(name), (4, 4)))
 
     def call(self, target: Any, *args: Any) -> Node:
         return self.graph.call_function(target, args)
 
     def step(self, op: str, back: int, other: int) -> None:
-        node, shape = self.made[-1 - back % len(self.made)]
-        second, wide = self.made[-1 - other % len(self.made)]
+        node, shape = self.drawn[-1 - back % len(self.drawn)]
+        second, wide = self.drawn[-1 - other % len(self.drawn)]
         whole = shape == wide == (4, 4)
         if op in ("add", "mul") or (op in ("mm", "cat") and not whole):
-            made = self.call(aten.add.Tensor if op == "add" else aten.mul.Tensor, node, second)
+            drawn = self.call(aten.add.Tensor if op == "add" else aten.mul.Tensor, node, second)
             shape = (max(shape[0], wide[0]), max(shape[1], wide[1]))
         elif op == "mm":
-            made = self.call(aten.mm.default, node, second)
+            drawn = self.call(aten.mm.default, node, second)
         elif op == "cat":
             joined = self.call(aten.cat.default, [node, second], 1)
-            made = self.call(aten.slice.Tensor, joined, 1, 2, 6)
+            drawn = self.call(aten.slice.Tensor, joined, 1, 2, 6)
         elif op == "sum":
-            made, shape = self.call(aten.sum.dim_IntList, node, [1], True), (shape[0], 1)
+            drawn, shape = self.call(aten.sum.dim_IntList, node, [1], True), (shape[0], 1)
         elif op == "softmax":
-            made = self.call(aten.softmax.int, node, 0)
+            drawn = self.call(aten.softmax.int, node, 0)
         elif op == "t":
-            made, shape = self.call(aten.t.default, node), (shape[1], shape[0])
+            drawn, shape = self.call(aten.t.default, node), (shape[1], shape[0])
         elif op == "max":
             pair = self.call(aten.max.dim, node, 0, True)
-            made, shape = self.call(operator.getitem, pair, 0), (1, shape[1])
+            drawn, shape = self.call(operator.getitem, pair, 0), (1, shape[1])
         elif op == "bernoulli":
-            made = self.call(aten.bernoulli.p, node, 0.5)
+            drawn = self.call(aten.bernoulli.p, node, 0.5)
         elif op == "write":
-            made = self.call(aten.add_.Tensor, node, 1.0)
+            drawn = self.call(aten.add_.Tensor, node, 1.0)
         else:
-            made = self.call(aten.sin.default, node)
-        self.made.append((made, shape))
+            drawn = self.call(aten.sin.default, node)
+        self.drawn.append((drawn, shape))
 
 
 def built(program: Sequence[Step], *, values: bool = True) -> GraphModule:
@@ -76,7 +76,7 @@ def built(program: Sequence[Step], *, values: bool = True) -> GraphModule:
     drawing = _Drawing()
     for op, back, other in program:
         drawing.step(op, back, other)
-    ends = [node for node, _ in drawing.made if not node.users and node.op != "placeholder"]
+    ends = [node for node, _ in drawing.drawn if not node.users and node.op != "placeholder"]
     drawing.graph.output(tuple(ends))
     gm = GraphModule(torch.nn.Module(), drawing.graph)
     if values:

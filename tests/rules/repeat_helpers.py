@@ -26,10 +26,10 @@ def proposed(
     """What a rule says of a graph, which it leaves as it was."""
     before = dovetail.text(gm)
     look = RuleContext(gm, **context)
-    said = list(rule.propose(look))
+    proposals = list(rule.propose(look))
     assert dovetail.text(gm) == before
-    candidates = [p for p in said if isinstance(p, Candidate)]
-    return look, candidates, [p for p in said if isinstance(p, Refusal)]
+    candidates = [p for p in proposals if isinstance(p, Candidate)]
+    return look, candidates, [p for p in proposals if isinstance(p, Refusal)]
 
 
 def requests(context: RuleContext, candidates: list[Candidate]) -> list[Request]:

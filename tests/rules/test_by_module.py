@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
-from dovetail import CyclicRegion, InvalidArgument, zoo
+from dovetail import CyclicRegion, InvalidArgument
 from dovetail.errors import RuleError
 from dovetail.rules.by_module import Modules, matches_path, modules, normalize_path
 from tests.rules.repeat_helpers import applied, bodies, member_names, proposed, requests, same_run, to_the_end
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 
 class Gate(nn.Module):
@@ -78,10 +79,10 @@ TRACERS: dict[str, Callable[..., GraphModule]] = {
 @pytest.mark.parametrize("what", ["layers.*.mlp", "**.mlp", "*.[01].m?p"])
 def test_a_path_names_one_module_of_each_layer(tracer: str, what: str) -> None:
     gm = TRACERS[tracer](Model(), torch.randn(2, 4))
-    context, found, refused = proposed(modules(what, kind="mlp"), gm)
-    assert len(found) == 2
+    context, candidates, refused = proposed(modules(what, kind="mlp"), gm)
+    assert len(candidates) == 2
     assert not refused
-    first, second = member_names(context, found)
+    first, second = member_names(context, candidates)
     assert len(first) == len(second) == 6  # linear, chunk, its two parts, sigmoid, mul
     assert not set(first) & set(second)
 
@@ -92,11 +93,11 @@ def test_a_path_names_one_module_of_each_layer(tracer: str, what: str) -> None:
 )
 def test_a_class_names_every_call_of_its_modules(tracer: str, what: Any) -> None:
     gm = TRACERS[tracer](Model(), torch.randn(2, 4))
-    context, found, refused = proposed(modules(what, kind="gate"), gm)
+    context, candidates, refused = proposed(modules(what, kind="gate"), gm)
     # The shared one is called twice: two regions, one before and one after the layers.
-    assert len(found) == 4
+    assert len(candidates) == 4
     assert not refused
-    assert len({name for names in member_names(context, found) for name in names}) == 4 * 6
+    assert len({name for names in member_names(context, candidates) for name in names}) == 4 * 6
 
 
 def test_equal_modules_share_one_body_and_values_stay() -> None:
@@ -113,16 +114,16 @@ def test_equal_modules_share_one_body_and_values_stay() -> None:
 
 def test_parameters_are_operands() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
-    context, found, _ = proposed(modules("layers.0", kind="layer"), gm)
-    assert all(context.nodes[i].op == "call_function" for i in found[0].members)
+    context, candidates, _ = proposed(modules("layers.0", kind="layer"), gm)
+    assert all(context.nodes[i].op == "call_function" for i in candidates[0].members)
     region = dovetail.regions(applied(modules("layers.0", kind="layer"), gm))[0]
     assert len(region.inputs) == 1 + 4
 
 
 def test_of_nested_matches_the_outermost_is_proposed() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
-    _, found, _ = proposed(modules(["layers.*", "**.mlp", Gate], kind="part"), gm)
-    sizes = sorted(len(c.members) for c in found)
+    _, candidates, _ = proposed(modules(["layers.*", "**.mlp", Gate], kind="part"), gm)
+    sizes = sorted(len(c.members) for c in candidates)
     assert sizes == [6, 6, 8, 8]  # the shared gate twice, and two whole layers
     assert bodies(applied(modules(["layers.*", Gate], kind="part"), gm)) == 2
 
@@ -131,8 +132,8 @@ def test_nested_matches_become_regions_from_the_inside_if_asked() -> None:
     model, x = Model(), torch.randn(2, 4)
     gm = dovetail.capture(model, (x,))
     rule = modules(["layers.*", Gate, nn.Linear], kind="part", nests=True)
-    _, found, _ = proposed(rule, gm)
-    assert sorted(c.priority for c in found) == [-2] * 2 + [-1] * 4 + [0] * 4
+    _, candidates, _ = proposed(rule, gm)
+    assert sorted(c.priority for c in candidates) == [-2] * 2 + [-1] * 4 + [0] * 4
     out = to_the_end(rule, gm)
     names = [r.name for r in dovetail.regions(out, nested=True)]
     assert len(dovetail.regions(out)) == 4
@@ -152,41 +153,41 @@ def test_regions_of_another_kind_are_taken_in() -> None:
 
 def test_a_path_that_matches_nothing_is_refused_with_what_comes_near() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
-    _, found, refused = proposed(modules("layer.*.mlp", kind="mlp"), gm)
-    assert not found
-    (said,) = refused
-    assert said.members == ()
-    assert "'layer.*.mlp'" in said.reason
-    assert "layers.*.mlp" in said.reason
-    _, _, (said,) = proposed(modules("Gates", kind="gate"), gm)
-    assert "Gate" in said.reason.partition(";")[2]
+    _, candidates, refused = proposed(modules("layer.*.mlp", kind="mlp"), gm)
+    assert not candidates
+    (refusal,) = refused
+    assert refusal.members == ()
+    assert "'layer.*.mlp'" in refusal.reason
+    assert "layers.*.mlp" in refusal.reason
+    _, _, (refusal,) = proposed(modules("Gates", kind="gate"), gm)
+    assert "Gate" in refusal.reason.partition(";")[2]
 
 
-def test_only_what_is_missing_of_several_is_told() -> None:
+def test_only_what_is_missing_of_many_is_reported() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
-    _, found, (said,) = proposed(modules(["layers.*", "nowhere"], kind="layer"), gm)
-    assert len(found) == 2
-    assert "'nowhere'" in said.reason
-    assert "'layers.*'" not in said.reason
+    _, candidates, (refusal,) = proposed(modules(["layers.*", "nowhere"], kind="layer"), gm)
+    assert len(candidates) == 2
+    assert "'nowhere'" in refusal.reason
+    assert "'layers.*'" not in refusal.reason
 
 
 def test_a_graph_that_does_not_say_where_its_operations_came_from() -> None:
     gm = symbolic_trace(lambda x: torch.relu(x) + 1)
-    _, found, (said,) = proposed(modules("layers.*", kind="layer"), gm)
-    assert not found
-    assert "does not record" in said.reason
+    _, candidates, (refusal,) = proposed(modules("layers.*", kind="layer"), gm)
+    assert not candidates
+    assert "does not record" in refusal.reason
 
 
 def test_a_module_with_an_operation_that_may_not_be_taken_is_refused() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
     rule = modules("layers.*", kind="layer")
-    _, found, _ = proposed(rule, gm)
-    barred = found[0].members[0]
-    _, left, (said,) = proposed(rule, gm, barred={barred: "asked never to"})
-    assert [c.members for c in left] == [found[1].members]
-    assert said.at == barred
-    assert "asked never to" in said.reason
-    assert "layers.0" in said.reason
+    _, candidates, _ = proposed(rule, gm)
+    excluded = candidates[0].members[0]
+    _, left, (refusal,) = proposed(rule, gm, barred={excluded: "asked never to"})
+    assert [c.members for c in left] == [candidates[1].members]
+    assert refusal.at == excluded
+    assert "asked never to" in refusal.reason
+    assert "layers.0" in refusal.reason
 
 
 def written_by_hand(cross: bool) -> GraphModule:
@@ -204,9 +205,9 @@ def written_by_hand(cross: bool) -> GraphModule:
 
 def test_whether_a_module_can_be_one_region_is_for_the_choice_to_say() -> None:
     rule = modules("part", kind="part")
-    context, found, _ = proposed(rule, written_by_hand(cross=True))
+    context, candidates, _ = proposed(rule, written_by_hand(cross=True))
     with pytest.raises(CyclicRegion, match="neg"):
-        dovetail.outline(context.gm, requests(context, found))
+        dovetail.outline(context.gm, requests(context, candidates))
     assert len(dovetail.regions(applied(rule, written_by_hand(cross=False)))) == 1
 
 
@@ -229,9 +230,7 @@ def test_why_two_operations_are_not_in_one_region() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bert", "moe", "mamba", "vit"])
 def test_layers_of_the_zoo(name: str) -> None:
-    entry = zoo.get(name)
-    inputs = entry.example_inputs("tiny")
-    gm = dovetail.capture(entry.build("tiny").eval(), inputs.args, inputs.kwargs)
+    gm, inputs = zoo_graph(name), zoo_inputs(name)
     out = applied(modules("layers.*", kind="layer"), gm)
     assert len(dovetail.regions(out, kind="layer")) == 2
     assert bodies(out) == 1
@@ -306,8 +305,8 @@ def test_a_bad_kind() -> None:
 
 def test_a_part_goes_with_its_operation() -> None:
     gm = dovetail.capture(Model(), (torch.randn(2, 4),))
-    context, found, _ = proposed(modules("shared", kind="gate"), gm)
-    for candidate in found:
+    context, candidates, _ = proposed(modules("shared", kind="gate"), gm)
+    for candidate in candidates:
         parts = [i for i in candidate.members if context.nodes[i].target is operator.getitem]
         assert len(parts) == 2
 

@@ -31,6 +31,7 @@ from tests.rules.proposal_helpers import (
     structure,
 )
 from tests.rules.random_graphs import Step, built, inputs, steps
+from tests.zoo_graphs import zoo_graph, zoo_inputs
 
 BUSY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 SOME = {"sin", "add", "mul", "t", "max", "bernoulli", "add_", "cat"}
@@ -52,12 +53,12 @@ def test_all_that_is_proposed_is_legal_together_and_changes_nothing(
     gm = built(program, values=values)
     limits = Limits(nodes=nodes)
     context = RuleContext(gm, limits=limits)
-    found = candidates(context, rule)
-    members = [i for c in found for i in c.members]
+    proposals = candidates(context, rule)
+    members = [i for c in proposals for i in c.members]
     assert len(members) == len(set(members))
     if rule.kind != "group" and not getattr(rule, "join_siblings", False):
-        assert all(is_connected(context, c.members) for c in found)
-    assert is_legal(context, {i: k for k, c in enumerate(found) for i in moved(c)})
+        assert all(is_connected(context, c.members) for c in proposals)
+    assert is_legal(context, {i: k for k, c in enumerate(proposals) for i in moved(c)})
     fused(gm, rule, *inputs(), limits=limits)
 
 
@@ -88,15 +89,15 @@ def test_listing_and_names_and_operand_order_do_not_matter(
 def test_no_two_neighbouring_regions_could_be_one(program: list[Step], picks: list[int]) -> None:
     gm = built(program, values=False)
     context = RuleContext(gm)
-    wanted = {node for node, pick in zip(context.nodes, picks * 3, strict=False) if pick}
-    rule = capability(lambda node: node in wanted, "wanted", min_size=1)
+    picked = {node for node, pick in zip(context.nodes, picks * 3, strict=False) if pick}
+    rule = capability(lambda node: node in picked, "picked", min_size=1)
     number = {i: k for k, c in enumerate(candidates(context, rule)) for i in c.members}
     for late, reads in enumerate(context.index.data):
         for early in reads:
             if early in number and late in number and number[early] != number[late]:
                 one = {i: number[early] if k == number[late] else k for i, k in number.items()}
                 assert not is_legal(context, one)
-    joined = capability(lambda node: node in wanted, "wanted", min_size=1, join_siblings=True)
+    joined = capability(lambda node: node in picked, "picked", min_size=1, join_siblings=True)
     number = {i: k for k, c in enumerate(candidates(context, joined)) for i in c.members}
     for a, b in permutations(set(number.values()), 2):
         assert not is_legal(context, {i: a if k == b else k for i, k in number.items()})
@@ -107,10 +108,10 @@ def test_no_two_neighbouring_regions_could_be_one(program: list[Step], picks: li
 def test_fusing_what_is_fused_changes_nothing(program: list[Step], rule: Rule) -> None:
     gm = built(program)
     for _ in range(6):
-        wanted = requests(RuleContext(gm), rule)
-        if not wanted:
+        asked = requests(RuleContext(gm), rule)
+        if not asked:
             break
-        gm = dovetail.outline(gm, wanted)
+        gm = dovetail.outline(gm, asked)
     assert not requests(RuleContext(gm), rule)
 
 
@@ -157,19 +158,17 @@ def test_time_grows_with_the_graph(
 
 @pytest.mark.parametrize("name", zoo.names())
 def test_models_of_the_zoo(name: str) -> None:
-    model = zoo.get(name)
-    given = model.example_inputs("tiny")
-    gm = dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs)
+    gm, given = zoo_graph(name), zoo_inputs(name)
     anchors = {"linear", "matmul", "conv2d", "einsum"}
     for rule in (groups(), capability(lambda node: not _calls(node, anchors), "rest")):
-        wanted = requests(RuleContext(gm), rule)
-        assert wanted
-        new = dovetail.outline(gm, wanted)
+        asked = requests(RuleContext(gm), rule)
+        assert asked
+        new = dovetail.outline(gm, asked)
         torch.manual_seed(0)
         expected: Any = gm(*given.args, **given.kwargs)
         torch.manual_seed(0)
-        found: Any = new(*given.args, **given.kwargs)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        result: Any = new(*given.args, **given.kwargs)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
         dovetail.check(new)
 
 

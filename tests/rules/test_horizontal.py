@@ -53,8 +53,8 @@ def test_three_projections_of_one_value() -> None:
 def test_what_follows_each_branch_comes_along_if_asked_for() -> None:
     gm, inputs = captured(projections, *SHAPES)
     rule = siblings(follow=True)
-    (found,) = candidates(RuleContext(gm), rule)
-    names = [RuleContext(gm).nodes[i].name for i in found.members]
+    (candidate,) = candidates(RuleContext(gm), rule)
+    names = [RuleContext(gm).nodes[i].name for i in candidate.members]
     assert len(names) == 6
     heads, tails = names[::2], names[1::2]
     assert {h.replace("linear", "permute") for h in heads} == set(tails)
@@ -83,8 +83,8 @@ def test_branches_are_in_an_order_that_no_listing_changes() -> None:
 
     def weights(gm: Any) -> list[str]:
         context = RuleContext(gm)
-        (found,) = candidates(context, rule)
-        heads = [context.nodes[i] for i in found.members[::2]]
+        (candidate,) = candidates(context, rule)
+        heads = [context.nodes[i] for i in candidate.members[::2]]
         return [head.args[1].name for head in heads]  # type: ignore[union-attr]
 
     for seed in range(4):
@@ -128,14 +128,14 @@ def test_unlike_operations_are_no_siblings() -> None:
     assert proposed(gm, both) == [["linear", "linear_1"]]
 
 
-def test_two_precisions_are_told() -> None:
+def test_two_precisions_are_refused() -> None:
     def function(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return x * v, x * w.to(torch.bfloat16)
 
     gm, _ = captured(function, SQUARE, SQUARE, SQUARE)
-    told = refusals(gm, siblings())["mul", "mul_1"]
-    assert "float32 of rank 2" in told
-    assert "bfloat16 of rank 2" in told
+    reason = refusals(gm, siblings())["mul", "mul_1"]
+    assert "float32 of rank 2" in reason
+    assert "bfloat16 of rank 2" in reason
 
 
 def test_effects_and_views_are_no_siblings() -> None:
@@ -189,7 +189,7 @@ def test_limits_and_the_least_number_of_branches() -> None:
     assert "fewer than 6 branches" in why_not(gm, siblings(min_branches=6), "sin", "sin_1")[0]
 
 
-def test_a_predicate_says_which() -> None:
+def test_a_predicate_selects() -> None:
     def small(node: Node) -> bool | Decline:
         return True if node.args[1] != 3.0 else Decline("three is too many", at=node)
 

@@ -42,19 +42,19 @@ _BINARY: dict[str, Callable[..., Any]] = {
 
 def steps(rng: random.Random, inputs: int, count: int) -> list[Step]:
     """A program: each step reads inputs (negative) or earlier steps."""
-    made: list[Step] = []
+    program: list[Step] = []
     for i in range(count):
         choices = [*range(-inputs, 0), *range(max(0, i - 4), i), *range(max(0, i - 4), i)]
         if rng.random() < 0.5:
-            made.append((rng.choice(list(_UNARY)), (rng.choice(choices),)))
+            program.append((rng.choice(list(_UNARY)), (rng.choice(choices),)))
         else:
-            made.append((rng.choice(list(_BINARY)), (rng.choice(choices), rng.choice(choices))))
-    return made
+            program.append((rng.choice(list(_BINARY)), (rng.choice(choices), rng.choice(choices))))
+    return program
 
 
-def run(program: list[Step], wanted: list[int], results: list[int], given: dict[int, Any]) -> Any:
+def run(program: list[Step], chosen: list[int], results: list[int], given: dict[int, Any]) -> Any:
     values = dict(given)
-    for i in wanted:
+    for i in chosen:
         name, reads = program[i]
         function = _UNARY.get(name) or _BINARY[name]
         values[i] = function(*(values[r] for r in reads))
@@ -64,11 +64,11 @@ def run(program: list[Step], wanted: list[int], results: list[int], given: dict[
 def part(rng: random.Random, program: list[Step]) -> tuple[list[int], int]:
     """The steps that one step needs, a few generations back."""
     root = rng.randrange(len(program) // 2, len(program))
-    found, edge = {root}, [root]
+    inner, edge = {root}, [root]
     for _ in range(rng.randrange(1, 5)):
         edge = [r for i in edge for r in program[i][1] if r >= 0 and rng.random() < 0.8]
-        found.update(edge)
-    return sorted(found), root
+        inner.update(edge)
+    return sorted(inner), root
 
 
 def pattern_of(program: list[Step], inner: list[int], root: int) -> PatternRule:
@@ -85,7 +85,7 @@ def pattern_of(program: list[Step], inner: list[int], root: int) -> PatternRule:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_a_part_of_a_program_is_found_in_it_and_every_match_means_it(seed: int) -> None:
+def test_a_part_of_a_program_is_matched_in_it_and_every_match_means_it(seed: int) -> None:
     rng = random.Random(seed)
     program = steps(rng, 3, 14)
     used = {r for _, reads in program for r in reads}
@@ -96,21 +96,21 @@ def test_a_part_of_a_program_is_found_in_it_and_every_match_means_it(seed: int) 
     )
     for _ in range(3):
         inner, root = part(rng, program)
-        made = pattern_of(program, inner, root)
-        matches = made.matches(RuleContext(gm))
+        pattern = pattern_of(program, inner, root)
+        matches = pattern.matches(RuleContext(gm))
         outside = {r for i in inner for r in program[i][1] if r not in inner}
         # Where an operand is itself computed from the match, there is no place for it outside.
         needs = {i for r in outside if r >= 0 for i in _ancestors(program, r)}
         if not needs & set(inner):
             assert matches, (program, inner)
-        assert wrong(made, gm, inputs) == []
+        assert wrong(pattern, gm, inputs) == []
 
 
 def _ancestors(program: list[Step], at: int) -> set[int]:
-    found, stack = set(), [at]
+    ancestors, stack = set(), [at]
     while stack:
         i = stack.pop()
-        if i >= 0 and i not in found:
-            found.add(i)
+        if i >= 0 and i not in ancestors:
+            ancestors.add(i)
             stack.extend(program[i][1])
-    return found
+    return ancestors

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
-from dovetail import zoo
 from dovetail.rules.op_classes import OpClass, classify, classify_body
 from dovetail.rules.rule import RuleContext
 from tests.outlining.helpers import trace
 from tests.rules.proposal_helpers import captured
+from tests.zoo_graphs import zoo_graph
 
 aten = torch.ops.aten
 ELEMENTWISE, BROADCAST, INJECTIVE = OpClass.ELEMENTWISE, OpClass.BROADCAST, OpClass.INJECTIVE
@@ -205,7 +205,7 @@ def test_what_picks_by_a_mask_is_opaque() -> None:
     assert called(aten.repeat_interleave.Tensor) is OPAQUE
 
 
-def test_parts_of_a_tuple_have_the_class_of_what_made_it() -> None:
+def test_parts_of_a_tuple_have_the_class_of_what_produced_it() -> None:
     gm, _ = captured(lambda x: x.max(1).values, (4, 4))
     assert classify(RuleContext(gm))[1:3] == [REDUCTION, REDUCTION]
 
@@ -261,12 +261,10 @@ def test_classes_are_ordered_and_spoken() -> None:
 def test_models_leave_little_opaque() -> None:
     expected = {"aten.topk.default", "aten.scatter.value", "aten.copy_.default"}
     for name in ("llama", "bert", "moe"):
-        model = zoo.get(name)
-        given = model.example_inputs("tiny")
-        context = RuleContext(dovetail.capture(model.build("tiny").eval(), given.args, given.kwargs))
+        context = RuleContext(zoo_graph(name))
         opaque = {
             str(node.target)
-            for node, found in zip(context.nodes, classify(context), strict=True)
-            if node.op == "call_function" and node.target is not operator.getitem and found is OPAQUE
+            for node, op_class in zip(context.nodes, classify(context), strict=True)
+            if node.op == "call_function" and node.target is not operator.getitem and op_class is OPAQUE
         }
         assert opaque <= expected

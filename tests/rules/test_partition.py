@@ -57,9 +57,9 @@ def test_a_detour_that_comes_back_makes_two_regions() -> None:
     assert proposed(gm, every) == [["mul"], ["add", "sub"]]
     fused(gm, every, *inputs)
     assert proposed(gm, ARITHMETIC) == [["add", "sub"]]
-    told = refusals(gm, ARITHMETIC)
-    assert told["sub", "mul"] == "one region would depend on itself: 'matmul' is between them"
-    assert told["mul",] == "a region has at least 2 operations"
+    reasons = refusals(gm, ARITHMETIC)
+    assert reasons["sub", "mul"] == "one region would depend on itself: 'matmul' is between them"
+    assert reasons["mul",] == "a region has at least 2 operations"
     assert "between them is 'matmul', which is not accepted" in why_not(gm, ARITHMETIC, "add", "mul")
 
 
@@ -140,7 +140,7 @@ def test_limits_hold_while_growing() -> None:
         fused(gm, rule, *inputs, limits=Limits(nodes=4))
 
 
-def test_barred_operations_stay_out() -> None:
+def test_excluded_operations_stay_out() -> None:
     gm, _ = captured(lambda x: torch.sin(torch.sin(torch.sin(x))), SQUARE)
     at = [n.name for n in gm.graph.nodes].index("sin_1")
     rule = capability({"sin"}, "npu", min_size=1)
@@ -218,7 +218,7 @@ def test_a_predicate_declines_with_a_reason() -> None:
     assert "'exp' is declined: only rows of 4" in why_not(gm, rule, "sin", "exp")
 
 
-def test_a_predicate_that_says_neither_yes_nor_no_is_an_error() -> None:
+def test_a_predicate_that_answers_neither_yes_nor_no_is_an_error() -> None:
     gm, _ = captured(torch.sin, SQUARE)
 
     def vague(node: Node) -> Any:
@@ -248,7 +248,7 @@ def test_a_predicate_that_says_neither_yes_nor_no_is_an_error() -> None:
         (lambda: capability({"add"}, "npu", name=""), "name ''"),
     ],
 )
-def test_bad_arguments_are_refused_when_the_rule_is_made(make: Callable[[], Any], message: str) -> None:
+def test_bad_arguments_are_refused_when_the_rule_is_created(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(dovetail.InvalidArgument) as caught:
         make()
     assert message in str(caught.value)

@@ -9,7 +9,7 @@ from torch import nn
 import dovetail
 from dovetail.rules.patterns.alternatives import Const
 from dovetail.rules.patterns.pattern_rule import rule
-from tests.rules.helpers import declined, found, outlined, proposals
+from tests.rules.helpers import declined, matches, outlined, proposals
 
 
 class Normed(nn.Module):
@@ -24,25 +24,25 @@ class Normed(nn.Module):
 IMAGE = torch.randn(2, 3, 4, 5)
 
 
-def test_a_pattern_that_updates_statistics_is_found_in_a_model_that_trains() -> None:
+def test_a_pattern_that_updates_statistics_is_matched_in_a_model_that_trains() -> None:
     @rule(kind="batch_relu")
     def batch_relu(x, mean, variance):
         return F.relu(F.batch_norm(x, mean, variance, None, None, True))
 
     gm = dovetail.capture(Normed().train(), (IMAGE,))
-    (members,) = found(batch_relu, gm)
+    (members,) = matches(batch_relu, gm)
     assert "_native_batch_norm_legit_functional" in members
     outlined(batch_relu, gm, IMAGE)
-    assert found(batch_relu, dovetail.capture(Normed().eval(), (IMAGE,))) == []
+    assert matches(batch_relu, dovetail.capture(Normed().eval(), (IMAGE,))) == []
 
 
-def test_a_pattern_may_write_in_place_what_it_made() -> None:
+def test_a_pattern_may_write_in_place_what_it_created() -> None:
     @rule(kind="scaled")
     def scaled(x):
         return (x * 2).add_(1)
 
     gm = dovetail.capture(Normed().eval(), (IMAGE,))
-    assert found(scaled, gm) == [["mul", "add"]]
+    assert matches(scaled, gm) == [["mul", "add"]]
 
 
 def test_settings_that_choose_a_library_are_not_compared() -> None:
@@ -76,7 +76,7 @@ def test_parts_of_a_tuple_that_others_use_move_along() -> None:
 
     x = torch.randn(3, 5)
     gm = dovetail.capture(both, (x,))
-    (members,) = found(top, gm)
+    (members,) = matches(top, gm)
     assert members == ["topk", "getitem", "getitem_1", "mul"]
     new = outlined(top, gm, x)
     (region,) = dovetail.regions(new)

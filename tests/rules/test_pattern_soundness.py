@@ -14,7 +14,7 @@ import dovetail
 from dovetail.rules.patterns.alternatives import Const, optional
 from dovetail.rules.patterns.pattern_rule import rule
 from dovetail.rules.rule import Decline
-from tests.rules.helpers import declined, found, outlined, proposals
+from tests.rules.helpers import declined, matches, outlined, proposals
 from tests.rules.match_semantics import wrong
 
 VECTOR = torch.randn(4)
@@ -31,7 +31,7 @@ def test_a_reduction_behind_a_view_must_add_up_the_same_elements() -> None:
 
     x = torch.randn(2, 3, 4)
     same = dovetail.capture(lambda x: (x * 2).reshape(1, 2, 3, 4).sum(1), (x,))
-    assert len(found(summed, same)) == 1
+    assert len(matches(summed, same)) == 1
     other = dovetail.capture(lambda x: (x * 2).reshape(3, 2, 1, 4).sum(1), (x,))
     assert declined(summed, other) == ["its dtype or shape is not what the pattern would compute"]
 
@@ -43,11 +43,11 @@ def test_a_sum_behind_a_view_must_pair_the_same_elements() -> None:
 
     x = torch.randn(2, 6)
     rows = dovetail.capture(lambda x, y: (x * 2).reshape(2, 1, 6) + y, (x, torch.randn(6)))
-    assert len(found(shifted, rows)) == 1
+    assert len(matches(shifted, rows)) == 1
     columns = dovetail.capture(lambda x, y: (x * 2).reshape(3, 2, 2) + y, (x, torch.randn(2, 1)))
     assert declined(shifted, columns)
-    plain = dovetail.capture(lambda x, y: y + (x * 2), (x, torch.randn(2, 1)))
-    assert len(found(shifted, plain)) == 1
+    direct = dovetail.capture(lambda x, y: y + (x * 2), (x, torch.randn(2, 1)))
+    assert len(matches(shifted, direct)) == 1
 
 
 def test_a_product_behind_a_view_must_meet_the_same_matrices() -> None:
@@ -57,7 +57,7 @@ def test_a_product_behind_a_view_must_meet_the_same_matrices() -> None:
 
     a = torch.randn(4, 4, 3)
     shared = dovetail.capture(lambda a, b: (a * 2).reshape(2, 8, 3) @ b, (a, torch.randn(3, 5)))
-    assert len(found(product, shared)) == 1
+    assert len(matches(product, shared)) == 1
     batched = dovetail.capture(lambda a, b: (a * 2).reshape(2, 4, 2, 3) @ b, (a, torch.randn(4, 3, 5)))
     assert declined(product, batched)
 
@@ -70,11 +70,11 @@ def test_two_and_two_point_zero_are_one_literal_among_floats_only() -> None:
         return (x == large).float()
 
     whole = torch.tensor([2**53 + 1])
-    assert len(found(is_large, one(lambda x: (x == 2**53).float()))) == 1
+    assert len(matches(is_large, one(lambda x: (x == 2**53).float()))) == 1
     gm = dovetail.capture(lambda x: (x == 2**53).float(), (whole,))
     assert any("other is" in reason for reason in declined(is_large, gm))
     same = dovetail.capture(lambda x: (x == large).float(), (whole,))
-    assert len(found(is_large, same)) == 1
+    assert len(matches(is_large, same)) == 1
     assert wrong(is_large, same, [whole]) == []
 
 
@@ -83,14 +83,14 @@ def test_zeros_have_signs() -> None:
     def nothing(x):
         return x.exp() * torch.tensor([0.0])
 
-    assert len(found(nothing, one(lambda x: x.exp() * torch.tensor([0.0])))) == 1
+    assert len(matches(nothing, one(lambda x: x.exp() * torch.tensor([0.0])))) == 1
     assert declined(nothing, one(lambda x: x.exp() * torch.tensor([-0.0])))
 
     @rule(kind="k")
     def turned(x):
         return x.exp() * complex(0.0, 0.0)
 
-    assert len(found(turned, one(lambda x: x.exp() * complex(0.0, 0.0)))) == 1
+    assert len(matches(turned, one(lambda x: x.exp() * complex(0.0, 0.0)))) == 1
     assert declined(turned, one(lambda x: x.exp() * complex(0.0, -0.0)))
 
 
@@ -113,7 +113,7 @@ def test_what_may_change_is_no_constant(persistent: bool, writes: bool) -> None:
         return x.exp() * torch.tensor([3.0])
 
     gm = dovetail.capture(Scaled(), (VECTOR,))
-    assert bool(found(tripled, gm)) == (not persistent and not writes)
+    assert bool(matches(tripled, gm)) == (not persistent and not writes)
 
 
 def test_an_alternative_that_hands_on_an_argument_is_no_match() -> None:
@@ -167,7 +167,7 @@ def test_a_pattern_that_depends_on_a_size_nobody_knows_is_not_proven() -> None:
         rows = torch.export.Dim("rows", min=lowest, max=64)
         return dovetail.capture(lambda x: x.exp() * 2, (torch.randn(8, 3),), dynamic_shapes=({0: rows},))
 
-    assert len(found(by_rows, captured(5))) == 1
+    assert len(matches(by_rows, captured(5))) == 1
     (reason,) = declined(by_rows, captured(2))
     assert "depends on unknown sizes" in reason
 
@@ -198,10 +198,10 @@ def test_a_write_between_two_operations_keeps_them_apart() -> None:
     for function in (between, through_a_view):
         assert declined(relu_plus, dovetail.capture(symbolic_trace(function), (torch.randn(3),)))
     gm = dovetail.capture(symbolic_trace(after), (torch.randn(3),))
-    assert len(found(relu_plus, gm)) == 1
+    assert len(matches(relu_plus, gm)) == 1
 
 
-def test_a_function_that_could_write_and_does_not_is_a_plain_one() -> None:
+def test_a_function_that_could_write_and_does_not_is_a_pure_one() -> None:
     @rule(kind="k")
     def dropped(x, p=Const(0.3)):
         return F.dropout(x, p) * 2
@@ -211,14 +211,14 @@ def test_a_function_that_could_write_and_does_not_is_a_plain_one() -> None:
     assert candidate.attrs == {"p": 0.1}
     outlined(dropped, gm, VECTOR)
     still = dovetail.capture(symbolic_trace(lambda x: F.dropout(x, 0.1, False) * 2), (VECTOR,))
-    assert found(dropped, still) == []
+    assert matches(dropped, still) == []
 
 
 @pytest.mark.parametrize("attrs", [lambda m: 3, lambda m: {"a": object()}, lambda m: m["nothing"]])
 def test_attributes_that_are_none_name_the_rule(attrs: Any) -> None:
-    made = rule(kind="k", name="odd", attrs=attrs)(lambda x: x.exp() * 2)
+    odd = rule(kind="k", name="odd", attrs=attrs)(lambda x: x.exp() * 2)
     with pytest.raises(dovetail.RuleError, match="rule 'odd'"):
-        list(proposals(made, one(lambda x: x.exp() * 2)))
+        list(proposals(odd, one(lambda x: x.exp() * 2)))
 
 
 @pytest.mark.parametrize("turned", [False, True])

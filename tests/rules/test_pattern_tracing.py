@@ -21,7 +21,7 @@ from dovetail.rules.patterns.trace import (
     trace,
 )
 from dovetail.rules.rule import RuleContext
-from tests.rules.helpers import found
+from tests.rules.helpers import matches
 
 
 def attention(q, k, v):
@@ -79,15 +79,15 @@ def test_what_is_more_than_operators_goes_the_long_way() -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the rules for which a template is made, once each time."""
-    made: list[str] = []
+    traced: list[str] = []
     real = template.make_template
 
     def counting(function: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        made.append(name)
+        traced.append(name)
         return real(function, name, *args, **kwargs)
 
     monkeypatch.setattr(variants, "make_template", counting)
-    return made
+    return traced
 
 
 def blocks(x, *weights):
@@ -105,7 +105,7 @@ def test_equal_operands_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     gm = dovetail.capture(blocks, (torch.randn(3, 4), *(torch.randn(4, 4) for _ in range(6))))
     traced.clear()
-    assert len(found(block, gm)) == 6
+    assert len(matches(block, gm)) == 6
     assert len(traced) == 1
 
 
@@ -123,9 +123,9 @@ def test_a_pattern_blind_to_precision_is_not_traced_for_another(monkeypatch: pyt
     inputs = tuple(torch.randn(4, 4).bfloat16() for _ in range(3))
     gm = dovetail.capture(blocks, inputs)
     traced.clear()
-    assert len(found(block, gm)) == 2
+    assert len(matches(block, gm)) == 2
     assert len(traced) == 1
-    assert found(wide, gm) == []
+    assert matches(wide, gm) == []
     assert len(traced) > 2
 
 
@@ -151,7 +151,7 @@ def casts(first: torch.dtype, second: torch.dtype) -> tuple[PatternRule, list[li
 
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("second", [torch.float32, torch.bfloat16])
-def test_casts_are_found_where_they_are_and_only_there(first: torch.dtype, second: torch.dtype) -> None:
+def test_casts_are_matched_where_they_are_and_only_there(first: torch.dtype, second: torch.dtype) -> None:
     _, members = casts(first, second)
     widest = [max((m for m in members if last in m), key=len, default=[]) for last in ("mul_1", "mul_2")]
     cast_count = [sum(name.startswith("_to_copy") for name in m) for m in widest]

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dovetail
 from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.pattern_rule import rule
-from tests.rules.helpers import declined, found, outlined, proposals
+from tests.rules.helpers import declined, matches, outlined, proposals
 
 
 @rule(kind="conv_relu_one")
@@ -61,7 +61,7 @@ SPELLINGS = [Modules(), Modules(inplace=True), Methods(), Functions(), Deeper(De
 @pytest.mark.parametrize("model", SPELLINGS, ids=lambda m: type(m).__name__)
 def test_whatever_the_spelling_one_match_of_three_operations(model: nn.Module) -> None:
     gm = dovetail.capture(model, (IMAGE,))
-    (members,) = found(conv_relu_one, gm)
+    (members,) = matches(conv_relu_one, gm)
     assert len(members) == 3
     new = outlined(conv_relu_one, gm, IMAGE)
     assert [r.kind for r in dovetail.regions(new)] == ["conv_relu_one"]
@@ -70,12 +70,12 @@ def test_whatever_the_spelling_one_match_of_three_operations(model: nn.Module) -
 @pytest.mark.parametrize("model", [SPELLINGS[i] for i in (0, 1, 2, 4)], ids=lambda m: type(m).__name__)
 def test_a_graph_that_was_never_captured_has_it_too(model: nn.Module) -> None:
     gm = dovetail.capture(symbolic_trace(model), (IMAGE,))
-    (members,) = found(conv_relu_one, gm)
+    (members,) = matches(conv_relu_one, gm)
     assert len(members) == 3
     outlined(conv_relu_one, gm, IMAGE)
 
 
-def test_a_graph_without_values_says_what_is_missing() -> None:
+def test_a_graph_without_values_names_what_is_missing() -> None:
     (reason,) = declined(conv_relu_one, symbolic_trace(Modules()))
     assert "capture(gm, args)" in reason
 
@@ -83,7 +83,7 @@ def test_a_graph_without_values_says_what_is_missing() -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_in_the_dialect_of_autograd_too(inplace: bool) -> None:
     gm = make_fx(Modules(inplace))(IMAGE)
-    (members,) = found(conv_relu_one, gm)
+    (members,) = matches(conv_relu_one, gm)
     assert members[0] == "convolution"
     outlined(conv_relu_one, gm, IMAGE)
 
@@ -128,10 +128,10 @@ def test_a_leaf_module_of_the_users_own_is_not_looked_into() -> None:
     outer = Outer()
     graph = KeepsLeaf().trace(outer)
     gm = dovetail.capture(GraphModule(outer, graph), (torch.randn(2, 4),))
-    assert found(tanh_linear, gm) == []
+    assert matches(tanh_linear, gm) == []
 
 
-def test_what_may_act_on_the_world_is_never_run_to_be_matched() -> None:
+def test_what_may_have_host_effects_is_never_run_to_be_matched() -> None:
     calls: list[str] = []
 
     def noisy(x):
@@ -150,7 +150,7 @@ def test_what_may_act_on_the_world_is_never_run_to_be_matched() -> None:
     def add_relu(x):
         return torch.relu(x + 1)
 
-    assert found(add_relu, gm) == [["add", "relu_1"]]
+    assert matches(add_relu, gm) == [["add", "relu_1"]]
     assert calls == []
 
 
@@ -177,7 +177,7 @@ def square(function: Any) -> GraphModule:
 
 
 def test_literals_count() -> None:
-    assert found(softmax_twice, square(lambda x: x.softmax(-1) * 2)) == [["softmax", "mul"]]
+    assert matches(softmax_twice, square(lambda x: x.softmax(-1) * 2)) == [["softmax", "mul"]]
     (reason,) = declined(softmax_twice, square(lambda x: x.softmax(0) * 2))
     assert reason == "its dim is 0 where the pattern has 1"
     (reason,) = declined(softmax_twice, square(lambda x: x.softmax(1) * 5))
@@ -215,7 +215,7 @@ def test_operand_order_is_free_where_it_commutes() -> None:
         lambda x, y, z: (y - z) * (y + x),
     ):
         gm = dovetail.capture(function, inputs)
-        (members,) = found(shared, gm)
+        (members,) = matches(shared, gm)
         assert len(members) == 3
         outlined(shared, gm, *inputs)
     assert declined(shared, dovetail.capture(lambda x, y, z: (x + y) * (z - y), inputs))
@@ -226,7 +226,7 @@ def test_an_operand_used_twice_is_one_value() -> None:
     def squared(x):
         return torch.exp(x) * x
 
-    assert found(squared, square(lambda x: x * x.exp())) == [["exp", "mul"]]
+    assert matches(squared, square(lambda x: x * x.exp())) == [["exp", "mul"]]
     inputs = (torch.randn(3), torch.randn(3))
     (reason,) = declined(squared, dovetail.capture(lambda x, y: x.exp() * y, inputs))
     assert reason == "the pattern's operand 'x' is 'y' elsewhere" or "'x' elsewhere" in reason
@@ -245,16 +245,16 @@ def test_an_operand_may_not_be_computed_inside_the_match() -> None:
     assert "computed inside the match" in reason
 
 
-def test_several_results() -> None:
+def test_many_results() -> None:
     @rule(kind="qkv")
     def qkv(x, a, b, c):
         return x @ a, x @ b, x @ c
 
     inputs = tuple(torch.randn(4, 4) for _ in range(4))
     gm = dovetail.capture(lambda x, a, b, c: (x @ a + x @ b, x @ c), inputs)
-    assert found(qkv, gm) == [["matmul", "matmul_1", "matmul_2"]]
+    assert matches(qkv, gm) == [["matmul", "matmul_1", "matmul_2"]]
     outlined(qkv, gm, *inputs)
-    assert found(qkv, dovetail.capture(lambda x, a, b, c: (x @ a + x @ b, c), inputs)) == []
+    assert matches(qkv, dovetail.capture(lambda x, a, b, c: (x @ a + x @ b, c), inputs)) == []
 
 
 def test_constants_in_the_pattern_are_compared() -> None:
@@ -262,7 +262,7 @@ def test_constants_in_the_pattern_are_compared() -> None:
     def table(x):
         return x * torch.tensor([1.0, 2.0, 3.0, 4.0])
 
-    assert len(found(table, square(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0])))) == 1
+    assert len(matches(table, square(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0])))) == 1
     assert declined(table, square(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 5.0]))) == []
 
 
@@ -293,7 +293,7 @@ def test_optional_parts_and_operands() -> None:
         "doubled": lambda x, w, b: F.relu(F.linear(x, w)) * 2,
         "all": lambda x, w, b: F.relu(F.linear(x, w, b)) * 2,
     }.items():
-        longest[name] = max(len(m) for m in found(dense, dovetail.capture(function, inputs)))
+        longest[name] = max(len(m) for m in matches(dense, dovetail.capture(function, inputs)))
     assert longest == {"plain": 2, "bias": 2, "doubled": 3, "all": 3}
 
 
@@ -307,12 +307,12 @@ def test_one_pattern_serves_every_rank() -> None:
         gm = dovetail.capture(
             lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x, u), (torch.randn(shape), *weights)
         )
-        assert found(swiglu, gm) == [["linear", "silu", "linear_1", "mul"]]
+        assert matches(swiglu, gm) == [["linear", "silu", "linear_1", "mul"]]
         traced = make_fx(lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x, u))(
             torch.randn(shape), *weights
         )
         if len(shape) > 1:
-            assert len(found(swiglu, traced)) == 1
+            assert len(matches(swiglu, traced)) == 1
 
 
 def test_sizes_that_are_symbols() -> None:
@@ -355,9 +355,9 @@ def test_precision_changes_the_form() -> None:
 
     for dtype, size in ((torch.float32, 6), (torch.bfloat16, 8), (torch.float16, 8)):
         inputs = (torch.randn(2, 4).to(dtype), torch.randn(4).to(dtype))
-        (members,) = found(rms_norm, dovetail.capture(model, inputs))
+        (members,) = matches(rms_norm, dovetail.capture(model, inputs))
         assert len(members) == size
-        assert bool(found(rms_norm, dovetail.capture(careless, inputs))) == (dtype == torch.float32)
+        assert bool(matches(rms_norm, dovetail.capture(careless, inputs))) == (dtype == torch.float32)
 
 
 def test_the_same_form_with_a_permute_of_the_wrong_axes_is_refused() -> None:
@@ -366,7 +366,9 @@ def test_the_same_form_with_a_permute_of_the_wrong_axes_is_refused() -> None:
         return torch.softmax(q @ k.transpose(-2, -1), -1)
 
     inputs = (torch.randn(2, 4, 4), torch.randn(2, 4, 4))
-    assert len(found(scores, dovetail.capture(lambda q, k: (q @ k.transpose(1, 2)).softmax(-1), inputs))) == 1
+    assert (
+        len(matches(scores, dovetail.capture(lambda q, k: (q @ k.transpose(1, 2)).softmax(-1), inputs))) == 1
+    )
     inputs = (torch.randn(4, 4, 4), torch.randn(4, 4, 4))
     reasons = declined(scores, dovetail.capture(lambda q, k: (q @ k.transpose(0, 1)).softmax(-1), inputs))
     assert any("dim" in reason for reason in reasons)

@@ -133,7 +133,7 @@ def test_values_first_needed_in_the_first_block() -> None:
     ]
 
 
-def test_several_streams_run_through_the_blocks() -> None:
+def test_many_streams_run_through_the_blocks() -> None:
     def f(x: Tensor) -> Tensor:
         c = torch.relu(x)
         for _ in range(4):
@@ -206,7 +206,7 @@ def test_towers_that_are_rows_of_layers_are_layers() -> None:
     assert [len(names) for names in blocks(f)] == [6] * 8
 
 
-def test_operations_that_return_several_values_stay_whole() -> None:
+def test_operations_that_return_many_values_stay_whole() -> None:
     def f(x: Tensor) -> Tensor:
         for _ in range(3):
             a, b = torch.split(x, [2, 2], dim=-1)

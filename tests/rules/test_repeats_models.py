@@ -46,9 +46,9 @@ def tokens() -> torch.Tensor:
 def layer_of(node: Any, prefix: str) -> str | None:
     """The layer that the tracer says an operation came from."""
     for path, _ in node.meta.get("nn_module_stack", {}).values():
-        before, found, rest = path.partition(prefix)
-        if found:
-            return f"{before}{found}{rest.partition('.')[0]}"
+        before, separator, rest = path.partition(prefix)
+        if separator:
+            return f"{before}{separator}{rest.partition('.')[0]}"
     return None
 
 

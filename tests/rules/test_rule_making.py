@@ -14,7 +14,7 @@ from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.match_state import Match
 from dovetail.rules.patterns.pattern_rule import rule
 from dovetail.rules.rule import Candidate, Decline, RuleSet
-from tests.rules.helpers import declined, found, proposals
+from tests.rules.helpers import declined, matches, proposals
 
 
 def swiglu_rule(**options: Any):
@@ -77,7 +77,7 @@ def test_a_guard_knows_parameters_from_inputs() -> None:
             return F.silu(self.gate(x)) * self.up(x)
 
     assert declined(swiglu, dovetail.capture(model, INPUTS)) == ["weights are inputs"]
-    assert len(found(swiglu, dovetail.capture(Gated(), INPUTS[:1]))) == 1
+    assert len(matches(swiglu, dovetail.capture(Gated(), INPUTS[:1]))) == 1
 
 
 def test_a_guard_that_raises_or_answers_nonsense_is_an_error_that_names_the_rule() -> None:
@@ -98,7 +98,7 @@ def test_attributes_can_be_computed_from_the_match() -> None:
     assert candidate.attrs == {"width": 6}
 
 
-def test_what_is_barred_is_refused_with_the_users_reason() -> None:
+def test_what_is_excluded_is_refused_with_the_users_reason() -> None:
     gm = dovetail.capture(model, INPUTS)
     position = next(i for i, n in enumerate(gm.graph.nodes) if n.name == "silu")
     assert declined(swiglu_rule(), gm, barred={position: "excluded by never='silu'"}) == [
@@ -124,7 +124,7 @@ def bad(function: Any, match: str, error: type[Exception] = RuleError, **options
     assert isinstance(caught.value, dovetail.DovetailError)
 
 
-def test_what_cannot_be_a_pattern_is_refused_when_the_rule_is_made() -> None:
+def test_what_cannot_be_a_pattern_is_refused_when_the_rule_is_created() -> None:
     def untraceable(x):
         return x.numpy().sum()
 
@@ -197,7 +197,7 @@ def test_examples_help_where_trying_does_not() -> None:
     bad(picky, "examples=")
     picky_rule = rule(kind="picky", examples=[(torch.randn(35),)])(picky)
     gm = dovetail.capture(lambda x: x.reshape(7, 5) * 2, (torch.randn(5, 7),))
-    assert len(found(picky_rule, gm)) == 1
+    assert len(matches(picky_rule, gm)) == 1
     bad(picky, "does not run on the example", examples=[(torch.randn(36),)])
     bad(picky, "2 values for 1 operands", examples=[(torch.randn(35), torch.randn(35))])
 
@@ -256,8 +256,8 @@ def test_alternatives_that_differ_in_a_literal_are_each_proven() -> None:
         return x * either(2, 3) + y
 
     inputs = (torch.randn(3), torch.randn(3))
-    assert len(found(scaled, dovetail.capture(lambda x, y: x * 2 + y, inputs))) == 1
-    assert len(found(scaled, dovetail.capture(lambda x, y: x * 3 + y, inputs))) == 1
+    assert len(matches(scaled, dovetail.capture(lambda x, y: x * 2 + y, inputs))) == 1
+    assert len(matches(scaled, dovetail.capture(lambda x, y: x * 3 + y, inputs))) == 1
     assert declined(scaled, dovetail.capture(lambda x, y: x * 4 + y, inputs))
 
 
@@ -274,12 +274,12 @@ def test_looking_through_views_and_casts_is_asked_for() -> None:
     def turned(x, weight):
         return F.relu((x @ weight).permute(1, 0)) * 2
 
-    plain = rule(pattern, kind="k")
+    strict = rule(pattern, kind="k")
     views = rule(kind="k", through="views")(pattern)
     casts = rule(kind="k", through=("views", "casts"))(pattern)
     inputs = (torch.randn(6, 4), torch.randn(4, 4))
     counts = {
-        f.__name__: [len(found(r, dovetail.capture(f, inputs))) for r in (plain, views, casts)]
+        f.__name__: [len(matches(r, dovetail.capture(f, inputs))) for r in (strict, views, casts)]
         for f in (pattern, with_view, with_cast, turned)
     }
     assert counts == {
@@ -296,7 +296,7 @@ def test_looking_through_a_view_that_changes_the_meaning_is_refused() -> None:
         return torch.softmax(x * 2, -1)
 
     same = dovetail.capture(lambda x: torch.softmax((x * 2).reshape(2, 3, 4), -1), (torch.randn(6, 4),))
-    assert len(found(probabilities, same)) == 1
+    assert len(matches(probabilities, same)) == 1
     other = dovetail.capture(lambda x: torch.softmax((x * 2).reshape(4, 6), -1), (torch.randn(6, 4),))
     assert declined(probabilities, other)
 

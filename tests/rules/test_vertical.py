@@ -131,9 +131,9 @@ def test_softmax_by_hand() -> None:
 
     gm, inputs = captured(softmax, SQUARE)
     assert proposed(gm, groups()) == [["sub", "exp"]]
-    told = refusals(gm, groups())
-    assert told["amax", "sub"] == "'amax' is a reduction: nothing fuses after it"
-    assert told["exp", "sum_1"] == "'exp' is also read by 'div', outside the group of 'sum_1'"
+    reasons = refusals(gm, groups())
+    assert reasons["amax", "sub"] == "'amax' is a reduction: nothing fuses after it"
+    assert reasons["exp", "sum_1"] == "'exp' is also read by 'div', outside the group of 'sum_1'"
     fused(gm, groups(), *inputs)
 
 
@@ -267,8 +267,8 @@ def test_a_write_in_between_keeps_apart() -> None:
         return c * a
 
     gm = trace(function)
-    found = proposed(gm, groups())
-    assert not [g for g in found if "add_" in g]
+    members = proposed(gm, groups())
+    assert not [g for g in members if "add_" in g]
     fused(gm, groups(), torch.randn(4, 4))
 
 
@@ -280,19 +280,21 @@ def test_limits_hold_while_growing() -> None:
         return x
 
     gm, inputs = captured(chain, SQUARE, SQUARE)
-    found = proposed(gm, groups(), limits=Limits(nodes=4))
-    assert max(len(group) for group in found) == 4
-    assert ["mm", "sin", "sin_1", "sin_2"] in found
+    members = proposed(gm, groups(), limits=Limits(nodes=4))
+    assert max(len(group) for group in members) == 4
+    assert ["mm", "sin", "sin_1", "sin_2"] in members
     assert "larger than 4 operations" in " ".join(refusals(gm, groups(), limits=Limits(nodes=4)).values())
     fused(gm, groups(), *inputs, limits=Limits(nodes=4))
 
 
-def test_barred_operations_and_regions_of_its_own_kind_stay_out() -> None:
+def test_excluded_operations_and_regions_of_its_own_kind_stay_out() -> None:
     gm, _ = captured(lambda x: torch.sin(torch.exp(torch.exp(x + 1) * 2)) + 3, SQUARE)
     at = [n.name for n in gm.graph.nodes].index("mul")
-    barred = {at: "the user said so"}
-    assert proposed(gm, groups(), barred=barred) == [["add", "exp"], ["exp_1", "sin", "add_1"]]
-    assert why_not(gm, groups(), "exp", "mul", barred=barred) == ["'mul' may not be taken: the user said so"]
+    excluded = {at: "the user said so"}
+    assert proposed(gm, groups(), barred=excluded) == [["add", "exp"], ["exp_1", "sin", "add_1"]]
+    assert why_not(gm, groups(), "exp", "mul", barred=excluded) == [
+        "'mul' may not be taken: the user said so"
+    ]
 
     once = dovetail.outline(gm, ["exp", "mul"], kind="group")
     assert proposed(once, groups()) == [["exp_1", "sin", "add_1"]]

@@ -137,11 +137,11 @@ def test_integers_and_arguments_without_names() -> None:
         more, x = rows(n), rows(4)
         assert torch.equal(fast(x, factor, more, y=more), model(x, factor, more, y=more))
     assert len(fast.graphs) == 2
-    told = recompilations(fast)[0]
-    assert "'factor' from 5 to 6" in told
-    assert "dimension 0 of 'more[0]' from 3 to 4" in told
-    assert "1 more" not in told
-    assert "dimension 0 of 'y' from 3 to 4" in told
+    recompilation = recompilations(fast)[0]
+    assert "'factor' from 5 to 6" in recompilation
+    assert "dimension 0 of 'more[0]' from 3 to 4" in recompilation
+    assert "1 more" not in recompilation
+    assert "dimension 0 of 'y' from 3 to 4" in recompilation
 
 
 class Nested(nn.Module):

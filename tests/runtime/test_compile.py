@@ -88,10 +88,10 @@ def test_modes_switch_and_statistics_are_kept() -> None:
     fast = dovetail.compile(model, (x,), backends="eager")
     for _ in range(2):
         torch.manual_seed(1)
-        made = fast(x)
+        result = fast(x)
         torch.manual_seed(1)
-        wanted = twin(x)
-        assert all(torch.equal(made[k], wanted[k]) for k in wanted)
+        expected = twin(x)
+        assert all(torch.equal(result[k], expected[k]) for k in expected)
     assert torch.equal(model.norm.running_mean, twin.norm.running_mean)
     assert model.norm.num_batches_tracked == 2
     fast.eval()
@@ -106,9 +106,9 @@ def test_modes_switch_and_statistics_are_kept() -> None:
     model.norm.eval()  # one module in another mode is another capture
     twin.norm.eval()
     torch.manual_seed(2)
-    made = fast(x)
+    result = fast(x)
     torch.manual_seed(2)
-    assert torch.equal(made["kept"], twin(x)["kept"])
+    assert torch.equal(result["kept"], twin(x)["kept"])
     assert len(fast.graphs) == 3
 
 
@@ -173,14 +173,16 @@ def test_pickle_and_deepcopy() -> None:
 def test_threads() -> None:
     model, x = Blocks().eval(), torch.randn(3, 8)
     fast = dovetail.compile(model, backends="eager")
-    wanted = model(x)
-    found: list[bool] = []
-    threads = [threading.Thread(target=lambda: found.append(torch.equal(fast(x), wanted))) for _ in range(8)]
+    expected = model(x)
+    agreed: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: agreed.append(torch.equal(fast(x), expected))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 8
+    assert agreed == [True] * 8
     assert len(fast.graphs) == 1
 
 
@@ -243,7 +245,10 @@ def test_what_needs_gradients_is_not_replayed() -> None:
 
 
 class Played:
-    """A recording as a GPU would have one: runs the graph on the inputs kept for it, into results kept for it."""
+    """A recording as a GPU would have one: runs the graph on the inputs kept for it, into results kept for it.
+
+    It is put in place by hand, since nothing is recorded on a CPU.
+    """
 
     def __init__(self, replay: CudaGraphReplay, x: torch.Tensor) -> None:
         self.owner, self.times = replay, 0

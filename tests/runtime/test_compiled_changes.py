@@ -165,8 +165,8 @@ def test_tensors_in_the_place_of_parameters_run_the_model() -> None:
     model = Scaled().eval()
     fast = dovetail.compile(model, (X,), backends="eager", cache=False)
     others = {name: value * 2 for name, value in model.named_parameters()}
-    made = torch.func.functional_call(fast, others, (X,))
-    assert torch.equal(made, torch.func.functional_call(model, others, (X,)))
+    result = torch.func.functional_call(fast, others, (X,))
+    assert torch.equal(result, torch.func.functional_call(model, others, (X,)))
     assert torch.equal(fast(X), model(X))
     assert len(fast.graphs) == 1
 

@@ -55,8 +55,8 @@ def tensors(value: Any) -> list[Tensor]:
     return [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
 
 
-def close(made: Any, wanted: Any, what: str = "values", rtol: float = 2e-4, atol: float = 2e-5) -> None:
-    for i, (a, b) in enumerate(zip(tensors(made), tensors(wanted), strict=True)):
+def close(actual: Any, expected: Any, what: str = "values", rtol: float = 2e-4, atol: float = 2e-5) -> None:
+    for i, (a, b) in enumerate(zip(tensors(actual), tensors(expected), strict=True)):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda m, i=i: f"{what} {i}: {m}")
 
 
@@ -67,11 +67,11 @@ def trained(model: Any, inputs: zoo.Inputs) -> list[Tensor]:
         leaf.requires_grad_().grad = None
     model.zero_grad()
     torch.manual_seed(1)
-    made = tensors(model(*inputs.args, **inputs.kwargs))
-    torch.stack([t.float().square().mean() for t in made]).sum().backward()
-    found = [p.grad for p in [*model.parameters(), *leaves]]
-    assert any(g is not None for g in found)
-    return [*made, *(torch.zeros(()) if g is None else g.clone() for g in found)]
+    results = tensors(model(*inputs.args, **inputs.kwargs))
+    torch.stack([t.float().square().mean() for t in results]).sum().backward()
+    gradients = [p.grad for p in [*model.parameters(), *leaves]]
+    assert any(g is not None for g in gradients)
+    return [*results, *(torch.zeros(()) if g is None else g.clone() for g in gradients)]
 
 
 def agrees(
@@ -168,9 +168,9 @@ class Drops(nn.Module):
         self.register_buffer("kept", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.drop(torch.tanh(x) + 2) * 3
-        self.kept += (made != 0).sum()
-        return made
+        result = self.drop(torch.tanh(x) + 2) * 3
+        self.kept += (result != 0).sum()
+        return result
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "open"])
@@ -184,17 +184,17 @@ def test_dropout_drops_its_share_and_gradients_the_same(backend: str, dynamic: b
     chain = list(dict.fromkeys([backend, "eager"]))
     fast = dovetail.compile(model, (x,), backends=chain, dynamic_shapes=shapes, cache=False)
     torch.manual_seed(5)
-    made = fast(x)
-    assert model.kept == (made != 0).sum()
-    share = (made == 0).float().mean().item()
+    result = fast(x)
+    assert model.kept == (result != 0).sum()
+    share = (result == 0).float().mean().item()
     assert abs(share - p) < 0.03  # six times its deviation
     whole = (torch.tanh(x) + 2) * 3 / (1 - p)
-    torch.testing.assert_close(made[made != 0], whole[made != 0])
-    made.sum().backward()
+    torch.testing.assert_close(result[result != 0], whole[result != 0])
+    result.sum().backward()
     assert x.grad is not None
-    assert torch.equal(x.grad == 0, made == 0)
-    assert not torch.equal(fast(x), made), "every call draws anew"
+    assert torch.equal(x.grad == 0, result == 0)
+    assert not torch.equal(fast(x), result), "every call draws anew"
     torch.manual_seed(5)
-    assert torch.equal(fast(x), made), "from torch's own stream"
+    assert torch.equal(fast(x), result), "from torch's own stream"
     with torch.no_grad():
         close(fast.eval()(x), model.eval()(x))

@@ -92,7 +92,7 @@ def test_a_compiled_model_is_saved_as_its_graph(tmp_path: Path) -> None:
     assert [r.kind for r in dovetail.regions(loaded)] == [r.kind for r in dovetail.regions(fast)]
 
 
-def test_several_captures_are_reported_together_and_not_saved_as_one(tmp_path: Path) -> None:
+def test_many_captures_are_reported_together_and_not_saved_as_one(tmp_path: Path) -> None:
     x = torch.randn(2, 8)
     fast = compiled(x)
     one = dovetail.explain(fast)

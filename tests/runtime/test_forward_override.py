@@ -101,7 +101,7 @@ def test_methods(model: Predictor, name: str) -> None:
     assert is_clean(model)
 
 
-def test_the_plain_model_stays_plain(model: Predictor) -> None:
+def test_the_model_itself_stays_uncompiled(model: Predictor) -> None:
     fast = compiled(model)
     fast.predict_step(X)
     hits: list[int] = []
@@ -112,7 +112,7 @@ def test_the_plain_model_stays_plain(model: Predictor) -> None:
     assert hits == [1]
 
 
-def test_another_thread_runs_the_plain_model_meanwhile(model: Predictor) -> None:
+def test_another_thread_runs_the_uncompiled_model_meanwhile(model: Predictor) -> None:
     fast, results = compiled(model), list[Any]()
     hits: list[str] = []
     fast.forward = lambda x: hits.append(threading.current_thread().name) or x

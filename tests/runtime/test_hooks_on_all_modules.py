@@ -58,17 +58,17 @@ def test_they_are_run_while_they_are_there(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
-    plain = results(model)
+    reference = results(model)
     handle = register(hook) if before else None
     try:
         compiled = dovetail.compile(model, (X,), backends=["eager"])
         if handle is None:
-            assert same(results(compiled), plain)
+            assert same(results(compiled), reference)
             handle = register(hook)
         expected = results(model)
-        assert not same(expected, plain)
+        assert not same(expected, reference)
         assert same(results(compiled), expected)
     finally:
         if handle is not None:
             handle.remove()
-    assert same(results(compiled), plain)
+    assert same(results(compiled), reference)

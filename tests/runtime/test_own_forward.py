@@ -42,9 +42,9 @@ def vectorised(fast: CompiledModule, x: Tensor) -> Any:
 
 def counted(fast: CompiledModule, x: Tensor) -> Any:
     with FlopCounterMode(display=False) as flops:
-        made = fast(x)
+        result = fast(x)
     assert flops.get_total_flops() > 0
-    return made
+    return result
 
 
 def in_one_way_too_many(fast: CompiledModule, x: Tensor) -> Any:
@@ -84,9 +84,9 @@ def test_hooks_run_once(call: Call, rows: int, ways: int) -> None:
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after)
     fast = dovetail.compile(model, (torch.randn(3, 8),), backends="eager", recompile_limit=ways)
-    wanted = model(x)
+    expected = model(x)
     assert torch.equal(fast(torch.ones(3, 8)), model(torch.ones(3, 8)))
     seen.clear()
-    torch.testing.assert_close(call(fast, x), wanted)
+    torch.testing.assert_close(call(fast, x), expected)
     assert seen == ["before", "after"]
     assert len(fast.graphs) == 1

@@ -42,10 +42,10 @@ def by(backend: Any, *passes: Any) -> Callable[..., Any]:
     """Compile a model for a backend, or with some passes."""
 
     def compiled(model: nn.Module, **options: Any) -> Any:
-        made = backend() if callable(backend) else backend
+        instance = backend() if callable(backend) else backend
         if passes:
             options["pipeline"] = [*passes, dovetail.Fuse(dovetail.rules.groups())]
-        return dovetail.compile(model, (X,), backends=made, cache=False, **options)
+        return dovetail.compile(model, (X,), backends=instance, cache=False, **options)
 
     return compiled
 

@@ -29,8 +29,8 @@ def compiled(model: Any, mine: Any = "eager", **options: Any) -> Any:
 
 
 def test_it_is_known_by_name() -> None:
-    found = {point.name: point.value for point in entry_points(group="torch_dynamo_backends")}
-    assert found["dovetail"] == "dovetail.runtime.torch_compile:backend"
+    points = {point.name: point.value for point in entry_points(group="torch_dynamo_backends")}
+    assert points["dovetail"] == "dovetail.runtime.torch_compile:backend"
 
 
 def test_values_and_one_body_for_equal_layers() -> None:
@@ -124,8 +124,8 @@ class Fivefold(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_derivative_of_its_own_is_kept() -> None:
     def work(x: Tensor) -> Tensor:
-        made: Any = Fivefold.apply(x)
-        return made * 2 + x
+        result: Any = Fivefold.apply(x)
+        return result * 2 + x
 
     x = torch.randn(3, requires_grad=True)
     with pytest.warns(UserWarning, match="whose own backward formula"):
@@ -136,7 +136,7 @@ def test_a_derivative_of_its_own_is_kept() -> None:
         assert torch.equal(compiled(work)(x), work(x))
 
 
-def test_calls_that_the_capture_was_not_made_for_run_the_graph() -> None:
+def test_calls_that_the_capture_does_not_cover_run_the_graph() -> None:
     def shifted(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
         return a * b
@@ -165,9 +165,9 @@ def test_autocast() -> None:
     fast, mine = compiled(wide, Counting()), Counting()
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            made, wanted = fast(x), wide(x)
-        assert made.dtype is wanted.dtype
-        assert torch.equal(made, wanted)
+            result, expected = fast(x), wide(x)
+        assert result.dtype is expected.dtype
+        assert torch.equal(result, expected)
         assert torch.equal(fast(x), wide(x))
     torch._dynamo.reset()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -183,11 +183,11 @@ def test_odd_results_and_graphs_without_work() -> None:
         return x.sin() + 1, None, x, 3, (x.t(),)
 
     x = torch.randn(3, 8)
-    made = compiled(odd)(x)
-    assert torch.equal(made[0], x.sin() + 1)
-    assert (made[1], made[3]) == (None, 3)
-    assert made[2] is x
-    assert made[4][0].data_ptr() == x.data_ptr()
+    result = compiled(odd)(x)
+    assert torch.equal(result[0], x.sin() + 1)
+    assert (result[1], result[3]) == (None, 3)
+    assert result[2] is x
+    assert result[4][0].data_ptr() == x.data_ptr()
     assert compiled(lambda x: x)(x) is x
 
     sized = torch.compile(

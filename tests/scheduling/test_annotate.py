@@ -32,7 +32,7 @@ def test_attributes_of_a_region_are_added_and_nothing_else_changes() -> None:
     assert part.regions[0].attrs["tile"] == 64
 
 
-def test_regions_nested_or_replayed_keep_what_was_said() -> None:
+def test_regions_nested_or_replayed_keep_their_annotations() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     block = s["blocks.0"]
@@ -60,7 +60,7 @@ def test_notes_on_modules_are_shown_and_added_up() -> None:
     assert torch.is_tensor(s.build()(x))
 
 
-def test_what_cannot_be_said_is_refused() -> None:
+def test_what_cannot_be_annotated_is_refused() -> None:
     model, x = net()
     s = schedule(model, (x,))
     block = s["blocks.0"]

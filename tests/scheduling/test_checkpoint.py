@@ -83,7 +83,7 @@ def test_a_region_keeps_less_and_is_equal_drawn_numbers_included() -> None:
     assert kept < all_kept / 3
 
 
-def test_one_region_of_several_and_steps_after_it() -> None:
+def test_one_region_of_many_and_steps_after_it() -> None:
     model, x = tower()
     expected, before = stepped(model, x)
     s = schedule(model, (x,))

@@ -29,8 +29,8 @@ def gradients(rank: int, *, scheduled: bool) -> list[torch.Tensor]:
 def work(rank: int, port: int, path: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    plain, fused = gradients(rank, scheduled=False), gradients(rank, scheduled=True)
-    torch.save((plain, fused), f"{path}/{rank}.pt")
+    unfused, fused = gradients(rank, scheduled=False), gradients(rank, scheduled=True)
+    torch.save((unfused, fused), f"{path}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -42,8 +42,8 @@ def test_gradients_are_those_of_the_model(tmp_path):  # type: ignore[no-untyped-
         port = server.getsockname()[1]
     mp.spawn(work, (port, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for plain, fused in ranks:
-        for a, b in zip(plain, fused, strict=True):
+    for unfused, fused in ranks:
+        for a, b in zip(unfused, fused, strict=True):
             torch.testing.assert_close(a, b)
     for a, b in zip(ranks[0][1], ranks[1][1], strict=True):
         assert torch.equal(a, b)

@@ -220,7 +220,7 @@ def test_equal_operations_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(traced) == 2
 
 
-def test_a_region_is_inlined_and_its_parts_are_found_and_fused_again() -> None:
+def test_a_region_is_inlined_and_its_parts_are_matched_and_fused_again() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     expected = model(x)
@@ -235,7 +235,7 @@ def test_a_region_is_inlined_and_its_parts_are_found_and_fused_again() -> None:
     assert torch.equal(s.build()(x), expected)
 
 
-def test_several_regions_are_opened_in_one_sweep_each_one_level_deep() -> None:
+def test_many_regions_are_opened_in_one_sweep_each_one_level_deep() -> None:
     gm = dovetail.capture(lambda x: ((x + 1) * 2).relu().exp().sin().cos(), (heads(3),))
     gm = dovetail.outline(gm, ["add", "mul"], kind="inner")
     gm = dovetail.outline(gm, ["inner_0", "relu"], kind="outer")
@@ -299,7 +299,7 @@ def test_a_module_with_nothing_to_take_apart_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_zoo_is_taken_apart_and_its_kinds_are_found_again(name: str) -> None:
+def test_the_zoo_is_taken_apart_and_its_kinds_are_matched_again(name: str) -> None:
     entry = zoo.get(name)
     model, inputs = entry.build().eval(), entry.example_inputs()
     expected = model(*inputs.args, **inputs.kwargs)

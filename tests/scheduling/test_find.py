@@ -77,7 +77,7 @@ def test_a_predicate_and_an_operator():
     assert len(part.find(where=lambda n: "linear" in n.name)) == 6
 
 
-def test_a_predicate_that_raises_is_told():
+def test_a_predicate_that_raises_is_reported():
     model, x = net()
     with pytest.raises(dovetail.InvalidArgument, match="raised ZeroDivisionError"):
         schedule(model, (x,))["blocks.0"].find(where=lambda n: 1 / 0)
@@ -91,14 +91,14 @@ def test_a_predicate_that_raises_is_told():
         (torch.ops.aten.tanh, "no operation is accepted by"),
     ],
 )
-def test_nothing_found_is_an_empty_list_that_tells_why(what: object, why: str):
+def test_no_match_is_an_empty_list_with_the_reasons(what: object, why: str):
     model, x = net()
     matches = schedule(model, (x,))["blocks.0"].find(what)
     assert matches == []
     assert why in matches.why
 
 
-def test_a_near_miss_is_told():
+def test_a_near_miss_is_reported():
     def pattern(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w, b), approximate="tanh"), v, c)
 

@@ -34,7 +34,7 @@ def test_one_match_gives_a_region_and_a_list_a_list():
     assert [r.kind for r in s.fuse(matches[1:])] == ["mlp", "mlp"]
 
 
-def test_matches_found_before_other_steps_are_still_good():
+def test_matches_from_before_other_steps_are_still_good():
     model, x = net()
     s = schedule(model, (x,))
     matches = s.find(activation)

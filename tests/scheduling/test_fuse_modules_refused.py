@@ -41,7 +41,7 @@ def test_what_does_not_follow_one_another_is_refused(make: type[Net], groups: li
     assert fused_graphs(model) == {}
 
 
-def test_without_example_inputs_the_first_call_tells():
+def test_without_example_inputs_the_first_call_reports():
     fused = fuse_modules(Between(), CONV_BN_RELU)
     for training in (True, False):
         with pytest.raises(ScheduleError, match="'bn' reads the result of mul, not what 'conv' computes"):
@@ -63,7 +63,7 @@ def test_without_example_inputs_the_first_call_tells():
         (["conv", ["bn"]], InvalidArgument, "takes lists of module names"),
     ],
 )
-def test_wrong_names_are_told_at_once(names: Any, error: type[Exception], reason: str):
+def test_wrong_names_are_refused_at_once(names: Any, error: type[Exception], reason: str):
     with pytest.raises(error, match=reason):
         fuse_modules(Net(), names)
 
@@ -77,7 +77,7 @@ def noting(seen: list[str], name: str) -> Callable[..., None]:
     return hook
 
 
-def test_other_mistakes_are_told_at_once():
+def test_other_mistakes_are_refused_at_once():
     model = Net()
     with pytest.raises(InvalidArgument, match="write inplace=True"):
         fuse_modules(model, CONV_BN_RELU, True)  # pyright: ignore[reportArgumentType]

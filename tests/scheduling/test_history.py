@@ -71,7 +71,7 @@ def test_a_history_is_saved_as_json_and_loaded(tmp_path: Path):
         "dovetail.rules.library.a_file_of_another_version:linear_gelu",
     ],
 )
-def test_a_rule_of_the_library_is_found_wherever_a_history_says_it_was(location: str):
+def test_a_rule_of_the_library_is_resolved_wherever_a_history_has_it(location: str):
     model, x = net(training=False)
     s = schedule(model, (x,))
     s.fuse(s["blocks.*"].find(linear_gelu))

@@ -33,7 +33,7 @@ def test_a_part_is_like_a_list():
     assert part.modules == list(model.blocks)
 
 
-def test_a_path_that_matches_nothing_is_an_error_that_tells_what_there_is():
+def test_a_path_that_matches_nothing_is_an_error_that_names_what_there_is():
     model, x = net()
     s = schedule(model, (x,))
     with pytest.raises(dovetail.DovetailError, match=r"no module matches 'layers.\*.norm'.*blocks.\*.norm"):
@@ -144,7 +144,7 @@ def test_steps_on_inner_parts_are_done_again_where_a_larger_part_is_traced():
     assert torch.equal(s.build()(x), expected)
 
 
-def test_a_hook_inside_of_a_part_is_found_before_tracing():
+def test_a_hook_inside_of_a_part_is_detected_before_tracing():
     model, x = net()
     model.blocks[0].norm.register_forward_hook(lambda *_: None)
     s = schedule(model, (x,))
@@ -183,7 +183,7 @@ def test_inputs_are_a_tuple_and_a_dict():
 
 
 @pytest.mark.parametrize("args", [(torch.randn(2, 5),), ()])
-def test_inputs_that_the_model_does_not_take_are_told(args: tuple[Tensor, ...]):
+def test_inputs_that_the_model_does_not_take_are_reported(args: tuple[Tensor, ...]):
     model, _ = net()
     with pytest.raises(dovetail.ScheduleError, match="does not run on the example inputs"):
         schedule(model, args)["blocks.0"].find(mlp)

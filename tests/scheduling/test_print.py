@@ -38,7 +38,7 @@ Net
     )
 
 
-def test_what_was_done_is_told_where_it_was_done() -> None:
+def test_what_was_done_is_printed_where_it_was_done() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     s.fuse(s["blocks.*"].find(mlp), backends="eager")
@@ -74,7 +74,7 @@ Net  <- traced
     )
 
 
-def test_what_replaces_operations_and_modules_is_told_by_its_name() -> None:
+def test_what_replaces_operations_and_modules_is_printed_by_its_name() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     s.replace(shrunk, s["blocks.1"].find(where=is_gelu))
@@ -99,7 +99,7 @@ Net
     )
 
 
-def test_a_piece_of_what_was_replaced_is_told_by_what_it_was() -> None:
+def test_a_piece_of_what_was_replaced_is_printed_by_what_it_was() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     s["head"].replace(nn.Sequential(nn.Linear(8, 2), nn.Tanh()))

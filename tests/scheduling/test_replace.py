@@ -30,11 +30,11 @@ def rms(x: Tensor, w: Tensor, eps: Any = dovetail.Const()) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
 
 
-def made_rms(match: Any) -> nn.RMSNorm:
+def rms_module(match: Any) -> nn.RMSNorm:
     return nn.RMSNorm(match["w"].shape[0], eps=match["eps"])
 
 
-class Several(nn.Module):
+class SplitLinear(nn.Module):
     """Some linear layers of one input."""
 
     def __init__(self, inputs: int, outputs: list[int], *, bias: bool = True) -> None:
@@ -77,8 +77,8 @@ def test_weights_are_taken_over_by_name() -> None:
     s = schedule(model, inputs.args)
     part = s["layers.0"]
     match = part.find(rms)[0]
-    part.replace(made_rms(match), match, params={"weight": match["w"]}, check=True)
-    s["layers.1"].replace_all(rms, made_rms, params={"weight": "w"}, check=True)
+    part.replace(rms_module(match), match, params={"weight": match["w"]}, check=True)
+    s["layers.1"].replace_all(rms, rms_module, params={"weight": "w"}, check=True)
     built = s.build()
     torch.testing.assert_close(built(*inputs.args), expected)
     assert list(model.state_dict()) == names
@@ -97,16 +97,16 @@ def test_siblings_become_one_call_and_its_results_are_taken_apart() -> None:
     part = s["layers.0.attention"]
     siblings = part.find(r"^(query|key|value)$")
     width = model.get_submodule("layers.0.attention.query").in_features
-    new = Several(int(width), [int(width)] * 3)  # pyright: ignore[reportArgumentType]
+    new = SplitLinear(int(width), [int(width)] * 3)  # pyright: ignore[reportArgumentType]
     params = {
         f"parts.{i}.{own}": match[f"{match.module_path.rpartition('.')[2]}_{own}"]
         for i, match in enumerate(siblings)
         for own in ("weight", "bias")
     }
-    refused(s, r"result 0 of 'Several' is off by", lambda: part.replace(new, siblings, check=True))
+    refused(s, r"result 0 of 'SplitLinear' is off by", lambda: part.replace(new, siblings, check=True))
     part.replace(new, siblings, params=params, check=True)
     torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), expected)
-    assert not [name for name in model.state_dict() if "Several" in name]
+    assert not [name for name in model.state_dict() if "SplitLinear" in name]
     s.fuse(s.find(nn.LayerNorm))
     torch.testing.assert_close(s.build()(*inputs.args, **inputs.kwargs), expected)
     s.release()
@@ -120,7 +120,7 @@ def test_siblings_become_one_call_and_its_results_are_taken_apart() -> None:
     assert {id(p) for p in new.parameters()} <= {id(p) for p in built.parameters()}
 
 
-def test_results_in_another_order_are_told_by_their_numbers() -> None:
+def test_results_in_another_order_are_selected_by_their_numbers() -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, None, Tensor]:
             more = x + 1
@@ -294,7 +294,7 @@ def test_a_copy_of_a_built_model_has_its_own() -> None:
     assert torch.equal(built(x), before)
 
 
-def test_every_module_of_a_class_and_none_that_was_just_made() -> None:
+def test_every_module_of_a_class_and_none_that_was_just_created() -> None:
     class Wrapped(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -322,7 +322,7 @@ def test_history_replays_what_was_replaced() -> None:
     entry = zoo.get("llama")
     model, inputs = entry.build().eval(), entry.example_inputs()
     s = schedule(model, inputs.args)
-    s["layers.*"].replace_all(rms, made_rms, params={"weight": "w"})
+    s["layers.*"].replace_all(rms, rms_module, params={"weight": "w"})
     s.replace(F.silu, s["layers.0"].find(torch.ops.aten.silu))
     other = entry.build().eval()
     again = schedule(other).replay(s.history.json())
@@ -371,7 +371,7 @@ def test_a_look_at_what_is_replaced_leaves_buffers_of_earlier_replacements_alone
     s = schedule(model, (x,))
     new = copy.deepcopy(model[1])
     s["1"].replace(new, check=False)
-    s.replace_all(torch.ops.aten.relu.default, lambda found: torch.relu, check=False)
+    s.replace_all(torch.ops.aten.relu.default, lambda match: torch.relu, check=False)
     assert torch.equal(new.total, torch.ones(3))
     assert torch.equal(s.build()(x), expected)
 

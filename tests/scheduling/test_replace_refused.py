@@ -65,7 +65,7 @@ def test_values_used_outside_are_refused_by_name() -> None:
     )
 
 
-def test_a_module_for_several_places_would_share_its_weights() -> None:
+def test_a_module_for_many_places_would_share_its_weights() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     refused(s, r"one LayerNorm would be in more than one place \('blocks.0.norm'", lambda: s.replace(nn.LayerNorm(8), "blocks.*.norm"))  # fmt: skip

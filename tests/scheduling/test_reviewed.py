@@ -129,7 +129,7 @@ def test_everything_works_in_inference_mode():
     assert model.blocks[0].up.weight.grad is not None
 
 
-def test_a_model_made_in_inference_mode_is_told():
+def test_a_model_created_in_inference_mode_is_reported():
     with torch.inference_mode():
         model = Net().eval()
     s = schedule(model, (torch.randn(4, 8),))
@@ -139,7 +139,7 @@ def test_a_model_made_in_inference_mode_is_told():
         s["blocks.0"].find(mlp)
 
 
-def test_a_compiled_model_is_told():
+def test_a_compiled_model_is_reported():
     model, x = net()
     s = schedule(torch.compile(model, backend="eager"), (x,))  # type: ignore[arg-type]
     refused(s, "the model is compiled by torch.compile", lambda: s.find(mlp))
@@ -228,7 +228,7 @@ def test_a_match_of_another_schedule_is_refused():
     ("what", "reason"),
     [(F.gelu, "cannot read the signature of gelu"), (nn.GELU(), r"not a GELU itself: find\(GELU\)")],
 )
-def test_what_cannot_be_a_pattern_is_told(what: Any, reason: str):
+def test_what_cannot_be_a_pattern_is_reported(what: Any, reason: str):
     model, x = net()
     with pytest.raises(dovetail.InvalidArgument, match=reason):
         schedule(model, (x,))["blocks.0"].find(what)

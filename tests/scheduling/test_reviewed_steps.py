@@ -51,7 +51,7 @@ def test_a_backend_that_was_asked_for_and_does_not_take_a_region_is_an_error(bac
     assert [r.backend for r in s.fuse(matches, backends=[Declining(), "torchscript"])] == ["torchscript"] * 3
 
 
-def test_a_region_that_calls_something_of_the_users_says_what():
+def test_a_region_that_calls_something_of_the_users_names_what():
     model, x = net(training=False)
     s = schedule(model, (x,))
     s.replace(right, s["blocks.0"].find(activation)[0])
@@ -157,7 +157,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("form", [lambda y: Result(y, 1), Holder, lambda y: [Result(y, 1)]])
-def test_verify_looks_into_objects(form: Any):
+def test_verify_compares_inside_of_objects(form: Any):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -214,8 +214,8 @@ class Coarse(dovetail.Backend):
     def compile(self, region: dovetail.Region, examples: Any) -> Any:
         def run(*operands: Any) -> Any:
             self.calls += not is_trial()
-            made = region.body(*operands)
-            return tuple(m.flip(-1) for m in made) if self.turned else made
+            result = region.body(*operands)
+            return tuple(m.flip(-1) for m in result) if self.turned else result
 
         return run
 
@@ -280,7 +280,7 @@ def test_escapes_by_node_are_not_saved():
         ({"key": 3}, "computes something else"),
     ],
 )
-def test_a_broken_history_is_told(change: dict[str, Any], reason: str):
+def test_a_broken_history_is_reported(change: dict[str, Any], reason: str):
     model, x = net(training=False)
     s = schedule(model, (x,))
     s.fuse(s["blocks.0"].find(mlp))
@@ -298,7 +298,7 @@ def test_a_broken_history_is_told(change: dict[str, Any], reason: str):
         ([{"path": ""}], "has no 'find'"),
     ],
 )
-def test_a_step_that_lacks_something_is_told(at: Any, reason: str):
+def test_a_step_that_lacks_something_is_reported(at: Any, reason: str):
     model, x = net(training=False)
     s = schedule(model, (x,))
     refused(s, reason, lambda: s.replay([{"do": "fuse", "at": at}]))

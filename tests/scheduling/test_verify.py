@@ -68,7 +68,7 @@ def test_a_model_on_which_nothing_was_done_is_itself() -> None:
         (drawing, "the random state of cpu"),
     ],
 )
-def test_a_wrong_function_is_named_and_found_among_the_steps(new: Callable[..., Any], what: str) -> None:
+def test_a_wrong_function_is_named_and_located_among_the_steps(new: Callable[..., Any], what: str) -> None:
     _, s = good_steps()
     on_gelu(s, new)
     s.annotate(s.regions, tile=8)
@@ -82,7 +82,7 @@ def test_a_wrong_function_is_named_and_found_among_the_steps(new: Callable[..., 
     assert f"on the example inputs, {what} " in str(raised.value)
 
 
-def test_other_statistics_are_found() -> None:
+def test_other_statistics_are_detected() -> None:
     _, s = good_steps()
     s["head"].annotate(last=True)
     s["blocks.1.stats"].replace(with_other_momentum(s["blocks.1.stats"].modules[0]))
@@ -148,11 +148,12 @@ def test_nothing_is_left_changed() -> None:
 
 def test_a_built_model_stays_built() -> None:
     model, s = good_steps(training=False)
+    _, x = net()
     s.build()
-    before = model(s._session.require_example().args[0])  # pyright: ignore[reportPrivateUsage]
+    before = model(x)
     s.verify()
     assert "forward" in model.blocks[0].__dict__
-    assert torch.equal(model(s._session.require_example().args[0]), before)  # pyright: ignore[reportPrivateUsage]
+    assert torch.equal(model(x), before)
 
 
 def test_verifying_refuses_the_step_that_fails() -> None:
@@ -210,7 +211,7 @@ class HostRandom(nn.Module):
         return x * random.random()
 
 
-def test_a_model_that_is_not_deterministic_is_told_apart_from_a_wrong_step() -> None:
+def test_a_model_that_is_not_deterministic_is_distinguished_from_a_wrong_step() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Shuffled())
     s = schedule(model, (torch.randn(2, 4),))
     s["0"].replace(copied(model[0]))
@@ -242,7 +243,7 @@ class TwoFaced(nn.Module):
 @pytest.mark.parametrize(
     ("factor", "how"), [(2.0, "is off by"), (1 + 2e-7, "nothing was done that may change a number")]
 )
-def test_a_trace_that_is_wrong_is_told_apart_from_what_was_done_with_it(factor: float, how: str) -> None:
+def test_a_trace_that_is_wrong_is_distinguished_from_what_was_done_with_it(factor: float, how: str) -> None:
     s = schedule(nn.Sequential(nn.Linear(4, 4), TwoFaced(factor)), (torch.randn(2, 4),))
     s["0"].annotate(first=True)
     s.fuse(s["1"].find(torch.ops.aten.relu.default))
@@ -259,7 +260,7 @@ def test_a_model_that_cannot_run_is_no_fault_of_a_step() -> None:
         s.verify()
 
 
-def test_fresh_inputs_that_the_model_refuses_are_told() -> None:
+def test_fresh_inputs_that_the_model_refuses_are_reported() -> None:
     class Picky(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             if bool((input < 0).any()):

@@ -63,11 +63,11 @@ class Named(nn.Module):
         self.inner = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        made = self.inner(x)
-        return {"top": made.argmax(-1), "all": [made, 3]}
+        result = self.inner(x)
+        return {"top": result.argmax(-1), "all": [result, 3]}
 
 
-def test_results_are_told_by_their_place() -> None:
+def test_results_are_named_by_their_place() -> None:
     s = schedule(Named(), (torch.randn(2, 3),))
     s["inner"].replace(nn.Linear(3, 3))
     with pytest.raises(VerificationError) as raised:
@@ -75,7 +75,7 @@ def test_results_are_told_by_their_place() -> None:
     assert raised.value.what in ("result 0 (['all'][0])", "result 1 (['all'][0])", "result 0 (['top'])")
 
 
-def test_replaced_weights_are_compared_by_name_and_what_is_gone_is_told() -> None:
+def test_replaced_weights_are_compared_by_name_and_what_is_gone_is_reported() -> None:
     model, x = net(training=False)
     s = schedule(model, (x,))
     s["head"].replace(copied(model.head))
@@ -90,7 +90,7 @@ def test_replaced_weights_are_compared_by_name_and_what_is_gone_is_told() -> Non
     )
 
 
-def test_statistics_that_are_gathered_otherwise_are_found() -> None:
+def test_statistics_that_are_gathered_otherwise_are_detected() -> None:
     model, x = net()
     s = schedule(model, (x,))
     s.checkpoint("blocks.0.up")

@@ -77,7 +77,7 @@ class Census:
 
     def unfound(self) -> list[str]:
         """The parts that no proposal of their kind covers, each with the misses that came nearest."""
-        return [self._told(path) for path, kinds in self.parts.items() if not self._covered(path, kinds)]
+        return [self._miss(path) for path, kinds in self.parts.items() if not self._covered(path, kinds)]
 
     def _covered(self, path: str, kinds: tuple[str, ...]) -> bool:
         inside = {i for i in range(len(self.context.nodes)) if _under(self.context.module_path(i), path)}
@@ -93,7 +93,7 @@ class Census:
             return op_name(node.target) in _WHOLE
         return self.context.module_path(i) == path and bool(set(kinds) & set(NORM))
 
-    def _told(self, path: str) -> str:
+    def _miss(self, path: str) -> str:
         near = [
             f"{r.rule}: {r.reason} ({r.matched} of {r.wanted})"
             for r in self.refusals
@@ -114,26 +114,26 @@ def census(model: nn.Module, graph: GraphModule, extra: dict[str, tuple[str, ...
         if path and NOTABLE.search(name) and not name.startswith("BatchNorm"):
             assert path in parts or name in WRAPPERS, f"'{path}' is a {name}: say what it should be found as"
     context = RuleContext(graph)
-    told: list[Any] = [p for rule in ALL for p in rule.propose(context)]
-    candidates = [p for p in told if isinstance(p, Candidate)]
-    refusals = [p for p in told if isinstance(p, Refusal)]
+    proposed: list[Any] = [p for rule in ALL for p in rule.propose(context)]
+    candidates = [p for p in proposed if isinstance(p, Candidate)]
+    refusals = [p for p in proposed if isinstance(p, Refusal)]
     return Census({**parts, **(extra or {})}, context, candidates, refusals)
 
 
-def parts_by_kind(found: Census) -> Counter[str]:
-    return Counter(kinds[0] for kinds in found.parts.values())
+def parts_by_kind(report: Census) -> Counter[str]:
+    return Counter(kinds[0] for kinds in report.parts.values())
 
 
-def outlined(found: Census) -> GraphModule:
+def outlined(report: Census) -> GraphModule:
     """The graph with the widest candidates that do not overlap as regions."""
     taken: set[int] = set()
     requests: list[Request] = []
-    for c in sorted(found.candidates, key=lambda c: (-len(c.members), c.members, c.kind)):
-        if taken & set(c.members) or found.context.index.between(set(c.members)):
+    for c in sorted(report.candidates, key=lambda c: (-len(c.members), c.members, c.kind)):
+        if taken & set(c.members) or report.context.index.between(set(c.members)):
             continue
         taken.update(c.members)
-        requests.append(request_for(found.context.gm, c))
-    fused = dovetail.outline(found.context.gm, requests)
+        requests.append(request_for(report.context.gm, c))
+    fused = dovetail.outline(report.context.gm, requests)
     assert_references(fused)
     return fused
 

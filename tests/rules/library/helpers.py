@@ -32,13 +32,13 @@ def proposals(rules: Rule | Iterable[Rule], graph: GraphModule) -> list[Candidat
 
 def candidates(rules: Rule | Iterable[Rule], graph: GraphModule) -> list[Candidate]:
     """What is proposed, the widest first."""
-    found = [p for p in proposals(rules, graph) if isinstance(p, Candidate)]
-    return sorted(found, key=lambda c: -len(c.members))
+    matches = [p for p in proposals(rules, graph) if isinstance(p, Candidate)]
+    return sorted(matches, key=lambda c: -len(c.members))
 
 
-def member_names(graph: GraphModule, found: Candidate) -> list[str]:
+def member_names(graph: GraphModule, match: Candidate) -> list[str]:
     nodes = list(graph.graph.nodes)
-    return [nodes[i].name for i in found.members]
+    return [nodes[i].name for i in match.members]
 
 
 def request_for(graph: GraphModule, match: Candidate) -> Request:
@@ -95,17 +95,17 @@ def look_at(rule: Rule, models: Sequence[Model], *inputs: Any) -> tuple[GraphMod
     single = models[0] if len(models) == 1 else all_of_them
     graph = graph_of(single, inputs)
     at = {node: i for i, node in enumerate(graph.graph.nodes)}
-    told = proposals(rule, graph)
-    looks: list[Look] = []
+    proposed = proposals(rule, graph)
+    reports: list[Look] = []
     for results in _results(graph, len(models)):
         operations = {at[n]: n for n in _computed_for(results)}
-        here = [p for p in told if p.members and operations.keys() >= set(p.members)]
-        found = [p for p in here if isinstance(p, Candidate)]
-        widest = max(found, key=lambda c: len(c.members), default=None)
+        here = [p for p in proposed if p.members and operations.keys() >= set(p.members)]
+        matches = [p for p in here if isinstance(p, Candidate)]
+        widest = max(matches, key=lambda c: len(c.members), default=None)
         left = [n for i, n in operations.items() if widest is None or i not in widest.members]
         names = tuple(sorted(getattr(n.target, "_opname", str(n.target)) for n in left))
-        looks.append(Look(widest, names, tuple(p for p in here if isinstance(p, Refusal))))
-    return graph, looks
+        reports.append(Look(widest, names, tuple(p for p in here if isinstance(p, Refusal))))
+    return graph, reports
 
 
 def _results(graph: GraphModule, count: int) -> list[list[Node]]:
@@ -127,17 +127,17 @@ def _computed_for(results: Iterable[Node]) -> set[Node]:
     return seen
 
 
-def found_each(
+def match_attrs_each(
     rule: Rule, models: Sequence[Model], *inputs: Any, leaving: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
     """The attributes of the widest match in each function; it must take in all but the operators named `leaving`.
 
     The matches are outlined and run: same values, same random numbers; the graph they were found in stays as it was.
     """
-    graph, looks = look_at(rule, models, *inputs)
+    graph, reports = look_at(rule, models, *inputs)
     before = dovetail.text(graph)
     requests: list[Request] = []
-    for model, look in zip(models, looks, strict=True):
+    for model, look in zip(models, reports, strict=True):
         name = getattr(model, "__name__", type(model).__name__)
         assert look.match is not None, f"'{name}': {[r.reason for r in look.refusals]}"
         assert look.left == tuple(sorted(leaving)), name
@@ -151,12 +151,12 @@ def found_each(
     if not isinstance(models[0], GraphModule):
         assert equal(_run([fused], inputs), _run(models, inputs))
     assert dovetail.text(graph) == before
-    return [dict(look.match.attrs or {}) for look in looks if look.match is not None]
+    return [dict(look.match.attrs or {}) for look in reports if look.match is not None]
 
 
-def found(rule: Rule, model: Model, *inputs: Any, leaving: Iterable[str] = ()) -> dict[str, Any]:
+def match_attrs(rule: Rule, model: Model, *inputs: Any, leaving: Iterable[str] = ()) -> dict[str, Any]:
     """As `found_each`, of one function."""
-    return found_each(rule, [model], *inputs, leaving=leaving)[0]
+    return match_attrs_each(rule, [model], *inputs, leaving=leaving)[0]
 
 
 def refused_each(rule: Rule, models: Sequence[Model], *inputs: Any) -> list[str]:
@@ -181,6 +181,6 @@ def _run(models: Sequence[Model], inputs: tuple[Any, ...]) -> list[Any]:
     results: list[Any] = []
     with torch.no_grad():
         for model in models:
-            made = model(*inputs)
-            results += [made] if isinstance(made, torch.Tensor) else list(made)
+            result = model(*inputs)
+            results += [result] if isinstance(result, torch.Tensor) else list(result)
     return results

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.rules.library.activations import gelu, hard_sigmoid, sigmoid, softmax
-from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
+from tests.rules.library.helpers import candidates, graph_of, match_attrs, match_attrs_each, refused_each, why
 
 X = torch.randn(2, 3, 8)
 Step = Callable[[Tensor], Tensor]
@@ -45,18 +45,20 @@ SOFTMAX: list[Step] = [
 
 
 def test_softmax() -> None:
-    assert found_each(softmax, SOFTMAX, X) == [{"dim": 2}] * len(SOFTMAX)
+    assert match_attrs_each(softmax, SOFTMAX, X) == [{"dim": 2}] * len(SOFTMAX)
 
 
 def test_softmax_over_another_dimension() -> None:
-    assert found(softmax, lambda x: x.softmax(0), X) == {"dim": 0}
-    assert found(softmax, lambda x: by_part(x, 1, 1), X) == {"dim": 1}
+    assert match_attrs(softmax, lambda x: x.softmax(0), X) == {"dim": 0}
+    assert match_attrs(softmax, lambda x: by_part(x, 1, 1), X) == {"dim": 1}
 
 
 def test_softmax_in_float32() -> None:
     low = X.bfloat16()
-    assert found(softmax, lambda x: F.softmax(x, -1, dtype=torch.float32).to(x.dtype), low) == {"dim": 2}
-    assert found(softmax, lambda x: F.softmax(x.float(), -1).to(x.dtype), low) == {"dim": 2}
+    assert match_attrs(softmax, lambda x: F.softmax(x, -1, dtype=torch.float32).to(x.dtype), low) == {
+        "dim": 2
+    }
+    assert match_attrs(softmax, lambda x: F.softmax(x.float(), -1).to(x.dtype), low) == {"dim": 2}
 
 
 def by_part(x: Tensor, top: int, total: int) -> Tensor:
@@ -65,7 +67,7 @@ def by_part(x: Tensor, top: int, total: int) -> Tensor:
 
 
 def test_what_was_taken_off_along_another_dimension_stays_outside() -> None:
-    assert found(softmax, lambda x: by_part(x, 1, 2), X, leaving=["amax", "sub"]) == {"dim": 2}
+    assert match_attrs(softmax, lambda x: by_part(x, 1, 2), X, leaving=["amax", "sub"]) == {"dim": 2}
 
 
 SOFTMAX_REFUSED: dict[str, Step] = {
@@ -81,8 +83,10 @@ def over(powers: Tensor, dims: list[int]) -> Tensor:
 
 
 def test_what_is_no_softmax() -> None:
-    told = dict(zip(SOFTMAX_REFUSED, refused_each(softmax, list(SOFTMAX_REFUSED.values()), X), strict=True))
-    assert "it sums over [1, 2]" in told["a sum over two dimensions"]
+    refused = dict(
+        zip(SOFTMAX_REFUSED, refused_each(softmax, list(SOFTMAX_REFUSED.values()), X), strict=True)
+    )
+    assert "it sums over [1, 2]" in refused["a sum over two dimensions"]
 
 
 def new_gelu(x: Tensor) -> Tensor:
@@ -125,15 +129,15 @@ GELU: list[tuple[Step, str]] = [
 
 
 def test_gelu() -> None:
-    told = found_each(gelu, [spelled for spelled, _ in GELU], X)
-    assert [attrs["approximate"] for attrs in told] == [approximate for _, approximate in GELU]
+    matches = match_attrs_each(gelu, [spelled for spelled, _ in GELU], X)
+    assert [attrs["approximate"] for attrs in matches] == [approximate for _, approximate in GELU]
 
 
 def test_gelu_of_transformers() -> None:
     activations = pytest.importorskip("transformers.activations")
     names = {"gelu_new": "tanh", "gelu_fast": "tanh", "gelu_python": "none", "quick_gelu": "sigmoid"}
-    told = found_each(gelu, [activations.ACT2FN[name] for name in names], X)
-    assert [attrs["approximate"] for attrs in told] == list(names.values())
+    matches = match_attrs_each(gelu, [activations.ACT2FN[name] for name in names], X)
+    assert [attrs["approximate"] for attrs in matches] == list(names.values())
 
 
 GELU_REFUSED: dict[str, tuple[Step, str]] = {
@@ -152,8 +156,8 @@ GELU_REFUSED: dict[str, tuple[Step, str]] = {
 
 
 def test_what_is_no_gelu() -> None:
-    told = refused_each(gelu, [spelled for spelled, _ in GELU_REFUSED.values()], X)
-    for name, reasons in zip(GELU_REFUSED, told, strict=True):
+    refused = refused_each(gelu, [spelled for spelled, _ in GELU_REFUSED.values()], X)
+    for name, reasons in zip(GELU_REFUSED, refused, strict=True):
         assert GELU_REFUSED[name][1] in reasons, name
 
 
@@ -170,7 +174,7 @@ SIGMOID: list[Step] = [
 
 
 def test_sigmoid() -> None:
-    assert found_each(sigmoid, SIGMOID, X) == [{}] * len(SIGMOID)
+    assert match_attrs_each(sigmoid, SIGMOID, X) == [{}] * len(SIGMOID)
 
 
 def test_what_is_no_sigmoid() -> None:
@@ -197,7 +201,7 @@ HARD: list[Step] = [
 
 
 def test_hard_sigmoid() -> None:
-    assert found_each(hard_sigmoid, HARD, X) == [{}] * len(HARD)
+    assert match_attrs_each(hard_sigmoid, HARD, X) == [{}] * len(HARD)
 
 
 def test_what_is_no_hard_sigmoid() -> None:
@@ -215,4 +219,4 @@ def test_integers_are_left_to_the_steps_by_hand() -> None:
     }
     for rule, step in spelled.items():
         assert "torch.int64, not a real floating-point value" in why(rule, step, torch.arange(6).view(2, 3))
-        found(rule, step, torch.arange(6.0).view(2, 3))
+        match_attrs(rule, step, torch.arange(6.0).view(2, 3))

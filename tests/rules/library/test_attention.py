@@ -21,7 +21,7 @@ from dovetail.rules.library.attention_variants import (
     attention_of_batches,
     attention_of_columns,
 )
-from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
+from tests.rules.library.helpers import candidates, graph_of, match_attrs, match_attrs_each, refused_each, why
 
 B, H, G, S, D = 2, 4, 2, 6, 8
 Attend = Callable[..., Tensor]
@@ -48,7 +48,7 @@ def test_the_operator() -> None:
     def attend(**settings: Any) -> Attend:
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **settings)
 
-    plain = {
+    defaults = {
         "causal": False,
         "scale": None,
         "dropout": 0.0,
@@ -62,14 +62,19 @@ def test_the_operator() -> None:
         "safe_softmax": False,
     }
     settings = [{}, {"is_causal": True}, {"scale": 0.5}, {"dropout_p": 0.2}]
-    told = found_each(attention, [attend(**each) for each in settings], *QKV)
-    assert told == [plain, {**plain, "causal": True}, {**plain, "scale": 0.5}, {**plain, "dropout": 0.2}]
+    match = match_attrs_each(attention, [attend(**each) for each in settings], *QKV)
+    assert match == [
+        defaults,
+        {**defaults, "causal": True},
+        {**defaults, "scale": 0.5},
+        {**defaults, "dropout": 0.2},
+    ]
 
 
 @pytest.mark.parametrize(("mask", "kind"), [(boolean(), "keep"), (torch.randn(S, S), "additive")])
 def test_the_operator_with_a_mask(mask: Tensor, kind: str) -> None:
-    told = found(attention, lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), *QKV, mask)
-    assert told["mask_type"] == kind
+    match = match_attrs(attention, lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), *QKV, mask)
+    assert match["mask_type"] == kind
 
 
 def test_the_operator_with_grouped_heads() -> None:
@@ -83,16 +88,16 @@ def test_the_operator_with_grouped_heads() -> None:
         k, v = k.repeat_interleave(H // G, dim=1), v.repeat_interleave(H // G, dim=1)
         return F.scaled_dot_product_attention(q, k, v)
 
-    told = found_each(attention, [native, repeated, interleaved], *GROUPED)
-    assert [attrs["groups"] for attrs in told] == [H // G] * 3
+    matches = match_attrs_each(attention, [native, repeated, interleaved], *GROUPED)
+    assert [attrs["groups"] for attrs in matches] == [H // G] * 3
 
 
 def test_heads_repeated_a_wrong_way_stay_outside() -> None:
     def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
 
-    told = found(attention, tiled, *GROUPED, leaving=["repeat", "repeat"])
-    assert told["groups"] == 1
+    match = match_attrs(attention, tiled, *GROUPED, leaving=["repeat", "repeat"])
+    assert match["groups"] == 1
 
 
 def multiplied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,13 +125,13 @@ def softmax_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def test_by_hand() -> None:
     spelled = [multiplied, divided, scaled_first, divided_first, softmax_by_hand]
-    for told in found_each(attention_by_hand, spelled, *QKV):
-        assert told["scale"] == pytest.approx(D**-0.5)
-        assert (told["mask_type"], told["groups"]) == ("none", 1)
+    for match in match_attrs_each(attention_by_hand, spelled, *QKV):
+        assert match["scale"] == pytest.approx(D**-0.5)
+        assert (match["mask_type"], match["groups"]) == ("none", 1)
 
 
 def test_by_hand_without_a_scale() -> None:
-    assert found(attention_by_hand, lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *QKV)["scale"] == 1.0
+    assert match_attrs(attention_by_hand, lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *QKV)["scale"] == 1.0
 
 
 MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
@@ -147,7 +152,7 @@ def test_by_hand_with_a_mask(kind: str) -> None:
 
     mask = torch.randn(S, S) if kind == "additive" else boolean()
     ways = [attend(lay) for lay, each in MASKS.values() if each == kind]
-    assert {told["mask_type"] for told in found_each(attention_by_hand, ways, *QKV, mask)} == {kind}
+    assert {match["mask_type"] for match in match_attrs_each(attention_by_hand, ways, *QKV, mask)} == {kind}
 
 
 def test_by_hand_with_a_bias_and_a_mask() -> None:
@@ -156,8 +161,8 @@ def test_by_hand_with_a_bias_and_a_mask() -> None:
         scores += bias
         return F.softmax(scores + mask, dim=-1) @ v
 
-    told = found(attention_by_hand, attend, *QKV, torch.randn(1, H, S, S), torch.randn(B, 1, S, S))
-    assert (told["scale"], told["mask_type"]) == (1.0, "additive")
+    match = match_attrs(attention_by_hand, attend, *QKV, torch.randn(1, H, S, S), torch.randn(B, 1, S, S))
+    assert (match["scale"], match["mask_type"]) == (1.0, "additive")
 
 
 def test_by_hand_with_capped_scores() -> None:
@@ -167,7 +172,7 @@ def test_by_hand_with_capped_scores() -> None:
         scores = torch.tanh(scores)
         return torch.softmax(scores * 50.0, -1) @ v
 
-    assert found(attention_by_hand, attend, *QKV)["softcap"] == 50.0
+    assert match_attrs(attention_by_hand, attend, *QKV)["softcap"] == 50.0
 
     def uneven(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.softmax(torch.tanh(q @ k.mT / 50.0) * 40.0, -1) @ v
@@ -184,8 +189,8 @@ def test_by_hand_in_training() -> None:
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.drop(torch.softmax(q @ k.mT * 0.3, -1)) @ v
 
-    assert found(attention_by_hand, Attention().train(), *QKV)["dropout"] == 0.25
-    assert found(attention_by_hand, Attention().eval(), *QKV)["dropout"] == 0.0
+    assert match_attrs(attention_by_hand, Attention().train(), *QKV)["dropout"] == 0.25
+    assert match_attrs(attention_by_hand, Attention().eval(), *QKV)["dropout"] == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -200,8 +205,8 @@ def test_by_hand_with_a_wide_softmax_and_grouped_heads(dtype: torch.dtype) -> No
         return F.softmax(scores.float(), dim=-1).type_as(scores) @ spread(v, H // G)
 
     inputs = [x.to(dtype) for x in (*GROUPED, torch.randn(S, S))]
-    for told in found_each(attention_by_hand, [attend, cast], *inputs):
-        assert (told["scale"], told["mask_type"], told["groups"]) == (0.25, "additive", 2)
+    for match in match_attrs_each(attention_by_hand, [attend, cast], *inputs):
+        assert (match["scale"], match["mask_type"], match["groups"]) == (0.25, "additive", 2)
 
 
 def test_weights_that_are_used_again_come_out_too() -> None:
@@ -209,12 +214,12 @@ def test_weights_that_are_used_again_come_out_too() -> None:
         weights = torch.softmax(q @ k.mT * 0.3, -1)
         return weights @ v, weights
 
-    found(attention_by_hand, attend, *QKV)
+    match_attrs(attention_by_hand, attend, *QKV)
 
 
 def test_any_rank() -> None:
     for shape in ((S, D), (B, S, D), (B, 3, H, S, D)):
-        found(attention_by_hand, multiplied, *(torch.randn(shape) for _ in range(3)))
+        match_attrs(attention_by_hand, multiplied, *(torch.randn(shape) for _ in range(3)))
 
 
 def test_keys_that_come_as_columns() -> None:
@@ -223,8 +228,8 @@ def test_keys_that_come_as_columns() -> None:
         return torch.softmax(q @ columns * 0.3, -1) @ v
 
     inputs = (torch.randn(B, S, H * D), heads(), heads())
-    told = found(attention_of_columns, attend, *inputs, leaving=["reshape", "permute"])
-    assert told["scale"] == 0.3
+    match = match_attrs(attention_of_columns, attend, *inputs, leaving=["reshape", "permute"])
+    assert match["scale"] == 0.3
     assert not candidates(attention_of_columns, graph_of(multiplied, QKV))
 
 
@@ -233,7 +238,7 @@ def test_heads_among_the_batch() -> None:
         return torch.bmm(torch.softmax(torch.baddbmm(mask, q * 0.3, k.transpose(1, 2)), -1), v)
 
     q, k, v = (torch.randn(B * H, S, D) for _ in range(3))
-    assert found(attention_of_batches, attend, q, k, v, torch.randn(B * H, S, S))["mask_type"] == "none"
+    assert match_attrs(attention_of_batches, attend, q, k, v, torch.randn(B * H, S, S))["mask_type"] == "none"
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -256,8 +261,8 @@ def test_a_causal_mask_of_its_own() -> None:
     def attend(hide: Callable[[Tensor], Tensor]) -> Attend:
         return lambda q, k, v: torch.softmax(hide(q @ k.mT * 0.3), -1) @ v
 
-    told = found_each(attention_causal, [attend(hide) for hide in CAUSAL.values()], *QKV)
-    assert all((attrs["causal"], attrs["mask_type"]) == (True, "none") for attrs in told)
+    matches = match_attrs_each(attention_causal, [attend(hide) for hide in CAUSAL.values()], *QKV)
+    assert all((attrs["causal"], attrs["mask_type"]) == (True, "none") for attrs in matches)
 
 
 def test_a_causal_mask_that_others_use_stays_outside() -> None:
@@ -296,8 +301,8 @@ REFUSED: dict[str, tuple[Attend, str]] = {
 
 def test_what_is_no_attention() -> None:
     square = tuple(torch.randn(B, S, S, S) for _ in range(3))
-    told = refused_each(attention_by_hand, [spelled for spelled, _ in REFUSED.values()], *square)
-    for name, reasons in zip(REFUSED, told, strict=True):
+    refused = refused_each(attention_by_hand, [spelled for spelled, _ in REFUSED.values()], *square)
+    for name, reasons in zip(REFUSED, refused, strict=True):
         assert REFUSED[name][1] in reasons, name
 
 
@@ -314,8 +319,8 @@ def test_by_einsum() -> None:
         ("b h q c, b h k c -> b h q k", "bhqk,bhkc->bhqc"),
         ("blhe,bshe->bhls", "bhls,bshd->blhd"),
     ]
-    for told in found_each(attention_einsum, [by_einsum(*each) for each in equations], *QKV):
-        assert (told["scale"], told["groups"]) == (0.3, 1)
+    for match in match_attrs_each(attention_einsum, [by_einsum(*each) for each in equations], *QKV):
+        assert (match["scale"], match["groups"]) == (0.3, 1)
 
 
 def test_equations_that_are_no_attention() -> None:
@@ -332,8 +337,8 @@ def test_equations_that_are_no_attention() -> None:
 def test_in_the_graph_of_a_compiler() -> None:
     graph = make_fx(multiplied)(*QKV)
     assert "bmm" in graph.code
-    told = found(attention_by_hand, graph_of(graph, QKV), *QKV, leaving=["expand", "expand"])
-    assert told["scale"] == pytest.approx(D**-0.5)
+    match = match_attrs(attention_by_hand, graph_of(graph, QKV), *QKV, leaving=["expand", "expand"])
+    assert match["scale"] == pytest.approx(D**-0.5)
 
 
 def traced(attend: Attend, inputs: tuple[Tensor, ...]) -> GraphModule:
@@ -350,8 +355,8 @@ def test_what_a_mask_hides_in_the_graph_of_a_compiler() -> None:
 
     inputs = (*QKV, boolean())
     for attend, kind in ((hidden, "hide"), (kept, "keep")):
-        told = found(attention_by_hand, traced(attend, inputs), *inputs, leaving=["expand", "expand"])
-        assert told["mask_type"] == kind
+        match = match_attrs(attention_by_hand, traced(attend, inputs), *inputs, leaving=["expand", "expand"])
+        assert match["mask_type"] == kind
 
 
 def test_heads_that_a_compiler_copies_for_their_groups() -> None:
@@ -361,7 +366,7 @@ def test_heads_that_a_compiler_copies_for_their_groups() -> None:
 
     graph = traced(attend, GROUPED)
     assert "clone" in str(graph.graph)
-    assert found(attention_by_hand, graph, *GROUPED, leaving=["expand"])["groups"] == H // G
+    assert match_attrs(attention_by_hand, graph, *GROUPED, leaving=["expand"])["groups"] == H // G
 
 
 def test_dropout_of_weights_in_another_order_of_memory() -> None:
@@ -388,7 +393,7 @@ def test_a_causal_mask_at_any_rank_and_precision(shape: tuple[int, ...], dtype: 
         return powers / powers.sum(-1, keepdim=True) @ v
 
     inputs = tuple(torch.randn(shape).to(dtype) for _ in range(3))
-    assert all(told["causal"] for told in found_each(attention_causal, [filled, added], *inputs))
+    assert all(match["causal"] for match in match_attrs_each(attention_causal, [filled, added], *inputs))
 
 
 def test_keys_as_columns_with_a_softmax_by_hand() -> None:
@@ -397,4 +402,4 @@ def test_keys_as_columns_with_a_softmax_by_hand() -> None:
         powers = torch.exp(scores - scores.amax(-1, keepdim=True))
         return powers / powers.sum(-1, keepdim=True) @ v
 
-    found(attention_of_columns, attend, heads(), torch.randn(B, H, D, S), heads())
+    match_attrs(attention_of_columns, attend, heads(), torch.randn(B, H, D, S), heads())

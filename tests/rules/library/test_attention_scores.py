@@ -20,7 +20,7 @@ from dovetail.rules.library.attention_variants import (
     attention_of_columns,
     attention_with_sinks,
 )
-from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
+from tests.rules.library.helpers import candidates, graph_of, match_attrs, match_attrs_each, refused_each, why
 
 B, H, G, S, D = 2, 4, 2, 6, 8
 HEADS = tuple(torch.randn(B, H, S, D) for _ in range(3))
@@ -56,7 +56,7 @@ SCALED: dict[str, tuple[Scores, str]] = {
 @pytest.mark.parametrize("name", SCALED)
 def test_a_scalar_tensor_is_a_scale(name: str) -> None:
     scores, argument = SCALED[name]
-    attrs = found(attention_by_hand, attend(scores), *HEADS, SCALAR)
+    attrs = match_attrs(attention_by_hand, attend(scores), *HEADS, SCALAR)
     assert attrs["scale"] == 1.0
     assert arguments(attention_by_hand, attend(scores), *HEADS, SCALAR) == {"q", "k", "v", argument}
 
@@ -67,20 +67,20 @@ def test_a_root_of_a_constant_is_a_scale_and_stays_outside() -> None:
         scores = (q / scale.to(dtype=q.dtype)) @ k.transpose(-1, -2) + 0
         return scores.masked_fill(HIDE, torch.finfo(q.dtype).min).softmax(-1) @ v
 
-    attrs = found(attention_by_hand, deberta, *HEADS, leaving=["mul", "sqrt"])
+    attrs = match_attrs(attention_by_hand, deberta, *HEADS, leaving=["mul", "sqrt"])
     assert attrs["mask_type"] == "hide"
 
     def of_batches(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = torch.sqrt(torch.tensor(float(D)))
         return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2) / scale), -1), v)
 
-    assert found(attention_of_batches, of_batches, *FLAT, leaving=["sqrt"])["scale"] == 1.0
+    assert match_attrs(attention_of_batches, of_batches, *FLAT, leaving=["sqrt"])["scale"] == 1.0
 
     def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.einsum("bhid,bhjd->bhij", q, k) / torch.sqrt(torch.tensor(float(D)))
         return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
 
-    assert found(attention_einsum, by_einsum, *HEADS, leaving=["sqrt"])["equations"] is None
+    assert match_attrs(attention_einsum, by_einsum, *HEADS, leaving=["sqrt"])["equations"] is None
 
 
 def test_a_scale_with_dimensions_is_none() -> None:
@@ -89,7 +89,9 @@ def test_a_scale_with_dimensions_is_none() -> None:
         attention_by_hand, attend(lambda q, k: q @ k.mT * per_head), *HEADS
     )
     # On the queries it is part of them, as is the weight of a norm.
-    attrs = found(attention_by_hand, attend(lambda q, k: (q * per_head) @ k.mT), *HEADS, leaving=["mul"])
+    attrs = match_attrs(
+        attention_by_hand, attend(lambda q, k: (q * per_head) @ k.mT), *HEADS, leaving=["mul"]
+    )
     assert attrs["scale"] == 1.0
     assert arguments(attention_by_hand, attend(lambda q, k: (q * per_head) @ k.mT), *HEADS) == {"q", "k", "v"}
 
@@ -103,14 +105,14 @@ def test_a_bias_may_be_scaled_with_the_product() -> None:
         attend(lambda q, k: (q @ k.mT + BIAS + SECOND) * 0.4 + MASK),
         attend(lambda q, k: ((q @ k.mT + BIAS) * 0.4).masked_fill(HIDE, -1e9)),
     ]
-    attrs = found_each(attention_by_hand, ways, *HEADS)
+    attrs = match_attrs_each(attention_by_hand, ways, *HEADS)
     assert {(each["scale"], each["bias_before_scale"]) for each in attrs} == {(0.4, True)}
     assert [each["mask_type"] for each in attrs] == ["none"] * 4 + ["additive", "hide"]
     # A bias that a choice made is no mask.
     chosen = attend(lambda q, k: (q @ k.mT + torch.where(HIDE, 0.0, -1e9)) / 2.5)
-    assert not found(attention_by_hand, chosen, *HEADS, leaving=["where"])["bias_after_mask"]
+    assert not match_attrs(attention_by_hand, chosen, *HEADS, leaving=["where"])["bias_after_mask"]
     # Scaled before, it is an ordinary one.
-    before = found(attention_by_hand, attend(lambda q, k: q @ k.mT * 0.4 + BIAS + SECOND), *HEADS)
+    before = match_attrs(attention_by_hand, attend(lambda q, k: q @ k.mT * 0.4 + BIAS + SECOND), *HEADS)
     assert (before["bias_before_scale"], before["scale"]) == (False, 0.4)
 
 
@@ -123,10 +125,10 @@ def test_what_masked_scores_become_is_scaled_with_them() -> None:
         attend(lambda q, k: (q @ k.mT).masked_fill(HIDE, -1e4) / 4),
         attend(lambda q, k: torch.where(HIDE, -1e4, q @ k.mT) * 0.25),
     ]
-    attrs = found_each(attention_by_hand, ways, *HEADS)
+    attrs = match_attrs_each(attention_by_hand, ways, *HEADS)
     assert {(a["scale"], a["mask_value"], a["mask_type"]) for a in attrs} == {(0.25, -2500.0, "hide")}
     infinite = attend(lambda q, k: (q @ k.mT).masked_fill(HIDE, -torch.inf) * 4)
-    assert found(attention_by_hand, infinite, *HEADS)["mask_value"] is None
+    assert match_attrs(attention_by_hand, infinite, *HEADS)["mask_value"] is None
     overflow = attend(lambda q, k: (q @ k.mT).masked_fill(HIDE, torch.finfo(q.dtype).min) * 4)
     assert "overflows torch.float32" in why(attention_by_hand, overflow, *HEADS)
     shown = [
@@ -147,10 +149,10 @@ def test_a_mask_may_be_subtracted() -> None:
         return torch.einsum("bnij,jbnd->ibnd", scores.softmax(dim=3), v)
 
     inputs = tuple(torch.randn(S, B, H, D) for _ in range(3))
-    attrs = found(attention_einsum, xlnet, *inputs, leaving=["mul"])
+    attrs = match_attrs(attention_einsum, xlnet, *inputs, leaving=["mul"])
     assert (attrs["mask_type"], attrs["bias_before_scale"]) == ("subtracted", True)
-    plain = found(attention_by_hand, attend(lambda q, k: q @ k.mT * 0.3 - MASK), *HEADS)
-    assert plain["mask_type"] == "subtracted"
+    added = match_attrs(attention_by_hand, attend(lambda q, k: q @ k.mT * 0.3 - MASK), *HEADS)
+    assert added["mask_type"] == "subtracted"
     refused_each(
         attention_by_hand,
         [attend(lambda q, k: MASK - q @ k.mT), attend(lambda q, k: torch.sub(q @ k.mT, MASK, alpha=2))],
@@ -179,16 +181,16 @@ def sunk_dropped(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
 
 
 def test_sinks_take_weight_and_have_no_value() -> None:
-    for attrs in found_each(attention_with_sinks, [sunk, sunk_first], *HEADS, SINKS):
+    for attrs in match_attrs_each(attention_with_sinks, [sunk, sunk_first], *HEADS, SINKS):
         assert (attrs["scale"], attrs["mask_type"], attrs["dropout"]) == (0.3, "additive", 0.0)
-    assert found(attention_with_sinks, sunk_dropped, *HEADS, SINKS)["dropout"] == 0.2
+    assert match_attrs(attention_with_sinks, sunk_dropped, *HEADS, SINKS)["dropout"] == 0.2
     assert arguments(attention_with_sinks, sunk, *HEADS, SINKS) == {"q", "k", "v", "mask", "sinks"}
 
     def column(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return torch.cat([q @ k.mT, sinks], -1).softmax(-1)[..., :-1] @ v
 
     per_query = torch.randn(B, H, S, 1)
-    found(attention_with_sinks, column, *HEADS, per_query)
+    match_attrs(attention_with_sinks, column, *HEADS, per_query)
     assert arguments(attention_with_sinks, column, *HEADS, per_query) == {"q", "k", "v", "sink_column"}
 
 
@@ -205,8 +207,8 @@ def test_sinks_of_grouped_heads_in_lower_precision_and_with_symbols() -> None:
         return F.softmax(combined, dim=-1, dtype=combined.dtype)[..., :-1] @ spread(v)
 
     inputs = (torch.randn(B, H, S, D), torch.randn(B, G, S, D), torch.randn(B, G, S, D), SINKS)
-    assert found(attention_with_sinks, grouped, *inputs)["groups"] == H // G
-    assert found(attention_with_sinks, grouped, *(x.bfloat16() for x in inputs))["groups"] == H // G
+    assert match_attrs(attention_with_sinks, grouped, *inputs)["groups"] == H // G
+    assert match_attrs(attention_with_sinks, grouped, *(x.bfloat16() for x in inputs))["groups"] == H // G
     batch = torch.export.Dim("batch", min=2, max=64)
     graph = dovetail.capture(grouped, inputs, dynamic_shapes=(*({0: batch},) * 3, None))
     widest = max(candidates(attention_with_sinks, graph), key=lambda c: len(c.members))
@@ -247,7 +249,7 @@ def test_a_softmax_that_cannot_overflow_is_a_softmax() -> None:
         attend(lambda q, k: q @ k.mT * 0.4, lambda x: (x - x.max(-1, keepdim=True).values).softmax(-1)),
         attend(lambda q, k: q @ k.mT * 0.4, lambda x: (x - x.amax(-1, keepdim=True)).softmax(-1)),
     ]
-    attrs = found_each(attention_by_hand, ways, *HEADS)
+    attrs = match_attrs_each(attention_by_hand, ways, *HEADS)
     assert {each["scale"] for each in attrs} == {0.4}
     assert [each["mask_type"] for each in attrs] == ["additive", "additive", "none", "none"]
 
@@ -273,14 +275,14 @@ def test_other_forms_have_these_scores_too() -> None:
         return ((q @ k + BIAS) / 2.5 + MASK).softmax(-1) @ v
 
     q, k, v = HEADS
-    attrs = found(attention_of_columns, columns, q, k.mT.contiguous(), v)
+    attrs = match_attrs(attention_of_columns, columns, q, k.mT.contiguous(), v)
     assert (attrs["bias_before_scale"], attrs["mask_type"]) == (True, "additive")
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         later = torch.ones(S, S, dtype=torch.bool).triu(1)
         return (q @ k.mT / SCALAR).masked_fill(later, -1e9).softmax(-1) @ v
 
-    assert found(attention_causal, causal, *HEADS)["causal"]
+    assert match_attrs(attention_causal, causal, *HEADS)["causal"]
 
     def funnel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.einsum("bind,bjnd->bnij", q, k) + BIAS + SECOND
@@ -288,7 +290,7 @@ def test_other_forms_have_these_scores_too() -> None:
         return torch.einsum("bnij,bjnd->bind", torch.softmax(scores, -1, dtype=q.dtype), v)
 
     inputs = tuple(torch.randn(B, S, H, D) for _ in range(3))
-    attrs = found(attention_einsum, funnel, *inputs, leaving=["mul", "rsub"])
+    attrs = match_attrs(attention_einsum, funnel, *inputs, leaving=["mul", "rsub"])
     assert (attrs["mask_type"], attrs["scale"]) == ("subtracted", 1.0)
 
 
@@ -298,7 +300,7 @@ def test_weights_viewed_by_heads_and_back() -> None:
         weights = weights.view(B, H, S, S).view(B * H, S, S)
         return torch.bmm(F.dropout(weights, 0.1), v)
 
-    assert found(attention_of_batches, groupvit, *FLAT)["dropout"] == 0.1
+    assert match_attrs(attention_of_batches, groupvit, *FLAT)["dropout"] == 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -308,7 +310,7 @@ def test_weights_are_rounded_to_the_values_where_queries_are_wider(dtype: torch.
         attend(lambda q, k: q @ k.mT / 2.5, lambda x: x.softmax(-1).to(dtype)),
         attend(lambda q, k: (q @ k.mT + BIAS) / 2.5, lambda x: x.softmax(-1).to(dtype)),
     ]
-    assert [a["scale"] for a in found_each(attention_by_hand, ways, q, k, v.to(dtype))] == [0.4, 0.4]
+    assert [a["scale"] for a in match_attrs_each(attention_by_hand, ways, q, k, v.to(dtype))] == [0.4, 0.4]
     # Rounded before the softmax, or to another dtype than that of the values.
     early = attend(lambda q, k: (q @ k.mT / 2.5).to(dtype))
     refused_each(attention_by_hand, [early], q, k, v.to(dtype))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dovetail.rules.library import ATTENTION
 from dovetail.rules.library.attention_variants import attention_of_batches
 from dovetail.rules.rule import Refusal
-from tests.rules.library.helpers import candidates, found, graph_of, proposals, why
+from tests.rules.library.helpers import candidates, graph_of, match_attrs, proposals, why
 
 B, H, S, D = 2, 4, 6, 8
 FLAT = tuple(torch.randn(B * H, S, D) for _ in range(3))
@@ -41,7 +41,7 @@ def deberta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("spelled", "mask"), [(bloom, "additive"), (bart, "additive"), (deberta, "hide")])
 def test_heads_parted_for_a_mask(spelled: Callable[..., Tensor], mask: str) -> None:
-    attrs = found(attention_of_batches, spelled, *FLAT)
+    attrs = match_attrs(attention_of_batches, spelled, *FLAT)
     assert (attrs["scale"], attrs["mask_type"], attrs["groups"]) == (0.3, mask, 1)
 
 
@@ -74,16 +74,16 @@ UNUSUAL: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("reason", UNUSUAL)
-def test_what_is_not_known_of_attention_is_told(reason: str) -> None:
+def test_what_is_not_known_of_attention_is_reported(reason: str) -> None:
     graph = graph_of(UNUSUAL[reason], HEADS)
-    told = proposals(ATTENTION, graph)
-    (refusal,) = told
+    proposed = proposals(ATTENTION, graph)
+    (refusal,) = proposed
     assert isinstance(refusal, Refusal)
     assert refusal.reason.startswith(reason)
 
 
-def test_nothing_is_told_of_attention_that_was_found_or_of_a_softmax_alone() -> None:
-    plain = graph_of(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, HEADS)
-    assert not [p for p in proposals(ATTENTION, plain) if isinstance(p, Refusal)]
+def test_nothing_is_reported_of_attention_that_was_matched_or_of_a_softmax_alone() -> None:
+    known = graph_of(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, HEADS)
+    assert not [p for p in proposals(ATTENTION, known) if isinstance(p, Refusal)]
     alone = graph_of(lambda q, k, v: (q @ k.mT).softmax(-1) + v.sum(), HEADS)
     assert not proposals(ATTENTION, alone)

@@ -18,8 +18,8 @@ from dovetail.rules.library.convolution import conv_grad
 from tests.rules.library.helpers import (
     assert_references,
     candidates,
-    found,
     graph_of,
+    match_attrs,
     member_names,
     refused_each,
     request_for,
@@ -57,8 +57,8 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_convolution_norm_and_activation(name: str) -> None:
-    told = found(BN, nn.Sequential(conv(), nn.BatchNorm2d(6), Calls(ACTIVATIONS[name])).eval(), X)
-    assert told == {
+    match = match_attrs(BN, nn.Sequential(conv(), nn.BatchNorm2d(6), Calls(ACTIVATIONS[name])).eval(), X)
+    assert match == {
         "stride": [1, 1],
         "padding": [1, 1],
         "dilation": [1, 1],
@@ -73,31 +73,31 @@ def test_convolution_norm_and_activation(name: str) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_convolution_and_activation(name: str) -> None:
-    told = found(ACT, nn.Sequential(conv(bias=True), Calls(ACTIVATIONS[name])), X)
-    assert (told["activation"], told["batch_norm"]) == (name, False)
+    match = match_attrs(ACT, nn.Sequential(conv(bias=True), Calls(ACTIVATIONS[name])), X)
+    assert (match["activation"], match["batch_norm"]) == (name, False)
 
 
 def test_a_leaky_relu_has_its_slope() -> None:
-    told = found(ACT, nn.Sequential(conv(), nn.LeakyReLU(0.2)), X)
-    assert (told["activation"], told["slope"]) == ("leaky_relu", 0.2)
+    match = match_attrs(ACT, nn.Sequential(conv(), nn.LeakyReLU(0.2)), X)
+    assert (match["activation"], match["slope"]) == ("leaky_relu", 0.2)
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])
 def test_padding_by_a_word(padding: str) -> None:
     norm = nn.Sequential(conv(padding=padding, dilation=2), nn.BatchNorm2d(6), nn.ReLU()).eval()
-    told = found(CONVOLUTION["conv2d_padded_bn_act"], norm, X)
-    assert (told["padding"], told["dilation"], told["activation"]) == (padding, [2, 2], "relu")
-    assert found(CONVOLUTION["conv2d_padded_act"], nn.Sequential(conv(padding=padding), nn.ReLU()), X)
+    match = match_attrs(CONVOLUTION["conv2d_padded_bn_act"], norm, X)
+    assert (match["padding"], match["dilation"], match["activation"]) == (padding, [2, 2], "relu")
+    assert match_attrs(CONVOLUTION["conv2d_padded_act"], nn.Sequential(conv(padding=padding), nn.ReLU()), X)
     assert not candidates(CONVOLUTION["conv2d_padded_act"], graph_of(nn.Sequential(conv(), nn.ReLU()), (X,)))
 
 
 def test_an_image_by_itself() -> None:
-    assert found(ACT, nn.Sequential(conv(groups=3), nn.ReLU()), X[0])["groups"] == 3
+    assert match_attrs(ACT, nn.Sequential(conv(groups=3), nn.ReLU()), X[0])["groups"] == 3
 
 
 def test_convolution_and_norm() -> None:
-    assert found(BN, nn.Sequential(conv(), nn.BatchNorm2d(6)).eval(), X)["activation"] is None
-    assert found(BN, nn.Sequential(conv(bias=True), nn.BatchNorm2d(6, affine=False)).eval(), X)
+    assert match_attrs(BN, nn.Sequential(conv(), nn.BatchNorm2d(6)).eval(), X)["activation"] is None
+    assert match_attrs(BN, nn.Sequential(conv(bias=True), nn.BatchNorm2d(6, affine=False)).eval(), X)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -112,18 +112,22 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_of_the_convolution(settings: dict[str, Any]) -> None:
     module = conv(**settings)
-    told = found(BN, nn.Sequential(module, nn.BatchNorm2d(6), nn.ReLU()).eval(), X)
-    assert told["stride"] == list(module.stride)
-    assert told["padding"] == list(module.padding)
-    assert told["dilation"] == list(module.dilation)
-    assert told["groups"] == module.groups
+    match = match_attrs(BN, nn.Sequential(module, nn.BatchNorm2d(6), nn.ReLU()).eval(), X)
+    assert match["stride"] == list(module.stride)
+    assert match["padding"] == list(module.padding)
+    assert match["dilation"] == list(module.dilation)
+    assert match["groups"] == module.groups
 
 
 def test_other_ranks() -> None:
     one = nn.Sequential(nn.Conv1d(6, 4, 3, stride=2), nn.BatchNorm1d(4), nn.ReLU()).eval()
-    assert found(CONVOLUTION["conv1d_bn_act"], one, torch.randn(2, 6, 9))["stride"] == [2]
+    assert match_attrs(CONVOLUTION["conv1d_bn_act"], one, torch.randn(2, 6, 9))["stride"] == [2]
     three = nn.Sequential(nn.Conv3d(6, 4, 3), nn.BatchNorm3d(4), nn.ReLU()).eval()
-    assert found(CONVOLUTION["conv3d_bn_act"], three, torch.randn(2, 6, 4, 5, 6))["padding"] == [0, 0, 0]
+    assert match_attrs(CONVOLUTION["conv3d_bn_act"], three, torch.randn(2, 6, 4, 5, 6))["padding"] == [
+        0,
+        0,
+        0,
+    ]
     assert not candidates(CONVOLUTION["conv1d_bn_act"], graph_of(three, (torch.randn(2, 6, 4, 5, 6),)))
 
 
@@ -141,15 +145,15 @@ class Block(nn.Module):
 def test_a_shortcut_that_is_added_before_the_activation() -> None:
     match = candidates(BN, graph_of(Block().eval(), (X,)))[0]
     assert "residual" in (match.arguments or {})
-    assert found(BN, Block().eval(), X) == match.attrs
+    assert match_attrs(BN, Block().eval(), X) == match.attrs
 
 
 @pytest.mark.parametrize("dims", [(0,), (0, 2, 3)], ids=["batch", "batch and image"])
 @pytest.mark.parametrize("stride", [0, 1, 2], ids=["shortcut", "stride 1", "stride 2"])
 def test_sizes_that_may_vary(stride: int, dims: tuple[int, ...]) -> None:
     # Which library would take the convolution hangs on them; what it is does not.
-    plain = nn.Sequential(conv(stride=max(stride, 1)), nn.BatchNorm2d(6), nn.ReLU())
-    model = (plain if stride else Block()).eval()
+    unpadded = nn.Sequential(conv(stride=max(stride, 1)), nn.BatchNorm2d(6), nn.ReLU())
+    model = (unpadded if stride else Block()).eval()
     graph = dovetail.capture(model, (X,), dynamic_shapes=(dict.fromkeys(dims, torch.export.Dim.AUTO),))
     match = candidates(BN, graph)[0]
     assert match.attrs is not None

@@ -15,8 +15,8 @@ from dovetail.rules.library.norms import embedding_layer_norm, embedding_rms_nor
 from tests.rules.library.helpers import (
     assert_references,
     candidates,
-    found,
     graph_of,
+    match_attrs,
     refused_each,
     request_for,
     why,
@@ -42,19 +42,19 @@ class Embeddings(nn.Module):
         return self.norm(self.drop(x))
 
 
-PLAIN = {"eps": 1e-6, "offset": 0.0, "dropout": 0.0, "padding_idx": -1, "dims": 1, "out_dtype": "promoted"}
+DEFAULTS = {"eps": 1e-6, "offset": 0.0, "dropout": 0.0, "padding_idx": -1, "dims": 1, "out_dtype": "promoted"}
 
 
 @pytest.mark.parametrize("tables", [1, 2, 3])
 def test_tables_and_a_layer_norm(tables: int) -> None:
     others = [torch.randint(0, V, (S,)) for _ in range(tables - 1)]
-    told = found(embedding_layer_norm, Embeddings(tables, padding=3).eval(), IDS, *others)
-    assert told == {**PLAIN, "norm": "layer_norm", "tables": tables, "padding_idx": 3}
+    match = match_attrs(embedding_layer_norm, Embeddings(tables, padding=3).eval(), IDS, *others)
+    assert match == {**DEFAULTS, "norm": "layer_norm", "tables": tables, "padding_idx": 3}
 
 
 def test_with_dropout() -> None:
-    told = found(embedding_layer_norm, Embeddings(2, dropout=0.25).train(), IDS, torch.arange(S))
-    assert told["dropout"] == 0.25
+    match = match_attrs(embedding_layer_norm, Embeddings(2, dropout=0.25).train(), IDS, torch.arange(S))
+    assert match["dropout"] == 0.25
 
 
 def test_with_positions_from_elsewhere() -> None:
@@ -62,7 +62,7 @@ def test_with_positions_from_elsewhere() -> None:
         def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
             return self.norm(self.words(ids) + positions)
 
-    assert found(embedding_layer_norm, Model(1), IDS, torch.randn(S, W))["tables"] == 1
+    assert match_attrs(embedding_layer_norm, Model(1), IDS, torch.randn(S, W))["tables"] == 1
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_a_table_and_an_rms_norm() -> None:
-    told = found(
+    match = match_attrs(
         embedding_rms_norm, lambda i, t, w: rms(F.embedding(i, t), w), IDS, torch.randn(V, W), torch.randn(W)
     )
-    assert told == {**PLAIN, "norm": "rms_norm", "tables": 1}
+    assert match == {**DEFAULTS, "norm": "rms_norm", "tables": 1}
 
 
 def test_the_rows_come_out_too() -> None:
@@ -118,7 +118,7 @@ def test_a_kernel_takes_it_where_the_sum_goes_on(tables: int, dropout: float) ->
         torch.testing.assert_close(lowered(*inputs), model(*inputs))
 
 
-def test_rows_that_the_sum_is_made_of_are_no_result_of_the_kind() -> None:
+def test_rows_that_the_sum_consists_of_are_no_result_of_the_kind() -> None:
     class Model(Embeddings):
         def forward(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             rows = self.words(ids)

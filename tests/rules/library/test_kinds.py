@@ -68,12 +68,12 @@ def lying(attrs: dict[str, object], version: int = 2) -> str | None:
 
 
 def test_a_mismatch_is_seen_and_only_where_the_contract_applies() -> None:
-    plain = {"activation": "relu", "slope": None}
-    assert lying({**plain, "weight_layout": "in_out"}) is None
-    assert "off the reference by up to" in (lying({**plain, "weight_layout": "out_in"}) or "")
+    attrs = {"activation": "relu", "slope": None}
+    assert lying({**attrs, "weight_layout": "in_out"}) is None
+    assert "off the reference by up to" in (lying({**attrs, "weight_layout": "out_in"}) or "")
     assert "the reference raised KeyError" in (
-        lying({**plain, "weight_layout": "in_out", "activation": "x"}) or ""
+        lying({**attrs, "weight_layout": "in_out", "activation": "x"}) or ""
     )
     # Another version, or other attributes, are somebody else's kind of the same name.
-    assert lying({**plain, "weight_layout": "out_in"}, version=1) is None
-    assert lying(plain) is None
+    assert lying({**attrs, "weight_layout": "out_in"}, version=1) is None
+    assert lying(attrs) is None

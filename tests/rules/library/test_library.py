@@ -33,7 +33,7 @@ def test_every_pattern_can_be_traced_and_uses_what_it_names(rule: PatternRule) -
     rule.variants.check()
 
 
-def test_every_kind_is_there_and_said_what_it_is() -> None:
+def test_every_kind_is_there_and_described() -> None:
     assert {rule.kind for rule in ALL} == set(KINDS.split())
     assert len({rule.name for rule in ALL}) == len(ALL)
     assert all(rule.priority == 0 for rule in ALL)
@@ -68,7 +68,7 @@ assert traced() == ["softmax"], traced()
     assert done.returncode == 0, done.stderr
 
 
-def test_a_rule_is_still_the_function_it_was_made_of() -> None:
+def test_a_rule_is_still_the_function_it_was_created_from() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     assert torch.allclose(library.NORMS["rms_norm"](x, weight, 1e-6, 0.0), F.rms_norm(x, (8,), weight, 1e-6))  # type: ignore[operator]
 
@@ -90,25 +90,25 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.after(x))))
 
 
-WANTED = {"layer_norm": 2, "attention": 1, "linear_activation": 1, "linear_residual": 2}
+EXPECTED = {"layer_norm": 2, "attention": 1, "linear_activation": 1, "linear_residual": 2}
 
 
 def counts(graph: GraphModule) -> dict[str, int]:
     roots: dict[str, set[Any]] = {}
-    for found in candidates(ALL, graph):
-        roots.setdefault(found.kind, set()).add(max(found.members))
-    return {kind: len(roots.get(kind, ())) for kind in WANTED}
+    for match in candidates(ALL, graph):
+        roots.setdefault(match.kind, set()).add(max(match.members))
+    return {kind: len(roots.get(kind, ())) for kind in EXPECTED}
 
 
 def test_in_a_captured_graph() -> None:
-    assert counts(graph_of(Block(), (torch.randn(2, 6, 16),))) == WANTED
+    assert counts(graph_of(Block(), (torch.randn(2, 6, 16),))) == EXPECTED
 
 
 def test_in_a_graph_of_modules_and_methods() -> None:
     model, x = Block(), torch.randn(2, 6, 16)
     graph = dovetail.capture(symbolic_trace(model), (x,))
     assert any(n.op == "call_module" for n in graph.graph.nodes)
-    assert counts(graph) == WANTED
+    assert counts(graph) == EXPECTED
 
 
 def test_in_the_graphs_of_autograd() -> None:
@@ -122,17 +122,17 @@ def test_in_the_graphs_of_autograd() -> None:
 
     compiled: Any = aot_module(Block(), fw_compiler=keep, bw_compiler=keep)
     compiled(torch.randn(2, 6, 16)).sum().backward()
-    assert counts(graphs[0]) == WANTED
+    assert counts(graphs[0]) == EXPECTED
 
 
-def test_a_near_miss_of_what_every_graph_has_is_not_told() -> None:
+def test_a_near_miss_of_what_every_graph_has_is_not_reported() -> None:
     def normed(x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
         return y, F.silu(gate) * x
 
-    told = proposals(ALL, graph_of(normed, (torch.randn(2, 8), torch.randn(2, 8), torch.randn(8))))
-    assert {p.rule for p in told} == {"rms_norm", "swiglu_gate"}
-    assert all(isinstance(p, Candidate) for p in told)
+    proposed = proposals(ALL, graph_of(normed, (torch.randn(2, 8), torch.randn(2, 8), torch.randn(8))))
+    assert {p.rule for p in proposed} == {"rms_norm", "swiglu_gate"}
+    assert all(isinstance(p, Candidate) for p in proposed)
 
 
 def test_what_was_looked_for_once_is_not_looked_for_again() -> None:
@@ -141,7 +141,7 @@ def test_what_was_looked_for_once_is_not_looked_for_again() -> None:
     assert rule.propose(context) is rule.propose(context)
 
 
-def test_nothing_is_said_of_what_no_rule_knows() -> None:
+def test_nothing_is_reported_of_what_no_rule_knows() -> None:
     graph = graph_of(lambda x, y: torch.atan2(x, y).cumsum(0), (torch.randn(4), torch.randn(4)))
     assert not proposals(ALL, graph)
 

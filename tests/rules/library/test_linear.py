@@ -25,9 +25,9 @@ from dovetail.rules.library.linear import (
 from tests.rules.library.helpers import (
     assert_references,
     candidates,
-    found,
-    found_each,
     graph_of,
+    match_attrs,
+    match_attrs_each,
     refused_each,
     why,
 )
@@ -55,8 +55,8 @@ ACTIVATIONS: dict[str, tuple[Step, ...]] = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_linear_and_an_activation(name: str) -> None:
     models = [nn.Sequential(nn.Linear(W, N), _Calls(step)) for step in ACTIVATIONS[name]]
-    told = found_each(LINEAR[f"linear_{name}"], models, X)
-    assert told == [{"activation": name, "weight_layout": "out_in", "slope": None}] * len(models)
+    match = match_attrs_each(LINEAR[f"linear_{name}"], models, X)
+    assert match == [{"activation": name, "weight_layout": "out_in", "slope": None}] * len(models)
 
 
 class _Calls(nn.Module):
@@ -88,7 +88,7 @@ def test_any_product(x: Tensor) -> None:
     def then_relu(product: Step) -> Step:
         return lambda x: torch.relu(product(x))
 
-    found_each(LINEAR["linear_relu"], [then_relu(product) for product in PRODUCTS], x)
+    match_attrs_each(LINEAR["linear_relu"], [then_relu(product) for product in PRODUCTS], x)
 
 
 def new_gelu(x: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ def test_linear_and_gelu() -> None:
         new_gelu: "gelu_tanh",
         quick_gelu: "gelu_quick",
     }
-    told = found_each(linear_gelu, [after_a_product(step) for step in steps], X)
-    assert [attrs["activation"] for attrs in told] == list(steps.values())
+    matches = match_attrs_each(linear_gelu, [after_a_product(step) for step in steps], X)
+    assert [attrs["activation"] for attrs in matches] == list(steps.values())
 
 
 def test_linear_and_leaky_relu() -> None:
-    told = found(linear_leaky_relu, lambda x: F.leaky_relu(x @ MATRIX, 0.2), X)
-    assert told == {"activation": "leaky_relu", "weight_layout": "in_out", "slope": 0.2}
+    match = match_attrs(linear_leaky_relu, lambda x: F.leaky_relu(x @ MATRIX, 0.2), X)
+    assert match == {"activation": "leaky_relu", "weight_layout": "in_out", "slope": 0.2}
 
 
 def test_another_activation_is_not_taken_for_this_one() -> None:
@@ -145,8 +145,8 @@ STREAMS: dict[str, tuple[Step, str]] = {
 
 
 def test_streams_are_neither_weights_nor_biases() -> None:
-    told = refused_each(LINEAR["linear_relu"], [spelled for spelled, _ in STREAMS.values()], X)
-    for name, reasons in zip(STREAMS, told, strict=True):
+    refused = refused_each(LINEAR["linear_relu"], [spelled for spelled, _ in STREAMS.values()], X)
+    for name, reasons in zip(STREAMS, refused, strict=True):
         assert STREAMS[name][1] in reasons, name
     assert "not a weight" in why(linear_residual, lambda x, r: x @ torch.ones(2, W, N) + r, X, R)
     assert "not a weight" in why(swiglu, lambda x: F.silu(x @ x.mT) * (x @ x.mT), X)
@@ -158,7 +158,7 @@ def test_linear_and_a_residual() -> None:
         lambda x, r: x @ MATRIX + r,
         lambda x, r: conv1d(x, MATRIX, BIAS) + r,
     ]
-    assert found_each(linear_residual, spelled, X, R) == [
+    assert match_attrs_each(linear_residual, spelled, X, R) == [
         {"dropout": 0.0, "weight_layout": layout} for layout in ("out_in", "in_out", "in_out")
     ]
 
@@ -173,8 +173,8 @@ def test_linear_dropout_and_a_residual(mode: str) -> None:
         def forward(self, x: Tensor, residual: Tensor) -> Tensor:
             return residual + self.inner(x)
 
-    told = found(linear_residual, Block().train(mode == "train"), X, R)
-    assert told == {"dropout": 0.25 if mode == "train" else 0.0, "weight_layout": "out_in"}
+    match = match_attrs(linear_residual, Block().train(mode == "train"), X, R)
+    assert match == {"dropout": 0.25 if mode == "train" else 0.0, "weight_layout": "out_in"}
 
 
 def test_what_is_added_to_every_row_is_a_bias() -> None:
@@ -201,14 +201,14 @@ def test_gates() -> None:
         settings = [{"bias": b, "swapped": s} for b in (False, True) for s in (False, True)]
         return [Gated(step, **setting) for step in steps for setting in settings]
 
-    told = found_each(swiglu, spelled(F.silu, lambda x: x * x.sigmoid()), X)
-    told += found_each(geglu, spelled(F.gelu, nn.GELU("tanh"), new_gelu), X)
-    assert all((attrs["projections"], attrs["gate_half"]) == ("two", None) for attrs in told)
+    matches = match_attrs_each(swiglu, spelled(F.silu, lambda x: x * x.sigmoid()), X)
+    matches += match_attrs_each(geglu, spelled(F.gelu, nn.GELU("tanh"), new_gelu), X)
+    assert all((attrs["projections"], attrs["gate_half"]) == ("two", None) for attrs in matches)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gates_in_low_precision(dtype: torch.dtype) -> None:
-    found(swiglu, Gated(F.silu).to(dtype), X.to(dtype))
+    match_attrs(swiglu, Gated(F.silu).to(dtype), X.to(dtype))
 
 
 def packed_chunks(x: Tensor) -> Tensor:
@@ -230,15 +230,15 @@ def test_packed_gates() -> None:
     def of(half: str, layout: str) -> dict[str, str]:
         return {"projections": "packed", "gate_half": half, "weight_layout": layout}
 
-    assert found(swiglu_packed, packed_sizes, X, leaving=["transpose"]) == of("first", "out_in")
-    assert found(swiglu_packed, packed_chunks, X, leaving=["transpose"]) == of("first", "out_in")
-    assert found(swiglu_packed, packed_slices, X) == of("second", "in_out")
+    assert match_attrs(swiglu_packed, packed_sizes, X, leaving=["transpose"]) == of("first", "out_in")
+    assert match_attrs(swiglu_packed, packed_chunks, X, leaving=["transpose"]) == of("first", "out_in")
+    assert match_attrs(swiglu_packed, packed_slices, X) == of("second", "in_out")
 
     def diffusers(x: Tensor) -> Tensor:
         hidden, gate = (x @ MATRIX + BIAS).chunk(2, dim=-1)
         return hidden * F.gelu(gate)
 
-    assert found(geglu_packed, diffusers, X) == {
+    assert match_attrs(geglu_packed, diffusers, X) == {
         "projections": "packed",
         "gate_half": "second",
         "weight_layout": "in_out",
@@ -247,8 +247,8 @@ def test_packed_gates() -> None:
 
 
 def test_gates_of_values_from_elsewhere() -> None:
-    assert found(swiglu_gate, lambda a, b: F.silu(a) * b, X, X)["projections"] == "none"
-    assert found(geglu_gate, lambda a, b: b * F.gelu(a), X, X)["projections"] == "none"
+    assert match_attrs(swiglu_gate, lambda a, b: F.silu(a) * b, X, X)["projections"] == "none"
+    assert match_attrs(geglu_gate, lambda a, b: b * F.gelu(a), X, X)["projections"] == "none"
 
 
 def test_gates_of_two_inputs_share_no_product() -> None:
@@ -267,7 +267,7 @@ def test_halves_cut_elsewhere_are_no_gate() -> None:
     assert "where the pattern has" in why(swiglu_packed, uneven, X)
 
 
-def test_gates_and_products_are_told_apart_by_the_whole_set() -> None:
+def test_gates_and_products_are_distinguished_by_the_whole_set() -> None:
     graph = graph_of(nn.Sequential(Gated(F.silu), nn.Linear(N, W)), (X,))
     assert [c.rule for c in candidates(GATES, graph)] == ["swiglu", "swiglu_gate"]
 
@@ -279,9 +279,11 @@ def test_a_bias_has_a_number_for_each_column() -> None:
     assert "has 24 numbers for 1 columns" in why(
         LINEAR["linear_relu"], lambda x: F.relu(x @ torch.ones(W, 1) + BIAS), X
     )
-    found(LINEAR["linear_relu"], lambda x: F.relu(x @ MATRIX + BIAS), X)
+    match_attrs(LINEAR["linear_relu"], lambda x: F.relu(x @ MATRIX + BIAS), X)
     low = X.bfloat16()
-    found(LINEAR["linear_relu"], lambda x: F.relu(x @ MATRIX.bfloat16() + BIAS), low, leaving=["_to_copy"])
+    match_attrs(
+        LINEAR["linear_relu"], lambda x: F.relu(x @ MATRIX.bfloat16() + BIAS), low, leaving=["_to_copy"]
+    )
 
 
 def test_one_weight_read_both_ways() -> None:
@@ -290,8 +292,11 @@ def test_one_weight_read_both_ways() -> None:
         swiglu, lambda x, w: F.silu(F.linear(x, w)) * (x @ w), X, square
     )
     # A value that is both factor and weight is read as a weight once.
-    assert found(LINEAR["linear_relu"], lambda x: F.relu(F.linear(x, x)), square)["weight_layout"] == "out_in"
-    assert found(LINEAR["linear_relu"], lambda x: F.relu(x @ x), square)["weight_layout"] == "in_out"
+    assert (
+        match_attrs(LINEAR["linear_relu"], lambda x: F.relu(F.linear(x, x)), square)["weight_layout"]
+        == "out_in"
+    )
+    assert match_attrs(LINEAR["linear_relu"], lambda x: F.relu(x @ x), square)["weight_layout"] == "in_out"
 
 
 class Functions(nn.Module):

@@ -11,39 +11,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.rules.library.training import cross_entropy, cross_entropy_by_hand, trunc_normal
-from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
+from tests.rules.library.helpers import candidates, graph_of, match_attrs, match_attrs_each, refused_each, why
 
 N, C = 6, 8
 LOGITS, TARGET = torch.randn(N, C), torch.randint(0, C, (N,))
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def told(reduction: str = "mean", ignored: int = -100, smoothing: float = 0.0) -> dict[str, object]:
+def attributes(reduction: str = "mean", ignored: int = -100, smoothing: float = 0.0) -> dict[str, object]:
     return {"reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
 
 
 OPERATORS: list[tuple[Loss, dict[str, object]]] = [
-    (F.cross_entropy, told()),
-    (nn.CrossEntropyLoss(), told()),
-    (lambda x, y: F.cross_entropy(x, y, reduction="sum"), told("sum")),
-    (lambda x, y: F.cross_entropy(x, y, reduction="none"), told("none")),
-    (lambda x, y: F.cross_entropy(x, y, ignore_index=3, label_smoothing=0.1), told(ignored=3, smoothing=0.1)),
-    (lambda x, y: F.nll_loss(F.log_softmax(x, dim=-1), y), told()),
-    (lambda x, y: nn.NLLLoss(reduction="sum")(nn.LogSoftmax(1)(x), y), told("sum")),
+    (F.cross_entropy, attributes()),
+    (nn.CrossEntropyLoss(), attributes()),
+    (lambda x, y: F.cross_entropy(x, y, reduction="sum"), attributes("sum")),
+    (lambda x, y: F.cross_entropy(x, y, reduction="none"), attributes("none")),
+    (
+        lambda x, y: F.cross_entropy(x, y, ignore_index=3, label_smoothing=0.1),
+        attributes(ignored=3, smoothing=0.1),
+    ),
+    (lambda x, y: F.nll_loss(F.log_softmax(x, dim=-1), y), attributes()),
+    (lambda x, y: nn.NLLLoss(reduction="sum")(nn.LogSoftmax(1)(x), y), attributes("sum")),
 ]
 
 
 def test_the_operator() -> None:
-    attrs = found_each(cross_entropy, [spelled for spelled, _ in OPERATORS], LOGITS, TARGET)
-    plain = {"class_dim": 1, "target_kind": "indices", "upcast": False}
-    assert attrs == [{**plain, **expected} for _, expected in OPERATORS]
-    found(cross_entropy, lambda x, y, w: F.cross_entropy(x, y, weight=w), LOGITS, TARGET, torch.rand(C))
+    attrs = match_attrs_each(cross_entropy, [spelled for spelled, _ in OPERATORS], LOGITS, TARGET)
+    defaults = {"class_dim": 1, "target_kind": "indices", "upcast": False}
+    assert attrs == [{**defaults, **expected} for _, expected in OPERATORS]
+    match_attrs(cross_entropy, lambda x, y, w: F.cross_entropy(x, y, weight=w), LOGITS, TARGET, torch.rand(C))
 
 
 def test_in_float32_and_over_images() -> None:
     low = LOGITS.bfloat16()
-    assert found(cross_entropy, lambda x, y: F.cross_entropy(x.float(), y), low, TARGET)["upcast"] is True
-    assert found(cross_entropy, F.cross_entropy, torch.randn(2, C, 3, 4), torch.randint(0, C, (2, 3, 4)))
+    assert (
+        match_attrs(cross_entropy, lambda x, y: F.cross_entropy(x.float(), y), low, TARGET)["upcast"] is True
+    )
+    assert match_attrs(
+        cross_entropy, F.cross_entropy, torch.randn(2, C, 3, 4), torch.randint(0, C, (2, 3, 4))
+    )
 
 
 BY_HAND: list[Loss] = [
@@ -70,18 +77,18 @@ REDUCED: list[tuple[Loss, str]] = [
 
 
 def test_by_hand_with_other_reductions() -> None:
-    told = found_each(cross_entropy_by_hand, [spelled for spelled, _ in REDUCED], LOGITS, TARGET)
-    assert [attrs["reduction"] for attrs in told] == [reduction for _, reduction in REDUCED]
+    matches = match_attrs_each(cross_entropy_by_hand, [spelled for spelled, _ in REDUCED], LOGITS, TARGET)
+    assert [attrs["reduction"] for attrs in matches] == [reduction for _, reduction in REDUCED]
 
 
 def test_by_hand_of_sequences() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return -F.log_softmax(x, dim=-1).gather(-1, y.unsqueeze(-1)).squeeze(-1).mean()
 
-    assert found(cross_entropy_by_hand, loss, torch.randn(2, 3, C), torch.randint(0, C, (2, 3)))
+    assert match_attrs(cross_entropy_by_hand, loss, torch.randn(2, 3, C), torch.randint(0, C, (2, 3)))
 
 
-def test_several_classes_for_each_row_are_no_target() -> None:
+def test_many_classes_for_each_row_are_no_target() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return -F.log_softmax(x, -1).gather(1, y).mean()
 
@@ -89,8 +96,8 @@ def test_several_classes_for_each_row_are_no_target() -> None:
 
 
 def test_by_hand() -> None:
-    told = found_each(cross_entropy_by_hand, BY_HAND, LOGITS, TARGET)
-    assert {attrs["reduction"] for attrs in told} == {"mean"}
+    matches = match_attrs_each(cross_entropy_by_hand, BY_HAND, LOGITS, TARGET)
+    assert {attrs["reduction"] for attrs in matches} == {"mean"}
 
 
 def test_what_is_no_cross_entropy() -> None:
@@ -142,16 +149,19 @@ def between(start: float, stop: float, low: float | None, high: float | None) ->
 
 
 def test_truncated_normal() -> None:
-    said = {"mean": MEAN, "std": pytest.approx(STD), "low": LOW, "high": HIGH}
-    assert found(trunc_normal, drawn_in_place, torch.randn(4, 5), leaving=["empty"]) == said
-    found(
+    expected = {"mean": MEAN, "std": pytest.approx(STD), "low": LOW, "high": HIGH}
+    assert match_attrs(trunc_normal, drawn_in_place, torch.randn(4, 5), leaving=["empty"]) == expected
+    match_attrs(
         trunc_normal,
         between(end(4 * STD), end(5 * STD), 4 * STD, 5 * STD),
         torch.randn(4),
         leaving=["empty_like"],
     )
     drawn = between(end(LOW), end(HIGH), LOW, HIGH)
-    assert found(trunc_normal, drawn, torch.randn(4, 5), leaving=["empty_like"]) == {**said, "mean": 0.0}
+    assert match_attrs(trunc_normal, drawn, torch.randn(4, 5), leaving=["empty_like"]) == {
+        **expected,
+        "mean": 0.0,
+    }
 
 
 def test_what_is_no_truncated_normal() -> None:
@@ -166,26 +176,26 @@ def test_what_is_no_truncated_normal() -> None:
         "never reached": between(end(LOW), end(HIGH), LOW, 2 * HIGH),
         "where truncation at": between(end(4 * STD) + 5e-10, end(5 * STD), 4 * STD, 5 * STD),
     }
-    told = refused_each(trunc_normal, list(refused.values()), torch.randn(4))
-    for wanted, reasons in zip(refused, told, strict=True):
-        assert wanted in reasons
+    refused_reasons = refused_each(trunc_normal, list(refused.values()), torch.randn(4))
+    for name, reasons in zip(refused, refused_reasons, strict=True):
+        assert name in reasons
 
 
 def test_one_row_and_targets_of_other_integers() -> None:
-    one = found(cross_entropy, F.cross_entropy, LOGITS[0], TARGET[0])
+    one = match_attrs(cross_entropy, F.cross_entropy, LOGITS[0], TARGET[0])
     assert one["class_dim"] == 0
-    assert found(cross_entropy_by_hand, BY_HAND[2], LOGITS, TARGET.int())
+    assert match_attrs(cross_entropy_by_hand, BY_HAND[2], LOGITS, TARGET.int())
 
 
 def test_the_logarithm_of_the_sum_taken_off() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return -(x.gather(1, y[:, None]).squeeze(1) - torch.logsumexp(x, -1))
 
-    assert found(cross_entropy_by_hand, loss, LOGITS, TARGET)["reduction"] == "none"
+    assert match_attrs(cross_entropy_by_hand, loss, LOGITS, TARGET)["reduction"] == "none"
 
 
 def test_scores_that_are_rounded_are_not_upcast() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(x.float(), y)
 
-    assert not found(cross_entropy, loss, LOGITS.double(), TARGET, leaving=["_to_copy"])["upcast"]
+    assert not match_attrs(cross_entropy, loss, LOGITS.double(), TARGET, leaving=["_to_copy"])["upcast"]

@@ -14,7 +14,7 @@ from torch.export import Dim
 import dovetail
 from dovetail.rules.library import ALL, MIX_FFN
 from dovetail.rules.rule import Refusal
-from tests.rules.library.helpers import candidates, found, graph_of, proposals
+from tests.rules.library.helpers import candidates, graph_of, match_attrs, proposals
 
 RULE = ALL["mix_ffn"]
 B, H, W, IN, HIDDEN = 2, 3, 5, 8, 12
@@ -46,7 +46,7 @@ def segformer(
     ],
 )
 def test_on_a_grid(settings: dict[str, Any], activation: str) -> None:
-    attrs = found(RULE, lambda x: segformer(x, **settings), X)
+    attrs = match_attrs(RULE, lambda x: segformer(x, **settings), X)
     assert attrs == {"grid": [H, W], "activation": activation}
 
 
@@ -59,7 +59,7 @@ def test_on_a_grid(settings: dict[str, Any], activation: str) -> None:
         {"act": lambda x: F.gelu(x) + 1},
     ],
 )
-def test_what_only_looks_like_it(settings: dict[str, Any]) -> None:
+def test_what_only_resembles_it(settings: dict[str, Any]) -> None:
     assert not candidates(RULE, graph_of(lambda x: segformer(x, **settings), (X,)))
 
 

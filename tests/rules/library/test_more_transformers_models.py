@@ -171,7 +171,7 @@ NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in M
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
-def test_parts_are_found(name: str) -> None:
+def test_parts_are_matched(name: str) -> None:
     build, expected = MODELS[name]
     model, args, kwargs = build()
     graph = dovetail.capture(model, args, kwargs)

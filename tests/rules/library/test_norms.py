@@ -25,9 +25,9 @@ from dovetail.rules.library.norms import (
 from dovetail.rules.rule import Candidate, Refusal
 from tests.rules.library.helpers import (
     candidates,
-    found,
-    found_each,
     graph_of,
+    match_attrs,
+    match_attrs_each,
     member_names,
     proposals,
     refused_each,
@@ -71,7 +71,7 @@ def gemma(x: Tensor, weight: Tensor) -> Tensor:
     return (wide * (1.0 + weight.float())).to(x.dtype)
 
 
-def plain(x: Tensor, weight: Tensor) -> Tensor:
+def direct(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt(torch.mean(x * x, dim=-1, keepdim=True) + EPS) * weight
 
 
@@ -87,21 +87,21 @@ def operator(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (W,), weight, EPS)
 
 
-RMS = [llama, meta, t5, olmo, gemma, plain, by_power, by_reciprocal, operator]
+RMS = [llama, meta, t5, olmo, gemma, direct, by_power, by_reciprocal, operator]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rms_norm(dtype: torch.dtype) -> None:
-    told = found_each(rms_norm, RMS, X.to(dtype), WEIGHT.to(dtype))
-    assert told == [{**SAME, "eps": EPS, "offset": 1.0 if spelled is gemma else 0.0} for spelled in RMS]
+    matches = match_attrs_each(rms_norm, RMS, X.to(dtype), WEIGHT.to(dtype))
+    assert matches == [{**SAME, "eps": EPS, "offset": 1.0 if spelled is gemma else 0.0} for spelled in RMS]
 
 
 def test_rms_norm_of_a_sum() -> None:
     def summed(spelled: Norm) -> Norm:
         return lambda x, residual, weight: spelled(residual + x, weight)
 
-    told = found_each(add_rms_norm, [summed(spelled) for spelled in RMS], X, R, WEIGHT)
-    assert all(attrs["eps"] == EPS for attrs in told)
+    matches = match_attrs_each(add_rms_norm, [summed(spelled) for spelled in RMS], X, R, WEIGHT)
+    assert all(attrs["eps"] == EPS for attrs in matches)
 
 
 def test_rms_norm_as_a_module_and_without_a_weight() -> None:
@@ -111,12 +111,12 @@ def test_rms_norm_as_a_module_and_without_a_weight() -> None:
         lambda x: F.rms_norm(x, (W,), eps=0.1),
         lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5),
     ]
-    assert [told["eps"] for told in found_each(rms_norm, spelled, X)] == [1e-3, None, 0.1, 0.5]
+    assert [matches["eps"] for matches in match_attrs_each(rms_norm, spelled, X)] == [1e-3, None, 0.1, 0.5]
 
 
 def test_rms_norm_at_any_rank() -> None:
     for x in (torch.randn(W), torch.randn(3, W), torch.randn(2, 3, 4, W)):
-        found(rms_norm, llama, x, WEIGHT)
+        match_attrs(rms_norm, llama, x, WEIGHT)
 
 
 def test_the_sum_comes_out_too() -> None:
@@ -154,8 +154,8 @@ RMS_REFUSED: dict[str, tuple[Norm, str]] = {
 
 
 def test_what_is_no_rms_norm() -> None:
-    told = refused_each(rms_norm, [spelled for spelled, _ in RMS_REFUSED.values()], X, WEIGHT)
-    for name, reasons in zip(RMS_REFUSED, told, strict=True):
+    refused = refused_each(rms_norm, [spelled for spelled, _ in RMS_REFUSED.values()], X, WEIGHT)
+    for name, reasons in zip(RMS_REFUSED, refused, strict=True):
         assert RMS_REFUSED[name][1] in reasons, name
 
 
@@ -165,7 +165,7 @@ def test_a_norm_that_is_rounded_elsewhere_is_another() -> None:
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).to(x.dtype) + EPS)).to(x.dtype)
 
     refused_each(rms_norm, [rounded], X.bfloat16(), WEIGHT.bfloat16())
-    found(rms_norm, rounded, X, WEIGHT)
+    match_attrs(rms_norm, rounded, X, WEIGHT)
 
 
 def test_a_bias_is_no_residual() -> None:
@@ -210,22 +210,22 @@ LAYER = [bert, by_variance, by_correction, by_moments, wide, layer_operator]
 
 
 def test_layer_norm() -> None:
-    assert found_each(layer_norm, LAYER, X, WEIGHT, BIAS) == [{**SAME, "eps": EPS}] * len(LAYER)
+    assert match_attrs_each(layer_norm, LAYER, X, WEIGHT, BIAS) == [{**SAME, "eps": EPS}] * len(LAYER)
 
 
 def test_layer_norm_in_low_precision() -> None:
-    found_each(layer_norm, [wide, layer_operator], X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16())
+    match_attrs_each(layer_norm, [wide, layer_operator], X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16())
 
 
 def test_layer_norm_with_a_bias_alone() -> None:
-    assert found(layer_norm, lambda x, b: F.layer_norm(x, (W,), None, b, EPS), X, BIAS)["eps"] == EPS
+    assert match_attrs(layer_norm, lambda x, b: F.layer_norm(x, (W,), None, b, EPS), X, BIAS)["eps"] == EPS
 
 
 def test_layer_norm_of_a_sum() -> None:
     def summed(spelled: Norm) -> Norm:
         return lambda x, residual, weight, bias: spelled(x + residual, weight, bias)
 
-    found_each(add_layer_norm, [summed(spelled) for spelled in LAYER], X, R, WEIGHT, BIAS)
+    match_attrs_each(add_layer_norm, [summed(spelled) for spelled in LAYER], X, R, WEIGHT, BIAS)
 
 
 def test_layer_norm_as_a_module() -> None:
@@ -235,7 +235,7 @@ def test_layer_norm_as_a_module() -> None:
         nn.LayerNorm(W, elementwise_affine=False),
         nn.LayerNorm([3, W]),
     ]
-    assert found_each(layer_norm, modules, X) == [
+    assert match_attrs_each(layer_norm, modules, X) == [
         {**SAME, "eps": 1e-5, "dims": dims} for dims in (1, 1, 1, 2)
     ]
 
@@ -267,8 +267,8 @@ LAYER_REFUSED: dict[str, tuple[Norm, str]] = {
 
 
 def test_what_is_no_layer_norm() -> None:
-    told = refused_each(layer_norm, [spelled for spelled, _ in LAYER_REFUSED.values()], X, WEIGHT, BIAS)
-    for name, reasons in zip(LAYER_REFUSED, told, strict=True):
+    refused = refused_each(layer_norm, [spelled for spelled, _ in LAYER_REFUSED.values()], X, WEIGHT, BIAS)
+    for name, reasons in zip(LAYER_REFUSED, refused, strict=True):
         assert LAYER_REFUSED[name][1] in reasons, name
 
 
@@ -288,12 +288,12 @@ class Block(nn.Module):
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_dropout_add_layer_norm(mode: str) -> None:
     dropout = 0.25 if mode == "train" else 0.0
-    told = found(dropout_add_layer_norm, Block(bias=True).train(mode == "train"), X, R)
-    assert told == {**SAME, "eps": EPS, "dropout": dropout}
+    match = match_attrs(dropout_add_layer_norm, Block(bias=True).train(mode == "train"), X, R)
+    assert match == {**SAME, "eps": EPS, "dropout": dropout}
 
 
 def test_dropout_add_layer_norm_without_a_bias() -> None:
-    assert found(dropout_add_layer_norm, Block(bias=False).train(), X, R)["dropout"] == 0.25
+    assert match_attrs(dropout_add_layer_norm, Block(bias=False).train(), X, R)["dropout"] == 0.25
     graph = graph_of(Block(bias=False).eval(), (X, R))
     assert not candidates(dropout_add_layer_norm, graph)
     assert candidates(add_layer_norm, graph)
@@ -330,9 +330,9 @@ def test_with_sizes_that_are_not_known(rule: Any) -> None:
 
 def test_a_weight_of_another_precision() -> None:
     low = X.bfloat16()
-    spelled = {llama: "promoted", plain: "promoted", olmo: "input", gemma: "input", operator: "input"}
-    told = found_each(rms_norm, list(spelled), low, WEIGHT)
-    assert [attrs["out_dtype"] for attrs in told] == list(spelled.values())
+    spelled = {llama: "promoted", direct: "promoted", olmo: "input", gemma: "input", operator: "input"}
+    matches = match_attrs_each(rms_norm, list(spelled), low, WEIGHT)
+    assert [attrs["out_dtype"] for attrs in matches] == list(spelled.values())
 
     def centred(x: Tensor) -> Tensor:
         wide = x.float()
@@ -344,17 +344,17 @@ def test_a_weight_of_another_precision() -> None:
         lambda x, w: centred(x).to(x.dtype) * w: "promoted",
         lambda x, w: (centred(x) * w).to(x.dtype): "input",
     }
-    told = found_each(layer_norm, list(layers), low, WEIGHT)
-    assert [attrs["out_dtype"] for attrs in told] == list(layers.values())
+    matches = match_attrs_each(layer_norm, list(layers), low, WEIGHT)
+    assert [attrs["out_dtype"] for attrs in matches] == list(layers.values())
 
 
 def test_an_affine_wider_than_what_is_normalized() -> None:
     def centred(x: Tensor, w: Tensor) -> Tensor:
         return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, correction=0, keepdim=True) + EPS) * w
 
-    told = proposals(layer_norm, graph_of(centred, (torch.randn(2, 3, 1), WEIGHT)))
-    assert all("weight" not in (p.arguments or {}) for p in told if isinstance(p, Candidate))
-    assert any(f"has shape [{W}], not [1]" in p.reason for p in told if isinstance(p, Refusal))
+    proposed = proposals(layer_norm, graph_of(centred, (torch.randn(2, 3, 1), WEIGHT)))
+    assert all("weight" not in (p.arguments or {}) for p in proposed if isinstance(p, Candidate))
+    assert any(f"has shape [{W}], not [1]" in p.reason for p in proposed if isinstance(p, Refusal))
 
 
 def test_a_result_of_another_dtype_is_not_of_the_kind() -> None:
@@ -378,12 +378,14 @@ def test_a_group_norm_with_its_activation() -> None:
         return lambda x: step(F.group_norm(x, 4, **{"weight": CHANNELS, "bias": CHANNELS, **settings}))
 
     steps = [torch.relu, F.silu, lambda x: x * torch.sigmoid(x), F.gelu]
-    attrs = found_each(group_norm, [of(step) for step in steps], IMAGE)
+    attrs = match_attrs_each(group_norm, [of(step) for step in steps], IMAGE)
     assert [a["activation"] for a in attrs] == ["relu", "silu", "silu", "gelu"]
     assert {(a["groups"], a["eps"]) for a in attrs} == {(4, 1e-5)}
-    plain = found(group_norm, of(lambda x: x.sin(), weight=None, bias=None, eps=1e-3), IMAGE, leaving=["sin"])
-    assert plain == {"groups": 4, "eps": 1e-3, "activation": None}
-    channelwise = found(group_norm, nn.Sequential(nn.GroupNorm(8, 8), nn.GELU()), torch.randn(2, 8, 7))
+    unfused = match_attrs(
+        group_norm, of(lambda x: x.sin(), weight=None, bias=None, eps=1e-3), IMAGE, leaving=["sin"]
+    )
+    assert unfused == {"groups": 4, "eps": 1e-3, "activation": None}
+    channelwise = match_attrs(group_norm, nn.Sequential(nn.GroupNorm(8, 8), nn.GELU()), torch.randn(2, 8, 7))
     assert (channelwise["groups"], channelwise["activation"]) == (8, "gelu")
 
 
@@ -392,4 +394,4 @@ def test_an_activation_with_other_constants_is_not_that_of_a_group_norm() -> Non
         y = F.group_norm(x, 4, CHANNELS, CHANNELS)
         return y * torch.sigmoid(1.5 * y)
 
-    found(group_norm, sharp, IMAGE, leaving=["mul", "mul", "sigmoid"])
+    match_attrs(group_norm, sharp, IMAGE, leaving=["mul", "mul", "sigmoid"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.rules.library import ALL, KINDS
 from dovetail.rules.rule import Candidate, Refusal
 from tests.rules.library.helpers import candidates, graph_of, proposals
-from tests.rules.library.helpers import found as whole_match
+from tests.rules.library.helpers import match_attrs as whole_match
 
 Function = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.rules.library.pooling import avg_pool_blocks, avg_pool_global, avg_pool_slices, avg_pool_windows
-from tests.rules.library.helpers import candidates, found, found_each, graph_of, refused_each, why
+from tests.rules.library.helpers import candidates, graph_of, match_attrs, match_attrs_each, refused_each, why
 
 X = torch.randn(2, 3, 8, 12)
 Pool = Callable[[Tensor], Tensor]
@@ -25,7 +25,7 @@ GLOBAL: list[Pool] = [
 
 
 def test_over_the_whole_image() -> None:
-    attrs = found_each(avg_pool_global, GLOBAL, X)
+    attrs = match_attrs_each(avg_pool_global, GLOBAL, X)
     assert attrs == [{"kernel": "global", "stride": None, "keepdim": m(X).dim() == 4} for m in GLOBAL]
 
 
@@ -45,8 +45,8 @@ BLOCKS: list[tuple[Pool, list[int]]] = [
 
 
 def test_of_blocks_of_any_size() -> None:
-    told = found_each(avg_pool_blocks, [spelled for spelled, _ in BLOCKS], X)
-    assert [attrs["kernel"] for attrs in told] == [kernel for _, kernel in BLOCKS]
+    matches = match_attrs_each(avg_pool_blocks, [spelled for spelled, _ in BLOCKS], X)
+    assert [attrs["kernel"] for attrs in matches] == [kernel for _, kernel in BLOCKS]
 
 
 def test_what_is_no_mean_of_blocks() -> None:
@@ -65,7 +65,8 @@ SLICES: list[Pool] = [
 
 def test_of_slices() -> None:
     assert (
-        found_each(avg_pool_slices, SLICES, X) == [{"kernel": [2, 2], "stride": [2, 2], "keepdim": True}] * 2
+        match_attrs_each(avg_pool_slices, SLICES, X)
+        == [{"kernel": [2, 2], "stride": [2, 2], "keepdim": True}] * 2
     )
 
 
@@ -77,6 +78,6 @@ def test_a_corner_taken_twice() -> None:
 
 
 def test_of_windows() -> None:
-    told = found(avg_pool_windows, lambda x: x.unfold(2, 2, 2).unfold(3, 3, 1).mean((-2, -1)), X)
-    assert told == {"kernel": [2, 3], "stride": [2, 1], "keepdim": True}
+    match = match_attrs(avg_pool_windows, lambda x: x.unfold(2, 2, 2).unfold(3, 3, 1).mean((-2, -1)), X)
+    assert match == {"kernel": [2, 3], "stride": [2, 1], "keepdim": True}
     refused_each(avg_pool_windows, [lambda x: x.unfold(1, 2, 2).unfold(3, 3, 1).mean((-2, -1))], X)

@@ -11,9 +11,9 @@ from torch import Tensor
 from dovetail.rules.library.rotary import rotary, rotary_cached, rotary_complex, rotary_pair, rotary_split
 from tests.rules.library.helpers import (
     candidates,
-    found,
-    found_each,
     graph_of,
+    match_attrs,
+    match_attrs_each,
     member_names,
     refused_each,
     why,
@@ -55,8 +55,8 @@ def test_rotary() -> None:
 
     turns = {rotate_half: "halves", rotate_chunks: "halves", rotate_every_two: "interleaved"}
     turns[rotate_unbound] = "interleaved"
-    told = found_each(rotary, [turning(turn) for turn in turns], Q, COS, SIN)
-    assert [attrs["layout"] for attrs in told] == list(turns.values())
+    matches = match_attrs_each(rotary, [turning(turn) for turn in turns], Q, COS, SIN)
+    assert [attrs["layout"] for attrs in matches] == list(turns.values())
 
 
 def test_rotary_in_float32() -> None:
@@ -64,8 +64,8 @@ def test_rotary_in_float32() -> None:
         y = x.float()
         return (y * cos + rotate_half(y) * sin).to(x.dtype)
 
-    found(rotary, wide, Q.bfloat16(), COS, SIN)
-    found(rotary, apply, Q.bfloat16(), COS.bfloat16(), SIN.bfloat16())
+    match_attrs(rotary, wide, Q.bfloat16(), COS, SIN)
+    match_attrs(rotary, apply, Q.bfloat16(), COS.bfloat16(), SIN.bfloat16())
 
 
 def test_queries_and_keys_of_one_attention() -> None:
@@ -103,7 +103,7 @@ def test_half_by_half() -> None:
         a, b = torch.chunk(x, 2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
-    found(rotary_split, split, Q, COS[:, : D // 2], SIN[:, : D // 2])
+    match_attrs(rotary_split, split, Q, COS[:, : D // 2], SIN[:, : D // 2])
 
 
 def test_complex_numbers() -> None:
@@ -112,7 +112,7 @@ def test_complex_numbers() -> None:
         return torch.view_as_real(pairs * turns).flatten(3).to(x.dtype)
 
     turns = torch.polar(torch.ones(S, D // 2), torch.randn(S, D // 2))
-    assert found(rotary_complex, turned, Q, turns) == {"layout": "interleaved", "half_angles": True}
+    assert match_attrs(rotary_complex, turned, Q, turns) == {"layout": "interleaved", "half_angles": True}
 
 
 def test_turned_the_other_way() -> None:
@@ -145,7 +145,7 @@ def woven(sign: int) -> Callable[..., Tensor]:
 
 def test_even_and_odd_places_apart() -> None:
     angles = (COS[:, : D // 2], SIN[:, : D // 2])
-    assert found(rotary_split, woven(1), Q, *angles) == {"layout": "interleaved", "half_angles": True}
+    assert match_attrs(rotary_split, woven(1), Q, *angles) == {"layout": "interleaved", "half_angles": True}
     assert not candidates(rotary_split, graph_of(woven(-1), (Q, *angles)))
 
 
@@ -157,8 +157,11 @@ def test_angles_in_one_tensor() -> None:
         return torch.stack([first, second], -1).flatten(3).to(x.dtype)
 
     cache = torch.randn(S, D // 2, 2)
-    assert found(rotary_cached, apply_cached, Q, cache) == {"layout": "interleaved", "half_angles": True}
-    assert found(rotary_cached, apply_cached, Q.bfloat16(), cache) == {
+    assert match_attrs(rotary_cached, apply_cached, Q, cache) == {
+        "layout": "interleaved",
+        "half_angles": True,
+    }
+    assert match_attrs(rotary_cached, apply_cached, Q.bfloat16(), cache) == {
         "layout": "interleaved",
         "half_angles": True,
     }

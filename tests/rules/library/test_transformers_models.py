@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ WITHOUT_WORDS = {k: v for k, v in SMALL.items() if k != "vocab_size"}
 Build = Callable[[str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 
 
-def _made(model: str, config: Any, attention: str) -> nn.Module:
+def _built(model: str, config: Any, attention: str) -> nn.Module:
     torch.manual_seed(0)
     return getattr(transformers, model)._from_config(config, attn_implementation=attention)
 
@@ -38,20 +39,20 @@ def _made(model: str, config: Any, attention: str) -> nn.Module:
 def decoder(name: str, **settings: Any) -> Build:
     def build(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         config = getattr(transformers, f"{name}Config")(**GROUPED, **settings)
-        return _made(f"{name}ForCausalLM", config, attention), (IDS,), {"use_cache": False}
+        return _built(f"{name}ForCausalLM", config, attention), (IDS,), {"use_cache": False}
 
     return build
 
 
 def bert(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    model = _made("BertModel", transformers.BertConfig(**SMALL), attention)
+    model = _built("BertModel", transformers.BertConfig(**SMALL), attention)
     return model, (IDS,), {"attention_mask": torch.ones_like(IDS)}
 
 
 def gpt2(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, **tokens)
-    return _made("GPT2LMHeadModel", config, attention), (IDS,), {"use_cache": False}
+    return _built("GPT2LMHeadModel", config, attention), (IDS,), {"use_cache": False}
 
 
 def t5(attention: str, feed_forward: str = "relu") -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -59,7 +60,7 @@ def t5(attention: str, feed_forward: str = "relu") -> tuple[nn.Module, tuple[Any
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, feed_forward_proj=feed_forward
     )
     kwargs = {"decoder_input_ids": IDS, "use_cache": False}
-    return _made("T5ForConditionalGeneration", config, attention), (IDS,), kwargs
+    return _built("T5ForConditionalGeneration", config, attention), (IDS,), kwargs
 
 
 def gated_t5(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -68,7 +69,7 @@ def gated_t5(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]
 
 def vit(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     config = transformers.ViTConfig(**WITHOUT_WORDS, image_size=16, patch_size=8)
-    return _made("ViTModel", config, attention), (torch.randn(2, 3, 16, 16),), {}
+    return _built("ViTModel", config, attention), (torch.randn(2, 3, 16, 16),), {}
 
 
 def whisper(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -86,7 +87,7 @@ def whisper(attention: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
         **sizes,
     )
     kwargs = {"decoder_input_ids": IDS, "use_cache": False}
-    return _made("WhisperForConditionalGeneration", config, attention), (torch.randn(2, 8, 16),), kwargs
+    return _built("WhisperForConditionalGeneration", config, attention), (torch.randn(2, 8, 16),), kwargs
 
 
 _WHISPER = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
@@ -108,6 +109,7 @@ MODELS: dict[str, tuple[Build, dict[str, int]]] = {
 }
 
 
+@cache
 def looked_at(
     name: str, attention: str, *, mode: str = "eval", dtype: torch.dtype = torch.float32, **more: Any
 ) -> tuple[Census, tuple[Any, ...], dict[str, Any]]:
@@ -119,63 +121,63 @@ def looked_at(
     return census(model, graph), args, {**kwargs, **more}
 
 
-def assert_all_found(name: str, found: Census) -> None:
-    assert dict(parts_by_kind(found)) == MODELS[name][1]
-    assert not found.unfound()
+def assert_all_matched(name: str, report: Census) -> None:
+    assert dict(parts_by_kind(report)) == MODELS[name][1]
+    assert not report.unfound()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_part_is_found(name: str, attention: str) -> None:
-    found, args, kwargs = looked_at(name, attention)
-    assert_all_found(name, found)
+def test_every_part_is_matched(name: str, attention: str) -> None:
+    report, args, kwargs = looked_at(name, attention)
+    assert_all_matched(name, report)
     with torch.no_grad():
-        before = pytree.tree_leaves(found.context.gm(*args, **kwargs))
-        after = pytree.tree_leaves(outlined(found)(*args, **kwargs))
+        before = pytree.tree_leaves(report.context.gm(*args, **kwargs))
+        after = pytree.tree_leaves(outlined(report)(*args, **kwargs))
     tensors = [[v for v in values if isinstance(v, Tensor)] for values in (before, after)]
     assert same_results(*tensors)
 
 
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama", "vit"])
-def test_every_part_is_found_in_training(name: str, attention: str) -> None:
-    found, _, _ = looked_at(name, attention, mode="train")
-    assert_all_found(name, found)
+def test_every_part_is_matched_in_training(name: str, attention: str) -> None:
+    report, _, _ = looked_at(name, attention, mode="train")
+    assert_all_matched(name, report)
     if name in ("bert", "gpt2"):
-        dropouts = {c.attrs["dropout"] for c in found.candidates if c.kind == "attention" and c.attrs}
+        dropouts = {c.attrs["dropout"] for c in report.candidates if c.kind == "attention" and c.attrs}
         assert dropouts == {0.1}
     if name == "bert":
-        assert found.count("dropout_add_layer_norm") == 4
+        assert report.count("dropout_add_layer_norm") == 4
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3", "bert"))]
 )
-def test_every_part_is_found_in_bfloat16(name: str, attention: str) -> None:
-    found, _, _ = looked_at(name, attention, dtype=torch.bfloat16)
-    assert_all_found(name, found)
+def test_every_part_is_matched_in_bfloat16(name: str, attention: str) -> None:
+    report, _, _ = looked_at(name, attention, dtype=torch.bfloat16)
+    assert_all_matched(name, report)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral"])
 def test_queries_and_keys_are_turned(name: str) -> None:
-    found, _, _ = looked_at(name, "eager")
-    assert sum(c.rule == "rotary" for c in found.candidates) == 4
-    assert sum(c.rule == "rotary_pair" for c in found.candidates) == 2
-    grouped = [c.attrs["groups"] for c in found.candidates if c.kind == "attention" and c.attrs]
+    report, _, _ = looked_at(name, "eager")
+    assert sum(c.rule == "rotary" for c in report.candidates) == 4
+    assert sum(c.rule == "rotary_pair" for c in report.candidates) == 2
+    grouped = [c.attrs["groups"] for c in report.candidates if c.kind == "attention" and c.attrs]
     assert grouped.count(2) == 2
 
 
 @pytest.mark.parametrize(("name", "tables"), [("bert", 3), ("gpt2", 2), ("llama", 1)])
 def test_embeddings_and_their_norm(name: str, tables: int) -> None:
-    found, _, _ = looked_at(name, "sdpa")
-    norms = [c.attrs["tables"] for c in found.candidates if c.kind == "embedding_norm" and c.attrs]
+    report, _, _ = looked_at(name, "sdpa")
+    norms = [c.attrs["tables"] for c in report.candidates if c.kind == "embedding_norm" and c.attrs]
     assert tables in norms
 
 
 def test_the_loss_of_a_language_model() -> None:
-    found, _, _ = looked_at("llama", "sdpa", labels=IDS)
-    assert found.count("cross_entropy") == 1
+    report, _, _ = looked_at("llama", "sdpa", labels=IDS)
+    assert report.count("cross_entropy") == 1
 
 
 def test_with_a_length_that_is_not_known() -> None:
@@ -187,7 +189,7 @@ def test_with_a_length_that_is_not_known() -> None:
     )
     (ids,) = [n for n in graph.graph.nodes if n.op == "placeholder" and n.name == "input_ids"]
     assert isinstance(ids.meta["val"].shape[1], torch.SymInt)
-    assert_all_found("llama", census(model, graph))
+    assert_all_matched("llama", census(model, graph))
 
 
 def test_decoding_with_a_cache() -> None:
@@ -201,7 +203,7 @@ def test_decoding_with_a_cache() -> None:
         {"past_key_values": cache, "use_cache": True},
         dynamic_shapes={"input_ids": None, "past_key_values": [grows, grows], "use_cache": None},
     )
-    assert_all_found("llama", census(model, graph))
+    assert_all_matched("llama", census(model, graph))
 
 
 BATCHED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -219,9 +221,9 @@ BATCHED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", BATCHED)
 def test_attention_with_heads_among_the_batch(name: str) -> None:
     config, model, settings = BATCHED[name]
-    made = _made(model, getattr(transformers, config)(**settings), "eager").eval().requires_grad_(False)
-    graph = dovetail.capture(made, (IDS,), {"attention_mask": torch.ones_like(IDS)})
-    found = candidates(ATTENTION, graph)
-    assert [c.rule for c in found] == ["attention_of_batches"] * 2
-    assert all(c.attrs is not None and c.attrs["mask_type"] != "none" for c in found)
-    assert all(c.arguments is not None and {"mask_4d", "bias"} <= set(c.arguments) for c in found)
+    built = _built(model, getattr(transformers, config)(**settings), "eager").eval().requires_grad_(False)
+    graph = dovetail.capture(built, (IDS,), {"attention_mask": torch.ones_like(IDS)})
+    matches = candidates(ATTENTION, graph)
+    assert [c.rule for c in matches] == ["attention_of_batches"] * 2
+    assert all(c.attrs is not None and c.attrs["mask_type"] != "none" for c in matches)
+    assert all(c.arguments is not None and {"mask_4d", "bias"} <= set(c.arguments) for c in matches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -32,6 +34,7 @@ PARTS: dict[str, dict[str, int]] = {
 }
 
 
+@cache
 def looked_at(name: str, mode: str) -> tuple[nn.Module, Census]:
     model = zoo.get(name).build().train(mode == "train")
     inputs = zoo.get(name).example_inputs()
@@ -41,46 +44,46 @@ def looked_at(name: str, mode: str) -> tuple[nn.Module, Census]:
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("name", zoo.names())
-def test_every_part_is_found(name: str, mode: str) -> None:
-    model, found = looked_at(name, mode)
-    assert dict(parts_by_kind(found)) == PARTS[name]
-    assert not found.unfound()
+def test_every_part_is_matched(name: str, mode: str) -> None:
+    model, report = looked_at(name, mode)
+    assert dict(parts_by_kind(report)) == PARTS[name]
+    assert not report.unfound()
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     covered = {
         i
-        for c in found.candidates
+        for c in report.candidates
         if c.kind == "conv_bn_act" and c.attrs and c.attrs["batch_norm"]
         for i in c.members
-        if "batch_norm" in str(found.context.nodes[i].target)
+        if "batch_norm" in str(report.context.nodes[i].target)
     }
     assert len(covered) == len(norms)
 
 
 @pytest.mark.parametrize("name", zoo.names())
 def test_as_regions_they_compute_the_same(name: str) -> None:
-    _, found = looked_at(name, "eval")
+    _, report = looked_at(name, "eval")
     inputs = zoo.get(name).example_inputs()
-    before = pytree.tree_leaves(found.context.gm(*inputs.args, **inputs.kwargs))
-    after = pytree.tree_leaves(outlined(found)(*inputs.args, **inputs.kwargs))
+    before = pytree.tree_leaves(report.context.gm(*inputs.args, **inputs.kwargs))
+    after = pytree.tree_leaves(outlined(report)(*inputs.args, **inputs.kwargs))
     assert same_results(before, after)
 
 
 def test_what_belongs_to_a_llama() -> None:
-    _, found = looked_at("llama", "eval")
-    pairs = [c for c in found.candidates if c.rule == "rotary_pair"]
+    _, report = looked_at("llama", "eval")
+    pairs = [c for c in report.candidates if c.rule == "rotary_pair"]
     assert len(pairs) == 2
-    assert sum(c.rule == "rotary" for c in found.candidates) == 4
-    causal = [c.attrs for c in found.candidates if c.kind == "attention"]
+    assert sum(c.rule == "rotary" for c in report.candidates) == 4
+    causal = [c.attrs for c in report.candidates if c.kind == "attention"]
     assert all(attrs is not None and attrs["causal"] for attrs in causal)
     assert {attrs["groups"] for attrs in causal if attrs} >= {2}
-    norms = {c.members for c in found.candidates if c.kind == "add_rms_norm"}
-    assert len({m for members in norms for m in members if "rsqrt" in found.context.nodes[m].name}) == 4
+    norms = {c.members for c in report.candidates if c.kind == "add_rms_norm"}
+    assert len({m for members in norms for m in members if "rsqrt" in report.context.nodes[m].name}) == 4
 
 
 def test_what_belongs_to_a_bert() -> None:
-    _, found = looked_at("bert", "train")
-    assert {c.attrs["tables"] for c in found.candidates if c.kind == "embedding_norm" and c.attrs} == {3}
-    dropped = [c for c in found.candidates if c.kind == "dropout_add_layer_norm"]
+    _, report = looked_at("bert", "train")
+    assert {c.attrs["tables"] for c in report.candidates if c.kind == "embedding_norm" and c.attrs} == {3}
+    dropped = [c for c in report.candidates if c.kind == "dropout_add_layer_norm"]
     assert len(dropped) == 4
     assert torch.tensor([c.attrs["dropout"] for c in dropped if c.attrs]).allclose(torch.tensor(0.1))
 
@@ -106,9 +109,9 @@ class Attention(nn.Module):
         return torch.sigmoid(x @ x.mT) @ x
 
 
-def test_a_part_that_is_not_found_is_told_with_its_near_miss() -> None:
+def test_a_part_that_is_not_matched_is_reported_with_its_near_miss() -> None:
     model = Odd()
-    found = census(model, dovetail.capture(model, (torch.randn(2, 6, 8),)))
-    norm, attention = sorted(found.unfound(), reverse=True)
+    report = census(model, dovetail.capture(model, (torch.randn(2, 6, 8),)))
+    norm, attention = sorted(report.unfound(), reverse=True)
     assert "it has 'aten.amax.default' where the pattern has 'aten.mean" in norm
     assert attention.startswith("attention: ")
