@@ -164,7 +164,7 @@ class Dispatcher:
                     "failed",
                     f"code of '{backend.name}' for region '{self.unit.region.name}' raised in a call and is not used any "
                     f"more: {fault.reason}. The next backend takes its place, or the operations as they are; "
-                    f"dovetail.explain(...).lowering has the traceback.",
+                    f"dovetail.explain(...).lowered has the reason.",
                 )
                 if not self.strict:
                     entry.invalid = True

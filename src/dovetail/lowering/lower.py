@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -331,25 +331,16 @@ def _compile_expected(
 
 @checked_init(strict="on_error='raise'")
 @dataclass(frozen=True, repr=False)
-class Lower(Pass):
+class Lower(Options, Pass):
     """Lower regions as `dovetail.lower` does; its options are the same.
 
     Needs: regions. Leaves: the same graph with compiled state beside its bodies, values equal within tolerance.
     """
 
-    backends: Any = None
-    plan: Mapping[str, Any] | None = field(default=None, hash=False)
-    on_error: Literal["fallback", "raise"] = "fallback"
-    verify: bool = False
-    granularity: Granularity = "outer"
-    smallest: int = 2
-    recompile_limit: int | None = None
-    timeout: float | None = None
-    cache: bool | str | Path = True
-    weight_check_interval: int | None = CHECK_INTERVAL
+    backends: Backends | None = None
 
     def __post_init__(self) -> None:
-        Options.pick(vars(self))  # invalid options are reported where the pass is written
+        super().__post_init__()
         if isinstance(self.backends, Mapping):
             for value in cast("Mapping[Any, Any]", self.backends).values():
                 checked_backends(value)

@@ -10,16 +10,17 @@ from typing import Any, Literal, Self
 from dovetail import config
 from dovetail.errors import InvalidArgument
 from dovetail.ir.weight_guard import CHECK_INTERVAL
+from dovetail.lowering.backend_protocol import BackendChain
 
 Granularity = Literal["outer", "inner"]
 """Whether a region is offered to backends before or after those inside it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Options:
     """How regions are assigned to backends and compiled; `dovetail.lower` documents each option."""
 
-    plan: Mapping[str, Any] | None = field(default=None, hash=False)
+    plan: Mapping[str, BackendChain] | None = field(default=None, hash=False)
     on_error: Literal["fallback", "raise"] = "fallback"
     verify: bool = False
     granularity: Granularity = "outer"

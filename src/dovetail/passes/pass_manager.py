@@ -102,7 +102,7 @@ def _options(step: Pass) -> list[str]:
     """Return the fields that differ from their defaults, as keyword arguments."""
     return [
         f"{field.name}={shown(value)}"
-        for field in dataclasses.fields(step)
+        for field in sorted(dataclasses.fields(step), key=lambda field: field.kw_only is True)
         if field.repr and not _is_default(field, value := getattr(step, field.name))
     ]
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -117,12 +117,19 @@ class RuleContext:
         return str(cast("tuple[Any, ...]", list(cast("dict[str, Any]", stack).values())[-1])[0])
 
 
+class HasNode(Protocol):
+    """What belongs to one node, such as a value that a pattern has bound."""
+
+    @property
+    def node(self) -> Node: ...
+
+
 @dataclass(frozen=True)
 class Decline:
     """A refusal with its reason and the node or value it concerns."""
 
     reason: str
-    at: Any = None
+    at: Node | HasNode | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str) or not self.reason.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
