@@ -23,7 +23,13 @@ import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec, TensorArgument
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_leaves
 
@@ -228,7 +234,7 @@ def decompose(program: ExportedProgram) -> Exported:
             export_fixups.keep_histories(program)
             detached = detached_writes.separate(program, detached)
             mutation_fixups.call_functional_forms(program.graph)
-        export_aliases.rename_results(program)
+        _rename_results(program)
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         if in_spec is None or out_spec is None:
             raise CaptureError(
@@ -358,6 +364,14 @@ def _unused_draws(graph: Graph) -> list[Node]:
             draw = first
         tensors.append(draw)
     return tensors
+
+
+def _rename_results(program: ExportedProgram) -> None:
+    """Update the names of results in the signature to those of the nodes."""
+    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
+            spec.arg = dataclasses.replace(spec.arg, name=result.name)
 
 
 def _with_results(program: ExportedProgram, nodes: list[Node]) -> ExportGraphSignature:

@@ -8,7 +8,6 @@ functions after it inspect and edit graphs for this and the other rewrites; two 
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -325,14 +323,6 @@ def storage_at(argument: Any) -> int | None:
     """Return the storage of a node's fake value; None unless that is a tensor."""
     value = value_of(argument)
     return storage_of(value) if isinstance(value, Tensor) else None
-
-
-def rename_results(program: ExportedProgram) -> None:
-    """Update the names of results in the signature to those of the nodes."""
-    results = cast("tuple[Any, ...]", program.graph.output_node().args[0])
-    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
-        if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
-            spec.arg = dataclasses.replace(spec.arg, name=result.name)
 
 
 def refused(what: str, node: Node, advice: str) -> CaptureError:
