@@ -1,7 +1,6 @@
-"""Lowering: regions are assigned to backends, and every distinct one is compiled once, by the backend preferred for it.
+"""Lowering: every distinct region of a graph is compiled once, by the backend preferred for it.
 
-Assignment goes by preferences of the caller, answers of the backends and sizes. `replace_region` lowers regions by a
-callable of the user, checked like the code of a backend.
+`replace_region` lowers regions by a callable of the user, checked like the code of a backend.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from dovetail.errors import (
     UnknownRegion,
     checked_call,
     checked_init,
-    did_you_mean,
     user_stacklevel,
 )
 from dovetail.ir.graph_module import require_graph
 from dovetail.ir.meta_keys import LEDGER
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.ir.weight_guard import CHECK_INTERVAL
+from dovetail.lowering.assign import ALL, Assigner, preferences
 from dovetail.lowering.backend_protocol import (
     DEFAULT,
     Backend,
@@ -41,125 +40,20 @@ from dovetail.lowering.backend_protocol import (
     Backends,
     Compiled,
     checked_backends,
-    near_kind,
     resolve,
 )
 from dovetail.lowering.compile_unit import GradAnalysis, unit_of
 from dovetail.lowering.dispatch import Dispatcher
-from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of
+from dovetail.lowering.failures import fault_of
 from dovetail.lowering.guards import Unguardable, disable_autocast, expected_specialization
 from dovetail.lowering.lowered_state import LoweredState, lowered_state_of, with_lowering
 from dovetail.lowering.options import Granularity, Options
 from dovetail.lowering.worker import cancelled_by
 from dovetail.outlining.region import Region, local_name, path_prefixes, regions
 from dovetail.passes.pass_manager import Pass
-from dovetail.rules.rule import Decline
 
 Job = tuple[Dispatcher, Specialization]
 _LOG = logging.getLogger(__name__)
-Preferences = Mapping[str, tuple[Backend, ...]]
-ALL = "*"
-
-
-def preferences(backends: Any, candidates: Sequence[Region]) -> Preferences:
-    """Return an ordered preference, or one by region, key or kind, as checked backends; `*` is all the others."""
-    if not isinstance(backends, Mapping):
-        return {ALL: resolve(backends)}
-    known = {name for r in candidates for name in (r.name, local_name(r.name), r.kind, r.key)} | {ALL}
-    chains: dict[str, tuple[Backend, ...]] = {}
-    by_name: dict[str, Backend] = {}
-    for key, value in cast("Mapping[Any, Any]", backends).items():
-        if not isinstance(key, str) or key not in known:
-            kinds = ", ".join(sorted({r.kind for r in candidates})) or "none"
-            otherwise = f"Kinds here: {kinds}; '*' is for all others."
-            hint = did_you_mean(str(key), sorted(known), otherwise=otherwise)
-            raise InvalidArgument(f"backends for {key!r}: no region has this name, kind or key. {hint}")
-        chain = resolve(value)
-        # One backend named in two places is one backend.
-        chains[key] = tuple(
-            by_name.setdefault(b.name, b) if isinstance(value, (str, list, tuple)) else b for b in chain
-        )
-    return chains
-
-
-def chain_for(region: Region, preferred: Preferences) -> tuple[Backend, ...]:
-    """Return the backends for a region: by its name, else its body's key, else its kind, else those for all."""
-    for key in (region.name, local_name(region.name), region.key, region.kind, ALL):
-        if key in preferred:
-            return preferred[key]
-    return ()
-
-
-class Assigner:
-    """Asks each backend, in the order of preference, about each region that is not assigned yet.
-
-    With "outer" a region is offered before those inside it; with "inner" after them. A region is assigned with all
-    regions inside it; one that contains an assigned region cannot be assigned as a whole. `chains` are the backends
-    to try in turn, by the local name of a region, and `declined` the reasons of those that do not take one.
-    """
-
-    def __init__(self, candidates: Sequence[Region], preferred: Preferences, options: Options) -> None:
-        self.smallest = options.smallest
-        self.chains: dict[str, tuple[Backend, ...]] = {}
-        self.declined: list[LoweringFault] = []
-        self._answers: dict[tuple[Any, ...], bool] = {}
-        self._assigned: set[str] = set()
-        self._ancestors: set[str] = set()
-        chains = {r.name: chain_for(r, preferred) for r in candidates}
-        if options.granularity == "inner":
-            candidates = sorted(candidates, key=lambda r: -r.name.count("/"))
-        # Rank by rank: the first choice of every region is asked before the second of any.
-        for rank in range(max(map(len, chains.values()), default=0)):
-            for region in candidates:
-                chain = chains[region.name]
-                if rank < len(chain) and self._is_free(region.name):
-                    self._offer(region, chain, rank)
-
-    def _is_free(self, name: str) -> bool:
-        return name not in self._ancestors and self._assigned.isdisjoint(path_prefixes(name))
-
-    def _offer(self, region: Region, chain: tuple[Backend, ...], rank: int) -> None:
-        backend = chain[rank]
-        if not self._accepts(backend, region):
-            return
-        others = tuple(b for b in chain[rank + 1 :] if self._accepts(b, region))
-        self.chains[local_name(region.name)] = (backend, *others)
-        self._assigned.add(region.name)
-        self._ancestors.update(path_prefixes(region.name))
-
-    def _accepts(self, backend: Backend, region: Region) -> bool:
-        unit = unit_of(region)
-        key = (id(backend), unit.key, unit.roles)
-        accepted = self._answers.get(key)
-        if accepted is None:
-            reason = unit.obstacle or self._too_small(backend, region) or _answer(backend, unit.region)
-            accepted = self._answers[key] = reason is None
-            if isinstance(reason, str):
-                reason = LoweringFault(region.name, backend.name, "supports", reason)
-            if reason is not None:
-                self.declined.append(reason)
-        return accepted
-
-    def _too_small(self, backend: Backend, region: Region) -> str | None:
-        least = self.smallest if backend.smallest is None else backend.smallest
-        if region.kind in backend.kernels or len(region.nodes) >= least:
-            return None
-        hint = near_kind(backend.kernels, region.kind)
-        return f"{len(region.nodes)} operation(s); a call costs more than it saves below {least}{hint}"
-
-
-def _answer(backend: Backend, region: Region) -> str | LoweringFault | None:
-    """Return why a backend declines a region; None if it accepts it."""
-    try:
-        answer = backend.supports(region)
-    except Exception as error:
-        return fault_of(region.name, backend.name, "supports", error)
-    if answer is True:
-        return None
-    if isinstance(answer, Decline):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return answer.reason
-    error = LoweringFailure(f"it returned {answer!r}, neither True nor a Decline")
-    return fault_of(region.name, backend.name, "supports", error)
 
 
 def compile_all(jobs: Iterable[Job], progress: bool) -> None:
