@@ -32,7 +32,7 @@ from dovetail.rules.rule import Decline, RuleContext
 from dovetail.scheduling.call_recording import RecordedCall, isolated_run
 from dovetail.scheduling.decompose import decompose_nodes, has_formula
 from dovetail.scheduling.finders import ByRegion, Finder, PartMatch, relative_path
-from dovetail.scheduling.replacement import Replacement, with_call
+from dovetail.scheduling.replacement_checks import Replacement, with_call
 
 
 class Checkpoint(Backend):

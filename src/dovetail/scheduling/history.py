@@ -180,10 +180,10 @@ def finder_from_entry(entry: Mapping[str, Any]) -> Finder:
     raise ScheduleError(f"a step has a finder by '{how}', which is unknown here")
 
 
-def _operator(name: str) -> OpOverload | OpOverloadPacket:
+def _operator(name: Any) -> OpOverload | OpOverloadPacket:
     try:
-        return attrgetter(str(name))(torch.ops)
-    except AttributeError as error:
+        return attrgetter(name)(torch.ops)
+    except (AttributeError, TypeError) as error:
         raise ScheduleError(f"a step finds the operator '{name}', which does not exist here") from error
 
 

@@ -377,7 +377,13 @@ class Installation:
         try:
             for path, new in state.swaps.items():
                 parent, _, name = path.rpartition(".")
-                self._changes.set(self.model.get_submodule(parent)._modules, name, new)
+                table = self.model.get_submodule(parent)._modules
+                if table.get(name) is None:
+                    raise ScheduleError(
+                        f"a step replaced the module at '{path}', which was removed from the model since; put it back, or "
+                        f"undo the step"
+                    )
+                self._changes.set(table, name, new)
             if forwards:
                 self._install_forwards(state)
         except BaseException:
@@ -435,8 +441,13 @@ class Installation:
             for parameter in new.params:
                 path, _, own = parameter.rpartition(".")
                 holder = new.new.get_submodule(path)
-                kind: dict[str, Any] = holder._parameters if own in holder._parameters else holder._buffers
-                self._changes.set(kind, own, None)
+                tables: tuple[dict[str, Any], ...] = (holder._parameters, holder._buffers)
+                table = next((table for table in tables if own in table), None)
+                if table is None:
+                    raise ScheduleError(
+                        f"a step binds the parameter '{parameter}' of '{new.name}', which was removed since"
+                    )
+                self._changes.set(table, own, None)
 
     def uninstall(self) -> None:
         """Restore the original model."""

@@ -180,7 +180,7 @@ class Part:
         escapes: str | Mapping[str, str] | None = None,
         backends: BackendChain = (),
         together: bool = False,
-    ) -> PartRegion | list[PartRegion]:
+    ) -> Any:
         """Make a region of each match, which computes exactly the same; with `together`, one of all of them.
 
         `backends` is a backend, by name or as an object, or a list, of which the first that accepts a region runs it; it

@@ -23,7 +23,7 @@ from dovetail.scheduling.call_recording import (
 from dovetail.scheduling.edits import ReplaceEdit, isolate
 from dovetail.scheduling.finders import ByModule, PartMatch, PartRegion, finder_of, is_within, relative_path
 from dovetail.scheduling.install import hook_kind
-from dovetail.scheduling.replacement import (
+from dovetail.scheduling.replacement_checks import (
     Probe,
     bind_replacement,
     check_fits,
@@ -63,6 +63,8 @@ class ReplaceOptions:
             mapping = getattr(self, label)
             if mapping is not None and not isinstance(mapping, Mapping):
                 raise InvalidArgument(f"{label} is a dict by name, not a {type(mapping).__name__}.")
+            # A copy: a factory may change what the caller passed.
+            object.__setattr__(self, label, None if mapping is None else dict(cast("Any", mapping)))
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -183,19 +185,22 @@ def _replace_modules(
     for path, root in roots.items():
         if path in outside or root is None:
             continue
-        if options.params:
-            operands = {n: _operand_name(root, path, source) for n, source in options.params.items()}
-            options = replace(options, params=operands)
+        operands = {n: _operand_name(root, path, source) for n, source in (options.params or {}).items()}
+        bound = replace(options, params=operands or None)
+        calls = _calls_of(session, root, path)
         old = session.state.traces[root].module.get_submodule(relative_path(path, root))
         reference = None if options.check or options.params else old
-        for match in _calls_of(session, root, path):
+        for match in calls:
             group = group_by_graph(session, [match], "replace")[0]
-            _replace_group(session, new_modules[path], group, options, label, reference)
+            _replace_group(session, new_modules[path], group, bound, label, reference)
 
 
 def _operand_name(root: str, path: str, source: Any) -> Any:
-    """Return the operand name of a parameter of the module at `path`."""
-    return f"{relative_path(path, root)}.{source}".replace(".", "_") if isinstance(source, str) else source
+    """Return the operand name of a parameter of the module at `path`, as torch.fx names it."""
+    if not isinstance(source, str):
+        return source
+    name = f"{relative_path(path, root)}.{source}".replace(".", "_")
+    return f"_{name}" if name[0].isdigit() else name
 
 
 def _calls_of(session: ScheduleSession, root: str, path: str) -> list[PartMatch]:

@@ -265,7 +265,7 @@ def _targets(session: ScheduleSession, entries: list[dict[str, Any]]) -> list[An
 
 def _replay_step(schedule: Schedule, session: ScheduleSession, entry: dict[str, Any]) -> None:
     """Do one step of the history on its targets in this model: matches and regions, or the modules at some paths."""
-    do, by_path = entry.get("do"), "at" not in entry
+    do, by_path = _HistoryEntry(entry)["do"], "at" not in entry
     if by_path and (not entry.get("paths") or do in ("fuse", "decompose", "lower")):
         raise ScheduleError(f"the step '{do}' is unknown here, or has no paths")
     target = entry["paths"] if by_path else _targets(session, entry["at"])
@@ -276,7 +276,7 @@ def _replay_step(schedule: Schedule, session: ScheduleSession, entry: dict[str, 
         matches = target if entry.get("list", True) else target[0]
         schedule.fuse(matches, together=bool(entry.get("together")), **options)
     elif do == "replace":
-        many = entry.get("siblings", len(target))
+        many = len(target) if by_path else entry.get("siblings", len(target))
         for i in range(0, len(target), many):
             siblings = target[i : i + many]
             schedule.replace(entry["new"], siblings, name=entry.get("name"), **replace_options)
@@ -291,6 +291,8 @@ def _replay_step(schedule: Schedule, session: ScheduleSession, entry: dict[str, 
     elif do == "checkpoint":
         schedule.checkpoint(target)
     elif do == "lower":
+        if entry["backend"] is None:
+            raise ScheduleError("the step 'lower' names no backend")
         schedule.lower(target, _backend(entry["backend"]))
     else:
         raise ScheduleError(f"the step '{do}' is unknown here")

@@ -32,7 +32,7 @@ from dovetail.scheduling.edits import (
 )
 from dovetail.scheduling.finders import ByRegion, is_within
 from dovetail.scheduling.install import Installation
-from dovetail.scheduling.replacement import Adapter
+from dovetail.scheduling.replacement_checks import Adapter
 from dovetail.scheduling.session import CompletedStep, ScheduleSession
 from dovetail.scheduling.state import ScheduleState
 

@@ -69,7 +69,8 @@ _VIEWS_AND_CASTS = frozenset({"t", "transpose", "permute", "_to_copy", "to", "de
 class Product:
     """One product: its operands, and the properties in which siblings must agree, by name.
 
-    The results of joined weights are concatenated along `dim`, each of size `width`. `rows` is the number of rows that are multiplied by the weight, by hint, and `depth` their length.
+    The results of joined weights are concatenated along `dim`, each of size `width`. `rows` is the number of rows that
+    are multiplied by the weight, by hint, and `depth` their length.
     """
 
     node: Node
