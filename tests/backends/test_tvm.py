@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dovetail
-from dovetail.backends.external.tvm import Tvm
+from dovetail.backends.external.tvm import Tvm, to_relax
 from dovetail.lowering.backend_protocol import Compiled, by_name, identity
+from dovetail.lowering.failures import UnsupportedOp
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
 from tests.backends.external import ExternalBackendTests
@@ -159,3 +161,9 @@ def test_attention_has_the_scale_and_the_heads_that_it_is_given() -> None:
 )
 def test_arguments_that_it_gets_wrong_are_declined(function: Any, x: torch.Tensor) -> None:
     assert compiled_result(function, x.clone()) is None
+
+
+def test_operators_that_write_are_not_converted() -> None:
+    gm = make_fx(lambda a: (a.clone().add_(1),), tracing_mode="fake")(torch.randn(2, 3))
+    with pytest.raises(UnsupportedOp, match=r"aten\.add_\.Tensor' is not functional"):
+        to_relax(gm.graph)

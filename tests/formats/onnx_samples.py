@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.formats.onnx.to_onnx import TRANSLATIONS
+from dovetail.formats.onnx.region_model import TRANSLATIONS
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.backends.external.external_base import CompiledModel, region_model
+from dovetail.backends.external.external_base import CompiledModel
+from dovetail.formats.onnx.region_model import region_model
 from dovetail.ir.tensor_spec import layout_of
 from dovetail.lowering.backend_protocol import by_name
 from dovetail.lowering.failures import UnsupportedOp

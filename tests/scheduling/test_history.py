@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail.rules.library.linear import linear_gelu
-from dovetail.scheduling.history import History
+from dovetail.scheduling.history import History, import_object
 from dovetail.scheduling.schedule import Schedule, schedule
 from tests.scheduling.models import Net, activation, is_gelu, mlp, net
 
@@ -212,3 +212,8 @@ def test_a_primitive_that_fails_leaves_nothing():
     assert s.history == []
     with pytest.raises(dovetail.InvalidArgument, match="apply takes a function"):
         s.apply(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["dovetail.backends.aoti:Aoti", "dovetail.backends.inductor:Aoti"])
+def test_a_backend_is_read_by_its_name_whatever_file_has_it(path: str) -> None:
+    assert import_object(path) is dovetail.backends.Aoti

@@ -43,8 +43,8 @@ class SupportProbe:
 
     `convert` gives a graph to the compiler and raises UnsupportedOp. An operation that it does not convert is tried
     again decomposed by `table`, those of `decompose_first` at once. Only `validated` operators are tried, and only for
-    arguments for which `why_wrong` returns None. `workarounds` write an operator that the compiler gets wrong in operations that it gets right; they return
-    NotImplemented for arguments that need none.
+    arguments for which `why_wrong` returns None. `workarounds` write an operator that the compiler gets wrong in
+    operations that it gets right; they return NotImplemented for arguments that need none.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
+from dovetail import backends
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.lowering.backend_protocol import Backend
 from dovetail.rules.library import ALL
@@ -137,6 +138,8 @@ def import_object(location: str) -> Any:
         library_rule = next((rule for rule in ALL if rule.name == name), None)
         if library_rule is not None:
             return library_rule
+    if module.startswith("dovetail.backends.") and name in backends.__all__:
+        return getattr(backends, name)
     name, _, item = name.partition("/")
     try:
         value: Any = attrgetter(name)(importlib.import_module(module))

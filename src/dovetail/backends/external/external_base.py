@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from dovetail.formats.onnx.to_onnx import TRANSLATIONS
-from dovetail.formats.onnx.writer import IR_VERSION, Dialect, OnnxWriter, element_type, value_info
+from dovetail.formats.onnx.region_model import TRANSLATIONS, region_model
+from dovetail.formats.onnx.writer import Dialect, OnnxWriter
 from dovetail.formats.op_support import OperationSupport
 from dovetail.ir.graph_module import Body
 from dovetail.ir.process_state import make_immortal, register_after_fork, reset_at_fork
@@ -350,63 +350,6 @@ class OnnxBackend(ExternalBackend):
 
     def deserialize(self, data: bytes) -> bytes:
         return data
-
-
-def region_model(
-    graph: Graph,
-    dialect: Dialect | None = None,
-    *,
-    operands: Sequence[Layout | None] = (),
-    results: Sequence[Layout] = (),
-) -> Any:
-    """Return the ONNX model of a flat graph, with inputs and results in the order of the graph's.
-
-    With layouts, inputs and results have their dimensions in the order of memory. Where the dialect `runs` and the
-    graph has indices, one more result reports whether all were in range.
-    """
-    from onnx import helper
-
-    writer = OnnxWriter(TRANSLATIONS, dialect)
-    inputs: list[Any] = []
-    layouts = list(operands)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            layout = layouts.pop(0) if layouts else None
-            name = writer.name(node.name)
-            inputs.append(value_info(name, node.meta.get("val"), None if layout is None else layout.order))
-            if layout is not None and layout.permuted:
-                name = writer.op("Transpose", name, perm=layout.inverse, label=node.name)
-            writer.names[node] = name
-        elif node.op != "output":
-            writer.write(node)
-    outputs = _outputs(writer, graph, results)
-    flag = ""
-    for one in writer.flags:
-        flag = writer.op("And", flag, one) if flag else one
-    if flag:
-        outputs.append(helper.make_tensor_value_info(flag, element_type(torch.bool), []))
-    return helper.make_model(
-        helper.make_graph(writer.nodes, "region", inputs, outputs),
-        opset_imports=[helper.make_opsetid(d, v) for d, v in writer.dialect.opsets.items()],
-        ir_version=IR_VERSION,
-        producer_name="dovetail",
-    )
-
-
-def _outputs(writer: OnnxWriter, graph: Graph, layouts: Sequence[Layout]) -> list[Any]:
-    names: set[str] = set()
-    outputs: list[Any] = []
-    nodes = cast("Sequence[Node]", graph.output_node().args[0])
-    for node, layout in zip(nodes, layouts or [None] * len(nodes), strict=True):
-        name = writer.of(node)
-        if layout is not None and layout.permuted:
-            name = writer.op("Transpose", name, perm=layout.order, label=node.name)
-        # A result that is an operand, or that comes twice, needs a name of its own.
-        elif name in names or node.op == "placeholder":
-            name = writer.identity(node, name)
-        names.add(name)
-        outputs.append(value_info(name, node.meta.get("val"), None if layout is None else layout.order))
-    return outputs
 
 
 def checked_results(values: list[Tensor], layouts: Sequence[Layout], guarded: bool) -> tuple[Tensor, ...]:

@@ -13,8 +13,19 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from dovetail.backends.external.external_base import (
     CompiledSession,
@@ -25,7 +36,6 @@ from dovetail.backends.external.external_base import (
     with_bound,
 )
 from dovetail.errors import checked_init
-from dovetail.formats.exported_program import exported
 from dovetail.formats.op_support import COMMON_VALIDATED, ProbedSupport, SupportProbe
 from dovetail.formats.reexport import lerp, pow_as_root, reexport_body
 from dovetail.ir.process_state import reset_at_fork
@@ -194,9 +204,8 @@ def to_relax(graph: Graph) -> Any:
     convert = load_package("tvm.relax.frontend.torch").from_exported_program
     with _CONVERTING, suppress_warnings():
         try:
-            program = exported(GraphModule({}, graph))
             module = relax.transform.LegalizeOps(legalizations())(
-                convert(program, run_ep_decomposition=False)
+                convert(_exported(graph), run_ep_decomposition=False)
             )
         except Exception as error:
             raise UnsupportedOp(f"TVM does not convert it: {_reason(error)}") from error
@@ -212,6 +221,23 @@ def _check_types(module: Any, graph: Graph) -> None:
         got, expected = str(kind.dtype), str(value.dtype).removeprefix("torch.")
         if got != expected or [int(n) for n in kind.shape.values] != list(value.shape):
             raise UnsupportedOp(f"TVM returns {got} in place of {expected} ('{node.name}')")
+
+
+def _exported(graph: Graph) -> ExportedProgram:
+    """Wrap a graph in an ExportedProgram without tracing it again; torch checks that its operators are functional."""
+    operands = graph.find_nodes(op="placeholder")
+    results = cast("Sequence[Node]", graph.output_node().args[0])
+    inputs = [InputSpec(InputKind.USER_INPUT, TensorArgument(n.name), None) for n in operands]
+    outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in results]
+    called = ModuleCallSignature(
+        inputs=[],
+        outputs=[],
+        in_spec=pytree.tree_structure(((0,) * len(inputs), {})),
+        out_spec=pytree.tree_structure((0,) * len(outputs)),
+    )
+    return ExportedProgram(
+        nn.Module(), graph, ExportGraphSignature(inputs, outputs), {}, {}, [ModuleCallEntry("", called)]
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -48,14 +48,11 @@ def _unary(kind: str) -> OpTranslation:
 
 
 def _binary(kind: str) -> OpTranslation:
-    def write(w: OnnxWriter, node: Node, a: Any, b: Any, alpha: Any = 1) -> str:
+    def write(w: OnnxWriter, node: Node, a: Any, b: Any) -> str:
         dtype = w.dtype(node)
         if dtype == torch.bool:
             raise UnsupportedOp(f"{kind} of booleans")
-        left, right = w.read(a, dtype), w.read(b, dtype)
-        if alpha != 1:
-            right = w.op("Mul", right, w.constant(alpha, dtype))
-        return w.op(kind, left, right, label=node.name)
+        return w.op(kind, w.read(a, dtype), w.read(b, dtype), label=node.name)
 
     return write
 
@@ -93,8 +90,21 @@ def _bitwise_not(w: OnnxWriter, node: Node, x: Any) -> str:
     return w.op("Not" if dtype == torch.bool else "BitwiseNot", w.read(x, dtype), label=node.name)
 
 
+def _sum(kind: str) -> OpTranslation:
+    def write(w: OnnxWriter, node: Node, a: Any, b: Any, alpha: Any = 1) -> str:
+        dtype = w.dtype(node)
+        if dtype == torch.bool:
+            raise UnsupportedOp(f"{kind} of booleans")
+        scaled = w.read(b, dtype)
+        if alpha != 1:
+            scaled = w.op("Mul", scaled, w.constant(alpha, dtype))
+        return w.op(kind, w.read(a, dtype), scaled, label=node.name)
+
+    return write
+
+
 def _rsub(w: OnnxWriter, node: Node, a: Any, b: Any, alpha: Any = 1) -> str:
-    return _binary("Sub")(w, node, b, a, alpha=alpha)
+    return _sum("Sub")(w, node, b, a, alpha=alpha)
 
 
 def _div(w: OnnxWriter, node: Node, a: Any, b: Any, *, rounding_mode: str | None) -> str:
@@ -175,17 +185,20 @@ def _gelu(w: OnnxWriter, node: Node, x: Any, *, approximate: str = "none") -> st
     return w.op("Gelu", w.of(x), approximate=approximate, label=node.name)
 
 
-def _with_alpha(kind: str) -> OpTranslation:
-    def write(w: OnnxWriter, node: Node, x: Any, alpha: float) -> str:
-        return w.op(kind, w.of(x), alpha=float(alpha), label=node.name)
-
-    return write
+def _leaky_relu(w: OnnxWriter, node: Node, x: Any, slope: float = 0.01) -> str:
+    return w.op("LeakyRelu", w.of(x), alpha=float(slope), label=node.name)
 
 
-def _elu(w: OnnxWriter, node: Node, x: Any, alpha: float, scale: float, input_scale: float) -> str:
+def _elu(
+    w: OnnxWriter, node: Node, x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0
+) -> str:
     if scale != 1 or input_scale != 1:
         raise UnsupportedOp("elu with scales")
     return w.op("Elu", w.of(x), alpha=float(alpha), label=node.name)
+
+
+def _celu(w: OnnxWriter, node: Node, x: Any, alpha: float = 1.0) -> str:
+    return w.op("Celu", w.of(x), alpha=float(alpha), label=node.name)
 
 
 def _prelu(w: OnnxWriter, node: Node, x: Any, weight: Any) -> str:
@@ -216,6 +229,8 @@ def _hardsigmoid(w: OnnxWriter, node: Node, x: Any) -> str:
 
 def _clamp(w: OnnxWriter, node: Node, x: Any, least: Any = None, most: Any = None) -> str:
     dtype = w.dtype(node)
+    if "hardtanh" in str(node.target):
+        least, most = -1.0 if least is None else least, 1.0 if most is None else most
     result = w.read(x, dtype)
     # Max and Min rather than Clip: bounds may be tensors, and then they broadcast.
     if least is not None:
@@ -225,7 +240,8 @@ def _clamp(w: OnnxWriter, node: Node, x: Any, least: Any = None, most: Any = Non
 
 def _relu6(w: OnnxWriter, node: Node, x: Any) -> str:
     require_floating(w, node)
-    return w.op("Min", w.op("Relu", w.of(x)), w.constant(6, w.dtype(node)), label=node.name)
+    dtype = w.dtype(node)
+    return w.op("Min", w.op("Relu", w.of(x)), w.constant(6, dtype), label=node.name)
 
 
 def _glu(w: OnnxWriter, node: Node, x: Any, dim: int = -1) -> str:
@@ -234,17 +250,21 @@ def _glu(w: OnnxWriter, node: Node, x: Any, dim: int = -1) -> str:
 
 
 def _where(w: OnnxWriter, node: Node, condition: Any, a: Any, b: Any) -> str:
-    dtype, mask = w.dtype(node), w.read(condition, torch.bool)
+    return _select_by(w, node, w.read(condition, torch.bool), a, b)
+
+
+def _select_by(w: OnnxWriter, node: Node, condition: str, a: Any, b: Any) -> str:
+    dtype = w.dtype(node)
     left, right = w.read(a, dtype), w.read(b, dtype)
     if dtype == torch.bool:
         # Runtimes have Where for numbers only.
-        other = w.op("And", w.op("Not", mask), right)
-        return w.op("Or", w.op("And", mask, left), other, label=node.name)
-    return w.op("Where", mask, left, right, label=node.name)
+        other = w.op("And", w.op("Not", condition), right)
+        return w.op("Or", w.op("And", condition, left), other, label=node.name)
+    return w.op("Where", condition, left, right, label=node.name)
 
 
 def _masked_fill(w: OnnxWriter, node: Node, x: Any, mask: Any, value: Any) -> str:
-    return _where(w, node, mask, value, x)
+    return _select_by(w, node, w.read(mask, torch.bool), value, x)
 
 
 def _is(kind: str) -> OpTranslation:
@@ -276,54 +296,62 @@ def _dropout(w: OnnxWriter, node: Node, x: Any, p: float, train: bool) -> str:
     return w.identity(node, x)
 
 
-ELEMENTWISE: Mapping[str, OpTranslation] = {
-    **{f"aten.{name}.default": _unary(kind) for name, kind in _UNARY.items()},
+ELEMENTWISE: Mapping[tuple[str, ...], OpTranslation] = {
+    **{(f"aten.{name}.default",): _unary(kind) for name, kind in _UNARY.items()},
     **{
-        f"aten.{name}.{overload}": _binary(kind)
+        (f"aten.{name}.{overload}",): _binary(kind)
         for name, kind in _BINARY.items()
         for overload in (("default",) if name in ("maximum", "minimum") else ("Tensor", "Scalar"))
     },
-    "aten.max.other": _binary("Max"),
-    "aten.min.other": _binary("Min"),
-    **{f"aten.{name}.Tensor aten.{name}.Scalar": _comparison(kind) for name, kind in _COMPARISONS.items()},
-    **{f"aten.{name}.default": _logical(kind) for name, kind in _LOGICAL.items()},
+    ("aten.max.other",): _binary("Max"),
+    ("aten.min.other",): _binary("Min"),
     **{
-        f"aten.{packet}.Tensor aten.{packet}.Scalar": _logical(logic, bits=kind)
+        (f"aten.{name}.Tensor", f"aten.{name}.Scalar"): _comparison(kind)
+        for name, kind in _COMPARISONS.items()
+    },
+    **{(f"aten.{name}.default",): _logical(kind) for name, kind in _LOGICAL.items()},
+    **{
+        (f"aten.{packet}.Tensor", f"aten.{packet}.Scalar"): _logical(logic, bits=kind)
         for ((name, kind), logic) in zip(_BITS.items(), _LOGICAL.values(), strict=True)
         for packet in (name, f"__{name.removeprefix('bitwise_')}__")
     },
-    "aten.ne.Tensor aten.ne.Scalar": _ne,
-    "aten.logical_not.default": _logical_not,
-    "aten.bitwise_not.default": _bitwise_not,
-    "aten.add.Tensor aten.add.Scalar": _binary("Add"),
-    "aten.sub.Tensor aten.sub.Scalar": _binary("Sub"),
-    "aten.rsub.Scalar aten.rsub.Tensor": _rsub,
-    "aten.div.Tensor_mode aten.div.Scalar_mode": _div,
-    "aten.remainder.Tensor aten.remainder.Scalar": _remainder,
-    "aten.pow.Tensor_Scalar aten.pow.Tensor_Tensor aten.pow.Scalar": _pow,
-    "aten.square.default": _square,
-    "aten.rsqrt.default": _rsqrt,
-    "aten.log2.default aten.log10.default": _log_base,
-    "aten.silu.default": _silu,
-    "aten.gelu.default": _gelu,
-    "aten.leaky_relu.default": _with_alpha("LeakyRelu"),
-    "aten.elu.default": _elu,
-    "aten.celu.default": _with_alpha("Celu"),
-    "aten.prelu.default": _prelu,
-    "aten.softplus.default": _softplus,
-    "aten.log_sigmoid.default": _log_sigmoid,
-    "aten.hardsigmoid.default": _hardsigmoid,
-    "aten.hardtanh.default aten.clamp.default aten.clamp.Tensor": _clamp,
-    "aten.clamp_min.default aten.clamp_min.Tensor": _binary("Max"),
-    "aten.clamp_max.default aten.clamp_max.Tensor": _binary("Min"),
-    "aten.relu6.default": _relu6,
-    "aten.glu.default": _glu,
-    "aten.where.self aten.where.ScalarSelf aten.where.ScalarOther aten.where.Scalar": _where,
-    "aten.masked_fill.Scalar aten.masked_fill.Tensor": _masked_fill,
-    "aten.isnan.default": _is("IsNaN"),
-    "aten.isinf.default": _is("IsInf"),
-    "aten._to_copy.default aten.to.dtype prims.convert_element_type.default": _to_copy,
-    "aten.clone.default aten.detach.default aten.alias.default": _clone,
-    "aten.contiguous.default aten.lift_fresh_copy.default": _clone,
-    "aten.dropout.default": _dropout,
+    ("aten.ne.Tensor", "aten.ne.Scalar"): _ne,
+    ("aten.logical_not.default",): _logical_not,
+    ("aten.bitwise_not.default",): _bitwise_not,
+    ("aten.add.Tensor", "aten.add.Scalar"): _sum("Add"),
+    ("aten.sub.Tensor", "aten.sub.Scalar"): _sum("Sub"),
+    ("aten.rsub.Scalar", "aten.rsub.Tensor"): _rsub,
+    ("aten.div.Tensor_mode", "aten.div.Scalar_mode"): _div,
+    ("aten.remainder.Tensor", "aten.remainder.Scalar"): _remainder,
+    ("aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar"): _pow,
+    ("aten.square.default",): _square,
+    ("aten.rsqrt.default",): _rsqrt,
+    ("aten.log2.default", "aten.log10.default"): _log_base,
+    ("aten.silu.default",): _silu,
+    ("aten.gelu.default",): _gelu,
+    ("aten.leaky_relu.default",): _leaky_relu,
+    ("aten.elu.default",): _elu,
+    ("aten.celu.default",): _celu,
+    ("aten.prelu.default",): _prelu,
+    ("aten.softplus.default",): _softplus,
+    ("aten.log_sigmoid.default",): _log_sigmoid,
+    ("aten.hardsigmoid.default",): _hardsigmoid,
+    ("aten.hardtanh.default", "aten.clamp.default", "aten.clamp.Tensor"): _clamp,
+    ("aten.clamp_min.default", "aten.clamp_min.Tensor"): _binary("Max"),
+    ("aten.clamp_max.default", "aten.clamp_max.Tensor"): _binary("Min"),
+    ("aten.relu6.default",): _relu6,
+    ("aten.glu.default",): _glu,
+    ("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar"): _where,
+    ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"): _masked_fill,
+    ("aten.isnan.default",): _is("IsNaN"),
+    ("aten.isinf.default",): _is("IsInf"),
+    ("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default"): _to_copy,
+    (
+        "aten.clone.default",
+        "aten.detach.default",
+        "aten.alias.default",
+        "aten.contiguous.default",
+        "aten.lift_fresh_copy.default",
+    ): _clone,
+    ("aten.dropout.default",): _dropout,
 }

@@ -62,12 +62,18 @@ def _einsum(w: OnnxWriter, node: Node, equation: str, operands: Sequence[Any], *
     return w.op("Einsum", *map(w.of, operands), equation=compact, label=node.name)
 
 
-PRODUCTS: Mapping[str, OpTranslation] = {
-    "aten.mm.default aten.bmm.default aten.matmul.default aten.mv.default aten.dot.default": _mm,
-    "aten.linear.default": _linear,
-    "aten.addmm.default aten.baddbmm.default": _addmm,
-    "aten.outer.default": _outer,
-    "aten.einsum.default": _einsum,
+PRODUCTS: Mapping[tuple[str, ...], OpTranslation] = {
+    (
+        "aten.mm.default",
+        "aten.bmm.default",
+        "aten.matmul.default",
+        "aten.mv.default",
+        "aten.dot.default",
+    ): _mm,
+    ("aten.linear.default",): _linear,
+    ("aten.addmm.default", "aten.baddbmm.default"): _addmm,
+    ("aten.outer.default",): _outer,
+    ("aten.einsum.default",): _einsum,
 }
 
 
@@ -77,90 +83,170 @@ def _per_dim(value: Any, rank: int) -> list[int]:
 
 
 class _Batched:
-    """An image with a batch dimension, which ONNX requires."""
+    """An image with a batch dimension, which ONNX requires, and the way back."""
 
     def __init__(self, w: OnnxWriter, x: Any, rank: int) -> None:
         require_floating(w, x)
         self.w, self.alone = w, w.rank(x) == rank + 1
         self.name = w.op("Unsqueeze", w.of(x), w.integers([0])) if self.alone else w.of(x)
 
-    def op(self, node: Node, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Append an operator of the image; the result has a batch dimension only if the image had one."""
-        result = self.w.op(kind, self.name, *inputs, label=node.name, **attributes)
-        return self.w.op("Squeeze", result, self.w.integers([0]), label=node.name) if self.alone else result
+    def unbatched(self, result: str, label: str) -> str:
+        """Return a result without the batch dimension if the image had none."""
+        return self.w.op("Squeeze", result, self.w.integers([0]), label=label) if self.alone else result
 
 
-def _conv(w: OnnxWriter, node: Node, x: Any, weight: Any, bias: Any, *window: Any) -> str:
-    stride, padding, dilation, groups = window
-    return _convolution(w, node, x, weight, bias, stride, padding, dilation, False, 0, groups)
+def _convolution(rank: int) -> OpTranslation:
+    def write(
+        w: OnnxWriter,
+        node: Node,
+        x: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> str:
+        image = _Batched(w, x, rank)
+        rest = [] if bias is None else [w.of(bias)]
+        if padding == "same" and any(s != 1 for s in _per_dim(stride, rank)):
+            raise UnsupportedOp("padding 'same' with strides")
+        dilations = _per_dim(dilation, rank)
+        if isinstance(padding, str):
+            kernel = w.sizes(weight)[2:]
+            totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, kernel, strict=True)]
+            # The odd element goes to the end, as in torch.
+            pads = [t // 2 for t in totals] + [t - t // 2 for t in totals]
+        else:
+            pads = _per_dim(padding, rank) * 2
+        result = w.op(
+            "Conv",
+            image.name,
+            w.of(weight),
+            *rest,
+            strides=_per_dim(stride, rank),
+            pads=pads,
+            dilations=dilations,
+            group=groups,
+            kernel_shape=w.sizes(weight)[2:],
+            label=node.name,
+        )
+        return image.unbatched(result, node.name)
+
+    return write
 
 
-def _conv_transpose(w: OnnxWriter, node: Node, x: Any, weight: Any, bias: Any, *window: Any) -> str:
-    stride, padding, output_padding, groups, dilation = window
-    return _convolution(w, node, x, weight, bias, stride, padding, dilation, True, output_padding, groups)
+def _transposed(rank: int) -> OpTranslation:
+    def write(
+        w: OnnxWriter,
+        node: Node,
+        x: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> str:
+        image = _Batched(w, x, rank)
+        rest = [] if bias is None else [w.of(bias)]
+        extra, strides = _per_dim(output_padding, rank), _per_dim(stride, rank)
+        if any(a >= b for a, b in zip(extra, strides, strict=True)):
+            raise UnsupportedOp("a transposed convolution whose output padding is a stride or more")
+        result = w.op(
+            "ConvTranspose",
+            image.name,
+            w.of(weight),
+            *rest,
+            strides=strides,
+            pads=_per_dim(padding, rank) * 2,
+            output_padding=extra,
+            dilations=_per_dim(dilation, rank),
+            group=groups,
+            kernel_shape=w.sizes(weight)[2:],
+            label=node.name,
+        )
+        return image.unbatched(result, node.name)
+
+    return write
 
 
-def _convolution(w: OnnxWriter, node: Node, x: Any, weight: Any, bias: Any, *window: Any) -> str:
-    stride, padding, dilation, transposed, output_padding, groups = window
+def _convolution_default(
+    w: OnnxWriter,
+    node: Node,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> str:
     rank = w.rank(weight) - 2
-    image = _Batched(w, x, rank)
-    strides, dilations = _per_dim(stride, rank), _per_dim(dilation, rank)
-    extra = _per_dim(output_padding, rank) if transposed else None
-    if padding == "same" and any(s != 1 for s in strides):
-        raise UnsupportedOp("padding 'same' with strides")
-    if extra is not None and any(a >= b for a, b in zip(extra, strides, strict=True)):
-        raise UnsupportedOp("a transposed convolution whose output padding is a stride or more")
-    kernel = w.sizes(weight)[2:]
-    if isinstance(padding, str):
-        totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, kernel, strict=True)]
-        # The odd element goes to the end, as in torch.
-        pads = [t // 2 for t in totals] + [t - t // 2 for t in totals]
-    else:
-        pads = _per_dim(padding, rank) * 2
-    return image.op(
-        node,
-        "ConvTranspose" if transposed else "Conv",
-        w.of(weight),
-        *([] if bias is None else [w.of(bias)]),
-        strides=strides,
-        pads=pads,
-        output_padding=extra,
-        dilations=dilations,
-        group=groups,
-        kernel_shape=kernel,
-    )
+    if transposed:
+        return _transposed(rank)(w, node, x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return _convolution(rank)(w, node, x, weight, bias, stride, padding, dilation, groups)
 
 
-def _window(rank: int, kernel: Any, stride: Any, padding: Any) -> dict[str, list[int]]:
-    """Return the attributes of a pooling window; without a stride windows do not overlap."""
-    return {
-        "kernel_shape": _per_dim(kernel, rank),
-        "strides": _per_dim(stride or kernel, rank),
-        "pads": _per_dim(padding, rank) * 2,
-    }
-
-
-def _max_pool(rank: int) -> OpTranslation:
-    def write(w: OnnxWriter, node: Node, x: Any, *window: Any) -> Any:
-        *place, dilation, ceil_mode = window
-        attributes = {"dilations": _per_dim(dilation, rank), "ceil_mode": int(ceil_mode)}
-        result = _Batched(w, x, rank).op(node, "MaxPool", **_window(rank, *place), **attributes)
+def _max_pool(rank: int, *, positions: bool) -> OpTranslation:
+    def write(
+        w: OnnxWriter,
+        node: Node,
+        x: Any,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Any:
+        image = _Batched(w, x, rank)
+        result = w.op(
+            "MaxPool",
+            image.name,
+            kernel_shape=_per_dim(kernel, rank),
+            strides=_per_dim(stride if stride else kernel, rank),
+            pads=_per_dim(padding, rank) * 2,
+            dilations=_per_dim(dilation, rank),
+            ceil_mode=int(ceil_mode),
+            label=node.name,
+        )
+        result = image.unbatched(result, node.name)
         # ONNX counts positions differently.
-        return (result, None) if "with_indices" in str(node.target) else result
+        return (result, None) if positions else result
 
     return write
 
 
 def _average_pool(rank: int) -> OpTranslation:
-    def write(w: OnnxWriter, node: Node, x: Any, kernel: Any, stride: Any, padding: Any, *rest: Any) -> str:
+    def write(
+        w: OnnxWriter,
+        node: Node,
+        x: Any,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> str:
         image = _Batched(w, x, rank)
-        ceil_mode, include_pad, *divisor_override = rest
-        if any(divisor is not None for divisor in divisor_override):
+        if divisor_override is not None:
             raise UnsupportedOp("an average pool with divisor_override")
         if ceil_mode:
             raise UnsupportedOp("an average pool with ceil_mode")
-        window = _window(rank, kernel, stride, padding)
-        return image.op(node, "AveragePool", **window, count_include_pad=int(include_pad))
+        result = w.op(
+            "AveragePool",
+            image.name,
+            kernel_shape=_per_dim(kernel, rank),
+            strides=_per_dim(stride if stride else kernel, rank),
+            pads=_per_dim(padding, rank) * 2,
+            count_include_pad=int(count_include_pad),
+            label=node.name,
+        )
+        return image.unbatched(result, node.name)
 
     return write
 
@@ -170,13 +256,14 @@ def _adaptive(rank: int, kind: str) -> OpTranslation:
         image = _Batched(w, x, rank)
         target = _per_dim(size, rank)
         if all(n == 1 for n in target):
-            result = image.op(node, f"Global{kind}Pool")
+            result = w.op(f"Global{kind}Pool", image.name, label=node.name)
         else:
             source = w.sizes(x)[-rank:]
             if any(a % b for a, b in zip(source, target, strict=True)):
                 raise UnsupportedOp("an adaptive pool with windows of different sizes")
             step = [a // b for a, b in zip(source, target, strict=True)]
-            result = image.op(node, f"{kind}Pool", kernel_shape=step, strides=step)
+            result = w.op(f"{kind}Pool", image.name, kernel_shape=step, strides=step, label=node.name)
+        result = image.unbatched(result, node.name)
         return result if kind == "Average" else (result, None)
 
     return write
@@ -199,50 +286,48 @@ def _upsample_nearest2d(w: OnnxWriter, node: Node, x: Any, *_: Any) -> str:
     )
 
 
-def _by_rank(rank: int) -> dict[str, OpTranslation]:
-    return {
-        f"aten.conv{rank}d.default aten.conv{rank}d.padding": _conv,
-        f"aten.conv_transpose{rank}d.default aten.conv_transpose{rank}d.input": _conv_transpose,
-        f"aten.max_pool{rank}d.default aten.max_pool{rank}d_with_indices.default": _max_pool(rank),
-        f"aten.avg_pool{rank}d.default": _average_pool(rank),
-        f"aten.adaptive_avg_pool{rank}d.default": _adaptive(rank, "Average"),
-        f"aten.adaptive_max_pool{rank}d.default": _adaptive(rank, "Max"),
-    }
-
-
-CONVOLUTIONS: Mapping[str, OpTranslation] = {
-    **_by_rank(1),
-    **_by_rank(2),
-    **_by_rank(3),
-    "aten.convolution.default": _convolution,
-    "aten._adaptive_avg_pool2d.default": _adaptive(2, "Average"),
-    "aten.upsample_nearest2d.vec aten.upsample_nearest2d.default": _upsample_nearest2d,
+CONVOLUTIONS: Mapping[tuple[str, ...], OpTranslation] = {
+    **{(f"aten.conv{rank}d.default", f"aten.conv{rank}d.padding"): _convolution(rank) for rank in (1, 2, 3)},
+    **{
+        (f"aten.conv_transpose{rank}d.default", f"aten.conv_transpose{rank}d.input"): _transposed(rank)
+        for rank in (1, 2, 3)
+    },
+    ("aten.convolution.default",): _convolution_default,
+    **{(f"aten.max_pool{rank}d.default",): _max_pool(rank, positions=False) for rank in (1, 2, 3)},
+    **{
+        (f"aten.max_pool{rank}d_with_indices.default",): _max_pool(rank, positions=True) for rank in (1, 2, 3)
+    },
+    **{(f"aten.avg_pool{rank}d.default",): _average_pool(rank) for rank in (1, 2, 3)},
+    **{(f"aten.adaptive_avg_pool{rank}d.default",): _adaptive(rank, "Average") for rank in (1, 2, 3)},
+    **{(f"aten.adaptive_max_pool{rank}d.default",): _adaptive(rank, "Max") for rank in (1, 2, 3)},
+    ("aten._adaptive_avg_pool2d.default",): _adaptive(2, "Average"),
+    ("aten.upsample_nearest2d.vec", "aten.upsample_nearest2d.default"): _upsample_nearest2d,
 }
 
 
 def _scaled_dot_product_attention(
-    w: OnnxWriter, node: Node, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, **named: Any
+    w: OnnxWriter,
+    node: Node,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> str:
     if dropout:
         raise UnsupportedOp("an attention with dropout draws random numbers")
-    width, scale = w.fixed(w.value(q).shape[-1], "the width of a head"), named.get("scale")
+    width = w.fixed(w.value(q).shape[-1], "the width of a head")
     factor = 1 / math.sqrt(width) if scale is None else float(scale)
     keys, values = w.of(k), w.of(v)
-    if named.get("enable_gqa"):
+    if enable_gqa:
         keys, values = _repeat_heads(w, q, k, keys), _repeat_heads(w, q, v, values)
-    if w.dialect.attention and mask is None and _can_fuse(w, q, k, v):
-        return _fused(w, node, q, keys, values, causal, factor)
-    rank, dtype = w.rank(k), w.dtype(q)
-    transposed = w.op("Transpose", keys, perm=[*range(rank - 2), rank - 1, rank - 2])
-    scores = w.op("Mul", w.op("MatMul", w.of(q), transposed), w.constant(factor, dtype))
-    added, masked = _mask(w, q, k, mask, causal)
-    if added is not None:
-        scores = w.op("Add", scores, added)
-    result = w.op("MatMul", w.op("Softmax", scores, axis=-1), values, label=node.name)
-    if masked is None:
-        return result
-    # A row that is masked entirely is zero in torch, and NaN after a softmax.
-    return w.op("Where", masked, w.constant(0.0, dtype), result, label=node.name)
+    if w.dialect.attention and _can_fuse(w, q, k, v, mask):
+        return _fused(w, node, q, keys, values, mask, causal, factor)
+    return _decomposed(w, node, q, k, keys, values, mask, causal, factor)
 
 
 def _repeat_heads(w: OnnxWriter, q: Node, k: Node, name: str) -> str:
@@ -278,14 +363,43 @@ def _mask(w: OnnxWriter, q: Node, k: Node, mask: Any, causal: bool) -> tuple[str
     return w.read(mask, dtype), w.op("Equal", every, w.constant(1, torch.int32))
 
 
-def _can_fuse(w: OnnxWriter, *operands: Node) -> bool:
-    """Whether ONNX Runtime's operator supports the operands: four dimensions of known sizes in float32."""
-    values = [w.value(n) for n in operands]
-    fixed = all(is_static_size(n) for value in values for n in value.shape)
-    return fixed and all(value.dim() == 4 and value.dtype == torch.float32 for value in values)
+def _decomposed(
+    w: OnnxWriter,
+    node: Node,
+    q: Node,
+    k: Node,
+    keys: str,
+    values: str,
+    mask: Any,
+    causal: bool,
+    factor: float,
+) -> str:
+    dtype = w.dtype(q)
+    rank = w.rank(k)
+    transposed = w.op("Transpose", keys, perm=[*range(rank - 2), rank - 1, rank - 2])
+    scores = w.op("Mul", w.op("MatMul", w.of(q), transposed), w.constant(factor, dtype))
+    added, masked = _mask(w, q, k, mask, causal)
+    if added is not None:
+        scores = w.op("Add", scores, added)
+    result = w.op("MatMul", w.op("Softmax", scores, axis=-1), values, label=node.name)
+    # A row that is masked entirely is zero in torch, and NaN after a plain softmax.
+    return (
+        result if masked is None else w.op("Where", masked, w.constant(0.0, dtype), result, label=node.name)
+    )
 
 
-def _fused(w: OnnxWriter, node: Node, q: Node, keys: str, values: str, causal: bool, factor: float) -> str:
+def _can_fuse(w: OnnxWriter, q: Node, k: Node, v: Node, mask: Any) -> bool:
+    """Whether ONNX Runtime's operator supports it: four dimensions of known sizes in float32."""
+    known = [w.value(n) for n in (q, k, v)]
+    fixed = all(is_static_size(n) for value in known for n in value.shape)
+    if not fixed or any(value.dim() != 4 or value.dtype != torch.float32 for value in known):
+        return False
+    return mask is None
+
+
+def _fused(
+    w: OnnxWriter, node: Node, q: Node, keys: str, values: str, mask: Any, causal: bool, factor: float
+) -> str:
     batch, heads, length, width = w.sizes(q)
     result_width = w.sizes(node)[-1]
 
@@ -307,6 +421,6 @@ def _fused(w: OnnxWriter, node: Node, q: Node, keys: str, values: str, causal: b
     return w.op("Transpose", by_head, perm=[0, 2, 1, 3], label=node.name)
 
 
-ATTENTION: Mapping[str, OpTranslation] = {
-    "aten.scaled_dot_product_attention.default": _scaled_dot_product_attention
+ATTENTION: Mapping[tuple[str, ...], OpTranslation] = {
+    ("aten.scaled_dot_product_attention.default",): _scaled_dot_product_attention
 }

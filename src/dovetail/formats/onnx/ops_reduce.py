@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,22 +29,28 @@ def reduced(
 
 
 def _reduction(kind: str) -> OpTranslation:
-    def write(w: OnnxWriter, node: Node, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -> str:
+    def write(
+        w: OnnxWriter, node: Node, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> str:
         return reduced(w, kind, w.read(x, w.dtype(node)), _axes(w, x, dims), keepdim, node.name)
 
     return write
 
 
-def _sum(w: OnnxWriter, node: Node, x: Any, *rest: Any, **_: Any) -> str:
+def _sum(
+    w: OnnxWriter, node: Node, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> str:
     if w.dialect.runs and w.dtype(x) == torch.int64:
         raise UnsupportedOp("a sum of int64, which ONNX runtimes compute in floating point")
-    return _reduction("ReduceSum")(w, node, x, *rest)
+    return _reduction("ReduceSum")(w, node, x, dims, keepdim)
 
 
-def _prod(w: OnnxWriter, node: Node, x: Any, *rest: Any, **_: Any) -> str:
+def _prod(
+    w: OnnxWriter, node: Node, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> str:
     if w.dialect.runs and not w.dtype(node).is_floating_point:
         raise UnsupportedOp("a product of integers, which ONNX runtimes compute in floating point")
-    return _reduction("ReduceProd")(w, node, x, *rest)
+    return _reduction("ReduceProd")(w, node, x, dim, keepdim)
 
 
 def _max(w: OnnxWriter, node: Node, x: Any, dim: int, keepdim: bool = False) -> tuple[str, ...]:
@@ -73,7 +78,9 @@ def _var(w: OnnxWriter, node: Node, x: Any, dims: Any = None, *rest: Any, **name
     if isinstance(dims, int):
         raise UnsupportedOp("a variance over one dimension that is not in a list")
     over = range(value.dim()) if not dims or not value.dim() else dims
-    count = math.prod(w.fixed(value.shape[d], "the number of elements of a variance") for d in over)
+    count = 1
+    for d in over:
+        count *= w.fixed(value.shape[d], "the number of elements of a variance")
     if count <= correction:
         raise UnsupportedOp("the variance of too few elements")
     axes = _axes(w, x, dims)
@@ -109,21 +116,27 @@ def _softmax(kind: str) -> OpTranslation:
     return write
 
 
-REDUCTIONS: Mapping[str, OpTranslation] = {
-    "aten.sum.dim_IntList aten.sum.default": _sum,
-    "aten.mean.dim aten.mean.default": _reduction("ReduceMean"),
-    "aten.amax.default aten.max.default": _reduction("ReduceMax"),
-    "aten.amin.default aten.min.default": _reduction("ReduceMin"),
-    "aten.logsumexp.default": _reduction("ReduceLogSumExp"),
-    "aten.prod.dim_int aten.prod.default": _prod,
-    "aten.max.dim aten.min.dim": _max,
-    "aten.any.default aten.any.dim aten.any.dims": _any,
-    "aten.all.default aten.all.dim aten.all.dims": _any,
-    "aten.var.correction aten.std.correction aten.var.dim aten.std.dim": _var,
-    "aten.linalg_vector_norm.default": _linalg_vector_norm,
-    "aten.cumsum.default": _cumsum,
-    "aten.softmax.int aten._softmax.default": _softmax("Softmax"),
-    "aten.log_softmax.int aten._log_softmax.default": _softmax("LogSoftmax"),
+REDUCTIONS: Mapping[tuple[str, ...], OpTranslation] = {
+    ("aten.sum.dim_IntList", "aten.sum.default"): _sum,
+    ("aten.mean.dim", "aten.mean.default"): _reduction("ReduceMean"),
+    ("aten.amax.default", "aten.max.default"): _reduction("ReduceMax"),
+    ("aten.amin.default", "aten.min.default"): _reduction("ReduceMin"),
+    ("aten.logsumexp.default",): _reduction("ReduceLogSumExp"),
+    ("aten.prod.dim_int", "aten.prod.default"): _prod,
+    ("aten.max.dim", "aten.min.dim"): _max,
+    (
+        "aten.any.default",
+        "aten.any.dim",
+        "aten.any.dims",
+        "aten.all.default",
+        "aten.all.dim",
+        "aten.all.dims",
+    ): _any,
+    ("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim"): _var,
+    ("aten.linalg_vector_norm.default",): _linalg_vector_norm,
+    ("aten.cumsum.default",): _cumsum,
+    ("aten.softmax.int", "aten._softmax.default"): _softmax("Softmax"),
+    ("aten.log_softmax.int", "aten._log_softmax.default"): _softmax("LogSoftmax"),
 }
 
 
@@ -135,7 +148,14 @@ def _weight(w: OnnxWriter, weight: Any, sizes: Sequence[int], default: float, dt
 
 
 def _layer_norm(
-    w: OnnxWriter, node: Node, x: Any, sizes: Sequence[Any], weight: Any, bias: Any, eps: float, *_: Any
+    w: OnnxWriter,
+    node: Node,
+    x: Any,
+    sizes: Sequence[Any],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *_: Any,
 ) -> Any:
     dtype = w.dtype(x)
     rest = [] if bias is None else [w.read(bias, dtype)]
@@ -163,15 +183,44 @@ def _rms_norm(
     return normed if weight is None else w.op("Mul", normed, w.read(weight, dtype), label=node.name)
 
 
-def _batch_norm(
-    w: OnnxWriter, node: Node, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
+def _native_batch_norm_legit_no_training(
+    w: OnnxWriter,
+    node: Node,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    momentum: float,
+    eps: float,
 ) -> Any:
-    native = "native" in str(node.target)
-    training, _, eps, *_ = (False, *rest) if native else rest
+    return _batch_norm(w, node, x, weight, bias, mean, variance, eps), None, None
+
+
+def _batch_norm_default(
+    w: OnnxWriter,
+    node: Node,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool = True,
+) -> str:
     if training or mean is None:
         raise UnsupportedOp("a batch norm in training mode")
-    dtype, sizes = w.dtype(x), w.sizes(mean)
-    result = w.op(
+    return _batch_norm(w, node, x, weight, bias, mean, variance, eps)
+
+
+def _batch_norm(
+    w: OnnxWriter, node: Node, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float
+) -> str:
+    dtype = w.dtype(x)
+    sizes = w.sizes(mean)
+    return w.op(
         "BatchNormalization",
         w.of(x),
         _weight(w, weight, sizes, 1.0, dtype),
@@ -181,7 +230,6 @@ def _batch_norm(
         epsilon=float(eps),
         label=node.name,
     )
-    return (result, None, None) if native else result
 
 
 def _weight_norm(w: OnnxWriter, node: Node, v: Any, g: Any, dim: int = 0) -> str:
@@ -192,7 +240,14 @@ def _weight_norm(w: OnnxWriter, node: Node, v: Any, g: Any, dim: int = 0) -> str
 
 
 def _group_norm(
-    w: OnnxWriter, node: Node, x: Any, groups: int, weight: Any, bias: Any, eps: float, *_: Any
+    w: OnnxWriter,
+    node: Node,
+    x: Any,
+    groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn: bool = True,
 ) -> str:
     value = w.value(x)
     dtype, channels = value.dtype, w.fixed(value.shape[1], "the number of channels")
@@ -201,14 +256,26 @@ def _group_norm(
     normed = w.op("InstanceNormalization", grouped, ones, zeros, epsilon=float(eps))
     result = w.op("Reshape", normed, w.shape(x), label=node.name)
     column = w.integers([channels] + [1] * (value.dim() - 2))
-    for kind, operand in (("Mul", weight), ("Add", bias)):
-        if operand is not None:
-            result = w.op(kind, result, w.op("Reshape", w.read(operand, dtype), column), label=node.name)
+    if weight is not None:
+        result = w.op("Mul", result, w.op("Reshape", w.read(weight, dtype), column), label=node.name)
+    if bias is not None:
+        result = w.op("Add", result, w.op("Reshape", w.read(bias, dtype), column), label=node.name)
     return result
 
 
-def _instance_norm(w: OnnxWriter, node: Node, x: Any, weight: Any, bias: Any, *rest: Any) -> str:
-    _, _, use_input_stats, _, eps, _ = rest
+def _instance_norm(
+    w: OnnxWriter,
+    node: Node,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> str:
     if not use_input_stats:
         raise UnsupportedOp("an instance norm with running statistics")
     dtype = w.dtype(x)
@@ -217,11 +284,12 @@ def _instance_norm(w: OnnxWriter, node: Node, x: Any, weight: Any, bias: Any, *r
     return w.op("InstanceNormalization", w.of(x), scale, shift, epsilon=float(eps), label=node.name)
 
 
-NORMS: Mapping[str, OpTranslation] = {
-    "aten.layer_norm.default aten.native_layer_norm.default": _layer_norm,
-    "aten.rms_norm.default": _rms_norm,
-    "aten.batch_norm.default aten._native_batch_norm_legit_no_training.default": _batch_norm,
-    "aten._weight_norm.default": _weight_norm,
-    "aten.group_norm.default": _group_norm,
-    "aten.instance_norm.default": _instance_norm,
+NORMS: Mapping[tuple[str, ...], OpTranslation] = {
+    ("aten.layer_norm.default", "aten.native_layer_norm.default"): _layer_norm,
+    ("aten.rms_norm.default",): _rms_norm,
+    ("aten._native_batch_norm_legit_no_training.default",): _native_batch_norm_legit_no_training,
+    ("aten.batch_norm.default",): _batch_norm_default,
+    ("aten._weight_norm.default",): _weight_norm,
+    ("aten.group_norm.default",): _group_norm,
+    ("aten.instance_norm.default",): _instance_norm,
 }

@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from dovetail.formats.onnx.writer import OnnxWriter, OpTranslation, element_type
 from dovetail.ir.nodes import is_static_size
-from dovetail.ir.schema import op_name
 from dovetail.lowering.failures import UnsupportedOp
 
 _FAR = 2**62
@@ -40,14 +39,19 @@ def _flatten(w: OnnxWriter, node: Node, x: Any, *_: Any) -> str:
 
 
 def _transpose(w: OnnxWriter, node: Node, x: Any, a: int, b: int) -> str:
-    order = list(range(w.rank(x)))
-    if order:
-        order[a], order[b] = order[b], order[a]
-    return _permute(w, node, x, order)
+    rank = w.rank(x)
+    if not rank:
+        return w.identity(node, x)
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return w.op("Transpose", w.of(x), perm=order, label=node.name)
 
 
 def _t(w: OnnxWriter, node: Node, x: Any) -> str:
-    return _transpose(w, node, x, -2, -1) if w.rank(x) > 1 else w.identity(node, x)
+    rank = w.rank(x)
+    if rank < 2:
+        return w.identity(node, x)
+    return w.op("Transpose", w.of(x), perm=[*range(rank - 2), rank - 1, rank - 2], label=node.name)
 
 
 def _permute(w: OnnxWriter, node: Node, x: Any, order: Sequence[int]) -> str:
@@ -217,13 +221,39 @@ def _arange(w: OnnxWriter, node: Node, *bounds: Any, **_: Any) -> str:
     return w.op("Add", scaled, w.constant(start, value.dtype), label=node.name)
 
 
-def _full(w: OnnxWriter, node: Node, *args: Any, **_: Any) -> str:
-    """Translate `full`, `ones` and `zeros`, with the sizes of a tensor (`_like`), or only its dtype (`new_`)."""
-    name = op_name(node.target)
-    size, *value = args[1:] if name.startswith("new_") else args
-    sizes = w.shape(size) if name.endswith("_like") else w.integers(size)
-    scalar = w.read(value[0] if "full" in name else int("ones" in name), w.dtype(node))
+def _filled(w: OnnxWriter, node: Node, sizes: str, value: Any) -> str:
+    scalar = w.read(value, w.dtype(node))
     return w.op("Expand", scalar, sizes, label=node.name) if w.rank(node) else scalar
+
+
+def _full(value: Any) -> OpTranslation:
+    def write(w: OnnxWriter, node: Node, size: Any, *_: Any, **__: Any) -> str:
+        return _filled(w, node, w.integers(size), value)
+
+    return write
+
+
+def _like(value: Any) -> OpTranslation:
+    def write(w: OnnxWriter, node: Node, x: Node, *_: Any, **__: Any) -> str:
+        return _filled(w, node, w.shape(x), value)
+
+    return write
+
+
+def _full_default(w: OnnxWriter, node: Node, size: Any, value: Any, **_: Any) -> str:
+    return _filled(w, node, w.integers(size), value)
+
+
+def _full_like(w: OnnxWriter, node: Node, x: Node, value: Any, **_: Any) -> str:
+    return _filled(w, node, w.shape(x), value)
+
+
+def _new_zeros(w: OnnxWriter, node: Node, x: Node, size: Any, **_: Any) -> str:
+    return _filled(w, node, w.integers(size), int("ones" in str(node.target)))
+
+
+def _new_full(w: OnnxWriter, node: Node, x: Node, size: Any, value: Any, **_: Any) -> str:
+    return _filled(w, node, w.integers(size), value)
 
 
 def _scalar_tensor(w: OnnxWriter, node: Node, value: Any, **_: Any) -> str:
@@ -249,39 +279,54 @@ def _int_floordiv(w: OnnxWriter, node: Node, a: Any, b: Any) -> str:
     return _integer_op("Div")(w, node, a, b)
 
 
-SHAPE: Mapping[str, OpTranslation] = {
-    "getitem": _getitem,
-    "aten.view.default aten.reshape.default aten._unsafe_view.default": _view,
-    "aten.flatten.using_ints aten.unflatten.int aten.view_as.default aten.reshape_as.default": _flatten,
-    "aten.transpose.int": _transpose,
-    "aten.t.default aten.mT.default aten.numpy_T.default": _t,
-    "aten.permute.default": _permute,
-    "aten.unsqueeze.default": _unsqueeze,
-    "aten.squeeze.dim aten.squeeze.dims aten.squeeze.default": _squeeze,
-    "aten.expand.default aten.broadcast_to.default": _expand,
-    "aten.expand_as.default": _expand_as,
-    "aten.repeat.default": _repeat,
-    "aten.cat.default": _cat,
-    "aten.stack.default": _stack,
-    "aten.split.Tensor aten.split_with_sizes.default aten.chunk.default aten.tensor_split.sections": _split,
-    "aten.unbind.int": _unbind,
-    "aten.slice.Tensor": _slice,
-    "aten.diff.default": _diff,
-    "aten.select.int": _select,
-    "aten.narrow.default": _narrow,
-    "aten.constant_pad_nd.default aten.pad.default": _constant_pad_nd,
-    "aten.flip.default": _flip,
-    "aten.tril.default aten.triu.default": _tril,
-    "aten.arange.default aten.arange.start aten.arange.start_step": _arange,
-    "aten.full.default aten.full_like.default aten.new_full.default": _full,
-    "aten.zeros.default aten.zeros_like.default aten.new_zeros.default": _full,
-    "aten.ones.default aten.ones_like.default aten.new_ones.default": _full,
-    "aten.scalar_tensor.default": _scalar_tensor,
-    "aten.sym_size.int": _sym_size,
-    "int.add": _integer_op("Add"),
-    "int.sub": _integer_op("Sub"),
-    "int.mul": _integer_op("Mul"),
-    "int.floordiv": _int_floordiv,
+SHAPE: Mapping[tuple[str, ...], OpTranslation] = {
+    ("getitem",): _getitem,
+    ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"): _view,
+    (
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+        "aten.view_as.default",
+        "aten.reshape_as.default",
+    ): _flatten,
+    ("aten.transpose.int",): _transpose,
+    ("aten.t.default", "aten.mT.default", "aten.numpy_T.default"): _t,
+    ("aten.permute.default",): _permute,
+    ("aten.unsqueeze.default",): _unsqueeze,
+    ("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default"): _squeeze,
+    ("aten.expand.default", "aten.broadcast_to.default"): _expand,
+    ("aten.expand_as.default",): _expand_as,
+    ("aten.repeat.default",): _repeat,
+    ("aten.cat.default",): _cat,
+    ("aten.stack.default",): _stack,
+    (
+        "aten.split.Tensor",
+        "aten.split_with_sizes.default",
+        "aten.chunk.default",
+        "aten.tensor_split.sections",
+    ): _split,
+    ("aten.unbind.int",): _unbind,
+    ("aten.slice.Tensor",): _slice,
+    ("aten.diff.default",): _diff,
+    ("aten.select.int",): _select,
+    ("aten.narrow.default",): _narrow,
+    ("aten.constant_pad_nd.default", "aten.pad.default"): _constant_pad_nd,
+    ("aten.flip.default",): _flip,
+    ("aten.tril.default", "aten.triu.default"): _tril,
+    ("aten.arange.default", "aten.arange.start", "aten.arange.start_step"): _arange,
+    ("aten.zeros.default",): _full(0),
+    ("aten.ones.default",): _full(1),
+    ("aten.zeros_like.default",): _like(0),
+    ("aten.ones_like.default",): _like(1),
+    ("aten.full.default",): _full_default,
+    ("aten.full_like.default",): _full_like,
+    ("aten.new_zeros.default", "aten.new_ones.default"): _new_zeros,
+    ("aten.new_full.default",): _new_full,
+    ("aten.scalar_tensor.default",): _scalar_tensor,
+    ("aten.sym_size.int",): _sym_size,
+    ("int.add",): _integer_op("Add"),
+    ("int.sub",): _integer_op("Sub"),
+    ("int.mul",): _integer_op("Mul"),
+    ("int.floordiv",): _int_floordiv,
 }
 
 
@@ -404,15 +449,15 @@ def _one_hot(w: OnnxWriter, node: Node, x: Any, count: int = -1) -> str:
     return w.op("OneHot", at, w.integers([count]), values, axis=-1, label=node.name)
 
 
-INDEXING: Mapping[str, OpTranslation] = {
-    "aten.embedding.default": _embedding,
-    "aten.index_select.default": _index_select,
-    "aten.gather.default": _gather,
-    "aten.scatter.src aten.scatter.value aten.scatter_add.default": _scatter,
-    "aten.index.Tensor": _index,
-    "aten.topk.default": _topk,
-    "aten.argmax.default aten.argmin.default": _argmax,
-    "aten.one_hot.default": _one_hot,
+INDEXING: Mapping[tuple[str, ...], OpTranslation] = {
+    ("aten.embedding.default",): _embedding,
+    ("aten.index_select.default",): _index_select,
+    ("aten.gather.default",): _gather,
+    ("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default"): _scatter,
+    ("aten.index.Tensor",): _index,
+    ("aten.topk.default",): _topk,
+    ("aten.argmax.default", "aten.argmin.default"): _argmax,
+    ("aten.one_hot.default",): _one_hot,
 }
 
 
@@ -462,9 +507,9 @@ def _roll(w: OnnxWriter, node: Node, x: Any, shifts: Sequence[Any], dims: Sequen
     return w.op("Reshape", rolled, w.integers(w.sizes(node)), allowzero=1, label=node.name)
 
 
-REARRANGE: Mapping[str, OpTranslation] = {
-    "aten.pixel_shuffle.default": _pixel_shuffle,
-    "aten.pixel_unshuffle.default": _pixel_unshuffle,
-    "aten.channel_shuffle.default aten.native_channel_shuffle.default": _channel_shuffle,
-    "aten.roll.default": _roll,
+REARRANGE: Mapping[tuple[str, ...], OpTranslation] = {
+    ("aten.pixel_shuffle.default",): _pixel_shuffle,
+    ("aten.pixel_unshuffle.default",): _pixel_unshuffle,
+    ("aten.channel_shuffle.default", "aten.native_channel_shuffle.default"): _channel_shuffle,
+    ("aten.roll.default",): _roll,
 }

@@ -19,15 +19,11 @@ from torch.utils import _pytree as pytree
 
 from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.formats.atomic_write import atomic_replace, resolve_target
-from dovetail.formats.onnx.ops_elementwise import ELEMENTWISE
-from dovetail.formats.onnx.ops_linear import ATTENTION, CONVOLUTIONS, PRODUCTS
-from dovetail.formats.onnx.ops_reduce import NORMS, REDUCTIONS
-from dovetail.formats.onnx.ops_shape import INDEXING, REARRANGE, SHAPE
+from dovetail.formats.onnx.region_model import TRANSLATIONS
 from dovetail.formats.onnx.writer import (
     IR_VERSION,
     OPSET,
     OnnxWriter,
-    OpTranslation,
     bind_arguments,
     element_type,
     tensor_proto,
@@ -41,14 +37,6 @@ from dovetail.ir.source_location import of_node
 from dovetail.lowering.failures import UnknownOp, UnsupportedOp, one_line
 from dovetail.outlining.region import RegionCall, calls_in, results, unique_name
 
-_TABLES = (ELEMENTWISE, SHAPE, INDEXING, REDUCTIONS, PRODUCTS, ATTENTION, CONVOLUTIONS, NORMS, REARRANGE)
-TRANSLATIONS: Mapping[str, OpTranslation] = {
-    target: translation
-    for table in _TABLES
-    for targets, translation in table.items()
-    for target in targets.split()
-}
-"""The translation of each supported operator."""
 CustomFunction = Callable[..., Any]
 """Called with an `OnnxOperators` and the arguments of an operator; returns the name of the result, or a tuple."""
 

@@ -333,11 +333,13 @@ def bundle_arguments(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters: list[inspect.Parameter] = []
-        for p in inspect.signature(function).parameters.values():
-            parameters += [p.replace(name=each) for each in operands] if p.name == name else [p]
+        own = inspect.signature(function)
+        for p in own.parameters.values():
+            each_operand = [p.replace(name=each, annotation="Tensor") for each in operands]
+            parameters += each_operand if p.name == name else [p]
         for each, example in literals.items():
             parameters.append(inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=Const(example)))
-        signature = inspect.Signature(parameters)
+        signature = own.replace(parameters=parameters)
 
         @functools.wraps(function)
         def pattern(*args: Any, **kwargs: Any) -> Any:
