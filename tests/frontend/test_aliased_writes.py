@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Graph
 
 import dovetail
 from dovetail.frontend import detached_writes, export_fixups
+from dovetail.frontend.export_aliases import returned_operand
 from tests.frontend.test_side_effects import Forward, assert_alike, matrix, model_of
 
 
@@ -378,3 +380,23 @@ def test_tensors_detached_in_place_are_looked_at_once_in_all(monkeypatch: pytest
     x = torch.linspace(-1, 1, 6, requires_grad=True)
     assert torch.equal(dovetail.capture(forward, (x,))(x), forward(x))
     assert len(calls) < 5
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_returned"),
+    [
+        ("f(Tensor(a!) x, Tensor y) -> Tensor(a!)", True),
+        ("f(Tensor(a!) x, Tensor y) -> Tensor", False),
+        ("f(Tensor(a!) x, Tensor(b) y) -> Tensor(b)", False),
+        ("f(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", True),
+    ],
+)
+def test_an_operand_is_returned_where_the_schema_declares_it(schema: str, is_returned: bool) -> None:
+    with torch.library._scoped_library("dovetail_returned", "DEF") as library:
+        library.define(schema)
+        graph = Graph()
+        x, y = graph.placeholder("x"), graph.placeholder("y")
+        args, kwargs = ((x,), {"out": y}) if "out" in schema else ((x, y), {})
+        node = graph.call_function(torch.ops.dovetail_returned.f.default, args, kwargs)
+        expected = (y if "out" in schema else x) if is_returned else None
+        assert returned_operand(node) is expected

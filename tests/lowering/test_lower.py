@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 import dovetail
 from dovetail.zoo.common import RMSNorm
@@ -253,3 +254,42 @@ def test_nothing_is_kept_of_graphs_that_are_gone(backend: Any) -> None:
     del model, lowered
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)
+
+
+class Shifted(nn.Module):
+    def __init__(self, *, asserts: bool) -> None:
+        super().__init__()
+        self.c, self.asserts = torch.randn(4), asserts
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.c
+        if self.asserts:
+            torch._assert_async(x.sum() < 1e9)
+        return y * self.c
+
+
+@pytest.mark.parametrize("asserts", [False, True])
+def test_a_constant_inside_and_outside_of_a_nested_region(asserts: bool) -> None:
+    model, x = Shifted(asserts=asserts), torch.randn(3, 4)
+    checks = ["sum_1", "lt", "_assert_async"] if asserts else []
+    gm = dovetail.outline(dovetail.capture(model, (x,)), ["c", "add"], kind="inner")
+    gm = dovetail.outline(gm, ["inner_0", *checks, "mul"], kind="outer")
+    lowered = dovetail.lower(gm, "eager", cache=False, smallest=1)
+    assert torch.equal(lowered(x), model(x))
+    assert [r.backend for r in dovetail.regions(lowered)] == ["eager"]
+
+
+def test_an_operator_named_like_one_of_atens_has_a_value() -> None:
+    with torch.library._scoped_library("dovetail_named", "DEF") as library:
+        library.define("copy_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
+        library.impl("copy_", lambda x, y: x.add_(y), "CompositeExplicitAutograd")
+        graph = Graph()
+        a, b = graph.placeholder("a"), graph.placeholder("b")
+        total = graph.call_function(torch.ops.aten.add.Tensor, (a, 1))
+        written = graph.call_function(torch.ops.dovetail_named.copy_.default, (total, b))
+        graph.output((graph.call_function(torch.ops.aten.relu.default, (written,), name="relu"),))
+        x = torch.randn(3, 4)
+        gm = dovetail.capture(GraphModule(nn.Module(), graph), (x, x))
+        lowered = dovetail.lower(dovetail.outline(gm, ["relu"], kind="k"), "eager", cache=False, smallest=1)
+        assert [r.backend for r in dovetail.regions(lowered)] == ["eager"]
+        assert torch.equal(lowered(x, x)[0], torch.relu(x + 1 + x))

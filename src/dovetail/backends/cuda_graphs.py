@@ -13,8 +13,8 @@ from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.nodes import storage_key
 from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
 from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled, identity, resolve
-from dovetail.lowering.compile_unit import operand_devices, why_effectful, why_not_static
 from dovetail.lowering.failures import LoweringFailure
+from dovetail.lowering.region_support import operand_devices, why_effectful, why_not_static
 from dovetail.numerics.sample_inputs import clone_span, storage_span
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline

@@ -21,7 +21,7 @@ from dovetail.ir.graph_module import Body
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
 from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
 from dovetail.lowering.cache import tool_folder
-from dovetail.lowering.compile_unit import operand_devices, suppress_warnings, why_effectful, why_not_static
+from dovetail.lowering.region_support import operand_devices, suppress_warnings, why_effectful, why_not_static
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline

@@ -12,8 +12,8 @@ from torch.fx import Node
 from dovetail.errors import checked_init
 from dovetail.ir.graph_module import Body
 from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
-from dovetail.lowering.compile_unit import suppress_warnings, why_effectful, why_not_static
 from dovetail.lowering.guards import has_saved_tensor_hooks
+from dovetail.lowering.region_support import suppress_warnings, why_effectful, why_not_static
 from dovetail.numerics.sample_inputs import random_inputs
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region

@@ -22,8 +22,8 @@ from dovetail.formats.reexport import INDEXED_OPS, decompose_node, input_nodes, 
 from dovetail.ir.nodes import is_static_size
 from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import argument_of, op_name
-from dovetail.lowering.compile_unit import values_of, why_denormal, why_empty, why_not_pure
 from dovetail.lowering.failures import UnsupportedOp
+from dovetail.lowering.region_support import values_of, why_denormal, why_empty, why_not_pure
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,12 @@ def written_storages(node: Node) -> set[int]:
 def returned_operand(node: Node) -> Node | None:
     """Return the one operand that an operator writes and returns, be it the first or `out`; None for any other node."""
     written = written_operands(node)
-    returned = cast(OpOverload, node.target)._schema.returns if written else []
-    is_returned = len(written) == len(returned) == 1 and returned[0].alias_info is not None
+    if len(written) != 1:
+        return None
+    schema = cast(OpOverload, node.target)._schema
+    results = [r.alias_info.before_set for r in schema.returns if r.alias_info is not None]
+    targets = [a.alias_info.before_set for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    is_returned = len(schema.returns) == len(results) == 1 and any(results[0] & one for one in targets)
     return written[0] if is_returned else None
 
 

@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.fusion.candidates import PlannedRegion
-from dovetail.ir.dependencies import Index, contract_window, merge_windows, shortest_path, topological_order
+from dovetail.ir.dependencies import Index, shortest_path
+from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
 from dovetail.outlining.placement import region_needs
 from dovetail.rules.rule import RuleContext
 

@@ -23,7 +23,7 @@ from typing import Any
 from dovetail.fusion.acyclicity import Loop, RegionContraction, cyclic_core, describe_loop, find_cycle
 from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed, Refused, quoted, split_at, stages
 from dovetail.fusion.cost import NOTHING, CostModel, Figures, Gain
-from dovetail.ir.alias_analysis import UnionFind
+from dovetail.ir.quotient_graph import UnionFind
 from dovetail.outlining.escapes import dead_originals, readers_among
 
 Weight = tuple[int, ...]

@@ -1,24 +1,16 @@
-"""The dependence graph of a graph module: data edges, effect edges, reachability over both, and its quotient graphs.
+"""The dependence graph of a graph module: data edges, effect edges, and reachability over both.
 
 Data edges are the arguments of nodes. Effect edges order what arguments do not: random draws among themselves, effects on
 the host among themselves, mode switches against everything, and the reads and writes of one memory (read after write,
 write after read, write after write; see K. D. Cooper and L. Torczon, "Engineering a Compiler", on dependence graphs).
 Memories are distinguished by alias class. A chain of draws or of writes has one edge per link, not one per pair, so that edges
 and the time to find them are linear in the size of the graph and the number of reads.
-
-The quotient graph contracts groups of positions to one vertex each. Groups can all be called, each at one place, if and
-only if it is acyclic. Positions are in topological order, so a cycle through a group visits nothing before its first or
-after its last member: only windows, the intervals that groups span with overlapping ones merged, need to be examined. A
-unit of a window is a position, or `-1 - g` for group `g`. Kahn's algorithm ("Topological sorting of large networks", CACM
-5(11), 1962) sorts the units of a window; those it cannot reach are on a cycle or behind one. Everything is linear in the
-nodes and edges of the windows, apart from the heap of a sort by rank.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -375,69 +367,3 @@ def shortest_path(
                 previous[j] = i
                 queue.append(j)
     return []
-
-
-def merge_windows(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of closed intervals as disjoint intervals in ascending order."""
-    windows: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if windows and low <= windows[-1][1]:
-            windows[-1] = (windows[-1][0], max(high, windows[-1][1]))
-        else:
-            windows.append((low, high))
-    return windows
-
-
-def contract_window(
-    low: int, high: int, owner: Mapping[int, int], needs: Callable[[int], Iterable[int]]
-) -> tuple[list[int], list[set[int]]]:
-    """Return the units of a window, and for each the numbers of the units that must come before it.
-
-    `owner` has the group of each grouped position; `needs(unit)` yields the positions that must come before a unit.
-    """
-    number: dict[int, int] = {}
-    for i in range(low, high + 1):
-        group = owner.get(i)
-        number.setdefault(i if group is None else -1 - group, len(number))
-    before: list[set[int]] = []
-    for u, unit in enumerate(number):
-        earlier: set[int] = set()
-        for j in needs(unit):
-            group = owner.get(j)
-            v = number.get(j if group is None else -1 - group, u)
-            if v != u:
-                earlier.add(v)
-        before.append(earlier)
-    return list(number), before
-
-
-def topological_order(before: Sequence[Iterable[int]], ranks: Sequence[float] | None = None) -> list[int]:
-    """Return vertices in topological order, of those that are ready the one of lowest rank first.
-
-    `before[v]` has what must come before `v`. Vertices on a cycle or behind one are missing from the result.
-    """
-    waiting = [0] * len(before)
-    after: list[list[int]] = [[] for _ in before]
-    for i, earlier in enumerate(before):
-        for j in earlier:
-            after[j].append(i)
-            waiting[i] += 1
-    order: list[int] = []
-    if ranks is None:
-        order = [i for i, count in enumerate(waiting) if not count]
-        for i in order:
-            for j in after[i]:
-                waiting[j] -= 1
-                if not waiting[j]:
-                    order.append(j)
-        return order
-    ready = [(ranks[i], i) for i, count in enumerate(waiting) if not count]
-    heapq.heapify(ready)
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(i)
-        for j in after[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, (ranks[j], j))
-    return order

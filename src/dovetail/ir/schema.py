@@ -34,8 +34,9 @@ def op_name(target: object) -> str:
 
 
 def has_no_value(node: Node) -> bool:
-    """Whether an operator returns nothing of use: it is called for a write or an assertion."""
-    return op_name(node.target) in ("copy_", "_assert_scalar", "_assert_async", "sym_constrain_range")
+    """Whether an operator of ATen returns nothing of use: it is called for a write or an assertion."""
+    names = ("copy_", "_assert_scalar", "_assert_async", "sym_constrain_range")
+    return is_aten(node.target) and op_name(node.target) in names
 
 
 def is_aten(target: object) -> bool:

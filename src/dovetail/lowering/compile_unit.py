@@ -1,30 +1,23 @@
-"""Regions as backends get them: constants lifted to operands, gradient flags, and conditions that backends check.
-
-The conditions concern a region or one operation: static sizes, effects, devices, empty tensors, denormal literals.
-"""
+"""Regions as backends get them, with constants lifted to operands, and the analysis of their gradient flags."""
 
 from __future__ import annotations
 
-import functools
 import json
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from dovetail.ir.effects import BodySummary, effects_of, summarize_body
+from dovetail.ir.effects import BodySummary, summarize_body
 from dovetail.ir.graph_module import Body, attribute, make_body
-from dovetail.ir.nodes import is_projection, is_static_size
+from dovetail.ir.nodes import is_projection
 from dovetail.numerics.sample_inputs import Domain, domains_of
-from dovetail.outlining.inline import Flattener, flat, held_value
+from dovetail.outlining.inline import Flattener, copy_placeholders, flat, held_value
 from dovetail.outlining.region import Region, body_key, results
 
 
@@ -53,7 +46,7 @@ class CompileUnit:
         identity = (region.kind, region.version, json.dumps(region.attrs, sort_keys=True))
         return (*identity, tuple(region.arguments.items()), region.results)
 
-    @functools.cached_property
+    @cached_property
     def domains(self) -> Mapping[int, Domain]:
         """The domains of the operands that may not be any number."""
         return domains_of(flat(cast("Body", self.region.body)).graph)
@@ -104,6 +97,8 @@ def _lift_constants(body: Body) -> tuple[Body, tuple[str, ...]]:
             value = held_value(body, target)
             if isinstance(value, Tensor):
                 new_node = graph.create_node("placeholder", node.name)
+                # In generated code an operand is called by its target; another one may have this node's.
+                new_node.target = new_node.name
                 new_node.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
                 constants[target] = new_node
             else:
@@ -112,7 +107,7 @@ def _lift_constants(body: Body) -> tuple[Body, tuple[str, ...]]:
             held[target] = new_node
         return held[target]
 
-    operands = [graph.node_copy(n) for n in body.graph.find_nodes(op="placeholder")]
+    operands = copy_placeholders(body.graph, graph)
     outputs = Flattener(graph, lambda _: None, hold).write_body(body, operands)
     # Placeholders come first, in the order of the call.
     for node in reversed([*operands, *constants.values()]):
@@ -216,99 +211,3 @@ def _is_differentiable(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_is_differentiable(v) for v in cast("Sequence[Any]", value))
     return value is None
-
-
-_NO_MODULE = nn.Module()
-
-
-def why_not_static(region: Region) -> str | None:
-    """Return why a region needs more than static sizes: a symbolic size, or an operand that is a number."""
-    for node in region.body.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            kind = "number" if isinstance(value, (int, float, torch.SymInt)) else type(value).__name__
-            return f"its operand '{node.name}' is a {kind}, not a tensor"
-        if any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
-            return f"the sizes of its operand '{node.name}' may vary"
-    return None
-
-
-def why_effectful(region: Region, *allowed: str) -> str | None:
-    """Return the effects of a region other than the allowed ones, as a reason; None if it has no others."""
-    others = [effect for effect in region.effects if effect not in allowed]
-    return f"it has effects ({', '.join(others)}) that must stay where they are" if others else None
-
-
-def operand_devices(region: Region) -> Iterator[torch.device]:
-    """Yield the devices of a region's tensor operands."""
-    for node in region.body.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            yield value.device
-
-
-def values_of(*nodes: Node) -> Iterator[Any]:
-    """Yield the values of nodes, the elements of tuples one by one without those that are None."""
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, (tuple, list)):
-            yield from (one for one in cast("Sequence[Any]", value) if one is not None)
-        else:
-            yield value
-
-
-def why_empty(node: Node) -> str | None:
-    """Return which tensor of an operation may be empty: compilers differ from torch there, or fail.
-
-    Elements of tuples do not count: some are empty and unused, as the statistics of a norm in eval mode.
-    """
-    for one in (node, *node.all_input_nodes):
-        value = one.meta.get("val")
-        if isinstance(value, Tensor) and any(_may_be_zero(n) for n in value.shape):
-            return f"'{one.name}' has no elements, or may have none"
-    return None
-
-
-def why_denormal(node: Node, name: str) -> str | None:
-    """Return which literal a compiler would flush to zero: one denormal in the dtype of the operation."""
-    dtypes = [v.dtype for v in values_of(node, *node.all_input_nodes) if isinstance(v, Tensor)]
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    dtype = (
-        functools.reduce(torch.promote_types, floating, floating[0])
-        if floating
-        else torch.get_default_dtype()
-    )
-    literals = [v for v in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(v, float)]
-    for literal in literals:
-        if literal and 0 < float(torch.tensor(literal, dtype=dtype).abs()) < torch.finfo(dtype).tiny:
-            return f"{literal} is denormal in {str(dtype).removeprefix('torch.')}, and '{name}' flushes that to zero"
-    return None
-
-
-def _may_be_zero(size: Any) -> bool:
-    """Return whether a size can be zero; symbolic sizes of operands cannot, for calls are guarded."""
-    if is_static_size(size):
-        return size == 0
-    node = size.node
-    return not node.expr.is_symbol and node.shape_env.bound_sympy(node.expr).lower < 1
-
-
-def why_not_pure(node: Node) -> str | None:
-    """Return why a node is not a pure operator; None if it is."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return f"'{node.name}' calls {target}, which is not an operator"
-    node_effects = effects_of(node, _NO_MODULE)
-    if node_effects.pure:
-        return None
-    if node_effects.writes:
-        return f"{target} writes"
-    return f"{target} {'draws random numbers' if node_effects.random else 'acts on the host'}"
-
-
-@contextmanager
-def suppress_warnings() -> Generator[None]:
-    """Suppress warnings of torch about deprecated parts of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -233,6 +233,8 @@ class Lower(Options, Pass):
 
     backends: Backends | None = None
 
+    __repr__ = Pass.__repr__
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.backends, Mapping):

@@ -16,7 +16,7 @@ Granularity = Literal["outer", "inner"]
 """Whether a region is offered to backends before or after those inside it."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """How regions are assigned to backends and compiled; `dovetail.lower` documents each option."""
 

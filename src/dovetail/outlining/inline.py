@@ -20,9 +20,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, InvalidGraph, UnknownRegion, checked_call
-from dovetail.ir.dependencies import Index, topological_order
+from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import Body, Program, attribute, pause_gc, rebuild, require_graph, set_attribute
 from dovetail.ir.nodes import is_projection
+from dovetail.ir.quotient_graph import topological_order
 from dovetail.outlining.bodies import Bodies
 from dovetail.outlining.placement import (
     SPACING,
@@ -476,7 +477,7 @@ class Flattener:
 def flat(body: Body) -> GraphModule:
     """Return a GraphModule of a body's operations, nested regions inlined; it returns a tuple."""
     graph = Graph()
-    operands = [graph.node_copy(n) for n in body.graph.find_nodes(op="placeholder")]
+    operands = copy_placeholders(body.graph, graph)
     objects: dict[str, Any] = {}
     named: dict[str, str] = {}
 
@@ -487,6 +488,15 @@ def flat(body: Body) -> GraphModule:
 
     graph.output(Flattener(graph, lambda _: None, held).write_body(body, operands))
     return GraphModule(objects, graph)
+
+
+def copy_placeholders(source: Graph, graph: Graph) -> list[Node]:
+    """Append copies of the inputs of a graph; their targets are their names, which are unique."""
+    copies: list[Node] = []
+    for node in source.find_nodes(op="placeholder"):
+        copies.append(graph.create_node("placeholder", node.name, name=node.name))
+        copies[-1].meta = dict(node.meta)
+    return copies
 
 
 def held_value(body: Body, target: str) -> Any:

@@ -18,7 +18,8 @@ from typing import Any
 from torch.fx import Node
 
 from dovetail.errors import CyclicRegion, EffectOrder, RegionError
-from dovetail.ir.dependencies import Index, contract_window, merge_windows, topological_order
+from dovetail.ir.dependencies import Index
+from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
 from dovetail.outlining.escapes import RegionDraft
 from dovetail.outlining.region import OutlineState, call_of
 

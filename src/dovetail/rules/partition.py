@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from dovetail.errors import checked_call
-from dovetail.ir.alias_analysis import UnionFind
+from dovetail.ir.quotient_graph import UnionFind
 from dovetail.rules.fusion_units import (
     OpSet,
     Predicate,

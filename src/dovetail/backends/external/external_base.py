@@ -26,8 +26,8 @@ from dovetail.ir.graph_module import Body
 from dovetail.ir.process_state import make_immortal, register_after_fork, reset_at_fork
 from dovetail.ir.tensor_spec import Layout, layout_of
 from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled
-from dovetail.lowering.compile_unit import why_effectful, why_not_static
 from dovetail.lowering.failures import UnsupportedOp
+from dovetail.lowering.region_support import why_effectful, why_not_static
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.partition import capability

@@ -23,7 +23,7 @@ from dovetail.formats.op_support import INTEGRAL
 from dovetail.ir.schema import op_name
 from dovetail.ir.tensor_spec import Layout
 from dovetail.lowering.backend_protocol import package_version
-from dovetail.lowering.compile_unit import values_of
+from dovetail.lowering.region_support import values_of
 
 
 @checked_init()

@@ -42,8 +42,8 @@ from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import argument_of
 from dovetail.ir.tensor_spec import Layout
 from dovetail.lowering.backend_protocol import load_package, package_version
-from dovetail.lowering.compile_unit import suppress_warnings
 from dovetail.lowering.failures import UnsupportedOp
+from dovetail.lowering.region_support import suppress_warnings
 
 Legalization = Callable[[Any, Any], Any]
 Comparison = Callable[[Any, Any], Any]

@@ -25,10 +25,10 @@ from dovetail.ir.graph_module import Body
 from dovetail.ir.nodes import example_size
 from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
 from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled
-from dovetail.lowering.compile_unit import why_effectful
 from dovetail.lowering.failures import LoweringFailure
 from dovetail.lowering.guards import disable_autocast, is_trial
 from dovetail.lowering.lowered_state import lowered_state_of
+from dovetail.lowering.region_support import why_effectful
 from dovetail.numerics.tolerance import relative_error
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from dovetail.errors import DovetailError, RuleError
-from dovetail.ir.alias_analysis import UnionFind
 from dovetail.ir.graph_module import Program
 from dovetail.ir.op_traits import is_commutative
+from dovetail.ir.quotient_graph import UnionFind
 from dovetail.rules.patterns.alternatives import Chooser, Site, choosing, either_op, opaque
 from dovetail.rules.patterns.example_shapes import Parameters, PatternExample
 from dovetail.rules.patterns.trace import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from dovetail.ir.dependencies import contract_window, merge_windows, topological_order
+from dovetail.ir.quotient_graph import contract_window, merge_windows, topological_order
 from dovetail.rules.repeated_blocks.linearize import Linearization
 
 Block = tuple[int, ...]
