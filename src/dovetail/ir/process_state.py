@@ -114,7 +114,7 @@ def get_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str, to
     if devices is None:
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         devices = [torch.device("cuda", i) for i in range(count)]
-    states = {str(d): torch.get_device_module(d).get_rng_state(d).clone() for d in devices}
+    states = {str(d): torch.get_device_module(d).get_rng_state(d) for d in devices}
     return {"cpu": torch.get_rng_state(), **states}
 
 
