@@ -278,12 +278,12 @@ def _is_property(name: str) -> bool:
 
 IMPORT = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 import torch
-middle = time.perf_counter()
+middle = time.process_time()
 before = set(sys.modules)
 import dovetail
-end = time.perf_counter()
+end = time.process_time()
 print(json.dumps({"torch": middle - start, "ours": end - middle, "new": sorted(set(sys.modules) - before)}))
 """
 
@@ -296,11 +296,12 @@ def test_importing_costs_little_beyond_torch() -> None:
         measured = json.loads(done.stdout)
         heavy = [m for m in measured["new"] if any(m == h or m.startswith(f"{h}.") for h in HEAVY)]
         assert not heavy
-        assert "dovetail.zoo" not in measured["new"]
-        # A third of torch's own time is usual; twice that, once in four, leaves room for a busy machine.
-        if measured["ours"] < max(0.7 * measured["torch"], 1.0):
+        assert not {"dovetail.zoo", "dovetail.rules.library"} & set(measured["new"])
+        # Three quarters of torch's own time are usual, a third of it sympy, which torch itself imports when it traces.
+        # Time of the process, not of the clock, and once in four: other tests run meanwhile.
+        if measured["ours"] < measured["torch"]:
             return
-    assert measured["ours"] < max(0.7 * measured["torch"], 1.0)
+    assert measured["ours"] < measured["torch"]
 
 
 def test_no_name_is_public_by_accident() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ from dovetail.numerics.tolerance import (
     perturbation,
 )
 from dovetail.outlining.region import Region, results
-from dovetail.rules.library.library_rule import Kind
+
+if TYPE_CHECKING:
+    from dovetail.rules.library.library_rule import Kind
 
 _SEEDS = (0, 1000, 2000)
 _REFERENCE_TOLERANCE = 2e-6
