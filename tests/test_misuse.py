@@ -244,6 +244,12 @@ def test_asking_a_backend_for_a_method_that_there_is_not(hook: object, hint: str
         dovetail.backends.Eager().implements(hook)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("graph", [None, "graph", nn.ReLU()])
+def test_a_context_of_rules_needs_a_graph(graph: object) -> None:
+    with pytest.raises(dovetail.InvalidArgument, match=r"expected a torch\.fx\.GraphModule"):
+        dovetail.RuleContext(graph)  # type: ignore[arg-type]
+
+
 def test_an_empty_name_is_no_backend() -> None:
     with pytest.raises(dovetail.InvalidArgument, match="there is no backend ''"):
         dovetail.compile(nn.ReLU(), (X,), backends="")

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, RuleError, checked_init, did_you_mean
 from dovetail.ir.dependencies import Index
+from dovetail.ir.graph_module import require_graph
 from dovetail.ir.structural_hash import structural_order
 from dovetail.outlining.escapes import POLICIES
 from dovetail.outlining.region import RegionCall, call_of
@@ -66,7 +67,7 @@ class RuleContext:
         barred: Mapping[int, str] | None = None,
         round: int = 1,
     ) -> None:
-        self.gm = gm
+        self.gm = require_graph(gm)
         self.index = index if index is not None else Index(gm)
         self.limits = limits
         self.barred: Mapping[int, str] = barred or {}
