@@ -96,8 +96,16 @@ _CALLS, _SLOW = 3, 2.0
 class Worker:
     """One method in a process of its own, which does nothing between its turns: pools of threads do not meet."""
 
-    def __init__(self, method: str, name: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.backends", "--serve", method, "--models", name]
+    def __init__(self, method: str, name: str, command: list[str] | None = None) -> None:
+        command = command or [
+            sys.executable,
+            "-m",
+            "benchmarks.backends",
+            "--serve",
+            method,
+            "--models",
+            name,
+        ]
         pipe = subprocess.PIPE
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._output, text=True)

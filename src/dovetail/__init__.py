@@ -21,6 +21,7 @@ from dovetail.errors import (
     LoweringError,
     OverlappingRegions,
     PassError,
+    PlanMismatch,
     RegionError,
     RuleError,
     SaveError,
@@ -47,6 +48,7 @@ from dovetail.outlining.region import Escape, Region, regions
 from dovetail.outlining.region import RegionWriter as _RegionWriter
 from dovetail.outlining.region import install_writers as _install_writers
 from dovetail.passes.bisect_passes import bisect
+from dovetail.passes.channels_last import ChannelsLast
 from dovetail.passes.cleanup import Cleanup
 from dovetail.passes.fold_constants import FoldConstants
 from dovetail.passes.fold_conv_batch_norm import FoldConvBatchNorm
@@ -59,6 +61,8 @@ from dovetail.rules.patterns.pattern_rule import rule
 from dovetail.rules.rule import Candidate, Decline, Limits, Refusal, Rule, RuleContext, RuleSet
 from dovetail.runtime.compile import compile
 from dovetail.runtime.compiled_module import refresh
+from dovetail.runtime.presets import PlanPath as _PlanPath
+from dovetail.runtime.presets import install_plan_reader as _install_plan_reader
 
 if _TYPE_CHECKING:
     from dovetail.formats.archive.load import load
@@ -68,6 +72,7 @@ if _TYPE_CHECKING:
     from dovetail.scheduling.fuse_modules import fuse_modules
     from dovetail.scheduling.part import Part
     from dovetail.scheduling.schedule import Schedule, schedule
+    from dovetail.tuning.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -77,6 +82,7 @@ __all__ = [
     "Candidate",
     "CaptureError",
     "CaptureMismatch",
+    "ChannelsLast",
     "Cleanup",
     "Const",
     "Cost",
@@ -108,6 +114,8 @@ __all__ = [
     "Pass",
     "PassError",
     "Pipeline",
+    "Plan",
+    "PlanMismatch",
     "Refusal",
     "Region",
     "RegionError",
@@ -168,9 +176,19 @@ def _reproducer_writer() -> _RegionWriter:
 
 _install_writers(export=_artifact_writer, reproducer=_reproducer_writer)
 
+
+def _read_plan(path: _PlanPath) -> "Plan":
+    from dovetail.tuning.plan import Plan
+
+    return Plan.load(path)
+
+
+_install_plan_reader(_read_plan)
+
 # Imported on first access, so that `import dovetail` stays short.
 _LATER = {
     "Part": "dovetail.scheduling.part",
+    "Plan": "dovetail.tuning.plan",
     "Schedule": "dovetail.scheduling.schedule",
     "fuse_modules": "dovetail.scheduling.fuse_modules",
     "load": "dovetail.formats.archive.load",

@@ -119,11 +119,34 @@ class SaveError(DovetailError):
 
 
 class InvalidFile(DovetailError):
-    """A file is not one that `dovetail.save` wrote, or not whole, or of a newer version; `path` is what was given."""
+    """A file is not one that dovetail wrote, or not whole, or of a newer version; `path` is what was given."""
 
     def __init__(self, path: object, what: str) -> None:
         super().__init__(f"'{path}' {what}")
         self.path = path
+
+
+class PlanMismatch(DovetailError):
+    """A plan does not fit a model, or not as it did when the plan was made; `problems` has what changed, each in words."""
+
+    def __init__(self, problems: Iterable[str], advice: str = "Tune the model again.") -> None:
+        self.problems = tuple(problems)
+        shown = "".join(f"\n- {problem}" for problem in self.problems[:_MOST_PROBLEMS])
+        more = len(self.problems) - _MOST_PROBLEMS
+        super().__init__(
+            f"the plan does not fit the model:{shown}{f'{chr(10)}and {more} more.' if more > 0 else ''}\n{advice}"
+        )
+
+
+_MOST_PROBLEMS = 20
+
+
+class StoreError(DovetailError):
+    """A store of measurements cannot be opened, read or written; `store` is its path, or its URL without a password."""
+
+    def __init__(self, store: str, what: str) -> None:
+        super().__init__(f"the store '{store}' {what}.")
+        self.store = store
 
 
 class RegionError(DovetailError):

@@ -101,6 +101,34 @@ def test_another_call_than_captured(args: Any, kwargs: Any, words: str) -> None:
         graph(*args, **kwargs)
 
 
+def test_the_guard_alone_accepts_and_refuses_what_forward_does() -> None:
+    model, d = Nested(), {"a": X, "b": [X, None]}
+    graph = capture(model, (X, d, X, Y), {"z": Y, "flag": False})
+    odd = capture(lambda device, torch, inf=float("inf"): device + torch, (X, Y))
+    for gm, args, kwargs in (
+        (graph, (X, d, X, Y), {"z": Y, "flag": False}),
+        (graph, (X, {"b": [X, None], "a": X}, X, Y), {"flag": False, "z": Y}),
+        (graph, (X, d, X, Y), {"z": Y}),
+        (graph, (X, d, X, Y), {"z": Y[:2], "flag": False}),
+        (graph, (X, d, X), {"z": Y, "flag": False}),
+        (graph, (), {"z": Y}),
+        (graph.train(False), (X, d, X, Y), {"z": Y, "flag": False}),
+        (odd, (X, Y), {}),
+        (odd, (X, Y, 2.0), {}),
+        (odd, (X,), {"torch": Y.double()}),
+    ):
+        convention = convention_of(gm)
+        assert convention is not None
+        outcomes: list[str] = []
+        for call in (gm, convention.guard(gm)):
+            try:
+                call(*args, **kwargs)
+                outcomes.append("")
+            except CallMismatch as error:
+                outcomes.append(str(error))
+        assert outcomes[0].replace("forward()", "check()") == outcomes[1]
+
+
 def test_a_baked_value_is_compared() -> None:
     graph = capture(Masked(), (X,), {"scale": 3.0})
     assert graph(X, scale=3.0)["scale"] == 3.0

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
 from dovetail import InvalidArgument, InvalidGraph, Request
+from dovetail.outlining.region import body_key, graph_key
 from tests.outlining.helpers import drawn, names, node, outlined, refused, trace
 
 aten = torch.ops.aten
@@ -91,6 +92,40 @@ def test_keys_tell_weights_inside_apart():
 
     one, two = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     assert key(one) == key(copy.deepcopy(one)) != key(two)
+
+
+def test_keys_of_graphs_do_not_depend_on_weights_and_names_or_on_who_holds_them():
+    class M(nn.Module):
+        def __init__(self, width=3, scale=2.0):
+            super().__init__()
+            self.linear = nn.Linear(3, width)
+            self.register_buffer("offset", torch.randn(width))
+            self.scale, self.constant = scale, torch.randn(width)
+
+        def forward(self, x):
+            return torch.relu(self.linear(x) + self.offset) * self.scale + self.constant
+
+    def captured(model):
+        return dovetail.capture(model, (X,))
+
+    def functional(x, weight, bias, offset, constant):
+        return torch.relu(torch.nn.functional.linear(x, weight, bias) + offset) * 2.0 + constant
+
+    one, two = captured(M()), captured(M())
+    assert body_key(one) != body_key(two)
+    assert graph_key(one) == graph_key(two)
+    # As in graphs of torch.compile, all of whose weights are inputs, in another order.
+    inputs = (X, torch.randn(3, 3), torch.randn(3), torch.randn(3), torch.randn(3))
+    assert graph_key(one) == graph_key(dovetail.capture(functional, inputs))
+    reordered = dovetail.capture(
+        lambda c, o, b, w, x, unused: functional(x, w, b, o, c), (*reversed(inputs), torch.ones(1))
+    )
+    assert graph_key(one) == graph_key(reordered)
+    for other in (M(scale=3.0), M(width=4), M().double(), nn.Sequential(nn.Linear(3, 3))):
+        example = X.to(next(other.parameters()).dtype)
+        assert graph_key(one) != graph_key(dovetail.capture(other, (example,)))
+    regions = [dovetail.outline(gm, ["relu", "mul", "add_1"], kind="k") for gm in (one, two)]
+    assert graph_key(regions[0]) == graph_key(regions[1]) != graph_key(one)
 
 
 @pytest.mark.parametrize("device", ["meta", "sparse"])

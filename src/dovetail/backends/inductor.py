@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -46,6 +46,8 @@ class Inductor(Backend):
 
     name = "inductor"
     trains = True
+
+    variants: ClassVar[Sequence[Mapping[str, Any]]] = ({"options": {"max_autotune": True}},)
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self._options = dict(options or {})

@@ -13,6 +13,7 @@ import inspect
 import keyword
 import math
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -217,6 +218,15 @@ class Convention:
 
     def _signature(self) -> inspect.Signature:
         return inspect.Signature([slot.parameter() for slot in self.slots])
+
+    def guard(self, module: nn.Module) -> Callable[..., Any]:
+        """Return a function with the model's signature that checks a call as the `forward` of a graph does.
+
+        It raises CallMismatch for a call that `module`, the graph, was not captured for, and runs nothing.
+        """
+        namespace: dict[str, Any] = {NAME: self}
+        exec(self.definition([], "", "check"), namespace)
+        return types.MethodType(namespace["check"], module)
 
     def bind(self, module: nn.Module, values: tuple[Any, ...]) -> Sequence[Any]:
         """Return the graph's inputs, from one value for each parameter of the model's signature."""

@@ -147,19 +147,24 @@ class _ModelTrial:
         return values
 
     def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        copies: dict[int, Any] = {}
-
-        def copied(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in copies:
-                copies[id(value)] = _copy(value)
-            return copies[id(value)]
-
-        return pytree.tree_map(copied, (self.args, self.kwargs))
+        return copy_inputs(self.args, self.kwargs)
 
     def _restored(self) -> contextlib.AbstractContextManager[None]:
         return preserve_module_state(self.state, self.graph)
+
+
+def copy_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a call with their tensors copied, so that a trial run may write them."""
+    copies: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = _copy(value)
+        return copies[id(value)]
+
+    return pytree.tree_map(copied, (args, dict(kwargs)))
 
 
 @contextlib.contextmanager

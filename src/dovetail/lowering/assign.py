@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from dovetail.errors import InvalidArgument, did_you_mean
-from dovetail.lowering.backend_protocol import Backend, near_kind, resolve
+from dovetail.lowering.backend_protocol import Backend, identity, near_kind, resolve
 from dovetail.lowering.compile_unit import unit_of
 from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of
 from dovetail.lowering.options import Options
@@ -31,11 +31,16 @@ def preferences(backends: Any, candidates: Sequence[Region]) -> Preferences:
             hint = did_you_mean(str(key), sorted(known), otherwise=otherwise)
             raise InvalidArgument(f"backends for {key!r}: no region has this name, kind or key. {hint}")
         chain = resolve(value)
-        # One backend named in two places is one backend.
         chains[key] = tuple(
-            by_name.setdefault(b.name, b) if isinstance(value, (str, list, tuple)) else b for b in chain
+            _shared(b, by_name) if isinstance(value, (str, list, tuple)) else b for b in chain
         )
     return chains
+
+
+def _shared(backend: Backend, by_name: dict[str, Backend]) -> Backend:
+    """Return one object for a backend that is named in two places; with other options it is another backend."""
+    known = by_name.setdefault(backend.name, backend)
+    return known if known is backend or identity(known) == identity(backend) else backend
 
 
 def chain_for(region: Region, preferred: Preferences) -> tuple[Backend, ...]:
@@ -51,11 +56,13 @@ class Assigner:
 
     With "outer" a region is offered before those inside it; with "inner" after them. A region is assigned with all
     regions inside it; one that contains an assigned region cannot be assigned as a whole. `chains` are the backends
-    to try in turn, by the local name of a region, and `declined` the reasons of those that do not take one.
+    to try in turn, by the local name of a region, and `declined` the reasons of those that do not take one. A body
+    that the plan of the options names is not too small for the backends that the plan has for it.
     """
 
     def __init__(self, candidates: Sequence[Region], preferred: Preferences, options: Options) -> None:
         self.smallest = options.smallest
+        self._planned = frozenset(options.plan or ())
         self.chains: dict[str, tuple[Backend, ...]] = {}
         self.declined: list[LoweringFault] = []
         self._answers: dict[tuple[Any, ...], bool] = {}
@@ -98,7 +105,7 @@ class Assigner:
 
     def _too_small(self, backend: Backend, region: Region) -> str | None:
         least = self.smallest if backend.smallest is None else backend.smallest
-        if region.kind in backend.kernels or len(region.nodes) >= least:
+        if region.kind in backend.kernels or len(region.nodes) >= least or region.key in self._planned:
             return None
         hint = near_kind(backend.kernels, region.kind)
         return f"{len(region.nodes)} operation(s); a call costs more than it saves below {least}{hint}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -60,7 +61,8 @@ class Backend:
     "process"` compilation happens in a process of its own, which may crash, or exceed `timeout` seconds and be killed;
     `save` and `load` are required then. Inline, neither can be survived. `bound` is how far results may be off relative
     to their size when they are verified, for code that is less exact than the body. `rules` find the regions for it in
-    `dovetail.compile`. Regions of `smallest` operations are worth a call to it, whatever option `lower` got.
+    `dovetail.compile`. Regions of `smallest` operations are worth a call to it, whatever option `lower` got. `variants`
+    are keywords of its constructor that `dovetail.tune` tries besides the defaults.
     """
 
     name: str = ""
@@ -73,6 +75,7 @@ class Backend:
     bound: float | None = None
     rules: Rules | None = None
     smallest: int | None = None
+    variants: ClassVar[Sequence[Mapping[str, Any]]] = ()
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -289,20 +292,60 @@ def _not_a_backend(value: Any) -> InvalidArgument:
 @functools.cache
 def by_name(name: str) -> Backend:
     """Return the built-in backend or the one of an installed package of this name; one object for each name."""
+    provider = _provider(name)
+    # A package may register a class, a function that returns a backend, or a backend.
+    return _adapted(provider() if isinstance(provider, type) or not is_backend(provider) else provider)
+
+
+def backend_with_options(name: str, options: Mapping[str, Any]) -> Backend:
+    """Return the backend of a name, constructed with options as keywords; one object for each name and options.
+
+    Options are values that JSON has, sequences are passed as lists. Raises InvalidArgument for options that the
+    backend does not take.
+    """
+    if not options:
+        return _resolve_one(name)
+    try:
+        text = json.dumps(options, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"options of the backend '{name}' have no JSON form: {error}.") from error
+    return _with_options(name, text)
+
+
+@functools.cache
+def _with_options(name: str, options_json: str) -> Backend:
+    provider, options = _provider(name), cast("dict[str, Any]", json.loads(options_json))
+    if is_backend(provider) and not isinstance(provider, type):
+        raise InvalidArgument(f"the backend '{name}' takes no options, and was given {', '.join(options)}.")
+    signature = inspect.signature(provider)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = list(signature.parameters)
+        unknown = next((option for option in options if option not in known), None)
+        if unknown is None:
+            raise InvalidArgument(f"the backend '{name}' cannot be constructed: {error}.") from error
+        has = f"It takes {', '.join(known)}." if known else "It takes none."
+        hint = did_you_mean(unknown, known, otherwise=has)
+        raise InvalidArgument(f"the backend '{name}' has no option '{unknown}'. {hint}") from error
+    return _resolve_one(provider(**options))
+
+
+def _provider(name: str) -> Any:
+    """Return what constructs the backend of a name: a class or function, or for an installed package a backend."""
     outer, _, inner = name.partition("(")
     if outer in _BUILT_IN and (not inner or outer in _WRAPPERS):
         module, attribute = _BUILT_IN[outer]
         built_in_class = getattr(import_module(module), attribute)
-        return built_in_class(inner.removesuffix(")")) if inner else built_in_class()
+        return functools.partial(built_in_class, inner.removesuffix(")")) if inner else built_in_class
     installed = {point.name: point for point in entry_points(group=GROUP)}
     if name in installed:
         try:
-            loaded = installed[name].load()
+            return installed[name].load()
         except Exception as error:
             raise InvalidArgument(
                 f"backend '{name}' ({installed[name].value}) cannot be loaded: {error}"
             ) from error
-        return _adapted(loaded() if isinstance(loaded, type) or not is_backend(loaded) else loaded)
     known = sorted({*_BUILT_IN, *installed})
     hint = did_you_mean(name, known, otherwise=f"There are {', '.join(known)}.")
     raise InvalidArgument(f"there is no backend '{name}'. {hint}")

@@ -48,7 +48,7 @@ def fault_of(region: str, backend: str, stage: str, error: BaseException) -> Low
 
 
 _LOG = logging.getLogger("dovetail")
-Kind = Literal["recompiled", "fallback", "limit", "failed"]
+Kind = Literal["recompiled", "fallback", "limit", "failed", "unplanned", "environment", "stale"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Diagnostic:
 class Diagnostics:
     """The events of one compiled model, each of them reported once.
 
-    All are logged as warnings of the logger `dovetail`. Where a model runs uncompiled, because it cannot be captured
-    or a limit is reached, it is a Python warning too.
+    They are logged by the logger `dovetail`, what a plan does not cover at level INFO, all others as warnings. Where a
+    model runs uncompiled, because it cannot be captured or a limit is reached, it is a Python warning too.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,8 @@ def report(kind: Kind, message: str) -> None:
     """Log an event, and warn of it if something runs uncompiled because of it."""
     is_warned = kind in ("fallback", "limit")
     if not is_warned or _LOG.hasHandlers():
-        _LOG.warning("%s", message)
+        level = logging.INFO if kind in ("unplanned", "environment") else logging.WARNING
+        _LOG.log(level, "%s", message)
     if is_warned:
         warnings.warn(message, stacklevel=user_stacklevel("torch"))
 

@@ -118,13 +118,14 @@ def lower(
     """Return a graph that computes the same, its regions run by backends; the input graph is unchanged.
 
     `backends` is an ordered preference, or a mapping from region name, body key or kind to one, with `"*"` for the
-    others; names or objects; None is the default, and `[]` removes every lowering. A fault of a backend moves a region
-    to the next one that supports it and finally to its own body; `explain(gm).lowered` lists them. Code is compiled now
-    for calls with gradients if `grad` is True, or if it is None and the graph is in train mode; for other calls when
-    they come. Each compiled body is logged at level INFO, unless `progress` is False. With `verify` compiled code is
-    compared with the body on sample inputs, which does not cover later calls. Where a backend copies weights, their
-    contents are compared once in `weight_check_interval` calls, for writes that version counters do not show; with
-    None never.
+    others; names or objects; None is the default, and `[]` removes every lowering. `plan` maps keys of bodies to
+    backends that are used for these, however small they are; `[]` for a body that runs as it is. A fault of a backend
+    moves a region to the next one that supports it and finally to its own body; `explain(gm).lowered` lists them. Code
+    is compiled now for calls with gradients if `grad` is True, or if it is None and the graph is in train mode; for
+    other calls when they come. Each compiled body is logged at level INFO, unless `progress` is False. With `verify`
+    compiled code is compared with the body on sample inputs, which does not cover later calls. Where a backend copies
+    weights, their contents are compared once in `weight_check_interval` calls, for writes that version counters do not
+    show; with None never.
     """
     require_graph(gm)
     options = Options.pick(locals())

@@ -71,7 +71,7 @@ def _is_duration(value: Any) -> bool:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plan": (
         lambda v: v is None or isinstance(v, Mapping),
-        "a mapping from the keys of bodies to backends",
+        "a mapping from the keys of bodies to backends; a dovetail.Plan goes to `compile`",
     ),
     "on_error": (lambda v: v in ("fallback", "raise"), "'fallback' or 'raise'"),
     "verify": (lambda v: isinstance(v, bool), "True or False"),

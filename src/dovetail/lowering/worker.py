@@ -116,7 +116,7 @@ def _run(packed: bytes, timeout: float) -> bytes:
         try:
             reason = _wait(process, timeout)
         finally:
-            _kill(process)
+            kill_process(process)
         if reason is not None:
             raise WorkerFailed(reason, _output(at))
         return _result(at, process.returncode)
@@ -151,7 +151,7 @@ def cancelled_by(stop: threading.Event) -> Generator[None]:
         _STOP.reset(token)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill_process(process: subprocess.Popen[bytes]) -> None:
     """Kill the process of a job and all processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
@@ -171,10 +171,11 @@ def _result(at: Path, code: int) -> bytes:
     result = at / _RESULT
     if code == 0 and result.exists():
         return result.read_bytes()
-    raise WorkerFailed(f"its process {_ending(code)}", _output(at))
+    raise WorkerFailed(f"its process {describe_exit(code)}", _output(at))
 
 
-def _ending(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """Return how a process has ended that left no result."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"died of {signal.Signals(-code).name}"
@@ -192,7 +193,7 @@ def run_worker(folder: str) -> None:
     """Run the job in a folder and write the result, or the failure, there."""
     faulthandler.enable()
     at = Path(folder)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     try:
         data = _compile((at / _JOB).read_bytes())
         _write(at / _RESULT, data)
@@ -212,7 +213,7 @@ def _write(path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Exit once standard input is closed, which happens when the parent process has ended."""
     with contextlib.suppress(OSError, ValueError):
         while os.read(0, 4096):

@@ -1,6 +1,7 @@
 """Regions: the record on a region's call, the graph's record of names and order, and the `Region` that users get.
 
-`body_key` hashes what a body computes, so that equal computations have equal keys in any process.
+`body_key` hashes what a body computes, and `graph_key` what a whole graph does whatever its weights, so that equal
+computations have equal keys in any process.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ def results(body: GraphModule) -> list[Node]:
     return list(cast("Iterable[Node]", body.graph.output_node().args[0]))
 
 
-_KEYS: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()
+_KEYS: WeakKeyDictionary[GraphModule, dict[bool, str]] = WeakKeyDictionary()
 
 
 def body_key(body: GraphModule) -> str:
@@ -294,36 +295,68 @@ def body_key(body: GraphModule) -> str:
     It covers structure, literals, dtypes, sizes, strides, devices and the contents of constants, with symbols
     numbered by order of appearance; names have no part in it. Linear in the operations and the bytes of constants.
     """
-    key = _KEYS.get(body)
+    return _key(body, by_contents=True)
+
+
+def graph_key(gm: GraphModule) -> str:
+    """Return a structural hash of a whole graph, equal for equal architectures whatever their weights.
+
+    It differs from `body_key` in its operands: inputs, parameters, buffers and constants are numbered by their first
+    use and hashed by dtype, sizes, strides and device. So a graph of torch.compile, whose inputs include the weights,
+    has the key of the captured one. Linear in the operations.
+    """
+    return _key(gm, by_contents=False)
+
+
+def _key(body: GraphModule, by_contents: bool) -> str:
+    key = _KEYS.get(body, {}).get(by_contents)
     if key is None:
-        key = hashlib.sha256("\n".join(_lines(body)).encode()).hexdigest()
+        key = hashlib.sha256("\n".join(_lines(body, by_contents)).encode()).hexdigest()
         if isinstance(body, Body):
-            _KEYS[body] = key
+            _KEYS.setdefault(body, {})[by_contents] = key
     return key
 
 
-def _lines(body: GraphModule) -> list[str]:
+def _lines(body: GraphModule, by_contents: bool) -> list[str]:
     refs = Refs()
     symbols: dict[str, str] = {}
     ranges: dict[str, str] = {}
     lines: list[str] = []
+
+    def add_operand(node: Node) -> None:
+        value = attribute(body, cast("str", node.target)) if node.op == "get_attr" else node.meta.get("val")
+        lines.append(f"in {value_signature(value, symbols)}")
+        ranges.update(symbol_ranges(value))
+        refs.add(node)
+
     for node in body.graph.nodes:
+        if not by_contents:
+            if _is_operand(body, node):
+                continue
+            for operand in node.all_input_nodes:
+                if operand not in refs:
+                    add_operand(operand)
         if node.op == "placeholder":
-            value = node.meta.get("val")
-            lines.append(f"in {value_signature(value, symbols)}")
-            ranges.update(symbol_ranges(value))
-        elif node.op == "output":
+            add_operand(node)
+            continue
+        if node.op == "output":
             lines.append(f"out {_results(body, refs)}")
         else:
             args, kwargs = literal(node.args, refs), literal(node.kwargs, refs)
             call = call_of(node.meta)
             identity = f" {call.headline}" if call is not None else ""
-            lines.append(
-                f"{node.op} {_target(body, node)}{identity} {_literal_text(args)} {_literal_text(kwargs)}"
-            )
+            target = _target(body, node, by_contents)
+            lines.append(f"{node.op} {target}{identity} {_literal_text(args)} {_literal_text(kwargs)}")
         refs.add(node)
     lines.extend(f"{short} in {ranges.get(name)}" for name, short in symbols.items())
     return lines
+
+
+def _is_operand(gm: GraphModule, node: Node) -> bool:
+    """Return whether a node is an input or a tensor that the graph holds."""
+    if node.op != "get_attr":
+        return node.op == "placeholder"
+    return isinstance(attribute(gm, cast("str", node.target)), torch.Tensor)
 
 
 def _results(body: GraphModule, refs: Refs) -> Any:
@@ -342,16 +375,17 @@ def _literal_text(value: Any) -> str:
     return repr(value)
 
 
-def _target(body: GraphModule, node: Any) -> str:
+def _target(body: GraphModule, node: Any, by_contents: bool) -> str:
     if node.op not in ("get_attr", "call_module"):
         return target_name(node)
     value = attribute(body, cast("str", node.target))
     if isinstance(value, GraphModule):
-        return body_key(value)
+        return _key(value, by_contents)
     if isinstance(value, torch.Tensor):
         return f"{value_signature(value)} {_content(value)}"
     if isinstance(value, nn.Module):
-        state = [(name, value_signature(t), _content(t)) for name, t in value.state_dict().items()]
+        tensors = value.state_dict().items()
+        state = [(name, value_signature(t), _content(t) if by_contents else "") for name, t in tensors]
         return f"{type(value).__module__}.{type(value).__qualname__} {value.extra_repr()} {value.training} {state}"
     return repr(value)
 

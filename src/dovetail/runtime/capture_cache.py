@@ -13,7 +13,8 @@ A call of a compiled model passes three guards in a row, each of which checks wh
 
 The graph then reads its weights where the module guard has found them unchanged; writes to them are followed by version
 counters and contents (`ir.weight_guard`). A recorded CUDA graph (`cuda_graph_replay`) replaces 2 and 3 by one
-comparison with the call that it recorded, and 1 is checked while the GPU is busy.
+comparison with the call that it recorded, and 1 is checked while the GPU is busy. Where a plan has the model's own forward
+run a capture's calls (`own_forward`), 1 and 2 are checked before it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, InvalidArgument
+from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, InvalidArgument, PlanMismatch
 from dovetail.frontend import cache_pytrees
 from dovetail.frontend.capture import CAPTURING, capture
 from dovetail.ir.graph_module import HOOK_KINDS
@@ -50,6 +51,8 @@ from dovetail.runtime.module_guard import (
     is_overridden,
     own_forward,
 )
+from dovetail.runtime.own_forward import GuardedForward, TorchCompiledForward
+from dovetail.runtime.presets import CompiledGraph, Execution
 
 CudaGraphs = Literal["auto"] | bool
 GuardKey = tuple[Any, ...]
@@ -64,7 +67,7 @@ HOOKS = (
 class CompilePipeline(Protocol):
     """What is done to every captured graph of a model."""
 
-    def __call__(self, gm: GraphModule) -> GraphModule: ...
+    def __call__(self, gm: GraphModule) -> CompiledGraph: ...
 
     @property
     def strict(self) -> bool:
@@ -74,11 +77,12 @@ class CompilePipeline(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CaptureEntry:
-    """One capture of the model: the key of the module guard at that time, and the lowered graph."""
+    """One capture of the model: the key of the module guard at that time, the lowered graph, and what runs calls."""
 
     key: GuardKey
     program: GraphModule
     run: Callable[..., Any]
+    execution: Execution = "regions"
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
         """Start the call on a GPU while the guards are checked; None where that cannot be."""
@@ -140,18 +144,17 @@ class CaptureCache:
             "check_capture": self.check_capture,
         }
 
-    def portable(self) -> list[tuple[GuardKey, GraphModule]]:
+    def portable(self) -> list[tuple[GuardKey, CompiledGraph]]:
         """Return the captures that hold in another process, where classes and functions are the original ones."""
         key = self.guard_key()
         if key is None or not self._guard.is_original(key[0]):
             return []
-        return [(c.key, c.program) for c in self.captures if self._guard.is_original(c.key[0])]
+        kept = [entry for entry in self.captures if self._guard.is_original(entry.key[0])]
+        return [(entry.key, CompiledGraph(entry.program, entry.execution)) for entry in kept]
 
-    def adopt(self, programs: list[tuple[GuardKey, GraphModule]]) -> None:
-        """Take over lowered graphs, each with the guard key it was captured with."""
-        self.captures = [
-            CaptureEntry(key, program, _without_autocast(program.forward, key)) for key, program in programs
-        ]
+    def adopt(self, captures: list[tuple[GuardKey, CompiledGraph]]) -> None:
+        """Take over compiled graphs, each with the guard key it was captured with."""
+        self.captures = [self._entry(key, compiled) for key, compiled in captures]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with the capture that covers it; capture now if no capture does."""
@@ -335,12 +338,46 @@ class CaptureCache:
                     self._refused.append((self.guard_key(), _call_signature((args, dict(kwargs or {})))))
                     self.diagnostics.report("fallback", f"calls run the model as it is: {error}")
                     return None
-                with disable_autocast():
-                    program = self.preset(graph)
-                    run = self._run(program, (args, kwargs))
-            entry = self._last = CaptureEntry(key, program, _without_autocast(run, key))
+            return self.install(key, graph, args, kwargs)
+
+    def install(
+        self,
+        key: GuardKey,
+        graph: GraphModule,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> CaptureEntry:
+        """Compile a graph that was captured for calls like this one, with the guard key it holds for."""
+        with self._lock, suspend_saved_tensor_hooks():
+            with disable_autocast():
+                compiled = self.preset(graph)
+                run = self._run(compiled, (args, kwargs))
+            entry = self._entry(key, compiled, run)
+            if isinstance(entry.run, TorchCompiledForward):
+                entry.run.warm(self.model, args, kwargs or {})
+            for event in compiled.diagnostics:
+                self.diagnostics.report(event.kind, event.message)
+            self._last = entry
             self.captures.append(entry)
             return entry
+
+    def _entry(
+        self, key: GuardKey, compiled: CompiledGraph, run: Callable[..., Any] | None = None
+    ) -> CaptureEntry:
+        """Return a capture whose calls `run` runs, by default the graph, unless the execution is the model's forward."""
+        program, execution = compiled.program, compiled.execution
+        if execution == "model":
+            return CaptureEntry(key, program, GuardedForward(program, self.run_model), execution)
+        if execution == "torch.compile":
+            forward = TorchCompiledForward(
+                program,
+                self.run_model,
+                own_forward(self.model),
+                lambda message: self.diagnostics.report("failed", message),
+                self.preset.strict,
+            )
+            return CaptureEntry(key, program, forward, execution)
+        return CaptureEntry(key, program, _without_autocast(run or program.forward, key), execution)
 
     def capture(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
@@ -364,7 +401,11 @@ class CaptureCache:
         """Return the captured graph, with sizes that differ between calls symbolic if it can be captured so."""
         model = without_hooks(self.model)
         check = self.check_capture and not self.captures
-        if self.dynamic_shapes is not None:
+        if callable(self.dynamic_shapes):
+            graph = self._capture_in_range(model, args, kwargs, cause, check)
+            if graph is not None:
+                return graph
+        elif self.dynamic_shapes is not None:
             graph = capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
             self._report_recompilation(cause)
             return graph
@@ -394,6 +435,24 @@ class CaptureCache:
             )
         return graph
 
+    def _capture_in_range(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cause: str, check: bool
+    ) -> GraphModule | None:
+        """Return the graph for the range of sizes that a call is in; None if it is in none, or cannot be symbolic."""
+        shapes = self.dynamic_shapes(model.forward, args, kwargs)
+        if shapes is None:
+            return None
+        try:
+            graph = capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+        except CaptureMismatch:
+            raise
+        except CaptureError as error:
+            reason = f"the ranges of sizes in the plan are not used, for these cannot be symbolic: {error}"
+            self.diagnostics.report("stale", reason)
+            return None
+        self._report_recompilation(cause)
+        return graph
+
     def _report_recompilation(self, cause: str, dims: Dimensions | None = None) -> None:
         if not self.captures:
             return
@@ -411,19 +470,30 @@ class CaptureCache:
             message = f"{again}: {stated}"
         self.diagnostics.report("recompiled", message)
 
-    def _run(self, program: GraphModule, example: Any) -> Callable[..., Any]:
-        """Return what runs a capture: its graph, recorded on a GPU where nothing prevents it."""
-        if self.cuda_graphs is False:
-            return program.forward
-        reason = why_not_recorded(program, pytree.tree_leaves(example))
+    def _run(self, compiled: CompiledGraph, example: Any) -> Callable[..., Any] | None:
+        """Return what runs the graph of a capture if it is recorded on a GPU; None where something prevents it.
+
+        What a plan has decided holds if the caller leaves it to `compile`.
+        """
+        program, planned = compiled.program, compiled.cuda_graphs
+        if self.cuda_graphs is False or (self.cuda_graphs == "auto" and planned is False):
+            return None
+        reason: str | None = f"the plan has '{compiled.execution}' run its calls"
+        if compiled.execution in ("regions", "graph"):
+            reason = why_not_recorded(program, pytree.tree_leaves(example))
         if reason is None:
             return CudaGraphReplay(program.forward, program)
         if self.cuda_graphs is True:
             raise InvalidArgument(f"cuda_graphs=True, but {reason}.")
+        if planned is True:
+            problem = f"the plan has its calls recorded as a CUDA graph, but {reason}"
+            if self.preset.strict:
+                raise PlanMismatch([problem])
+            self.diagnostics.report("stale", problem)
         state = lowered_state_of(program)
         if state is not None and reason != NO_GPU:
             state.note("", "cuda_graphs", "declined", reason)
-        return program.forward
+        return None
 
 
 def _call_signature(inputs: Any) -> tuple[Any, ...]:

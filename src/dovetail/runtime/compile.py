@@ -20,7 +20,14 @@ from dovetail.passes.pass_manager import Pass
 from dovetail.rules.rule import Rules
 from dovetail.runtime.capture_cache import CudaGraphs
 from dovetail.runtime.compiled_module import CompiledModule
-from dovetail.runtime.presets import CompilePreset, as_pipeline, default_pipeline
+from dovetail.runtime.presets import (
+    CompilePreset,
+    GraphPlan,
+    PlanPath,
+    as_pipeline,
+    as_plan,
+    default_pipeline,
+)
 
 
 @checked_call(mode="`backends` with their options", fullgraph="on_error='raise'", strict="on_error='raise'")
@@ -32,7 +39,7 @@ def compile(
     backends: Backends | None = None,
     rules: Rules | None = None,
     pipeline: Pass | Sequence[Pass] | None = None,
-    plan: Mapping[str, BackendChain] | None = None,
+    plan: Mapping[str, BackendChain] | GraphPlan | PlanPath | None = None,
     dynamic: bool | None = None,
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     on_error: Literal["fallback", "raise"] = "fallback",
@@ -55,7 +62,8 @@ def compile(
     of `dovetail.config`); then, and where a model cannot be captured, the model runs as it is, unless `on_error` is
     "raise". Each such event is a warning of the logger `dovetail`, and listed by `explain`. Methods of the model that
     call it, such as `generate`, run compiled code. `rules` are fused before repeated blocks are made one body each;
-    `pipeline` replaces all passes. With `cuda_graphs` "auto", calls without gradients on a GPU are recorded and
+    `pipeline` replaces all passes. A `plan`, a `dovetail.Plan` or the path of one, decides passes, regions and backends
+    as they were measured, without measuring anything; what it does not know follows the defaults and `backends`. With `cuda_graphs` "auto", calls without gradients on a GPU are recorded and
     replayed as one where nothing prevents it; the ledger has the reason where something does. With `check_capture`
     the first graph is compared with the model on the inputs it was captured with; if they differ the model's own
     forward runs, with a warning, or CaptureMismatch is raised with `on_error="raise"`. The rest is for `lower`.
@@ -66,12 +74,16 @@ def compile(
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
     _checked_dynamic(dynamic, dynamic_shapes)
     refuse_scripted(model)
-    options = Options.pick(locals())
+    graph_plan, by_body = as_plan(plan)
+    options = Options.pick({**locals(), "plan": by_body})
     # The limit is on captures; each may still be called with gradients and without.
     per_capture = replace(options, recompile_limit=None)
-    preset, chain = make_preset(per_capture, backends=backends, rules=rules, pipeline=pipeline)
+    preset, chain = make_preset(
+        per_capture, backends=backends, rules=rules, pipeline=pipeline, plan=graph_plan
+    )
     if args is None and kwargs is not None:
         args = ()
+    is_named = dynamic is not None or dynamic_shapes is not None
     if kwargs is not None and not isinstance(kwargs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
     if not isinstance(cuda_graphs, (str, bool)) or cuda_graphs not in ("auto", True, False):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -81,7 +93,7 @@ def compile(
     compiled = CompiledModule(
         model,
         preset,
-        dynamic_shapes=dynamic_shapes,
+        dynamic_shapes=dynamic_shapes if is_named or graph_plan is None else graph_plan.dynamic_shapes,
         dynamic=dynamic,
         recompile_limit=recompile_limit,
         cuda_graphs=cuda_graphs,
@@ -104,14 +116,24 @@ def _checked_dynamic(dynamic: Any, dynamic_shapes: Any) -> None:
 
 
 def make_preset(
-    options: Options, *, backends: Any = None, rules: Any = None, pipeline: Any = None
+    options: Options,
+    *,
+    backends: Any = None,
+    rules: Any = None,
+    pipeline: Any = None,
+    plan: GraphPlan | None = None,
 ) -> tuple[CompilePreset, tuple[Backend, ...]]:
     """Return what `compile` does to every graph, and all backends in it."""
     if rules is not None and pipeline is not None:
         raise InvalidArgument("give `rules` or a `pipeline`: rules of a pipeline are in its `Fuse` passes.")
+    if plan is not None and (rules is not None or pipeline is not None):
+        other = "rules" if rules is not None else "a pipeline"
+        raise InvalidArgument(
+            f"give a plan or {other}: a plan has the passes and the regions that were measured."
+        )
     chain, preference = _backends(backends)
     passes = default_pipeline(chain, rules) if pipeline is None else as_pipeline(pipeline)
-    return CompilePreset(passes, preference, options), chain
+    return CompilePreset(passes, preference, options, plan), chain
 
 
 def _backends(backends: Any) -> tuple[tuple[Backend, ...], Any]:

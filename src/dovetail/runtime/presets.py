@@ -1,23 +1,38 @@
-"""The default pipelines of `compile`: passes from a captured graph to a lowered one, for some backends."""
+"""From a captured graph to what runs its calls: the default pipelines of `compile`, and the interface of plans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, LoweringError
+from dovetail.lowering.assign import ALL
+from dovetail.lowering.backend_protocol import Backend
+from dovetail.lowering.compile_unit import unit_of
+from dovetail.lowering.failures import Diagnostic
 from dovetail.lowering.lower import lower_with
+from dovetail.lowering.lowered_state import LoweredState, lowered_state_of
 from dovetail.lowering.options import Options
-from dovetail.outlining.region import call_of
+from dovetail.outlining.region import Region, call_of, local_name, regions
 from dovetail.passes.fold_constants import FoldConstants
 from dovetail.passes.pass_manager import Pass, Pipeline
 from dovetail.passes.region_passes import Fuse
 from dovetail.rules.partition import capability
 from dovetail.rules.repeated_blocks.repeats_rule import repeats
+from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 
 REST = "rest"
+WHOLE = "whole"
+"""The kind of a region that is the whole graph."""
+Mode = Literal["inference", "training"]
+"""Whether code is compiled for calls with gradients."""
+Execution = Literal["regions", "graph", "model", "torch.compile"]
+"""What runs calls: lowered regions, the captured graph as it is, the model's own forward, or torch.compile of it."""
+PlanPath: TypeAlias = str | os.PathLike[str]
 
 
 def _is_not_a_region(node: Node) -> bool:
@@ -33,22 +48,160 @@ def blocks() -> tuple[Pass, ...]:
 
 
 @dataclass(frozen=True)
+class _WholeGraph(Rule):
+    """Proposes all operations of a graph as one region."""
+
+    name: str = WHOLE
+    kind: str = WHOLE
+    nests: bool = True
+
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        operations = [
+            i for i, node in enumerate(context.nodes) if node.op not in ("placeholder", "get_attr", "output")
+        ]
+        if operations:
+            constants = [i for i, node in enumerate(context.nodes) if node.op == "get_attr"]
+            yield Candidate(self.name, self.kind, (*operations, *constants), escapes="output")
+
+
+def whole_graph() -> Pass:
+    """Return a pass that makes the whole graph one region."""
+    return Fuse(_WholeGraph(), rounds=1)
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """A captured graph, compiled: the graph that runs calls unless `execution` is otherwise, and what is to be reported.
+
+    `cuda_graphs` is whether its calls are recorded as CUDA graphs, None if the caller of `compile` decides that.
+    """
+
+    program: GraphModule
+    execution: Execution = "regions"
+    cuda_graphs: bool | None = None
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """What a plan decides for one captured graph: its regions, the backends of their bodies by key, what runs calls.
+
+    `unlowered` are the names of nested regions that run as they are, whatever their bodies are elsewhere.
+    """
+
+    graph: GraphModule
+    backends: Mapping[str, list[Backend]] = field(default_factory=dict[str, list[Backend]])
+    unlowered: tuple[str, ...] = ()
+    execution: Execution = "regions"
+    cuda_graphs: bool | None = None
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+@runtime_checkable
+class GraphPlan(Protocol):
+    """Decisions that replace the default pipeline; `tuning.plan.Plan` implements it."""
+
+    def planned(
+        self, gm: GraphModule, *, mode: Mode, backends: Any, passes: Pass, strict: bool
+    ) -> PlannedGraph:
+        """Return the decisions for a captured graph.
+
+        What is unknown follows `passes` and `backends`, the defaults. What does not apply is reported, or with
+        `strict` raised.
+        """
+        ...
+
+    def dynamic_shapes(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return the `dynamic_shapes` that a call is to be captured with; None for the defaults."""
+        ...
+
+
+_READERS: list[Callable[[PlanPath], GraphPlan]] = []
+
+
+def install_plan_reader(read: Callable[[PlanPath], GraphPlan]) -> None:
+    """Set the function that reads the file of a plan, which imports what it needs when called."""
+    _READERS[:] = [read]
+
+
+def as_plan(plan: Any) -> tuple[GraphPlan | None, Mapping[str, Any] | None]:
+    """Return a plan, or a mapping from the keys of bodies to backends; the plan in a file where a path is given."""
+    if plan is None or isinstance(plan, Mapping):
+        return None, plan
+    if isinstance(plan, (str, os.PathLike)):
+        return _READERS[0](plan), None
+    if isinstance(plan, GraphPlan) and not isinstance(plan, type):
+        return plan, None
+    raise InvalidArgument(
+        f"plan {plan!r}; give a dovetail.Plan, the path of one, or a mapping from the keys of bodies to backends."
+    )
+
+
+@dataclass(frozen=True)
 class CompilePreset:
-    """What is done to every captured graph of a model: the pipeline, the backends and the options."""
+    """What is done to every captured graph of a model: the pipeline or plan, the backends and the options."""
 
     pipeline: Pass
     backends: Any
     options: Options
+    plan: GraphPlan | None = None
 
     @property
     def strict(self) -> bool:
         """Whether a call that cannot be captured is an error."""
         return self.options.strict
 
-    def __call__(self, gm: GraphModule) -> GraphModule:
-        """Return the lowered graph."""
-        fused = self.pipeline(gm)
-        return lower_with(fused, self.backends, self.options)
+    def __call__(self, gm: GraphModule) -> CompiledGraph:
+        """Return the lowered graph, or what the plan decides for it."""
+        if self.plan is None:
+            return CompiledGraph(lower_with(self.pipeline(gm), self.backends, self.options))
+        trains = gm.training if self.options.grad is None else self.options.grad
+        planned = self.plan.planned(
+            gm,
+            mode="training" if trains else "inference",
+            backends=self.backends,
+            passes=self.pipeline,
+            strict=self.strict,
+        )
+        graph, diagnostics = planned.graph, list(planned.diagnostics)
+        if planned.execution == "regions":
+            others = self.backends if isinstance(self.backends, Mapping) else {ALL: self.backends}
+            preferred = {**others, **dict.fromkeys(planned.unlowered, ())}
+            graph = lower_with(graph, preferred, replace(self.options, plan=planned.backends))
+            diagnostics += self._unused_backends(graph, planned)
+        return CompiledGraph(graph, planned.execution, planned.cuda_graphs, tuple(diagnostics))
+
+    def _unused_backends(self, lowered: GraphModule, planned: PlannedGraph) -> Iterator[Diagnostic]:
+        """Yield the bodies that the backend of the plan does not run, with the reason; with `strict` raise it."""
+        state = lowered_state_of(lowered)
+        by_key = first_by_key(regions(lowered))
+        for key, chain in planned.backends.items():
+            region = by_key.get(key)
+            if region is None or not chain or state is None or _is_used(chain[0], region, state):
+                continue
+            name, unit = chain[0].name, unit_of(region)
+            faults = [e.reason for e in state.events if (e.key, e.backend) == (unit.key, name) and e.reason]
+            reason = faults[-1] if faults else "it is not assigned to it"
+            if self.strict:
+                raise LoweringError(region.name, name, f"the plan's choice for this body: {reason}")
+            what = f"the plan runs the body {key[:12]} of '{region.name}' by '{name}', which is not used: {reason}"
+            yield Diagnostic("stale", what)
+
+
+def first_by_key(every: Iterable[Region]) -> dict[str, Region]:
+    """Return the first region with each body, by its key."""
+    by_key: dict[str, Region] = {}
+    for region in every:
+        by_key.setdefault(region.key, region)
+    return by_key
+
+
+def _is_used(backend: Backend, region: Region, state: LoweredState) -> bool:
+    assigned = state.assigned.get(local_name(region.name), ())
+    # Nothing is compiled yet for operands that only calls determine.
+    return bool(assigned) and assigned[0].name == backend.name and region.backend in (None, backend.name)
 
 
 def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:

@@ -7,7 +7,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -22,13 +22,16 @@ from dovetail.errors import CallMismatch, CaptureError, InvalidArgument
 from dovetail.frontend.capture import capture
 from dovetail.lowering.failures import Diagnostics, report
 from dovetail.lowering.guards import active_autocast, disable_autocast
+from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options, recompile_limit_of
 from dovetail.runtime.compile import make_preset
-from dovetail.runtime.presets import CompilePreset
+from dovetail.runtime.presets import CompilePreset, as_plan, whole_graph
 
 _log = logging.getLogger("dovetail")
 _PRESET = ("backends", "rules", "pipeline")
 _OPTIONS = (*_PRESET, *(f.name for f in fields(Options) if f.name != "grad"))
+_WHOLE_GRAPH_BACKEND = "inductor"
+"""What runs a graph for which a plan has torch.compile: its default backend."""
 
 
 def backend(
@@ -41,7 +44,9 @@ def backend(
     """Compile a graph of Dynamo: it is captured as a model is, fused and lowered.
 
     `options` are those of `dovetail.compile`. Equal bodies are compiled once, also across graphs and graph breaks. A
-    graph that cannot be captured runs as it is, with a warning; with `on_error="raise"` the error is raised.
+    graph that cannot be captured runs as it is, with a warning; with `on_error="raise"` the error is raised. Where a
+    plan has the model or the graph as it is, the graph runs as it is; where it has torch.compile, Inductor gets it
+    whole.
     """
     if mode is not None:
         raise InvalidArgument(
@@ -98,9 +103,11 @@ class _DynamoCaptures:
         return self._gm.forward
 
 
-def _lowered(gm: GraphModule, example_inputs: Sequence[Any], preset: CompilePreset) -> Callable[..., Any]:
-    _refuse_lost_gradients(gm, example_inputs)
-    gm = _without_checkpoints(gm)
+def _lowered(
+    original: GraphModule, example_inputs: Sequence[Any], preset: CompilePreset
+) -> Callable[..., Any]:
+    _refuse_lost_gradients(original, example_inputs)
+    gm = _without_checkpoints(original)
     gm, floats = _with_floats_specialized(gm, example_inputs)
     known = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     with torch._guards.tracing(None):
@@ -108,7 +115,15 @@ def _lowered(gm: GraphModule, example_inputs: Sequence[Any], preset: CompilePres
             _Flat(gm), tuple(_concrete(v) for v in example_inputs), dynamic_shapes=_dynamic(known)
         )
         with disable_autocast():
-            run = _guarded(preset(graph).forward, floats)
+            compiled = preset(graph)
+            if compiled.execution == "torch.compile":
+                lowered = lower_with(whole_graph()(graph), _WHOLE_GRAPH_BACKEND, preset.options)
+                compiled = replace(compiled, program=lowered)
+    for event in compiled.diagnostics:
+        report(event.kind, event.message)
+    if compiled.execution in ("model", "graph"):
+        return original.forward
+    run = _guarded(compiled.program.forward, floats)
     if not active_autocast():
         return run
 
@@ -202,6 +217,7 @@ def _preset(options: Mapping[str, Any] | None) -> CompilePreset:
     if unknown:
         raise InvalidArgument(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}.")
     arguments = {name: values.pop(name) for name in _PRESET if name in values}
+    arguments["plan"], values["plan"] = as_plan(values.get("plan"))
     # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
     return make_preset(Options(**values, grad=torch.is_grad_enabled()), **arguments)[0]
 

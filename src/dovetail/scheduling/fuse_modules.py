@@ -21,6 +21,7 @@ from dovetail.lowering.backend_protocol import BackendChain, checked_backends
 from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.lower import settle_parts
 from dovetail.runtime.capture_cache import CaptureCache
+from dovetail.runtime.presets import CompiledGraph
 from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, example_inputs, record_calls
 from dovetail.scheduling.edits import OPTIONAL, PartGraph, outline_named
 from dovetail.scheduling.finders import common_prefix, is_within, join_path, match_paths
@@ -108,9 +109,9 @@ class FusedForward(InstalledForward):
         """Capture calls like these; raise ScheduleError where the modules of a group are not a chain."""
         refuse_hooks(self.path, self.module)
         captured = [self.unfolded.capture(call.example.args, call.example.kwargs) for call in calls]
-        self.unfolded.adopt([(modes, self._with_norms(gm)) for modes, gm in captured])
+        self.unfolded.adopt([(modes, CompiledGraph(self._with_norms(gm))) for modes, gm in captured])
         if self._has_fixed_norms():
-            self.folded.adopt([(modes, self._without_norms(gm)) for modes, gm in captured])
+            self.folded.adopt([(modes, CompiledGraph(self._without_norms(gm))) for modes, gm in captured])
 
     def _may_fold(self) -> bool:
         if not self._has_fixed_norms():

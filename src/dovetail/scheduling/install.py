@@ -22,6 +22,7 @@ from dovetail.ir.graph_module import HOOK_KINDS, Program
 from dovetail.lowering.dispatch import is_traced
 from dovetail.runtime.capture_cache import CaptureCache, CaptureEntry, GuardKey
 from dovetail.runtime.module_guard import has_global_hooks, with_signature
+from dovetail.runtime.presets import CompiledGraph
 from dovetail.scheduling.edits import OPTIONAL, Edit, PartGraph, ReplaceEdit
 from dovetail.scheduling.state import ContextCache, ScheduleState
 
@@ -96,9 +97,9 @@ class ReplayedSteps:
     strict: bool = False
     replaces: bool = False
 
-    def __call__(self, gm: GraphModule) -> GraphModule:
+    def __call__(self, gm: GraphModule) -> CompiledGraph:
         try:
-            return self.replay(gm)
+            return CompiledGraph(self.replay(gm))
         except CaptureError:
             raise
         except DovetailError as error:
@@ -275,7 +276,9 @@ class ScheduledForward(InstalledForward):
     def adopt(self, programs: list[tuple[GuardKey | None, GraphModule]]) -> None:
         """Take over graphs, each with its guard key; None is the key of the module as it is now."""
         now = self.cache.guard_key()
-        self.cache.adopt([(now or ((), ()) if key is None else key, gm) for key, gm in programs])
+        self.cache.adopt(
+            [(now or ((), ()) if key is None else key, CompiledGraph(gm)) for key, gm in programs]
+        )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():

@@ -75,6 +75,15 @@ class TrialRuns:
                 model, copy_inputs(inputs.example), inputs.grad, self._targets(model), frozenset(unused)
             )
 
+    def run_module(self, module: nn.Module, inputs: RunInputs) -> ModelOutcome:
+        """Run a module that shares the state of the original model, such as a compiled one."""
+        with (
+            self.installation.temporarily(None) as model,
+            training_mode(model, self.train),
+            isolated_run(model),
+        ):
+            return self._outcome(module, copy_inputs(inputs.example), inputs.grad, self._targets(model))
+
     def run_perturbed(self, inputs: RunInputs, by: float, *, float64: bool) -> ModelOutcome | None:
         """Run a copy of the original model with each number moved by so much of itself, on request in float64.
 

@@ -32,6 +32,9 @@ class OnnxRuntime(OnnxBackend):
     packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxruntime")
     dialect: ClassVar[Dialect] = Dialect(attention=True, runs=True)
 
+    # Its threads spin after a call, which slows down what other threads run between its regions.
+    variants: ClassVar[Sequence[Mapping[str, Any]]] = ({"options": {"session.intra_op.allow_spinning": "0"}},)
+
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         self._options = dict(options or {})
 

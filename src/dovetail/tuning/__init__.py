@@ -1,0 +1,1 @@
+"""Plans: fusion boundaries, pass order and backends chosen by measurement."""

@@ -1,0 +1,85 @@
+"""Sampling of pass orders where there are too many to enumerate: Optuna's TPE proposes, coarse costs answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dovetail.tuning.decisions import PassChoice
+from dovetail.tuning.division_search import DivisionSearch
+from dovetail.tuning.measuring import Measurer
+from dovetail.tuning.search_space import GraphState, SearchSpace, merge_groups
+
+_MAX_SAMPLES = 40
+_SLOTS = 4
+_NONE = "none"
+
+
+class PassSampler:
+    """Proposes pipelines by Optuna and adds the states they lead to."""
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        blocks: DivisionSearch,
+        new_state: Callable[[Sequence[PassChoice]], GraphState | None],
+        *,
+        seed: int = 0,
+    ) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._space, self._blocks, self._new_state = space, blocks, new_state
+        self._study: Any = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        self._groups = merge_groups(space.states[0].graph)
+        self._choices = {
+            str(c): c for state in space.states for c in state.pipeline if c.name != "MergeParallel"
+        }
+        self._merge_options = next(
+            (
+                {k: v for k, v in c.options.items() if k != "groups"}
+                for state in space.states
+                for c in state.pipeline
+                if c.name == "MergeParallel"
+            ),
+            {},
+        )
+
+    def run(self, measurer: Measurer, share: float) -> None:
+        """Sample pipelines while there is time; equal graphs get the cost that is known."""
+        for _ in range(_MAX_SAMPLES):
+            if measurer.left(share) <= 0 or measurer.interrupted:
+                return
+            trial = self._study.ask()
+            pipeline = self._suggest(trial)
+            state = self._new_state(pipeline)
+            if state is None:
+                self._study.tell(trial, state="fail")
+                continue
+            if state not in self._space.states:
+                self._space.states.append(state)
+            self._blocks.measure_coarse(list(state.blocks), share)
+            calls = {key: block.calls for key, block in state.blocks.items()}
+            cost = self._blocks.coarse_seconds(calls)
+            if cost > 0:
+                self._study.tell(trial, cost)
+            else:
+                self._study.tell(trial, state="fail")
+
+    def _suggest(self, trial: Any) -> tuple[PassChoice, ...]:
+        names = [_NONE, "MergeParallel", *self._choices]
+        groups = [
+            g for i, g in enumerate(self._groups) if trial.suggest_categorical(f"group{i}", [True, False])
+        ]
+        pipeline: list[PassChoice] = []
+        for slot in range(_SLOTS):
+            name = trial.suggest_categorical(f"pass{slot}", names)
+            if name == "MergeParallel" and groups:
+                choice = PassChoice(name, {"groups": groups, **self._merge_options})
+            elif name in self._choices:
+                choice = self._choices[name]
+            else:
+                continue
+            if all(choice.name != earlier.name for earlier in pipeline):
+                pipeline.append(choice)
+        return tuple(pipeline)

@@ -1,0 +1,467 @@
+"""Level 3: whole programs end to end, and the plan of the fastest one.
+
+The model as it is, torch.compile and each compiler on the whole graph are always among the programs, beside the divisions
+of the best states. All are verified and measured alone first, so that one that crashes takes no other with it. The
+fastest are then interleaved until they separate or are a tie; a tie goes to the simpler program. The winner is confirmed
+in a fresh process, and loses its place to any of the always present ones that is faster there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from dovetail.runtime.presets import Execution, Mode
+from dovetail.tuning.decisions import (
+    Alternative,
+    BackendChoice,
+    BlockDecision,
+    BodyDecision,
+    GraphDecision,
+    Spread,
+)
+from dovetail.tuning.division_search import BlockChoice, BodyCost, DivisionSearch, division_label
+from dovetail.tuning.environment import Environment
+from dovetail.tuning.measurement import Measurement
+from dovetail.tuning.measuring import Measurer
+from dovetail.tuning.model_programs import EAGER, TORCH_COMPILE
+from dovetail.tuning.plan import Plan
+from dovetail.tuning.region_candidates import EXISTING
+from dovetail.tuning.search_space import GraphState, SearchSpace
+from dovetail.tuning.size_ranges import Range
+from dovetail.tuning.timing import Comparison, compare, noise_of, spread_of
+from dovetail.tuning.trial import BlockDivision, ComparisonTrial, ProgramSpec, ProgramTrial, digest_of
+
+_FINALISTS = 5
+"""Programs other than those without dovetail that are compared in the end."""
+_WITHIN = 1.3
+"""Programs that take more than this many times the best one's time are not compared in the end."""
+_CONFIRMATIONS = 3
+_EXECUTION: Mapping[str, str] = {EAGER: "model", TORCH_COMPILE: "torch.compile"}
+"""What a plan says for a program without dovetail."""
+
+
+@dataclass(eq=False)
+class ProgramCandidate:
+    """A whole program, its decision, and how simple it is: ties go to the lowest `complexity`."""
+
+    program: ProgramSpec
+    decision: GraphDecision
+    complexity: int
+    state: GraphState | None = None
+    choices: Mapping[str, BlockChoice] = field(default_factory=dict[str, BlockChoice])
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it runs without dovetail, for comparison only."""
+        return self.program.name in (EAGER, TORCH_COMPILE)
+
+    @property
+    def is_guaranteed(self) -> bool:
+        """Whether the winner must not be slower than this one."""
+        return (
+            self.is_baseline
+            or self.decision.whole is not None
+            or self.decision.execution in _EXECUTION.values()
+        )
+
+
+@dataclass(eq=False)
+class Outcome:
+    """The result of level 3: the winner, all comparisons with it, and what failed."""
+
+    winner: ProgramCandidate
+    seconds: Spread
+    noise: float
+    others: list[tuple[ProgramCandidate, Comparison, Spread]] = field(
+        default_factory=list[tuple[ProgramCandidate, Comparison, Spread]]
+    )
+    rejected: list[Alternative] = field(default_factory=list[Alternative])
+    is_confirmed: bool = False
+    undecided: int = 0
+
+
+class ProgramSearch:
+    """Level 3 for one model."""
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        blocks: DivisionSearch,
+        measurer: Measurer,
+        *,
+        mode: Mode,
+        operands: str,
+        environment: Environment,
+        memory: int | None = None,
+        seed: int = 0,
+        sizes: Mapping[str, tuple[Range, ...]] | None = None,
+    ) -> None:
+        self.space, self.blocks, self.measurer = space, blocks, measurer
+        self.mode: Mode = mode
+        self.operands, self.environment, self.memory, self.seed = operands, environment, memory, seed
+        self._empty = Plan(sizes=sizes or {})
+        self.is_cuda = environment.device.startswith("cuda")
+        self.candidates: dict[str, ProgramCandidate] = {}
+        self.predictions: list[tuple[str, float, float]] = []
+
+    def add_baselines(self) -> None:
+        """Add the programs that are always compared: eager, torch.compile, and each compiler on the whole graph."""
+        self._add(ProgramCandidate(ProgramSpec(EAGER, EAGER), GraphDecision(EAGER), 0))
+        self._add(
+            ProgramCandidate(ProgramSpec(TORCH_COMPILE, TORCH_COMPILE), GraphDecision(TORCH_COMPILE), 1)
+        )
+        for execution, complexity in (("model", 0), ("graph", 1), ("torch.compile", 1)):
+            decision = GraphDecision("", execution=cast("Execution", execution))
+            self._add(self._candidate(decision.choice, decision, complexity))
+        for choice in self.space.backends:
+            if not choice.options:
+                self._add_whole(choice)
+
+    def _add_whole(self, choice: BackendChoice) -> None:
+        decision = GraphDecision("", whole=choice)
+        self._add(self._candidate(f"the whole graph by {choice}", decision, 2 + bool(choice.options)))
+
+    def add_states(self, states: Sequence[GraphState]) -> None:
+        """Add the divisions that were chosen for the blocks of some states, and the default pipeline by each backend."""
+        for state in states:
+            choices = {key: self.blocks.choices[key] for key in state.blocks if key in self.blocks.choices}
+            if len(choices) < len(state.blocks):
+                continue
+            decision = GraphDecision("", pipeline=state.pipeline)
+            size = sum(len(choice.division.regions) for choice in choices.values())
+            name = f"{state.label}, regions of its blocks"
+            self._add(self._candidate(name, decision, 4 + len(state.pipeline) + size, state, choices))
+        for backend in self.space.choices:
+            self._add_single_backend(self.space.states[0], backend)
+        for choice in self.space.backends:
+            self._add_whole(choice)
+
+    def _add_single_backend(self, state: GraphState, backend: str) -> None:
+        """Add the blocks of a state as wholes by one backend, as far as it takes them."""
+        choices: dict[str, BlockChoice] = {}
+        for key in state.blocks:
+            whole = [c for c in self.blocks.costs(key, self.blocks.whole(key)) if str(c.backend) == backend]
+            if not whole:
+                return
+            cost = min(whole, key=lambda c: c.ratio)
+            seconds = self.blocks.seconds(key) * cost.ratio
+            division = BlockDivision(((cost.candidate.choice, cost.backend),))
+            choices[key] = BlockChoice(division, Spread(seconds, seconds, seconds, 1), seconds, None)
+        decision = GraphDecision("", pipeline=state.pipeline)
+        name = f"{state.label}, blocks as wholes by {backend}"
+        self._add(self._candidate(name, decision, 3 + len(state.pipeline), state, choices))
+
+    def _candidate(
+        self,
+        name: str,
+        decision: GraphDecision,
+        complexity: int,
+        state: GraphState | None = None,
+        choices: Mapping[str, BlockChoice] | None = None,
+    ) -> ProgramCandidate:
+        if self.is_cuda and decision.execution == "regions" and decision.cuda_graphs is None:
+            # Recording copies the inputs, which may cost more than the launches it saves.
+            unrecorded = replace(decision, cuda_graphs=False)
+            without = f"{name}, without CUDA graphs"
+            self._add(self._candidate(without, unrecorded, complexity, state, choices))
+        plan = self._plan(decision, choices or {}).to_json()
+        program = ProgramSpec(name, digest_of(plan), plan)
+        return ProgramCandidate(program, decision, complexity, state, choices or {})
+
+    def _add(self, candidate: ProgramCandidate) -> None:
+        self.candidates.setdefault(candidate.program.key, candidate)
+
+    def _plan(self, decision: GraphDecision, choices: Mapping[str, BlockChoice]) -> Plan:
+        """Return the plan of a program, without times: equal programs have equal plans."""
+        blocks = {key: BlockDecision("", regions=outlined_regions(choice)) for key, choice in choices.items()}
+        bodies = {
+            key: BodyDecision("", operands=operands, backend=backend)
+            for key, (operands, backend, _) in self._bodies(choices).items()
+        }
+        return self._empty.with_decisions(
+            self.mode, self.environment, graphs={self.space.key: decision}, blocks=blocks, bodies=bodies
+        )
+
+    def _bodies(self, choices: Mapping[str, BlockChoice]) -> dict[str, tuple[str, BackendChoice, str]]:
+        """Return the operands, the backend and a label of each body in some divisions, the weightiest block's first."""
+        bodies: dict[str, tuple[str, BackendChoice, str]] = {}
+        weight = {key: self.blocks.seconds(key) * self.space.calls(key) for key in choices}
+        for key in sorted(choices, key=lambda k: (-weight[k], k)):
+            block = self.space.blocks[key]
+            by_choice = {id(c.choice): c for c in block.candidates}
+            for region, backend in choices[key].division.regions:
+                candidate = by_choice.get(id(region)) or next(
+                    c for c in block.candidates if c.choice == region
+                )
+                operands = block.candidate_operands(candidate)
+                label = f"{candidate.label} of {block.block.label}"
+                bodies.setdefault(candidate.key, (operands, backend, label))
+        return bodies
+
+    def _identity(self) -> str:
+        return " | ".join(self.space.identity_of(choice) for choice in self.space.backends)
+
+    def trial(self, candidate: ProgramCandidate) -> ProgramTrial:
+        return ProgramTrial(self.mode, self.space.key, self.operands, candidate.program, self._identity())
+
+    def measure(self, phase: str, share: float) -> None:
+        """Measure all programs alone."""
+        self.measurer.measure(phase, [self.trial(c) for c in self.candidates.values()], share=share)
+        best = min(self._ratios().items(), key=lambda item: item[1], default=None)
+        if best is not None:
+            measured = self.measurer.get(self.trial(self.candidates[best[0]]))
+            if measured is not None:
+                name = self.candidates[best[0]].program.name
+                self.measurer.progress.best(name, statistics.median(measured.samples))
+
+    def _ratios(self) -> dict[str, float]:
+        """Return the time of each program relative to the model as it is, of those that may win."""
+        ratios: dict[str, float] = {}
+        for key, candidate in self.candidates.items():
+            measured = self.measurer.get(self.trial(candidate))
+            if measured is not None and measured.samples and not self._exceeds_memory(measured):
+                reference = cast("list[float]", measured.details["reference"])
+                pairs = zip(measured.samples, reference, strict=True)
+                ratios[key] = statistics.median(a / b for a, b in pairs)
+        return ratios
+
+    def _exceeds_memory(self, measured: Measurement) -> bool:
+        return self.memory is not None and (measured.peak_bytes or 0) > self.memory
+
+    def decide(self) -> Outcome | None:
+        """Return the fastest program; None if none could be measured."""
+        ratios = self._ratios()
+        if not ratios:
+            return None
+        finalists = self._finalists(ratios)
+        outcome = self._compare(finalists, "final")
+        if outcome is None:
+            outcome = self._without_comparison(ratios)
+        self._add_rejected(outcome, ratios, finalists)
+        return self._confirmed(outcome)
+
+    def _without_comparison(self, ratios: Mapping[str, float]) -> Outcome:
+        """Return the fastest program by the measurements of each alone, where there was no time to compare them."""
+        best = min(ratios, key=lambda key: (ratios[key], self.candidates[key].complexity))
+        measured = cast("Measurement", self.measurer.get(self.trial(self.candidates[best])))
+        winner = self.candidates[best]
+        if winner.is_baseline:
+            execution = _EXECUTION[winner.program.name]
+            winner = next(
+                c for c in self.candidates.values() if c.decision.execution == execution and not c.is_baseline
+            )
+        return Outcome(winner, spread_of(measured.samples), math.nan)
+
+    def _finalists(self, ratios: Mapping[str, float]) -> list[ProgramCandidate]:
+        """Return the programs that are compared: those without dovetail, and the fastest of the others."""
+        best = min(ratios.values())
+        ranked = sorted(ratios, key=lambda key: (ratios[key], self.candidates[key].complexity, key))
+        close = [key for key in ranked if ratios[key] <= _WITHIN * best]
+        planned = [self.candidates[key] for key in close if not self.candidates[key].is_baseline]
+        baselines = [self.candidates[key] for key in ranked if self.candidates[key].is_baseline]
+        # What a baseline is decided as must be there if the baseline is.
+        fastest = min((c for c in baselines), key=lambda c: ratios[c.program.key], default=None)
+        wrapped = [
+            self.candidates[key]
+            for key in ranked
+            if fastest is not None
+            and self.candidates[key].decision.execution == _EXECUTION[fastest.program.name]
+            and not self.candidates[key].is_baseline
+        ]
+        chosen = [*planned[:_FINALISTS], *wrapped]
+        return list({c.program.key: c for c in [*chosen, *baselines]}.values())
+
+    def _compare(self, candidates: Sequence[ProgramCandidate], stage: str) -> Outcome | None:
+        trial = ComparisonTrial(
+            self.mode,
+            self.space.key,
+            self.operands,
+            tuple(c.program for c in candidates),
+            self._identity(),
+            stage,
+            self.seed,
+            seconds=max(2.0, min(60.0, 0.3 * self.measurer.left())),
+        )
+        self.measurer.measure(f"{stage} comparison", [trial], share=1.05)
+        measured = self.measurer.get(trial)
+        if measured is None or not measured.samples:
+            return None
+        details: Mapping[str, Any] = measured.details
+        samples: dict[str, list[float]] = details["programs"]
+        noise = noise_of(measured.samples, details["again"])
+        planned = [c for c in candidates if c.program.key in samples and not c.is_baseline]
+        if not planned:
+            return None
+        fastest = min(planned, key=lambda c: statistics.median(samples[c.program.key]))
+        reference = samples[fastest.program.key]
+        ties = [c for c in planned if compare(samples[c.program.key], reference, noise).verdict == "tie"]
+        winner = min([fastest, *ties], key=lambda c: (c.complexity, c is not fastest))
+        won = samples[winner.program.key]
+        outcome = Outcome(winner, spread_of(won), noise)
+        for candidate in candidates:
+            if candidate is not winner and candidate.program.key in samples:
+                mine = samples[candidate.program.key]
+                comparison = compare(mine, won, noise)
+                outcome.others.append((candidate, comparison, spread_of(mine)))
+                outcome.undecided += comparison.verdict == "undecided"
+        for key, reason in details["failures"].items():
+            outcome.rejected.append(Alternative(self.candidates[key].program.name, None, str(reason)))
+        return outcome
+
+    def _confirmed(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of comparisons in fresh processes: no program that must not be faster is."""
+        guaranteed = [c for c, *_ in outcome.others if c.is_guaranteed]
+        for number in range(_CONFIRMATIONS):
+            if self.measurer.interrupted or self.measurer.left(1.05) <= 0:
+                return outcome
+            self.measurer.executor.restart()
+            stage = "confirmation" if number == 0 else f"confirmation {number + 1}"
+            others = [c for c in guaranteed if c is not outcome.winner]
+            again = self._compare([outcome.winner, *others], stage)
+            if again is None:
+                return outcome
+            faster = [
+                (c, s)
+                for c, comparison, s in again.others
+                if comparison.verdict == "faster" and c in guaranteed
+            ]
+            if again.winner is outcome.winner or not faster:
+                outcome.is_confirmed = True
+                return outcome
+            reason = f"it was not confirmed: slower than {again.winner.program.name} in a fresh process"
+            outcome = replace(
+                outcome,
+                winner=again.winner,
+                seconds=again.seconds,
+                noise=again.noise,
+                others=again.others,
+                rejected=[
+                    *outcome.rejected,
+                    Alternative(outcome.winner.program.name, outcome.seconds, reason),
+                ],
+            )
+        return outcome
+
+    def _add_rejected(
+        self, outcome: Outcome, ratios: Mapping[str, float], finalists: Sequence[ProgramCandidate]
+    ) -> None:
+        for key, candidate in self.candidates.items():
+            if candidate in finalists:
+                continue
+            measured = self.measurer.get(self.trial(candidate))
+            seconds = None if measured is None or not measured.samples else spread_of(measured.samples)
+            if measured is None:
+                reason = "not measured within the budget"
+            elif measured.failure:
+                reason = measured.failure
+            elif self._exceeds_memory(measured):
+                reason = f"it needs {measured.peak_bytes} bytes, and the limit is {self.memory}"
+            else:
+                reason = f"{ratios[key]:.3f} times the time of the model as it is"
+            outcome.rejected.append(Alternative(candidate.program.name, seconds, reason))
+
+    def plan(self, outcome: Outcome, label: str) -> Plan:
+        """Return the plan of the winner, with times and what came second."""
+        winner = outcome.winner
+        graph = replace(
+            winner.decision,
+            label=label,
+            seconds=outcome.seconds,
+            runner_up=_runner_up(outcome),
+            rejected=_rejected(outcome),
+        )
+        choices = winner.choices or self._best_choices()
+        blocks = {
+            key: BlockDecision(
+                f"{self.space.blocks[key].block.label}, {self.space.calls(key)} calls",
+                choice.seconds,
+                choice.runner_up,
+                choice.rejected,
+                outlined_regions(choice),
+                None if choice.gap is None else round(choice.gap, 6),
+            )
+            for key, choice in choices.items()
+        }
+        bodies = {
+            key: self._body_decision(key, operands, backend, text, choices)
+            for key, (operands, backend, text) in self._bodies(choices).items()
+        }
+        return self._empty.with_decisions(
+            self.mode, self.environment, graphs={self.space.key: graph}, blocks=blocks, bodies=bodies
+        )
+
+    def _best_choices(self) -> Mapping[str, BlockChoice]:
+        """Return the divisions of the best state, for other models that have its blocks."""
+        ratios = self._ratios()
+        with_choices = [c for c in self.candidates.values() if c.choices and c.program.key in ratios]
+        best = min(with_choices, key=lambda c: (ratios[c.program.key], c.complexity), default=None)
+        return {} if best is None else best.choices
+
+    def _body_decision(
+        self,
+        key: str,
+        operands: str,
+        backend: BackendChoice,
+        label: str,
+        choices: Mapping[str, BlockChoice],
+    ) -> BodyDecision:
+        """Return the decision for a body: its time by the chosen backend, and by the others."""
+        rows: dict[str, tuple[BodyCost, float]] = {}
+        for block_key in choices:
+            units = self.blocks.unit_seconds(block_key)
+            numbers = [i for i, c in enumerate(self.space.blocks[block_key].candidates) if c.key == key]
+            for cost in self.blocks.costs(block_key, numbers[:1]):
+                base = sum(units[k] for k in cost.candidate.units)
+                rows.setdefault(str(cost.backend), (cost, base))
+        if str(backend) not in rows:
+            return BodyDecision(label, operands=operands, backend=backend)
+        times = {
+            name: Spread(cost.ratio * base, cost.low * base, cost.high * base, cost.samples)
+            for name, (cost, base) in rows.items()
+        }
+        base = rows[str(backend)][1]
+        others = [Alternative(name, times[name]) for name in times if name != str(backend)]
+        others.append(Alternative("as it is", Spread(base, base, base, 1)))
+        others.sort(key=lambda a: (cast("Spread", a.seconds).median, a.choice))
+        own = times[str(backend)].median or 1.0
+        slower = [
+            replace(a, reason=f"{cast('Spread', a.seconds).median / own:.3f} times the time") for a in others
+        ]
+        return BodyDecision(label, times[str(backend)], slower[0], tuple(slower[1:]), operands, backend)
+
+
+def outlined_regions(choice: BlockChoice) -> tuple[Any, ...]:
+    """Return the regions of a division that a plan has to outline."""
+    return tuple(region for region, _ in choice.division.regions if region.rule != EXISTING)
+
+
+def _runner_up(outcome: Outcome) -> Alternative | None:
+    ranked = sorted(outcome.others, key=lambda row: row[1].ratio)
+    return _alternative(*ranked[0]) if ranked else None
+
+
+def _rejected(outcome: Outcome) -> tuple[Alternative, ...]:
+    ranked = sorted(outcome.others, key=lambda row: row[1].ratio)
+    return (*(_alternative(*row) for row in ranked[1:]), *outcome.rejected)
+
+
+def _alternative(candidate: ProgramCandidate, comparison: Comparison, seconds: Spread) -> Alternative:
+    words = {
+        "slower": f"{comparison.ratio:.3f} times the time",
+        "tie": "equal within the noise, and not simpler",
+        "undecided": f"{comparison.ratio:.3f} times the time, not separated from the noise of {comparison.noise:.1%}",
+        "faster": f"{comparison.ratio:.3f} times the time, but not a plan's own program",
+    }
+    return Alternative(candidate.program.name, seconds, words[comparison.verdict])
+
+
+def describe_choices(choices: Mapping[str, BlockChoice], space: SearchSpace) -> list[str]:
+    """Return the divisions of blocks, a line for each."""
+    return [
+        f"{space.blocks[key].block.label}: {division_label(choice.division)}"
+        for key, choice in choices.items()
+    ]

@@ -1,0 +1,302 @@
+"""The search space of a program: states of its graph by pass order, their blocks, and the options of each block.
+
+A state is the graph after some passes in some order. Orders that lead to structurally equal graphs are one state, so that
+nothing is measured twice; the shortest pipeline stands for all. Where there are more states than can be enumerated, a
+sampler proposes pipelines, and what it proposes is measured like the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from dovetail.errors import DovetailError, InvalidArgument
+from dovetail.lowering.backend_protocol import Backend, backend_with_options, by_name, identity
+from dovetail.outlining.region import graph_key
+from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
+from dovetail.passes.merge_parallel.merge_plan import Branch
+from dovetail.rules.rule import Decline
+from dovetail.runtime.presets import Mode
+from dovetail.tuning.apply_plan import group_signature, make_pass
+from dovetail.tuning.block import Block, blocks_of, operand_description, record_inputs
+from dovetail.tuning.decisions import BackendChoice, PassChoice
+from dovetail.tuning.region_candidates import (
+    Pruned,
+    RegionCandidate,
+    candidate_operands,
+    candidates_of,
+    region_of,
+    why_unsupported,
+)
+
+MAX_STATES = 24
+"""States of the graph that are enumerated before a sampler takes over."""
+_MAX_PASSES = 5
+_MAX_MERGE_GROUPS = 3
+
+
+@dataclass(eq=False)
+class GraphState:
+    """The graph after a pipeline, and its distinct blocks by key."""
+
+    pipeline: tuple[PassChoice, ...]
+    graph: GraphModule
+    key: str
+    blocks: Mapping[str, Block]
+
+    @property
+    def label(self) -> str:
+        return " -> ".join(map(str, self.pipeline)) or "no passes"
+
+
+@dataclass(eq=False)
+class BlockSpace:
+    """The options of one distinct block: candidates, and the backends that take each of them."""
+
+    block: Block
+    operands: str
+    candidates: list[RegionCandidate] = field(default_factory=list[RegionCandidate])
+    backends: dict[int, list[BackendChoice]] = field(default_factory=dict[int, list[BackendChoice]])
+    pruned: list[Pruned] = field(default_factory=list[Pruned])
+    _operands: dict[str, str] = field(default_factory=dict[str, str])
+
+    def candidate_operands(self, candidate: RegionCandidate) -> str:
+        """Return the operands of a candidate, as they arrive in the block."""
+        if candidate.key not in self._operands:
+            self._operands[candidate.key] = candidate_operands(self.block, candidate.choice)
+        return self._operands[candidate.key]
+
+    def prune(self, pruned: Pruned) -> None:
+        """Record a part of the space that is not measured, once."""
+        if pruned not in self.pruned:
+            self.pruned.append(pruned)
+
+    @property
+    def options(self) -> int:
+        """The number of pairs of a candidate and a backend that takes it."""
+        return sum(len(each) for each in self.backends.values())
+
+    @property
+    def log10_divisions(self) -> float:
+        """The decimal logarithm of a lower bound of the number of divisions: choices of disjoint candidates."""
+        taken: set[int] = set()
+        total = 0.0
+        for number, candidate in sorted(enumerate(self.candidates), key=lambda c: len(c[1].units)):
+            if taken.isdisjoint(candidate.units):
+                taken |= candidate.units
+                total += math.log10(1 + len(self.backends.get(number, ())))
+        return total
+
+
+@dataclass(eq=False)
+class SearchSpace:
+    """What is searched for one graph."""
+
+    key: str
+    states: list[GraphState]
+    blocks: dict[str, BlockSpace]
+    choices: dict[str, tuple[BackendChoice, Backend]]
+    pruned: list[Pruned] = field(default_factory=list[Pruned])
+    is_complete: bool = True
+
+    @property
+    def options(self) -> int:
+        return sum(space.options for space in self.blocks.values())
+
+    @property
+    def log10_programs(self) -> float:
+        """The decimal logarithm of a lower bound of the number of programs."""
+        logs = [sum(self.blocks[key].log10_divisions for key in state.blocks) for state in self.states]
+        top = max(logs, default=0.0)
+        return top + math.log10(sum(10 ** (each - top) for each in logs)) if logs else 0.0
+
+    def calls(self, key: str) -> int:
+        """Return how many calls of a block the states have at most."""
+        return max((s.blocks[key].calls for s in self.states if key in s.blocks), default=0)
+
+    @property
+    def backends(self) -> list[BackendChoice]:
+        """The backends that are searched, each with its defaults and with further options."""
+        return [choice for choice, _ in self.choices.values()]
+
+    def backend(self, text: str) -> BackendChoice:
+        """Return the backend with options that a text is for."""
+        return self.choices[text][0]
+
+    def identity_of(self, choice: BackendChoice) -> str:
+        """Return a backend with its version and options, as measurements are stored by it."""
+        return identity(self.choices[str(choice)][1])
+
+    def __str__(self) -> str:
+        lines = [
+            f"at least 10^{self.log10_programs:.0f} programs: {len(self.states)} states of the graph, "
+            f"{len(self.blocks)} distinct blocks, {self.options} pairs of region and backend",
+            f"backends: {', '.join(self.choices) or 'none'}",
+        ]
+        for state in self.states:
+            calls = sum(block.calls for block in state.blocks.values())
+            lines.append(
+                f"state {state.key[:12]}: {state.label} ({calls} calls of {len(state.blocks)} blocks)"
+            )
+        for key, space in self.blocks.items():
+            lines.append(
+                f"block {key[:12]}: {space.block.label}, {len(space.block.units)} units, "
+                f"{len(space.candidates)} candidates, {space.options} with a backend"
+            )
+            lines += [f"  pruned: {one.what}: {one.reason}" for one in space.pruned]
+        lines += [f"pruned: {one.what}: {one.reason}" for one in self.pruned]
+        return "\n".join(lines)
+
+
+def explore(
+    gm: GraphModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mode: Mode,
+    backends: Sequence[Backend],
+    *,
+    max_states: int = MAX_STATES,
+) -> SearchSpace:
+    """Return the search space of a captured graph."""
+    space = SearchSpace(graph_key(gm), [], {}, backend_choices(backends))
+    blocks: dict[str, Block] = {}
+    for pipeline, graph, key in _states(gm, mode, max_states, space):
+        distinct, new = blocks_of(graph, blocks)
+        record_inputs(graph, distinct, args, kwargs, grad=mode == "training")
+        blocks.update({block_key: distinct[block_key] for block_key in new})
+        space.states.append(GraphState(pipeline, graph, key, distinct))
+    for key, block in blocks.items():
+        space.blocks[key] = block_space(block, space.choices)
+    return space
+
+
+def backend_choices(backends: Sequence[Backend]) -> dict[str, tuple[BackendChoice, Backend]]:
+    """Return backends by text: each as it is, and with the options it names as worth trying."""
+    choices: dict[str, tuple[BackendChoice, Backend]] = {}
+    for backend in backends:
+        choice = BackendChoice(backend.name)
+        choices[str(choice)] = (choice, backend)
+        if backend is not resolve_known(backend.name):
+            continue  # options are of backends by name; this one may have been constructed with others
+        for options in backend.variants:
+            choice = BackendChoice(backend.name, options)
+            choices[str(choice)] = (choice, backend_with_options(backend.name, options))
+    return choices
+
+
+def resolve_known(name: str) -> Backend | None:
+    """Return the backend that a name stands for; None if it stands for none."""
+    try:
+        return by_name(name)
+    except InvalidArgument:
+        return None
+
+
+def block_space(block: Block, choices: Mapping[str, tuple[BackendChoice, Backend]]) -> BlockSpace:
+    """Return the candidates of a block, and which backends take them."""
+    space = BlockSpace(block, operand_description(block.program, block.inputs))
+    defaults = [backend for choice, backend in choices.values() if not choice.options]
+    space.candidates, space.pruned = candidates_of(block, defaults)
+    declined: dict[tuple[str, str], str | None] = {}
+    for number, candidate in enumerate(space.candidates):
+        region = region_of(block, candidate.choice)
+        for choice, backend in choices.values():
+            pair = (candidate.key, backend.name)
+            if pair not in declined:
+                declined[pair] = why_unsupported(region, backend)
+                if (reason := declined[pair]) is not None:
+                    space.pruned.append(Pruned(f"{candidate.label} by {backend.name}", reason))
+            if declined[pair] is None:
+                space.backends.setdefault(number, []).append(choice)
+    return space
+
+
+def _states(
+    gm: GraphModule, mode: Mode, max_states: int, space: SearchSpace
+) -> Iterator[tuple[tuple[PassChoice, ...], GraphModule, str]]:
+    """Yield the distinct graphs that passes lead to, breadth first."""
+    first = graph_key(gm)
+    seen = {first}
+    yield (), gm, first
+    count = 1
+    waiting: list[tuple[tuple[PassChoice, ...], GraphModule]] = [((), gm)]
+    while waiting:
+        pipeline, graph = waiting.pop(0)
+        if len(pipeline) >= _MAX_PASSES:
+            continue
+        for choice in _next_passes(graph, pipeline, mode):
+            try:
+                result = make_pass(choice)(graph)
+            except DovetailError as error:
+                space.pruned.append(Pruned(f"{choice} after {len(pipeline)} passes", str(error)))
+                continue
+            if result is graph:
+                continue
+            key = graph_key(result)
+            if key in seen:
+                continue
+            seen.add(key)
+            if count >= max_states:
+                space.is_complete = False
+                space.pruned.append(
+                    Pruned("further pass orders", f"more than {max_states} distinct graphs; they are sampled")
+                )
+                return
+            waiting.append(((*pipeline, choice), result))
+            if choice.name == "Fuse":
+                # Its regions are candidates of the state before; what matters is which passes can follow.
+                space.pruned.append(
+                    Pruned(
+                        " -> ".join(map(str, (*pipeline, choice))), "its regions are candidates without it"
+                    )
+                )
+                continue
+            count += 1
+            yield (*pipeline, choice), result, key
+
+
+def _next_passes(gm: GraphModule, pipeline: Sequence[PassChoice], mode: Mode) -> Iterator[PassChoice]:
+    """Yield the passes that may come next: each once, merging of siblings for every choice of groups."""
+    applied = {choice.name for choice in pipeline}
+    inference = mode == "inference"
+    if inference:
+        for name in ("FoldConstants", "FoldConvBatchNorm"):
+            if name not in applied:
+                yield PassChoice(name)
+    if "Cleanup" not in applied:
+        yield PassChoice("Cleanup")
+    if "ChannelsLast" not in applied:
+        yield PassChoice("ChannelsLast", {} if inference else {"materialise": False})
+    if "MergeParallel" not in applied:
+        for signatures in _subsets(merge_groups(gm)):
+            options: dict[str, Any] = {"groups": list(signatures)}
+            yield PassChoice("MergeParallel", {**options, "materialise": True} if inference else options)
+    if "Fuse" not in applied:
+        yield PassChoice("Fuse", {"rules": "library"})
+
+
+def merge_groups(gm: GraphModule) -> list[str]:
+    """Return the distinct groups of sibling products of a graph, in the order in which they appear."""
+    signatures: dict[str, None] = {}
+
+    def record(branches: Iterable[Branch]) -> Decline:
+        signatures[group_signature(branches)] = None
+        return Decline("only listed")
+
+    MergeParallel(guard=record).explain(gm)
+    return list(signatures)
+
+
+def _subsets(groups: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield every choice of a few groups; of many, all and each alone."""
+    if len(groups) <= _MAX_MERGE_GROUPS:
+        for size in range(len(groups), 0, -1):
+            yield from itertools.combinations(groups, size)
+        return
+    yield tuple(groups)
+    yield from ((group,) for group in groups)

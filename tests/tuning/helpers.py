@@ -1,0 +1,28 @@
+"""Subjects, results and a clock that tests of the store share."""
+
+from dovetail.tuning.environment import Environment
+from dovetail.tuning.store import Measurement, Store, Subject
+
+HERE = Environment("cpu: test", "", "2.13.0", "3.11.7", 1, (("onnxruntime", "1.31.1"),))
+THERE = Environment("cpu: test", "", "2.14.0", "3.11.7", 1, ())
+BODY = Subject("body", "a1b2", "f32[2, 8]", "inductor 2.13.0 {}", "inference")
+DONE = Measurement((0.25, 0.125))
+FAILED = Measurement((), failure="no kernel for aten::foo")
+
+
+def body(number: int) -> Subject:
+    return Subject("body", f"key{number}", "f32[2]", "eager", "inference")
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def measured(store: Store, subject: Subject, measurement: Measurement) -> None:
+    lease = store.acquire(subject, HERE, seconds=10)
+    assert lease is not None
+    assert lease.complete(measurement)

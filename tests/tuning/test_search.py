@@ -1,0 +1,182 @@
+"""The search on a device with planted costs, where the best program is known."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.tuning.program_search import outlined_regions
+from dovetail.tuning.store import Store
+from tests.tuning.synthetic import (
+    Chain,
+    Costs,
+    Siblings,
+    SyntheticDevice,
+    cost_of,
+    exhaustive,
+    prepared,
+    run,
+    winner_state,
+)
+
+
+def random_costs(seed: int) -> Costs:
+    """Return costs where each kind, backend and boundary has its own, and two kinds interact."""
+    generator = random.Random(seed)
+    factors: dict[tuple[str, str], float] = {}
+    boundaries = {
+        (a, b): generator.choice([0.0, 1.0, 4.0])
+        for a in ("a", "b", "as it is")
+        for b in ("a", "b", "as it is")
+        if (a, b) != ("as it is", "as it is")
+    }
+
+    def region(kind: str, seconds: float, backend: str) -> float:
+        factor = factors.setdefault((kind, backend), generator.uniform(0.3, 1.4))
+        return 2.0 + factor * seconds
+
+    return Costs(
+        operations=lambda name, _: {"linear": 20.0, "tanh": 6.0}.get(name, 4.0),
+        regions=region,
+        boundaries=boundaries,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_program_wins(seed: int) -> None:
+    ready = prepared(Chain())
+    device = SyntheticDevice(ready.space, random_costs(seed))
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    best, programs = exhaustive(device, ["a", "b"])
+    assert 100 < programs < 2000
+    assert len(device.trials) <= 60
+    assert cost_of(searched, device) <= 1.02 * best
+
+
+def test_whole_blocks_show_interactions_that_no_sum_predicts() -> None:
+    ready = prepared(Chain())
+    costs = Costs(
+        operations=lambda name, _: 20.0 if name == "linear" else 5.0,
+        regions=lambda kind, seconds, backend: 0.6 * seconds if backend == "a" else 0.7 * seconds,
+        # Threads of "a" and "b" get in each other's way, and so do those of "a" and the rest.
+        interactions=lambda chosen: 40.0 * (len({b for _, b in chosen.values()}) > 1),
+    )
+    device = SyntheticDevice(ready.space, costs)
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    best, _ = exhaustive(device, ["a", "b"])
+    assert cost_of(searched, device) <= 1.02 * best
+
+
+def test_boundary_costs_keep_a_block_in_one_backend() -> None:
+    ready = prepared(Chain())
+
+    def region(kind: str, seconds: float, backend: str) -> float:
+        return seconds * (0.5 if (kind == "linear_activation") == (backend == "a") else 0.6)
+
+    free = Costs(operations=lambda name, _: 10.0, regions=region)
+    dear = Costs(
+        operations=lambda name, _: 10.0,
+        regions=region,
+        boundaries={(a, b): 30.0 for a in "ab" for b in "ab" if a != b}
+        | {("a", "as it is"): 30.0, ("b", "as it is"): 30.0},
+    )
+    chosen: list[set[str]] = []
+    for costs in (free, dear):
+        device = SyntheticDevice(ready.space, costs)
+        with Store("sqlite://") as store:
+            searched = run(ready, device, store)
+        assert searched.outcome is not None
+        assert cost_of(searched, device) <= 1.02 * exhaustive(device, ["a", "b"])[0]
+        division = next(iter(searched.outcome.winner.choices.values())).division
+        chosen.append({backend.name for _, backend in division.regions})
+    assert chosen[1] <= {"a"} or chosen[1] <= {"b"}
+
+
+@pytest.mark.parametrize("fusing_first", [True, False])
+def test_the_better_order_of_fusing_and_merging_wins(fusing_first: bool) -> None:
+    ready = prepared(Siblings())
+    names = {tuple(c.name for c in s.pipeline) for s in ready.space.states}
+    assert {(), ("MergeParallel",), ("Fuse", "MergeParallel")} <= names
+
+    def operation(name: str, elements: int) -> float:
+        widths = {4 * 52: 12.0 if not fusing_first else 70.0, 4 * 20: 8.0}
+        return widths.get(elements, 20.0) if name == "linear" else 3.0
+
+    costs = Costs(
+        operations=operation,
+        regions=lambda kind, seconds, backend: 0.4 * seconds if kind == "linear_activation" else seconds,
+    )
+    device = SyntheticDevice(ready.space, costs)
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    best, _ = exhaustive(device, ["a", "b"])
+    assert cost_of(searched, device) <= 1.02 * best
+    state = winner_state(searched)
+    assert state is not None
+    expected = ("Fuse", "MergeParallel") if fusing_first else ("MergeParallel",)
+    assert tuple(c.name for c in state.pipeline) == expected
+
+
+def test_a_backend_that_loses_everywhere_leaves_the_model_as_it_is() -> None:
+    ready = prepared(Chain())
+    device = SyntheticDevice(ready.space, Costs(regions=lambda kind, seconds, backend: 1.5 * seconds))
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    assert searched.outcome is not None
+    assert searched.outcome.winner.decision.execution == "model"
+    assert cost_of(searched, device) == device.model()
+
+
+def test_the_same_store_and_seed_give_the_same_bytes_without_measuring(tmp_path: Path) -> None:
+    ready = prepared(Chain())
+    costs = random_costs(3)
+    path = tmp_path / "store.db"
+    first_device = SyntheticDevice(ready.space, costs, noise=0.02)
+    with Store(path) as store:
+        first = run(ready, first_device, store).plan.to_json()
+    assert first_device.trials
+    again_device = SyntheticDevice(ready.space, costs, noise=0.5)
+    again_ready = prepared(Chain())
+    with Store(path) as store:
+        again = run(again_ready, again_device, store).plan.to_json()
+    assert again_device.trials == []
+    assert again == first
+
+
+def test_equal_layers_are_measured_once() -> None:
+    class Layers(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Chain() for _ in range(depth))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    counts: list[int] = []
+    for depth in (4, 24):
+        ready = prepared(Layers(depth))
+        device = SyntheticDevice(ready.space, random_costs(1))
+        with Store("sqlite://") as store:
+            searched = run(ready, device, store)
+        assert searched.outcome is not None
+        counts.append(len(device.trials))
+        blocks = [c for c in searched.outcome.winner.choices.values() if outlined_regions(c)]
+        assert len(blocks) <= len(ready.space.blocks)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.5])
+def test_a_budget_that_is_too_small_still_gives_a_plan_that_applies(seconds: float) -> None:
+    ready = prepared(Chain())
+    device = SyntheticDevice(ready.space, random_costs(2), delay=0.05)
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store, budget=seconds)
+    assert searched.outcome is not None
+    assert not searched.outcome.winner.is_baseline
+    assert searched.plan.graphs
