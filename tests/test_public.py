@@ -65,6 +65,7 @@ PUBLIC = [
     "SaveError",
     "Schedule",
     "ScheduleError",
+    "StoreError",
     "Traffic",
     "UnknownNode",
     "UnknownPart",
@@ -96,6 +97,7 @@ PUBLIC = [
     "text",
     "to_onnx",
     "to_stablehlo",
+    "tune",
 ]
 
 # The arguments that may be given by position; all others are keyword-only.
@@ -195,6 +197,7 @@ POSITIONAL = {
     "save": ["gm", "path"],
     "to_onnx": ["gm", "path"],
     "to_stablehlo": ["gm"],
+    "tune": ["model", "args", "kwargs"],
 }
 
 # A base install has none of these, or they cost more than everything else together.

@@ -26,6 +26,7 @@ from dovetail.errors import (
     RuleError,
     SaveError,
     ScheduleError,
+    StoreError,
     UnknownNode,
     UnknownPart,
     UnknownRegion,
@@ -73,6 +74,7 @@ if _TYPE_CHECKING:
     from dovetail.scheduling.part import Part
     from dovetail.scheduling.schedule import Schedule, schedule
     from dovetail.tuning.plan import Plan
+    from dovetail.tuning.tune import tune
 
 __version__ = "0.1.0"
 
@@ -128,6 +130,7 @@ __all__ = [
     "SaveError",
     "Schedule",
     "ScheduleError",
+    "StoreError",
     "Traffic",
     "UnknownNode",
     "UnknownPart",
@@ -159,6 +162,7 @@ __all__ = [
     "text",
     "to_onnx",
     "to_stablehlo",
+    "tune",
 ]
 
 
@@ -196,6 +200,7 @@ _LATER = {
     "schedule": "dovetail.scheduling.schedule",
     "to_onnx": "dovetail.formats.onnx.to_onnx",
     "to_stablehlo": "dovetail.formats.stablehlo",
+    "tune": "dovetail.tuning.tune",
 }
 
 # Names that there were, with what to do instead.

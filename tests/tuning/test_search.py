@@ -180,3 +180,30 @@ def test_a_budget_that_is_too_small_still_gives_a_plan_that_applies(seconds: flo
     assert searched.outcome is not None
     assert not searched.outcome.winner.is_baseline
     assert searched.plan.graphs
+
+
+def test_torch_compile_of_the_model_is_a_program_that_can_win() -> None:
+    ready = prepared(Chain())
+    device = SyntheticDevice(ready.space, Costs(compiled=0.1))
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    assert searched.outcome is not None
+    assert searched.outcome.winner.decision.execution == "torch.compile"
+    assert not searched.outcome.winner.is_baseline
+    assert cost_of(searched, device) == 0.1 * device.model()
+
+
+def test_passes_and_then_the_whole_graph_by_one_compiler_can_win() -> None:
+    ready = prepared(Siblings())
+    device = SyntheticDevice(
+        ready.space, Costs(whole=lambda seconds, backend: seconds * (0.2 if backend == "a" else 3.0))
+    )
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    names = {
+        (tuple(c.name for c in t.decision.pipeline), t.decision.whole.name)
+        for t in [searched.outcome.winner, *(row[0] for row in searched.outcome.others)]  # type: ignore[union-attr]
+        if t.decision.whole is not None
+    }
+    assert ((), "a") in names
+    assert any(pipeline and backend == "a" for pipeline, backend in names)

@@ -110,6 +110,13 @@ class Decision:
         return ""
 
 
+_EXECUTIONS: Mapping[str, str] = {
+    "graph": "the graph as it is",
+    "model": "the model as it is",
+    "torch.compile": "the model by torch.compile",
+}
+
+
 @dataclass(frozen=True)
 class GraphDecision(Decision):
     """How a whole graph runs: what executes it, which passes come first, and whether it is one region."""
@@ -122,9 +129,7 @@ class GraphDecision(Decision):
     @property
     def choice(self) -> str:
         if self.execution != "regions":
-            return {"graph": "the graph as it is", "model": "the model as it is"}.get(
-                self.execution, self.execution
-            )
+            return _EXECUTIONS[self.execution]
         passes = " -> ".join(map(str, self.pipeline))
         boundaries = "regions of its blocks" if self.whole is None else f"one region by {self.whole}"
         return f"{passes} -> {boundaries}" if passes else boundaries

@@ -116,7 +116,7 @@ class LocalExecutor:
         at = Path(self._folder.name)
         try:
             self._setup = _write_setup(at, model, backends)
-            self._start()
+            self._start(time.monotonic() + _START_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -133,8 +133,8 @@ class LocalExecutor:
     def measure(self, trial: Trial, timeout: float) -> Measurement | None:
         start = time.perf_counter()
         try:
-            worker = self._process or self._start()
             until = time.monotonic() + timeout
+            worker = self._process or self._start(until)
             for key in trial.blocks:
                 if key not in worker.loaded:
                     worker.request(("block", str(self._block_files[key])), until)
@@ -160,9 +160,9 @@ class LocalExecutor:
         with contextlib.suppress(OSError):
             self._folder.cleanup()
 
-    def _start(self) -> _Worker:
+    def _start(self, until: float) -> _Worker:
         self._process = _Worker(Path(self._folder.name), self._setup)
-        self._process.request(("hello", None), time.monotonic() + _START_SECONDS)
+        self._process.request(("hello", None), until)
         return self._process
 
 

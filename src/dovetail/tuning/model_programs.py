@@ -81,10 +81,8 @@ class ModelPrograms:
         return self._built[program.key]
 
     def _build(self, program: ProgramSpec) -> nn.Module:
-        if program.name == EAGER:
-            return self.model
-        if program.name == TORCH_COMPILE:
-            return cast("nn.Module", torch.compile(self.model))
+        if not program.plan:
+            return self.model if program.name == EAGER else cast("nn.Module", torch.compile(self.model))
         options = Options(on_error="fallback", grad=self.mode == "training")
         plan = Plan.from_json(program.plan)
         preset, _ = make_preset(options, backends=self._backends or [], plan=plan)

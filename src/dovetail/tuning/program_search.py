@@ -8,7 +8,6 @@ in a fresh process, and loses its place to any of the always present ones that i
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,8 @@ _FINALISTS = 5
 _WITHIN = 1.3
 """Programs that take more than this many times the best one's time are not compared in the end."""
 _CONFIRMATIONS = 3
+_COMPILERS = 2
+"""Compilers that get the states after passes as one region."""
 _EXECUTION: Mapping[str, str] = {EAGER: "model", TORCH_COMPILE: "torch.compile"}
 """What a plan says for a program without dovetail."""
 
@@ -57,11 +58,13 @@ class ProgramCandidate:
     @property
     def is_baseline(self) -> bool:
         """Whether it runs without dovetail, for comparison only."""
-        return self.program.name in (EAGER, TORCH_COMPILE)
+        return not self.program.plan
 
     @property
     def is_guaranteed(self) -> bool:
         """Whether the winner must not be slower than this one."""
+        if self.decision.pipeline:
+            return False
         return (
             self.is_baseline
             or self.decision.whole is not None
@@ -75,7 +78,7 @@ class Outcome:
 
     winner: ProgramCandidate
     seconds: Spread
-    noise: float
+    noise: float | None
     others: list[tuple[ProgramCandidate, Comparison, Spread]] = field(
         default_factory=list[tuple[ProgramCandidate, Comparison, Spread]]
     )
@@ -121,12 +124,23 @@ class ProgramSearch:
             if not choice.options:
                 self._add_whole(choice)
 
-    def _add_whole(self, choice: BackendChoice) -> None:
-        decision = GraphDecision("", whole=choice)
-        self._add(self._candidate(f"the whole graph by {choice}", decision, 2 + bool(choice.options)))
+    def _add_whole(self, choice: BackendChoice, state: GraphState | None = None) -> None:
+        """Add the graph, or a state of it, as one region."""
+        pipeline = () if state is None else state.pipeline
+        decision = GraphDecision("", pipeline=pipeline, whole=choice)
+        name = (
+            f"the whole graph by {choice}"
+            if not pipeline
+            else f"{cast('GraphState', state).label}, whole by {choice}"
+        )
+        self._add(self._candidate(name, decision, 2 + bool(choice.options) + len(pipeline)))
 
     def add_states(self, states: Sequence[GraphState]) -> None:
-        """Add the divisions that were chosen for the blocks of some states, and the default pipeline by each backend."""
+        """Add the divisions that were chosen for the blocks of some states, and these states as one region each.
+
+        As one region they are compiled by the fastest compilers of the whole graph. The default pipeline by each backend
+        is added too.
+        """
         for state in states:
             choices = {key: self.blocks.choices[key] for key in state.blocks if key in self.blocks.choices}
             if len(choices) < len(state.blocks):
@@ -135,10 +149,24 @@ class ProgramSearch:
             size = sum(len(choice.division.regions) for choice in choices.values())
             name = f"{state.label}, regions of its blocks"
             self._add(self._candidate(name, decision, 4 + len(state.pipeline) + size, state, choices))
+        for choice in self._fastest_compilers():
+            for state in states:
+                self._add_whole(choice, state)
         for backend in self.space.choices:
             self._add_single_backend(self.space.states[0], backend)
         for choice in self.space.backends:
             self._add_whole(choice)
+
+    def _fastest_compilers(self) -> list[BackendChoice]:
+        """Return the backends that run the whole graph fastest, of those that were measured."""
+        ratios = self._ratios()
+        wholes = [
+            (ratios[key], candidate.decision.whole)
+            for key, candidate in self.candidates.items()
+            if candidate.decision.whole is not None and candidate.is_guaranteed and key in ratios
+        ]
+        ranked = sorted(wholes, key=lambda row: row[0])
+        return [choice for ratio, choice in ranked[:_COMPILERS] if choice and ratio <= _WITHIN * ranked[0][0]]
 
     def _add_single_backend(self, state: GraphState, backend: str) -> None:
         """Add the blocks of a state as wholes by one backend, as far as it takes them."""
@@ -240,21 +268,35 @@ class ProgramSearch:
         finalists = self._finalists(ratios)
         outcome = self._compare(finalists, "final")
         if outcome is None:
+            finalists = [self.candidates[key] for key in ratios]
             outcome = self._without_comparison(ratios)
         self._add_rejected(outcome, ratios, finalists)
         return self._confirmed(outcome)
 
     def _without_comparison(self, ratios: Mapping[str, float]) -> Outcome:
         """Return the fastest program by the measurements of each alone, where there was no time to compare them."""
-        best = min(ratios, key=lambda key: (ratios[key], self.candidates[key].complexity))
-        measured = cast("Measurement", self.measurer.get(self.trial(self.candidates[best])))
-        winner = self.candidates[best]
-        if winner.is_baseline:
-            execution = _EXECUTION[winner.program.name]
-            winner = next(
-                c for c in self.candidates.values() if c.decision.execution == execution and not c.is_baseline
-            )
-        return Outcome(winner, spread_of(measured.samples), math.nan)
+        ranked = sorted(ratios, key=lambda key: (ratios[key], self.candidates[key].complexity))
+        winner, outcome = self._as_planned(self.candidates[ranked[0]]), None
+        for key in ranked:
+            measured = cast("Measurement", self.measurer.get(self.trial(self.candidates[key])))
+            spread = spread_of(measured.samples)
+            if outcome is None:
+                outcome = Outcome(winner, spread, None)
+            elif self.candidates[key] is not winner:
+                ratio = ratios[key] / ratios[ranked[0]]
+                outcome.others.append(
+                    (self.candidates[key], Comparison(ratio, ratio, ratio, 0.0, "slower"), spread)
+                )
+        return cast("Outcome", outcome)
+
+    def _as_planned(self, candidate: ProgramCandidate) -> ProgramCandidate:
+        """Return the program that a plan has for one without dovetail; any other as it is."""
+        if not candidate.is_baseline:
+            return candidate
+        execution = _EXECUTION[candidate.program.name]
+        return next(
+            c for c in self.candidates.values() if c.decision.execution == execution and not c.is_baseline
+        )
 
     def _finalists(self, ratios: Mapping[str, float]) -> list[ProgramCandidate]:
         """Return the programs that are compared: those without dovetail, and the fastest of the others."""

@@ -49,7 +49,7 @@ class SearchReport:
     failures: int = 0
     compilations: int = 0
     undecided: int = 0
-    noise: float = 0.0
+    noise: float | None = None
     is_confirmed: bool = False
     phases: dict[str, float] = field(default_factory=dict[str, float])
     predictions: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])

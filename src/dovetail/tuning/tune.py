@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,15 +27,18 @@ from dovetail.scheduling.call_recording import isolated_run
 from dovetail.tuning.apply_plan import make_pass
 from dovetail.tuning.block import blocks_of, record_inputs
 from dovetail.tuning.decisions import PassChoice
+from dovetail.tuning.division_search import DivisionSearch
 from dovetail.tuning.environment import Environment, current_environment
 from dovetail.tuning.executor import IN_WORKER, Executor, InProcess, LocalExecutor, TunedModel
+from dovetail.tuning.measurement import Measurement, Subject
 from dovetail.tuning.measuring import TRIAL_SECONDS, Measurer, Progress
 from dovetail.tuning.plan import Plan
 from dovetail.tuning.progress import make_progress
-from dovetail.tuning.search import Searched, search
+from dovetail.tuning.search import Searched, SearchReport, search
 from dovetail.tuning.search_space import GraphState, SearchSpace, block_space, explore
 from dovetail.tuning.size_ranges import Range, SizedExample, dynamic_shapes_for, sized_examples
 from dovetail.tuning.store import Store
+from dovetail.tuning.trial import RegionTrial, Trial, digest_of
 
 _LOG = logging.getLogger("dovetail")
 _NOT_SEARCHED = {
@@ -52,6 +56,8 @@ _COMPILE_SECONDS: Mapping[str, float] = {
     "xla": 1.5,
 }
 _SAMPLE_SECONDS = 0.6
+_RECORD_SECONDS = 30.0
+_PACKAGES = ("sqlalchemy", "scipy", "optuna", "rich")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,42 @@ class DryRun:
                 f"for it would not measure the compilers on the whole model",
             ]
         )
+
+
+@overload
+def tune(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    budget: float = ...,
+    store: str | os.PathLike[str] | None = ...,
+    sizes: Sequence[tuple[Any, ...]] | Mapping[Any, Mapping[int, Any]] | None = ...,
+    backends: Backends | None = ...,
+    memory: int | None = ...,
+    dry_run: Literal[False] = ...,
+    seed: int = ...,
+    executor: Literal["local"] = ...,
+    progress: bool = ...,
+) -> Plan: ...
+
+
+@overload
+def tune(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    budget: float = ...,
+    store: str | os.PathLike[str] | None = ...,
+    sizes: Sequence[tuple[Any, ...]] | Mapping[Any, Mapping[int, Any]] | None = ...,
+    backends: Backends | None = ...,
+    memory: int | None = ...,
+    dry_run: Literal[True],
+    seed: int = ...,
+    executor: Literal["local"] = ...,
+    progress: bool = ...,
+) -> DryRun: ...
 
 
 @checked_call(
@@ -101,13 +143,17 @@ def tune(
     and backward) in train mode. `store` is a file of measurements, created if it does not exist, that later searches and
     other processes share; without one they are lost with the process. `sizes` are further example inputs, tuples like
     `args` that differ in one size, or `{argument: {dim: Dim(name, min=..., max=...)}}`: each is tuned with an equal part of
-    the budget for a range of sizes around it, and calls are captured for these ranges. `backends` are those that are searched, by default
-    all that are installed and do not change precision. `memory` bounds the peak bytes of a call beyond the weights. With
-    `dry_run` nothing is measured: the result says what would be. Trials run in a worker process, which needs the model to
-    be picklable; otherwise in this one, with a warning. An interrupt (Ctrl-C) ends the search with the best program so far.
+    the budget for a range of sizes around it, and calls are captured for these ranges. `backends` are those that are
+    searched, by default all that are installed and do not change precision. `memory` bounds the peak bytes of a call beyond
+    the weights. With `dry_run` nothing is measured: the result says what would be. The same call with the same store gives
+    the same plan without measuring; with a larger budget the search goes on. Trials run in a worker process, which needs
+    the model to be picklable; otherwise in this one, with a warning. An interrupt (Ctrl-C) ends the search with the best
+    program so far.
     """
     start = time.monotonic()
-    _check_arguments(model, args, kwargs, budget, memory, dry_run, executor)
+    _check_model(model, args, kwargs)
+    _check_options(budget, memory, seed, executor, {"dry_run": dry_run, "progress": progress})
+    _require_packages()
     opened = _open_store(store)
     try:
         if sizes is not None:
@@ -244,6 +290,11 @@ def run_search(
 ) -> Searched:
     """Search with a store and an executor; by default one with a worker process. The budget begins at `start`."""
     start = time.monotonic() if start is None else start
+    subject = _search_subject(prepared, budget, memory, seed)
+    finished = store.get(subject, prepared.environment)
+    if finished is not None:
+        details = cast("Mapping[str, Any]", finished.details)
+        return Searched(Plan.from_json(details["plan"]), SearchReport(**details["report"]), None)
     display = make_progress(budget) if progress is True else None if progress is False else progress
     runs = executor or _executor(prepared)
     measurer = Measurer(
@@ -258,7 +309,7 @@ def run_search(
     try:
         for space in prepared.space.blocks.values():
             runs.add_block(space.block)
-        return search(
+        searched = search(
             prepared.space,
             measurer,
             prepared.environment,
@@ -270,27 +321,64 @@ def run_search(
             new_state=prepared.new_state,
             sizes=prepared.sizes,
         )
+        if searched.outcome is not None and not measurer.interrupted:
+            _record(store, subject, prepared.environment, searched, measurer.elapsed)
+        return searched
     finally:
         measurer.progress.end()
         if executor is None:
             runs.close()
 
 
-def estimate(prepared: Prepared, store: Store) -> DryRun:
-    """Return what a search would measure, with an estimate of its time from stored compilations or typical ones."""
+def _search_subject(prepared: Prepared, budget: float, memory: int | None, seed: int) -> Subject:
+    """Return what identifies a finished search: one with a larger budget goes on from the measurements of this one."""
     space = prepared.space
-    seconds = _compile_seconds(prepared, store)
-    count, stored, total = 0, len(list(store.results(prepared.environment))), 0.0
-    for each in space.blocks.values():
-        total += _SAMPLE_SECONDS
-        for choices in each.backends.values():
-            count += len(choices)
-            total += sum(seconds.get(c.name, 2.0) + _SAMPLE_SECONDS for c in choices)
-    whole = sum(5 * seconds.get(choice.name, 2.0) for choice in space.backends) + 3 * len(space.backends)
-    baselines = 2 * len(space.backends) + 15.0 + whole
-    measurements = count + len(space.blocks) + 2 * len(space.backends) + 6
+    sizes = {pattern: [list(r) for r in ranges] for pattern, ranges in prepared.sizes.items()}
+    key = digest_of([space.key, sizes, float(budget), memory, seed, prepared.label])
+    backends = " | ".join(space.identity_of(choice) for choice in space.backends)
+    return Subject("search", key, prepared.operands, backends, prepared.tuned.mode)
+
+
+def _record(
+    store: Store, subject: Subject, environment: Environment, searched: Searched, seconds: float
+) -> None:
+    """Store the plan of a finished search, so that the same search gives the same plan without measuring."""
+    report = {f.name: getattr(searched.report, f.name) for f in fields(SearchReport)}
+    lease = store.acquire(subject, environment, seconds=_RECORD_SECONDS)
+    if lease is not None:
+        with lease:
+            details = {"plan": searched.plan.to_json(), "report": report}
+            lease.complete(Measurement((seconds,), details=details))
+
+
+def estimate(prepared: Prepared, store: Store) -> DryRun:
+    """Return what a search would measure, with an estimate of its time from stored compilations or typical ones.
+
+    Pass orders that are sampled are not counted: what they lead to is not known before.
+    """
+    space, environment = prepared.space, prepared.environment
+    typical = _compile_seconds(prepared, store)
+    measurer = Measurer(store, environment, InProcess(prepared.tuned, prepared.backends), budget=math.inf)
+    blocks = DivisionSearch(space, prepared.tuned.mode, measurer)
+    trials: list[Trial] = [blocks.operations_trial(key) for key in space.blocks]
+    for key, block in space.blocks.items():
+        trials += blocks.region_trials(key, range(len(block.candidates)))
+    distinct = {trial.subject.digest: trial for trial in trials}.values()
+    missing = [trial for trial in distinct if store.get(trial.subject, environment) is None]
+    seconds = sum(
+        _SAMPLE_SECONDS + (typical.get(trial.backend.name, 2.0) if isinstance(trial, RegionTrial) else 0.0)
+        for trial in missing
+    )
+    # Whole programs: as they are, by torch.compile, by each backend, and the comparisons in the end.
+    wholes = sum(5 * typical.get(choice.name, 2.0) + 5.0 for choice in space.backends) + 15.0
+    programs = len(space.backends) + 5
     return DryRun(
-        space, measurements, stored, count + len(space.backends) + 2, total + baselines, 1.4 * baselines
+        space,
+        len(distinct) + programs,
+        len(distinct) - len(missing),
+        sum(trial.compilations for trial in missing) + programs,
+        seconds + wholes,
+        1.4 * wholes,
     )
 
 
@@ -344,15 +432,23 @@ def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return ", ".join(texts)
 
 
+def _require_packages() -> None:
+    """Raise for what is not installed before anything is measured, not when it is needed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"tuning needs {' and '.join(missing)}, not installed; pip install 'dovetail[tune]'",
+            name=missing[0],
+        )
+
+
 def _open_store(store: Any) -> Store:
     if store is not None and not isinstance(store, (str, os.PathLike)):
         raise InvalidArgument(f"store {store!r}; give the path of a file, or a URL.")
     return Store("sqlite://" if store is None else cast("str", store))
 
 
-def _check_arguments(
-    model: Any, args: Any, kwargs: Any, budget: Any, memory: Any, dry_run: Any, executor: Any
-) -> None:
+def _check_model(model: Any, args: Any, kwargs: Any) -> None:
     if os.environ.get(IN_WORKER):
         raise InvalidArgument(
             "`tune` is called while a worker process imports the script that runs; put the call under "
@@ -367,12 +463,18 @@ def _check_arguments(
         raise InvalidArgument(f"args must be a tuple of example inputs, not a {type(args).__name__}.")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+
+
+def _check_options(budget: Any, memory: Any, seed: Any, executor: Any, switches: Mapping[str, Any]) -> None:
     is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
     if not is_number or not 0 < budget < math.inf:
         raise InvalidArgument(f"budget {budget!r}; give a positive number of seconds.")
     if memory is not None and (not isinstance(memory, int) or isinstance(memory, bool) or memory <= 0):
         raise InvalidArgument(f"memory {memory!r}; give a number of bytes, or None.")
-    if not isinstance(dry_run, bool):
-        raise InvalidArgument(f"dry_run {dry_run!r}; give True or False.")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InvalidArgument(f"seed {seed!r}; give an integer.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name} {value!r}; give True or False.")
     if executor != "local":
         raise InvalidArgument(f"executor {executor!r}; there is 'local'.")

@@ -1,0 +1,255 @@
+"""`dovetail.tune` as a user calls it: plans, stores, budgets, interrupts and bad input."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dovetail
+from dovetail.errors import CaptureError, DovetailError, InvalidArgument, StoreError
+from dovetail.tuning.measurement import Measurement
+from dovetail.tuning.plan import Plan
+from dovetail.tuning.store import Store
+from dovetail.tuning.trial import ProgramTrial, RegionTrial, Trial
+from dovetail.tuning.tune import DryRun, run_search
+from tests.tuning.failing_backends import Works
+from tests.tuning.synthetic import HERE, Chain, Costs, SyntheticDevice, cost_of, prepared
+
+X = torch.randn(4, 8)
+HALVED = Costs(regions=lambda kind, seconds, backend: 0.5 * seconds)
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain().eval()
+
+
+@pytest.mark.timeout(200)
+def test_a_tuned_model_computes_the_same_and_is_not_tuned_twice(tmp_path: Path) -> None:
+    model, store = chain(), tmp_path / "store.db"
+    budget = 30.0
+    start = time.monotonic()
+    plan = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], progress=False)
+    first = time.monotonic() - start
+    assert first < 1.1 * budget + 2.0
+    (by_scope,) = plan.graphs.values()
+    ((scope, decision),) = by_scope.items()
+    assert scope.mode == "inference"
+    assert decision.seconds is not None
+    assert decision.runner_up is not None
+    compiled = dovetail.compile(model, (X,), plan=plan, backends=[Works()], on_error="raise")
+    assert torch.equal(compiled(X), model(X))
+    plan.save(tmp_path / "plan.json")
+    Plan.load(tmp_path / "plan.json").check(model, (X,))
+
+    start = time.monotonic()
+    again = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], progress=False)
+    assert time.monotonic() - start < 0.2 * first
+    assert again.to_json() == plan.to_json()
+    dry = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], dry_run=True)
+    assert dry.stored > 0
+
+
+def test_a_dry_run_measures_nothing_and_names_the_least_useful_budget(tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    dry = dovetail.tune(chain(), (X,), store=store, backends=["openvino"], dry_run=True)
+    assert isinstance(dry, DryRun)
+    assert dry.stored == 0
+    assert dry.measurements > dry.space.options
+    assert dry.least_budget > 0
+    assert dry.compilations < dry.measurements
+    text = str(dry)
+    assert "compilations" in text
+    assert f"less than {dry.least_budget:.0f} s is not useful" in text
+    with Store(store) as opened:
+        assert list(opened.results(HERE)) == []
+
+
+class Interrupted(SyntheticDevice):
+    """Is interrupted by the user in one of its trials."""
+
+    at = 12
+
+    def measure(self, trial: Trial, timeout: float) -> Measurement:
+        if len(self.trials) == self.at:
+            self.trials.append(trial)
+            raise KeyboardInterrupt
+        return super().measure(trial, timeout)
+
+
+def test_an_interrupt_keeps_the_best_so_far_and_the_next_search_goes_on(tmp_path: Path) -> None:
+    ready = prepared(Chain())
+    device = Interrupted(ready.space, HALVED)
+    with Store(tmp_path / "store.db") as store:
+        searched = run_search(ready, store, budget=1e6, executor=device, progress=False)
+        assert searched.plan.graphs
+        assert len(device.trials) == device.at + 1
+        rest = SyntheticDevice(ready.space, HALVED)
+        whole = run_search(ready, store, budget=1e6, executor=rest, progress=False)
+        known = {trial.subject for trial in device.trials[: device.at]}
+        assert known.isdisjoint(trial.subject for trial in rest.trials)
+        assert whole.outcome is not None
+        assert cost_of(whole, rest) < rest.model()
+
+
+def test_a_finished_search_is_read_from_the_store_and_a_larger_budget_goes_on(tmp_path: Path) -> None:
+    ready = prepared(Chain())
+    with Store(tmp_path / "store.db") as store:
+        plans: list[str] = []
+        counts: list[int] = []
+        for budget in (1e6, 1e6, 2e6):
+            device = SyntheticDevice(ready.space, HALVED)
+            searched = run_search(ready, store, budget=budget, executor=device, progress=False)
+            plans.append(searched.plan.to_json())
+            counts.append(len(device.trials))
+            assert searched.report.measured > 0 or budget == 2e6
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
+    assert plans[0] == plans[1] == plans[2]
+
+
+class NeedsMemory(SyntheticDevice):
+    """Every region of backend "a" needs a gigabyte."""
+
+    def measure(self, trial: Trial, timeout: float) -> Measurement:
+        measured = super().measure(trial, timeout)
+        is_large = isinstance(trial, RegionTrial) and trial.backend.name == "a"
+        if isinstance(trial, ProgramTrial):
+            is_large = '"name": "a"' in trial.program.plan
+        return replace(measured, peak_bytes=2**30 if is_large else 2**10)
+
+
+def test_a_program_that_needs_more_memory_than_allowed_does_not_win() -> None:
+    costs = Costs(regions=lambda kind, seconds, backend: seconds * {"a": 0.3, "b": 0.8}[backend])
+    ready = prepared(Chain())
+    chosen: list[str] = []
+    for memory in (None, 2**20):
+        with Store("sqlite://") as store:
+            device = NeedsMemory(ready.space, costs)
+            searched = run_search(ready, store, budget=1e6, memory=memory, executor=device, progress=False)
+        chosen.append(searched.plan.to_json())
+    assert '"name": "a"' in chosen[0]
+    assert '"name": "a"' not in chosen[1]
+    assert '"name": "b"' in chosen[1]
+    assert f"it needs {2**30} bytes, and the limit is {2**20}" in chosen[1]
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Missing(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"budget": 0}, "budget 0; give a positive number of seconds"),
+        ({"budget": -1.5}, "budget -1.5"),
+        ({"budget": float("nan")}, "budget nan"),
+        ({"budget": float("inf")}, "budget inf"),
+        ({"budget": True}, "budget True"),
+        ({"budget": "60"}, "budget '60'"),
+        ({"memory": 0}, "memory 0; give a number of bytes"),
+        ({"memory": 1.5}, "memory 1.5"),
+        ({"dry_run": "yes"}, "dry_run 'yes'; give True or False"),
+        ({"executor": "threads"}, "executor 'threads'"),
+        ({"store": 3}, "store 3; give the path of a file, or a URL"),
+        ({"backends": {"linear": "openvino"}}, "give a list of backends"),
+        ({"backends": ["opnvino"]}, "openvino"),
+        ({"sizes": []}, "sizes must be a list of example inputs"),
+        ({"sizes": [(X,)]}, "no size differs"),
+        ({"seed": "0"}, "seed '0'; give an integer"),
+        ({"progress": 1}, "progress 1; give True or False"),
+        ({"timeout": 3}, "give `budget`"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        dovetail.tune(chain(), (X,), **given)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "kwargs", "message"),
+    [
+        (torch.relu, (X,), None, "tune takes a module"),
+        (Chain(), [X], None, "args must be a tuple"),
+        (Chain(), (X,), [X], "kwargs must be a dict"),
+    ],
+)
+def test_what_is_not_a_model_with_inputs_is_refused(model: Any, args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        dovetail.tune(model, args, kwargs)
+
+
+def test_a_compiled_model_is_refused() -> None:
+    compiled = dovetail.compile(chain(), (X,), backends=[])
+    with pytest.raises(InvalidArgument, match="the model is compiled already"):
+        dovetail.tune(compiled, (X,))
+
+
+def test_a_model_that_cannot_be_captured_is_an_error_of_capturing() -> None:
+    with pytest.raises(CaptureError):
+        dovetail.tune(Branches().eval(), (X,))
+    with pytest.raises(DovetailError):
+        dovetail.tune(Missing().eval(), (X,))
+
+
+def test_a_store_that_cannot_be_opened_is_an_error_and_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="there is no folder"):
+        dovetail.tune(chain(), (X,), store=tmp_path / "missing" / "store.db")
+    text = tmp_path / "notes.txt"
+    text.write_text("not a database, and longer than the header of one " * 10)
+    with pytest.raises(StoreError, match=r"notes\.txt"):
+        dovetail.tune(chain(), (X,), store=text)
+    assert text.read_text().startswith("not a database")
+
+
+def test_packages_that_are_missing_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.tuning.tune._PACKAGES", ("sqlalchemy", "no_such_package"))
+    with pytest.raises(ModuleNotFoundError, match=r"no_such_package.*dovetail\[tune\]"):
+        dovetail.tune(chain(), (X,))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_training_step_has_a_plan_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Chain().train()
+    plan = dovetail.tune(model, (X,), budget=60, store=tmp_path / "s.db", backends=[Works()], progress=False)
+    ((scope, _),) = next(iter(plan.graphs.values())).items()
+    assert scope.mode == "training"
+    expected = torch.autograd.grad(model(X).sum(), list(model.parameters()))
+    compiled = dovetail.compile(model, (X,), plan=plan, backends=[Works()], on_error="raise")
+    actual = torch.autograd.grad(compiled(X).sum(), list(model.parameters()))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_sizes_are_tuned_in_ranges_that_guards_choose_from(tmp_path: Path) -> None:
+    model = chain()
+    plan = dovetail.tune(
+        model,
+        (X,),
+        sizes=[(torch.randn(64, 8),)],
+        budget=90,
+        store=tmp_path / "s.db",
+        backends=[Works()],
+        progress=False,
+    )
+    assert plan.sizes == {"float32[n, 8]": ((2, 16), (17, 64))}
+    assert len(plan.graphs) == 2
+    compiled = dovetail.compile(model, (X,), plan=plan, backends=[Works()])
+    for rows in (4, 12, 17, 64):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(compiled(x), model(x))
