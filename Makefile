@@ -14,7 +14,7 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs fuzz census baseline call-paths bench-capture bench-outline bench-fuse bench-compile bench-int8 bench-backends clean
+.PHONY: help demo test test-all lint docs fuzz census baseline call-paths bench-capture bench-outline bench-fuse bench-compile bench-int8 bench-backends bench-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,11 @@ bench-int8: $(READY)  ## int8 against float32 on ResNet and BERT, error and spee
 bench-backends: $(READY)  ## other compilers through dovetail and alone, steady state and first result; writes benchmarks/RESULTS.md
 	@$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.backends --write benchmarks/RESULTS.md
+
+bench-tune: $(READY)  ## tuned programs against eager, torch.compile, ONNX Runtime and OpenVINO, and how well the search searches; writes benchmarks/RESULTS.md
+	@$(PIP) -e '.[bench]'
+	$(BIN)/python -m benchmarks.tune --write benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.tune_search --write benchmarks/RESULTS.md
 
 clean:  ## remove .venv and everything generated
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info

@@ -30,7 +30,7 @@ from tests.tuning.plans import Layers, X
 from tests.tuning.synthetic import Chain, Planted, Siblings
 from tests.zoo_graphs import zoo_graph
 
-ZOO = ("llama", "bert", "moe", "inception")
+ZOO = ("llama", "bert")
 
 
 class Without(Backend):
@@ -40,7 +40,7 @@ class Without(Backend):
         self.name, self.operator = f"without_{operator}", operator
 
     def supports(self, region: Region) -> Any:
-        targets = [str(node.target) for node in region.body.graph.nodes]
+        targets = [str(node.target) for node in region.body.graph.nodes if node.op == "call_function"]
         return Decline(f"it has no {self.operator}") if any(self.operator in t for t in targets) else True
 
 
@@ -126,7 +126,7 @@ def test_candidates_overlap_and_those_of_most_operations_come_first() -> None:
     assert norm & product
     assert norm - product
     assert product - norm
-    assert units["rms_norm"] < norm
+    assert [c for c in candidates if c.choice.kind == "rms_norm" and c.units < norm]
 
 
 def test_a_transformer_block_has_candidates_of_every_kind() -> None:
@@ -139,22 +139,22 @@ def test_a_transformer_block_has_candidates_of_every_kind() -> None:
     assert ["linear"] * 2 in siblings
     modules = [c for c in candidates if "modules" in c.rules]
     # The layer, its attention, its norms and its MLP; a product alone is an anchor.
-    assert [len(c.units) for c in modules][0] == len(block.units)
+    assert len(modules[0].units) == len(block.units)
     assert [operations(block, c) for c in modules if len(c.units) == 5] == [
         ["linear", "silu", "linear", "mul", "linear"]
     ]
     assert all(len(c.units) > 1 for c in modules)
     anchors = by_rule(block, candidates, "anchors")
-    assert sorted({name for (name,) in anchors}) == ["linear", "matmul"] or len(anchors) >= 7
+    assert anchors == [*[["linear"]] * 3, ["scaled_dot_product_attention"], *[["linear"]] * 4]
 
 
 def test_a_single_operation_that_is_no_anchor_is_no_candidate() -> None:
-    block, candidates = llama()
+    _, candidates = llama()
     alone = [c for c in candidates if len(c.units) == 1]
     assert alone
     assert {c.rules for c in alone} == {("anchors",)}
-    (cheap,) = [c for c in candidates_of(block_of(Layers(depth=0), X), [])[0]]
-    assert len(cheap.units) == 4
+    (pointwise,), _ = candidates_of(block_of(Layers(depth=0), X), [])
+    assert len(pointwise.units) == 4
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -226,16 +226,17 @@ def test_a_set_that_is_not_convex_is_pruned_with_the_node_between() -> None:
     block = block_of(Chain())
     nodes = {node.name: node for node in block.program.graph.nodes}
     # As if one module had computed both, and another one the activation between them.
+    around = {"around": ("around", "Around")}
     for name in ("linear", "mul"):
-        nodes[name].meta["nn_module_stack"] = {"around": ("around", "Around")}
+        nodes[name].meta["nn_module_stack"] = nodes[name].meta["nn_module_stack"] | around
     candidates, pruned = candidates_of(block, [])
     reason = "it is not convex: 'relu' is between its operations"
     assert pruned == [Pruned("module by 'modules'", reason)]
     assert frozenset([0, 2]) not in {c.units for c in candidates}
-    nodes["relu"].meta["nn_module_stack"] = {"around": ("around", "Around")}
+    nodes["relu"].meta["nn_module_stack"] = nodes["relu"].meta["nn_module_stack"] | around
     candidates, pruned = candidates_of(block, [])
     assert pruned == []
-    (whole,) = [c for c in candidates if c.units == {0, 1, 2}]
+    (whole,) = [c for c in candidates if c.units == frozenset([0, 1, 2])]
     assert "modules" in whole.rules
 
 
