@@ -67,6 +67,7 @@ PUBLIC = [
     "ScheduleError",
     "StoreError",
     "Traffic",
+    "TuningError",
     "UnknownNode",
     "UnknownPart",
     "UnknownRegion",

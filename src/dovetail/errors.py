@@ -149,6 +149,10 @@ class StoreError(DovetailError):
         self.store = store
 
 
+class TuningError(DovetailError):
+    """No program of a model could be measured, not even the model as it is."""
+
+
 class RegionError(DovetailError):
     """A region cannot be outlined, found or inlined; nothing was changed."""
 

@@ -33,9 +33,6 @@ from tests.tuning.synthetic import (
 )
 
 FIRST, SECOND = "aten.linear.default 4x8 to [8, 12]", "aten.linear.default 4x8 to [16, 20]"
-TELLS_TEXT = pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="Optuna's `tell` takes a TrialState, and gets 'fail'"
-)
 
 
 class Merging(nn.Module):
@@ -200,7 +197,6 @@ def test_the_budget_ends_sampling(memory: Store) -> None:
     assert len(sampling.pipelines) == 5
 
 
-@TELLS_TEXT
 def test_time_that_ends_before_a_new_state_is_measured_ends_sampling(memory: Store) -> None:
     sampling = Sampling(limited(3), memory)
 
@@ -214,7 +210,6 @@ def test_time_that_ends_before_a_new_state_is_measured_ends_sampling(memory: Sto
     assert sampling.trials == []
 
 
-@TELLS_TEXT
 def test_pipelines_without_a_state_are_passed_over(memory: Store) -> None:
     sampling = Sampling(limited(3), memory)
     seen: list[Any] = []
@@ -227,7 +222,6 @@ def test_pipelines_without_a_state_are_passed_over(memory: Store) -> None:
     assert len(sampling.keys) == 3
 
 
-@TELLS_TEXT
 def test_states_whose_operations_fail_are_passed_over(memory: Store) -> None:
     class Failing(SyntheticDevice):
         def measure(self, trial: Trial, timeout: float) -> Measurement:
@@ -238,7 +232,6 @@ def test_states_whose_operations_fail_are_passed_over(memory: Store) -> None:
     assert len(sampling.pipelines) == pass_sampler._MAX_SAMPLES
 
 
-@pytest.mark.xfail(strict=True, raises=InvalidGraph, reason="the error of a pass ends the search")
 def test_a_pass_that_refuses_the_graph_of_a_pipeline_is_passed_over(
     memory: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

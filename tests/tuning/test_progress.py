@@ -171,7 +171,6 @@ def test_a_terminal_has_one_live_line_that_ends(console: io.StringIO) -> None:
     assert len(console.getvalue()) == length
 
 
-@pytest.mark.xfail(strict=True, reason="Rich reads brackets in a label as markup")
 @pytest.mark.parametrize("label", ["inductor(fallbacks=[true])", "the graph of [/models/a]"])
 def test_brackets_of_a_label_are_displayed_as_they_are(console: io.StringIO, label: str) -> None:
     progress = Terminal(30.0)

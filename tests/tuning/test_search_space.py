@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -78,6 +79,11 @@ def space_of(
     return explore(dovetail.capture(model, args), args, {}, mode, backends, **options)
 
 
+@cache
+def attending() -> SearchSpace:
+    return space_of(Attending().eval())
+
+
 def pipelines(space: SearchSpace) -> list[tuple[str, ...]]:
     return [tuple(choice.name for choice in state.pipeline) for state in space.states]
 
@@ -91,7 +97,7 @@ def test_a_graph_without_passes_that_change_it_has_one_state() -> None:
 
 
 def test_siblings_have_a_state_for_each_choice_of_merge_groups() -> None:
-    space = space_of(Attending().eval())
+    space = attending()
     assert pipelines(space)[:5] == [(), ("FoldConstants",), *[("MergeParallel",)] * 3]
     merged = space.states[2:5]
     assert [s.pipeline[0].options for s in merged] == [
@@ -113,7 +119,7 @@ def test_of_many_groups_all_and_each_alone_are_merged() -> None:
 
 
 def test_orders_that_lead_to_equal_graphs_are_one_state() -> None:
-    space = space_of(Attending().eval())
+    space = attending()
     fold, merge = PassChoice("FoldConstants"), PassChoice("MergeParallel", {"groups": [QKV], **MERGE})
     first, second = (
         graph_key(Pipeline([make_pass(choice) for choice in order])(space.states[0].graph))
@@ -161,7 +167,7 @@ def test_a_pass_that_refuses_a_graph_is_pruned_with_its_error(monkeypatch: pytes
 
 
 def test_more_states_than_the_limit_are_sampled() -> None:
-    complete = space_of(Attending().eval())
+    complete = attending()
     assert complete.is_complete
     assert "sampled" not in str(complete)
     count = len(complete.states)
@@ -187,7 +193,7 @@ def test_training_has_no_passes_that_fold_weights_or_keep_copies_of_them() -> No
     options = [c.options for s in space.states for c in s.pipeline if c.name == "MergeParallel"]
     assert {"groups": [QKV, GATES]} in options
     assert not any("materialise" in each for each in options)
-    inference = {name for pipeline in pipelines(space_of(Attending().eval())) for name in pipeline}
+    inference = {name for pipeline in pipelines(attending()) for name in pipeline}
     assert "FoldConstants" in inference
 
 
@@ -306,7 +312,7 @@ def test_what_is_pruned_twice_is_recorded_once() -> None:
 
 
 def test_states_share_the_blocks_that_they_have_in_common() -> None:
-    space = space_of(Attending().eval())
+    space = attending()
     keys = {key for state in space.states for key in state.blocks}
     assert set(space.blocks) == keys
     assert all(space.blocks[key].block.inputs or not space.blocks[key].operands for key in keys)

@@ -135,6 +135,16 @@ def test_examples_that_differ_in_other_than_one_size_are_refused(
         sized_examples(args, {}, sizes)
 
 
+def test_examples_that_differ_in_a_number_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="differ in more than a size"):
+        sized_examples((X, 3), {}, [(Y, 4)])
+
+
+def test_an_example_without_elements_to_repeat_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        sized_examples((torch.zeros(2, 0),), {}, {0: {1: SIZE}})
+
+
 def forward(x: Tensor, y: Tensor | None = None, *, mask: Any = None) -> None: ...
 
 
@@ -159,8 +169,8 @@ def test_calls_with_a_size_in_a_range_are_captured_for_the_range() -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    [tokens(1), tokens(46), tokens(4).int(), torch.zeros(2, 4, dtype=torch.int64), torch.zeros(1), 4],
-    ids=["below", "above", "dtype", "batch", "rank", "number"],
+    [tokens(4).int(), torch.zeros(2, 4, dtype=torch.int64), torch.zeros(1), 4],
+    ids=["dtype", "batch", "rank", "number"],
 )
 def test_other_calls_are_not(argument: Any) -> None:
     sizes = {"int64[1, n]": ((2, 8), (9, 45))}
@@ -168,9 +178,17 @@ def test_other_calls_are_not(argument: Any) -> None:
     assert shapes(sizes, tokens(4), tokens(4)) is None
 
 
+def test_a_size_in_no_range_is_captured_for_the_gap_it_is_in() -> None:
+    sizes = {"int64[1, n]": ((4, 8), (20, 45))}
+    assert shapes(sizes, tokens(1)) == {"x": None}
+    assert shapes(sizes, tokens(2)) == {"x": {1: ("n", 2, 3)}}
+    assert shapes(sizes, tokens(9)) == {"x": {1: ("n", 9, 19)}}
+    assert shapes(sizes, tokens(46))["x"][1][:2] == ("n", 46)
+
+
 def test_a_range_of_one_size_is_not_symbolic() -> None:
-    assert shapes({"int64[1, n]": ((1, 1), (7, 7))}, tokens(1)) is None
-    assert shapes({"int64[1, n]": ((1, 1), (7, 7))}, tokens(7)) is None
+    assert shapes({"int64[1, n]": ((1, 1), (7, 7))}, tokens(1)) == {"x": None}
+    assert shapes({"int64[1, n]": ((1, 1), (7, 7))}, tokens(7)) == {"x": None}
     assert shapes({}, tokens(7)) is None
 
 
@@ -193,6 +211,12 @@ def test_the_pattern_that_describes_the_call_has_the_ranges() -> None:
     assert shapes(sizes, torch.zeros(4, 7)) == {"x": {1: ("n", 5, 9)}}
     # Two patterns describe it; in the second one its size is in no range.
     assert shapes(sizes, torch.zeros(4, 4)) == {"x": {0: ("n", 2, 16)}}
+
+
+@pytest.mark.parametrize("text", ["a; b", "; "])
+def test_text_among_the_inputs_does_not_change_the_pattern(text: str) -> None:
+    pattern = describe_inputs((tokens(4),), {"mask": text}, {0: {1}})
+    assert shapes({pattern: ((2, 8),)}, tokens(4), mask=text) == {"x": {1: ("n", 2, 8)}, "mask": None}
 
 
 class Scorer(nn.Module):
@@ -234,3 +258,8 @@ def test_without_ranges_sizes_of_one_range_do_not() -> None:
     assert captures_after((4, 8), *compiled({})) == [1, 2]
     # `dynamic` of the caller is used in place of the plan's ranges.
     assert captures_after((4, 8, 2), *compiled({"int64[1, n]": ((2, 8),)}, dynamic=False)) == [1, 2, 3]
+
+
+def test_a_size_in_a_range_is_captured_for_it_after_sizes_in_none() -> None:
+    calls = compiled({"int64[1, n]": ((2, 8), (9, 45))})
+    assert captures_after((4, 50, 60, 20), *calls) == [1, 2, 2, 3]

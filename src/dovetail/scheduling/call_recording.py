@@ -88,8 +88,10 @@ def copy_tensors(value: Any) -> Any:
             return leaf
         if id(leaf) not in copies:
             place = storage_key(leaf) if id(leaf) in strided else None
-            if place is None or holders[place] == 1:
+            if place is None:
                 new = leaf.detach().clone()
+            elif holders[place] == 1:
+                new = _strided_copy(leaf.detach())
             else:
                 storage = storages.setdefault(place, leaf.untyped_storage().clone())
                 new = (
@@ -99,6 +101,15 @@ def copy_tensors(value: Any) -> Any:
         return copies[id(leaf)]
 
     return pytree.tree_map(copy, value)
+
+
+def _strided_copy(value: Tensor) -> Tensor:
+    """Return a copy with the same strides, of the elements between the first and the last one only."""
+    if value.numel() == 0 or value.is_contiguous():
+        return value.clone()
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    elements = value.as_strided((extent,), (1,)).clone()
+    return elements.as_strided(value.shape, value.stride(), 0)
 
 
 def _has_storage(leaf: Any) -> bool:

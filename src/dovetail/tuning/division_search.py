@@ -199,7 +199,9 @@ class DivisionSearch:
         return costs
 
     def _exceeds_memory(self, measured: Measurement) -> bool:
-        return self.memory is not None and (measured.peak_bytes or 0) > self.memory
+        if self.memory is None:
+            return False
+        return measured.peak_bytes is None or measured.peak_bytes > self.memory
 
     def coarse_seconds(self, keys: Mapping[str, int]) -> float:
         """Return the time of blocks with so many calls each, as they are or as a whole by the fastest backend."""

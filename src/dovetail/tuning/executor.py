@@ -7,6 +7,7 @@ files once and loaded by each worker when it first needs them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import multiprocessing.spawn as spawn
 import os
@@ -31,6 +32,7 @@ from dovetail.lowering.backend_protocol import Backend
 from dovetail.lowering.cache import precision, restore_precision
 from dovetail.lowering.worker import describe_exit, die_with_parent, kill_process
 from dovetail.runtime.presets import Mode
+from dovetail.scheduling.call_recording import copy_tensors
 from dovetail.tuning.block import Block
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.trial import Trial
@@ -74,7 +76,10 @@ class TunedModel:
 
 
 class InProcess:
-    """Runs trials in this process: for models that cannot be sent to another. A crash ends the search."""
+    """Runs trials in this process, on a copy of the model: for models that cannot be sent to another.
+
+    A crash ends the search, and a trial that hangs is not stopped.
+    """
 
     def __init__(self, model: TunedModel, backends: Sequence[Backend]) -> None:
         self._model = model
@@ -93,7 +98,8 @@ class InProcess:
             for block in self._blocks.values():
                 self._runner.load_block(block)
             tuned = self._model
-            self._runner.load_model(tuned.model, tuned.args, tuned.kwargs, tuned.mode)
+            args, kwargs = copy_tensors((tuned.args, dict(tuned.kwargs)))
+            self._runner.load_model(copy.deepcopy(tuned.model), args, kwargs, tuned.mode)
         return self._runner.run(trial)
 
     def restart(self) -> None:
@@ -116,7 +122,11 @@ class LocalExecutor:
         at = Path(self._folder.name)
         try:
             self._setup = _write_setup(at, model, backends)
-            self._start(time.monotonic() + _START_SECONDS)
+            until = time.monotonic() + _START_SECONDS
+            worker = self._start(until)
+            # A model that can be written but not read there is an error here, not that of every trial.
+            worker.request(("model", None), until)
+            worker.loaded.add("")
         except BaseException:
             self.close()
             raise

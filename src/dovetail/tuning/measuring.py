@@ -6,8 +6,9 @@ rest. A measurement that the budget cuts short is not stored, so that it can be 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Protocol
 
 from dovetail.tuning.environment import Environment
@@ -45,10 +46,6 @@ class Silent:
     def end(self) -> None: ...
 
 
-class Interrupted(Exception):
-    """The user has interrupted the search; what was measured so far is used."""
-
-
 class Measurer:
     """Takes measurements until a deadline, by the store and an executor."""
 
@@ -81,6 +78,15 @@ class Measurer:
     def left(self, share: float = 1.0) -> float:
         """Return the seconds until a share of the budget is used."""
         return share * self.budget - self.elapsed
+
+    @contextlib.contextmanager
+    def until_interrupted(self) -> Generator[None]:
+        """End a part of the search at an interrupt of the user; what was measured before is used."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.executor.restart()
 
     def get(self, trial: Trial) -> Measurement | None:
         """Return the result of a trial if there is one."""
@@ -117,18 +123,16 @@ class Measurer:
         if lease is None:
             return self.get(trial) is not None
         with lease:
-            try:
-                result = self.executor.measure(trial, timeout)
-            except KeyboardInterrupt:
-                self.interrupted = True
-                self.executor.restart()
+            result = self.executor.measure(trial, timeout)
+            if result is None and timeout < self._trial_seconds:
                 return True
+            is_final = result is not None or timeout >= TRIAL_SECONDS
             if result is None:
-                if timeout < self._trial_seconds:
-                    return True
                 reason = f"it took longer than {timeout:.0f} s and was stopped"
                 result = Measurement((), failure=reason, compile_seconds=timeout)
-            lease.complete(result)
+            # One that a search with a larger budget would give more time is not stored.
+            if is_final and not lease.complete(result):
+                result = self.store.get(trial.subject, self.environment) or result
         self.measured += 1
         self.compilations += trial.compilations
         self.failures += bool(result.failure)

@@ -24,8 +24,8 @@ from dovetail.numerics.tolerance import Tolerance
 from dovetail.runtime.compile import make_preset
 from dovetail.runtime.compiled_module import CompiledModule
 from dovetail.runtime.presets import Mode
-from dovetail.scheduling.call_recording import ModelInputs
-from dovetail.scheduling.verify_schedule import OriginalRuns, RunInputs, TrialRuns
+from dovetail.scheduling.call_recording import ModelInputs, isolated_run
+from dovetail.scheduling.verify_schedule import OriginalRuns, RunInputs, TrialRuns, copy_inputs
 from dovetail.tuning.measurement import JSON, Measurement
 from dovetail.tuning.plan import Plan
 from dovetail.tuning.timing import Interleaved, Run, Timer, Verdict, compare, noise_of, peak_bytes
@@ -83,7 +83,8 @@ class ModelPrograms:
     def _build(self, program: ProgramSpec) -> nn.Module:
         if not program.plan:
             return self.model if program.name == EAGER else cast("nn.Module", torch.compile(self.model))
-        options = Options(on_error="fallback", grad=self.mode == "training")
+        # A backend that declines or fails is a failed trial, not a program without it.
+        options = Options(on_error="raise", grad=self.mode == "training")
         plan = Plan.from_json(program.plan)
         preset, _ = make_preset(options, backends=self._backends or [], plan=plan)
         compiled = CompiledModule(self.model, preset, dynamic_shapes=plan.dynamic_shapes)
@@ -101,13 +102,20 @@ class ModelPrograms:
             self._comparison = RunComparison(OriginalRuns(self._runs, self._inputs))
         actual = self._runs.run_module(module, self._inputs)
         difference = self._comparison.difference(actual, Tolerance())
-        if difference is not None and self._comparison.nondeterminism() is None:
-            raise InvalidProgram(f"it does not compute the same: {difference}")
+        if difference is not None:
+            own = self._comparison.nondeterminism()
+            reason = f"it does not compute the same: {difference}"
+            raise InvalidProgram(
+                reason
+                if own is None
+                else f"{reason}. It cannot be verified: the model differs from itself, {own}"
+            )
         return self._comparison.largest_error(actual)
 
     def step(self, module: nn.Module) -> Run:
-        """Return a call of a program, in training followed by its backward."""
-        args, kwargs = self._example.args, dict(self._example.kwargs)
+        """Return a call of a program on inputs of its own, in training followed by its backward."""
+        example = copy_inputs(self._example)
+        args, kwargs = example.args, dict(example.kwargs)
         if self.mode == "inference":
             return lambda: module(*args, **kwargs)
         leaves = [p for p in self.model.parameters() if p.requires_grad]
@@ -119,17 +127,26 @@ class ModelPrograms:
                 for r in pytree.tree_leaves(module(*args, **kwargs))
                 if isinstance(r, Tensor) and r.requires_grad
             ]
-            total = sum((r.float().sum() for r in results), torch.zeros((), device=self._timer.device))
-            torch.autograd.grad(total, leaves, allow_unused=True)
+            if results and leaves:
+                total = sum((r.float().sum() for r in results), torch.zeros((), device=self._timer.device))
+                torch.autograd.grad(total, leaves, allow_unused=True)
 
         return step
 
     def measure(self, trial: ProgramTrial) -> Measurement:
-        """Return a program's time beside the model's, whether it computes the same, and its peak memory."""
+        """Return a program's time beside the model's, whether it computes the same, and its peak memory.
+
+        What the runs change in the model is restored.
+        """
+        with isolated_run(self.model):
+            return self._measure(trial)
+
+    def _measure(self, trial: ProgramTrial) -> Measurement:
         start = time.perf_counter()
         module = self.build(trial.program)
         run = self.step(module)
-        run()
+        with isolated_run(self.model):
+            run()
         compile_seconds = time.perf_counter() - start
         error = self.verify(module) if module is not self.model else 0.0
         interleaved = Interleaved([run, self.step(self.model)], self._timer)
@@ -149,6 +166,10 @@ class ModelPrograms:
 
         The first program is sampled twice in every round, which gives the noise.
         """
+        with isolated_run(self.model):
+            return self._compare(trial)
+
+    def _compare(self, trial: ComparisonTrial) -> Measurement:
         start = time.perf_counter()
         failures: dict[str, JSON] = {}
         runs: dict[str, Run] = {}
@@ -157,8 +178,10 @@ class ModelPrograms:
                 module = self.build(program)
                 if module is not self.model:
                     self.verify(module)
-                runs[program.key] = self.step(module)
-                runs[program.key]()
+                run = self.step(module)
+                with isolated_run(self.model):
+                    run()
+                runs[program.key] = run
             except Exception as error:
                 failures[program.key] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         compile_seconds = time.perf_counter() - start

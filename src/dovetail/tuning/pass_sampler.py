@@ -29,6 +29,7 @@ class PassSampler:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._failed: Any = optuna.trial.TrialState.FAIL
         self._space, self._blocks, self._new_state = space, blocks, new_state
         self._study: Any = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
         self._groups = merge_groups(space.states[0].graph)
@@ -54,7 +55,7 @@ class PassSampler:
             pipeline = self._suggest(trial)
             state = self._new_state(pipeline)
             if state is None:
-                self._study.tell(trial, state="fail")
+                self._study.tell(trial, state=self._failed)
                 continue
             if state not in self._space.states:
                 self._space.states.append(state)
@@ -64,7 +65,7 @@ class PassSampler:
             if cost > 0:
                 self._study.tell(trial, cost)
             else:
-                self._study.tell(trial, state="fail")
+                self._study.tell(trial, state=self._failed)
 
     def _suggest(self, trial: Any) -> tuple[PassChoice, ...]:
         names = [_NONE, "MergeParallel", *self._choices]

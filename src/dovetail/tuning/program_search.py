@@ -214,9 +214,9 @@ class ProgramSearch:
             self.mode, self.environment, graphs={self.space.key: decision}, blocks=blocks, bodies=bodies
         )
 
-    def _bodies(self, choices: Mapping[str, BlockChoice]) -> dict[str, tuple[str, BackendChoice, str]]:
+    def _bodies(self, choices: Mapping[str, BlockChoice]) -> dict[str, tuple[str, BackendChoice | None, str]]:
         """Return the operands, the backend and a label of each body in some divisions, the weightiest block's first."""
-        bodies: dict[str, tuple[str, BackendChoice, str]] = {}
+        bodies: dict[str, tuple[str, BackendChoice | None, str]] = {}
         weight = {key: self.blocks.seconds(key) * self.space.calls(key) for key in choices}
         for key in sorted(choices, key=lambda k: (-weight[k], k)):
             block = self.space.blocks[key]
@@ -228,6 +228,13 @@ class ProgramSearch:
                 operands = block.candidate_operands(candidate)
                 label = f"{candidate.label} of {block.block.label}"
                 bodies.setdefault(candidate.key, (operands, backend, label))
+        for key in choices:
+            # Regions that passes left and that the division has no backend for run as they are.
+            block = self.space.blocks[key]
+            for candidate in block.candidates:
+                if candidate.choice.rule == EXISTING:
+                    label = f"{candidate.label} of {block.block.label}"
+                    bodies.setdefault(candidate.key, (block.candidate_operands(candidate), None, label))
         return bodies
 
     def _identity(self) -> str:
@@ -258,64 +265,74 @@ class ProgramSearch:
         return ratios
 
     def _exceeds_memory(self, measured: Measurement) -> bool:
-        return self.memory is not None and (measured.peak_bytes or 0) > self.memory
+        if self.memory is None:
+            return False
+        return measured.peak_bytes is None or measured.peak_bytes > self.memory
 
     def decide(self) -> Outcome | None:
-        """Return the fastest program; None if none could be measured."""
+        """Return the fastest program by comparing the best ones; None if there was no time to compare them."""
         ratios = self._ratios()
         if not ratios:
             return None
         finalists = self._finalists(ratios)
         outcome = self._compare(finalists, "final")
         if outcome is None:
-            finalists = [self.candidates[key] for key in ratios]
-            outcome = self._without_comparison(ratios)
+            return None
         self._add_rejected(outcome, ratios, finalists)
         return self._confirmed(outcome)
 
-    def _without_comparison(self, ratios: Mapping[str, float]) -> Outcome:
-        """Return the fastest program by the measurements of each alone, where there was no time to compare them."""
-        ranked = sorted(ratios, key=lambda key: (ratios[key], self.candidates[key].complexity))
-        winner, outcome = self._as_planned(self.candidates[ranked[0]]), None
-        for key in ranked:
-            measured = cast("Measurement", self.measurer.get(self.trial(self.candidates[key])))
-            spread = spread_of(measured.samples)
-            if outcome is None:
-                outcome = Outcome(winner, spread, None)
-            elif self.candidates[key] is not winner:
-                ratio = ratios[key] / ratios[ranked[0]]
-                outcome.others.append(
-                    (self.candidates[key], Comparison(ratio, ratio, ratio, 0.0, "slower"), spread)
-                )
-        return cast("Outcome", outcome)
+    def decide_alone(self) -> Outcome | None:
+        """Return the fastest program by the measurements of each alone; None if none was measured."""
+        ratios = self._ratios()
+        if not ratios:
+            return None
+        outcome = self._without_comparison(ratios)
+        self._add_rejected(outcome, ratios, [self.candidates[key] for key in ratios])
+        return outcome
 
-    def _as_planned(self, candidate: ProgramCandidate) -> ProgramCandidate:
-        """Return the program that a plan has for one without dovetail; any other as it is."""
-        if not candidate.is_baseline:
-            return candidate
-        execution = _EXECUTION[candidate.program.name]
-        return next(
-            c for c in self.candidates.values() if c.decision.execution == execution and not c.is_baseline
-        )
+    def _without_comparison(self, ratios: Mapping[str, float]) -> Outcome:
+        """Return the fastest program by the measurements of each alone, where there was no time to compare them.
+
+        Times are ratios to the model as it is, scaled by one time of it, so that they can be set side by side.
+        """
+        planned = {key: ratio for key, ratio in ratios.items() if not self.candidates[key].is_baseline}
+        if not planned:
+            # Only the programs without dovetail were measured: the model as it is runs by a plan too.
+            as_it_is = next(c for c in self.candidates.values() if c.decision.execution == "model")
+            planned = {as_it_is.program.key: 1.0}
+        ranked = sorted(planned, key=lambda key: (planned[key], self.candidates[key].complexity))
+        base = statistics.median(value for key in ratios for value in self._reference(self.candidates[key]))
+        outcome = Outcome(self.candidates[ranked[0]], _single(planned[ranked[0]] * base), None)
+        for key in sorted({**ratios, **planned}, key=lambda key: ratios.get(key, 1.0)):
+            if key != ranked[0]:
+                ratio = ratios[key] / planned[ranked[0]]
+                comparison = Comparison(ratio, ratio, ratio, 0.0, "slower" if ratio >= 1 else "faster")
+                outcome.others.append((self.candidates[key], comparison, _single(ratios[key] * base)))
+        return outcome
+
+    def _reference(self, candidate: ProgramCandidate) -> list[float]:
+        """Return the times of the model as it is in the rounds of a program."""
+        measured = cast("Measurement", self.measurer.get(self.trial(candidate)))
+        return cast("list[float]", measured.details["reference"])
 
     def _finalists(self, ratios: Mapping[str, float]) -> list[ProgramCandidate]:
         """Return the programs that are compared: those without dovetail, and the fastest of the others."""
         best = min(ratios.values())
         ranked = sorted(ratios, key=lambda key: (ratios[key], self.candidates[key].complexity, key))
-        close = [key for key in ranked if ratios[key] <= _WITHIN * best]
-        planned = [self.candidates[key] for key in close if not self.candidates[key].is_baseline]
+        close = [self.candidates[key] for key in ranked if ratios[key] <= _WITHIN * best]
+        planned = [c for c in close if not c.is_baseline]
         baselines = [self.candidates[key] for key in ranked if self.candidates[key].is_baseline]
-        # What a baseline is decided as must be there if the baseline is.
-        fastest = min((c for c in baselines), key=lambda c: ratios[c.program.key], default=None)
+        # What the fastest baseline is decided as must be there if the baseline is.
         wrapped = [
             self.candidates[key]
             for key in ranked
-            if fastest is not None
-            and self.candidates[key].decision.execution == _EXECUTION[fastest.program.name]
+            if baselines
+            and self.candidates[key].decision.execution == _EXECUTION[baselines[0].program.name]
             and not self.candidates[key].is_baseline
         ]
-        chosen = [*planned[:_FINALISTS], *wrapped]
-        return list({c.program.key: c for c in [*chosen, *baselines]}.values())
+        guaranteed = [c for c in planned if c.is_guaranteed]
+        chosen = [*planned[:_FINALISTS], *guaranteed, *wrapped, *baselines]
+        return list({c.program.key: c for c in chosen}.values())
 
     def _compare(self, candidates: Sequence[ProgramCandidate], stage: str) -> Outcome | None:
         trial = ComparisonTrial(
@@ -372,7 +389,7 @@ class ProgramSearch:
                 if comparison.verdict == "faster" and c in guaranteed
             ]
             if again.winner is outcome.winner or not faster:
-                outcome.is_confirmed = True
+                outcome.is_confirmed = not faster
                 return outcome
             reason = f"it was not confirmed: slower than {again.winner.program.name} in a fresh process"
             outcome = replace(
@@ -401,7 +418,8 @@ class ProgramSearch:
             elif measured.failure:
                 reason = measured.failure
             elif self._exceeds_memory(measured):
-                reason = f"it needs {measured.peak_bytes} bytes, and the limit is {self.memory}"
+                needed = "an unknown number of" if measured.peak_bytes is None else measured.peak_bytes
+                reason = f"it needs {needed} bytes, and the limit is {self.memory}"
             else:
                 reason = f"{ratios[key]:.3f} times the time of the model as it is"
             outcome.rejected.append(Alternative(candidate.program.name, seconds, reason))
@@ -447,7 +465,7 @@ class ProgramSearch:
         self,
         key: str,
         operands: str,
-        backend: BackendChoice,
+        backend: BackendChoice | None,
         label: str,
         choices: Mapping[str, BlockChoice],
     ) -> BodyDecision:
@@ -459,7 +477,7 @@ class ProgramSearch:
             for cost in self.blocks.costs(block_key, numbers[:1]):
                 base = sum(units[k] for k in cost.candidate.units)
                 rows.setdefault(str(cost.backend), (cost, base))
-        if str(backend) not in rows:
+        if backend is None or str(backend) not in rows:
             return BodyDecision(label, operands=operands, backend=backend)
         times = {
             name: Spread(cost.ratio * base, cost.low * base, cost.high * base, cost.samples)
@@ -474,6 +492,10 @@ class ProgramSearch:
             replace(a, reason=f"{cast('Spread', a.seconds).median / own:.3f} times the time") for a in others
         ]
         return BodyDecision(label, times[str(backend)], slower[0], tuple(slower[1:]), operands, backend)
+
+
+def _single(seconds: float) -> Spread:
+    return Spread(seconds, seconds, seconds, 1)
 
 
 def outlined_regions(choice: BlockChoice) -> tuple[Any, ...]:

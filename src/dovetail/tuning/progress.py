@@ -92,24 +92,26 @@ class Terminal(_Counts):
         super().__init__(budget)
         from rich.console import Console
         from rich.live import Live
+        from rich.text import Text
 
+        self._text: Any = Text  # labels are not markup
         self._live: Any = Live("", console=Console(stderr=True), refresh_per_second=4, transient=False)
         self._live.start()
 
     def begin(self, phase: str, trials: int) -> None:
         super().begin(phase, trials)
-        self._live.update(str(self))
+        self._live.update(self._text(str(self)))
 
     def done(self, trial: Trial, measurement: Measurement, *, is_stored: bool) -> None:
         super().done(trial, measurement, is_stored=is_stored)
-        self._live.update(str(self))
+        self._live.update(self._text(str(self)))
 
     def best(self, label: str, seconds: float) -> None:
         super().best(label, seconds)
-        self._live.update(str(self))
+        self._live.update(self._text(str(self)))
 
     def end(self) -> None:
-        self._live.update(str(self))
+        self._live.update(self._text(str(self)))
         self._live.stop()
 
 

@@ -51,6 +51,7 @@ class SearchReport:
     undecided: int = 0
     noise: float | None = None
     is_confirmed: bool = False
+    is_interrupted: bool = False
     phases: dict[str, float] = field(default_factory=dict[str, float])
     predictions: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
 
@@ -113,7 +114,8 @@ def search(
     def phase(name: str, run: Callable[[float], object]) -> None:
         start = measurer.elapsed
         end = start + _SHARES[name] * max(0.0, measurer.left())
-        run(end / measurer.budget)
+        with measurer.until_interrupted():
+            run(end / measurer.budget)
         report.phases[name] = measurer.elapsed - start
 
     programs.add_baselines()
@@ -130,13 +132,17 @@ def search(
     programs.add_states(best)
     phase("programs", lambda share: programs.measure("programs", share))
     start = measurer.elapsed
-    outcome = programs.decide()
+    outcome: Outcome | None = None
+    with measurer.until_interrupted():
+        outcome = programs.decide()
+    if outcome is None:
+        outcome = programs.decide_alone()
     report.phases["final"] = measurer.elapsed - start
     report.programs_log10, report.states = space.log10_programs, len(space.states)
     report.blocks, report.options = len(space.blocks), space.options
     report.measured, report.reused = measurer.measured, measurer.reused
     report.failures, report.compilations = measurer.failures, measurer.compilations
-    report.predictions = blocks.predictions
+    report.predictions, report.is_interrupted = blocks.predictions, measurer.interrupted
     if outcome is None:
         return Searched(Plan(), report, None)
     report.undecided, report.noise, report.is_confirmed = (

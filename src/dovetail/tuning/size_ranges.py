@@ -21,6 +21,7 @@ from dovetail.runtime.automatic_dynamic import Dimensions
 
 Range = tuple[int, int]
 _SIZE = "n"
+_SEPARATOR, _ESCAPED = "; ", "\\x3b "
 _POINTS = 3
 """How many sizes of a dynamic dimension are tuned."""
 
@@ -43,8 +44,9 @@ def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], varying: M
             sizes = [_SIZE if d in varying.get(i, ()) else str(n) for d, n in enumerate(leaf.shape)]
             texts.append(f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
         else:
-            texts.append(repr(leaf) if isinstance(leaf, (int, float, bool, str)) else type(leaf).__name__)
-    return "; ".join(texts)
+            text = repr(leaf) if isinstance(leaf, (int, float, bool, str)) else type(leaf).__name__
+            texts.append(text.replace(_SEPARATOR, _ESCAPED))
+    return _SEPARATOR.join(texts)
 
 
 def dynamic_shapes_for(
@@ -53,26 +55,40 @@ def dynamic_shapes_for(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the `dynamic_shapes` of a call whose size is in a range; None for any other call."""
+    """Return the `dynamic_shapes` of a call with the inputs of a pattern; None for any other call.
+
+    A size in no range gets the gap that it is in, so that its capture does not take the calls of a range.
+    """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     for pattern, ranges in sizes.items():
         matched = _match(pattern, leaves, args, kwargs)
         if matched is None:
             continue
         size, varying = matched
-        for low, high in ranges:
-            if low <= size <= high and low < high:
-                dim = Dim("n", min=low, max=high)
-                dims = tuple(dict.fromkeys(sorted(varying.get(i, ())), dim) for i in range(len(leaves)))
-                return Dimensions(spec, dims).as_dynamic_shapes(forward, args, kwargs)
+        low, high = _range_or_gap(size, ranges)
+        dim = Dim("n", min=low, max=high) if high is None or low < high else None
+        dims = tuple(
+            dict.fromkeys(sorted(varying.get(i, ())) if dim else (), dim) for i in range(len(leaves))
+        )
+        return Dimensions(spec, cast("Any", dims)).as_dynamic_shapes(forward, args, kwargs)
     return None
+
+
+def _range_or_gap(size: int, ranges: Sequence[Range]) -> tuple[int, int | None]:
+    """Return the range that a size is in, or the sizes around it that are in none; sizes of 0 and 1 are alone."""
+    inside = next((r for r in ranges if r[0] <= size <= r[1]), None)
+    if inside is not None or size < 2:
+        return inside or (size, size)
+    below = max((high for _, high in ranges if high < size), default=1)
+    above = min((low for low, _ in ranges if low > size), default=None)
+    return max(2, below + 1), None if above is None else above - 1
 
 
 def _match(
     pattern: str, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[int, dict[int, set[int]]] | None:
     """Return the size of a call and where it is, if its inputs are those of a pattern."""
-    parts = pattern.split("; ")
+    parts = pattern.split(_SEPARATOR)
     if len(parts) != len(leaves):
         return None
     varying: dict[int, set[int]] = {}
@@ -181,6 +197,8 @@ def _with_size(value: Any, dim: int, size: int) -> Any:
     """Return a tensor with its elements repeated or cut along a dimension."""
     if not isinstance(value, Tensor) or not -value.dim() <= dim < value.dim():
         raise InvalidArgument(f"sizes: there is no dimension {dim} of a {type(value).__name__}.")
+    if value.shape[dim] == 0:
+        raise InvalidArgument("sizes: an example of size 0 has no elements to repeat.")
     index = torch.arange(size, device=value.device) % value.shape[dim]
     return value.index_select(dim, index)
 
@@ -195,6 +213,8 @@ def _varying(examples: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> d
             raise InvalidArgument("sizes: the examples have other inputs than `args`.")
         for i, (a, b) in enumerate(zip(first, leaves, strict=True)):
             if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+                if type(a) is not type(b) or (isinstance(a, (int, float, str)) and a != b):
+                    raise InvalidArgument("sizes: the examples differ in more than a size.")
                 continue
             if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
                 raise InvalidArgument("sizes: the examples differ in more than a size.")

@@ -7,6 +7,7 @@ candidate that raises is a failed measurement with the reason; one that kills th
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -209,7 +210,10 @@ class TrialRunner:
         for number, division in enumerate(trial.divisions):
             try:
                 lowered = self.divided(block, [*division.regions], training)
-                errors[str(number)] = _numeric_error(lowered, block.program, block.inputs)
+                error = _numeric_error(lowered, block.program, block.inputs)
+                if error is not None and not math.isfinite(error):
+                    raise InvalidArgument(f"its results are off by {error}")
+                errors[str(number)] = error
                 run = _step(lowered, block.inputs, training)
                 run()
             except Exception as error:

@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast, overload
 
@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from dovetail.errors import CaptureError, InvalidArgument, checked_call
+from dovetail.errors import CaptureError, DovetailError, InvalidArgument, TuningError, checked_call
 from dovetail.frontend.capture import capture
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.lowering.backend_protocol import Backend, Backends, built_in, resolve
@@ -25,7 +25,7 @@ from dovetail.runtime.compiled_module import CompiledModule
 from dovetail.runtime.presets import Mode
 from dovetail.scheduling.call_recording import isolated_run
 from dovetail.tuning.apply_plan import make_pass
-from dovetail.tuning.block import blocks_of, record_inputs
+from dovetail.tuning.block import Block, blocks_of, record_inputs
 from dovetail.tuning.decisions import PassChoice
 from dovetail.tuning.division_search import DivisionSearch
 from dovetail.tuning.environment import Environment, current_environment
@@ -34,6 +34,7 @@ from dovetail.tuning.measurement import Measurement, Subject
 from dovetail.tuning.measuring import TRIAL_SECONDS, Measurer, Progress
 from dovetail.tuning.plan import Plan
 from dovetail.tuning.progress import make_progress
+from dovetail.tuning.region_candidates import Pruned
 from dovetail.tuning.search import Searched, SearchReport, search
 from dovetail.tuning.search_space import GraphState, SearchSpace, block_space, explore
 from dovetail.tuning.size_ranges import Range, SizedExample, dynamic_shapes_for, sized_examples
@@ -57,6 +58,8 @@ _COMPILE_SECONDS: Mapping[str, float] = {
 }
 _SAMPLE_SECONDS = 0.6
 _RECORD_SECONDS = 30.0
+_SEARCH_VERSION = 1
+"""Raised when searches decide differently: plans of finished ones are then not read from stores."""
 _PACKAGES = ("sqlalchemy", "scipy", "optuna", "rich")
 
 
@@ -198,6 +201,8 @@ def _tune_sizes(
             continue
         searched = run_search(prepared, store, budget=budget / len(examples), start=start, **options)
         plan |= searched.plan
+        if searched.report.is_interrupted:
+            break
     if not dry_run:
         return plan
     return replace(
@@ -235,12 +240,18 @@ class Prepared:
     operands: str
     label: str
     sizes: Mapping[str, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
+    add_block: Callable[[Block], None] = lambda block: None
+    """Makes a block of a new state available to trials."""
 
     def new_state(self, pipeline: Sequence[PassChoice]) -> GraphState | None:
-        """Return the state that a pipeline leads to: one of the space if its graph is there already."""
+        """Return the state that a pipeline leads to, one of the space if its graph is there already; None if refused."""
         graph = self.space.states[0].graph
-        for choice in pipeline:
-            graph = make_pass(choice)(graph)
+        try:
+            for choice in pipeline:
+                graph = make_pass(choice)(graph)
+        except DovetailError as error:
+            self.space.pruned.append(Pruned(" -> ".join(map(str, pipeline)), str(error)))
+            return None
         key = graph_key(graph)
         known = next((s for s in self.space.states if s.key == key), None)
         if known is not None:
@@ -250,6 +261,7 @@ class Prepared:
         record_inputs(graph, blocks, tuned.args, tuned.kwargs, grad=tuned.mode == "training")
         for block_key in new:
             self.space.blocks[block_key] = block_space(blocks[block_key], self.space.choices)
+            self.add_block(blocks[block_key])
         return GraphState(tuple(pipeline), graph, key, blocks)
 
 
@@ -309,6 +321,7 @@ def run_search(
     try:
         for space in prepared.space.blocks.values():
             runs.add_block(space.block)
+        prepared.add_block = runs.add_block
         searched = search(
             prepared.space,
             measurer,
@@ -321,7 +334,9 @@ def run_search(
             new_state=prepared.new_state,
             sizes=prepared.sizes,
         )
-        if searched.outcome is not None and not measurer.interrupted:
+        if searched.outcome is None:
+            raise _nothing_measured(store, prepared, measurer, memory)
+        if not measurer.interrupted:
             _record(store, subject, prepared.environment, searched, measurer.elapsed)
         return searched
     finally:
@@ -334,9 +349,25 @@ def _search_subject(prepared: Prepared, budget: float, memory: int | None, seed:
     """Return what identifies a finished search: one with a larger budget goes on from the measurements of this one."""
     space = prepared.space
     sizes = {pattern: [list(r) for r in ranges] for pattern, ranges in prepared.sizes.items()}
-    key = digest_of([space.key, sizes, float(budget), memory, seed, prepared.label])
+    key = digest_of([_SEARCH_VERSION, space.key, sizes, float(budget), memory, seed, prepared.label])
     backends = " | ".join(space.identity_of(choice) for choice in space.backends)
     return Subject("search", key, prepared.operands, backends, prepared.tuned.mode)
+
+
+def _nothing_measured(
+    store: Store, prepared: Prepared, measurer: Measurer, memory: int | None
+) -> BaseException:
+    """Return why a search has no program, not even the model as it is."""
+    if measurer.interrupted:
+        return KeyboardInterrupt()
+    failures = [m.failure for _, m in store.results(prepared.environment, kind="program") if m.failure]
+    if failures:
+        return TuningError(f"no program of the model runs: {failures[0]}")
+    if memory is not None and measurer.measured:
+        return TuningError(f"no program runs within {memory} bytes. Give a larger `memory`.")
+    return TuningError(
+        f"nothing could be measured within {measurer.budget:.3g} s. Give a larger `budget`; dry_run=True estimates it."
+    )
 
 
 def _record(
@@ -471,8 +502,8 @@ def _check_options(budget: Any, memory: Any, seed: Any, executor: Any, switches:
         raise InvalidArgument(f"budget {budget!r}; give a positive number of seconds.")
     if memory is not None and (not isinstance(memory, int) or isinstance(memory, bool) or memory <= 0):
         raise InvalidArgument(f"memory {memory!r}; give a number of bytes, or None.")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise InvalidArgument(f"seed {seed!r}; give an integer.")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise InvalidArgument(f"seed {seed!r}; give an integer of 0 or more.")
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise InvalidArgument(f"{name} {value!r}; give True or False.")
