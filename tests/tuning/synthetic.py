@@ -262,6 +262,8 @@ def prepared(model: nn.Module, *inputs: Tensor, backends: tuple[str, ...] = ("a"
     torch.manual_seed(0)
     ready = prepare(model.eval(), inputs or (torch.randn(4, 8),), None, [Planted(name) for name in backends])
     ready.environment = HERE
+    # All parts are there, so that the best program can be found by trying all of them.
+    ready.space.expand(list(ready.space.blocks))
     return ready
 
 

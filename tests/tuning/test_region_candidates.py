@@ -219,7 +219,7 @@ def test_the_reason_why_a_backend_does_not_take_a_region() -> None:
     whole = region_of(block, candidates_of(block, [])[0][0].choice)
     assert why_unsupported(whole, Planted("all")) is None
     assert why_unsupported(whole, Without("gelu")) == "it has no gelu"
-    assert why_unsupported(whole, Unable()) == "`supports` raised KeyError: 'module'"
+    assert why_unsupported(whole, Unable()) == "`supports` raised KeyError: 'whole'"
 
 
 def test_a_set_that_is_not_convex_is_pruned_with_the_node_between() -> None:

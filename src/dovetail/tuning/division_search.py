@@ -108,6 +108,7 @@ class DivisionSearch:
 
     def measure_candidates(self, keys: Sequence[str], share: float) -> None:
         """Measure all candidates of some blocks, those of the largest share of the time first."""
+        self.space.expand(keys)
         totals = {key: self.seconds(key) * self.space.calls(key) for key in keys}
         total = sum(totals.values()) or 1.0
         ranked: list[tuple[float, int, RegionTrial]] = []

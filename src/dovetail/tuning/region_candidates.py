@@ -7,6 +7,7 @@ A candidate's body is built, and so hashed, without outlining it: in time linear
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,14 +62,17 @@ class Pruned:
 
 
 def candidates_of(
-    block: Block, backends: Sequence[Backend], limit: int = MAX_CANDIDATES
+    block: Block, backends: Sequence[Backend], limit: int = MAX_CANDIDATES, *, parts: bool = True
 ) -> tuple[list[RegionCandidate], list[Pruned]]:
-    """Return the candidates of a block, those that cover most first, and what was pruned."""
+    """Return the candidates of a block, those that cover most first, and what was pruned.
+
+    Without `parts` they are the block as a whole and the regions that it has already.
+    """
     context, pruned = block.context, list[Pruned]()
     planner = Planner(context, AlwaysPays())
     bodies = Bodies(block.program, {node.name for node in context.nodes})
     by_units: dict[tuple[Any, ...], RegionCandidate] = {}
-    for proposed in _proposals(block, backends):
+    for proposed in itertools.chain(_whole(block), _parts(block, backends) if parts else ()):
         for plan in planner.plans(proposed):
             if isinstance(plan, Refused):
                 pruned.append(Pruned(f"{proposed.candidate.kind} by '{proposed.rule.name}'", plan.reason))
@@ -108,14 +112,17 @@ def _folded(pruned: Iterable[Pruned]) -> list[Pruned]:
     ]
 
 
-def _proposals(block: Block, backends: Sequence[Backend]) -> Iterator[Proposed]:
+def _whole(block: Block) -> list[Proposed]:
+    whole = _Fixed("whole", "whole", [[i for unit in block.units for i in unit]])
+    return collect(block.context, RuleSet(whole)).candidates
+
+
+def _parts(block: Block, backends: Sequence[Backend]) -> Iterator[Proposed]:
     from dovetail.rules import DEFAULT, library
 
     context = block.context
     rules = RuleSet(library.ALL, groups(), siblings(), _Modules())
     yield from collect(context, rules).candidates
-    whole = _Fixed("whole", "whole", [[i for unit in block.units for i in unit]])
-    yield from collect(context, RuleSet(whole)).candidates
     for name, rule_set in (("default", DEFAULT), ("groups", RuleSet(groups()))):
         members = _fused_members(block, rule_set)
         yield from collect(context, RuleSet(_Fixed(f"fuse_{name}", "group", members))).candidates

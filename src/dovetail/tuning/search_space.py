@@ -63,6 +63,8 @@ class BlockSpace:
     candidates: list[RegionCandidate] = field(default_factory=list[RegionCandidate])
     backends: dict[int, list[BackendChoice]] = field(default_factory=dict[int, list[BackendChoice]])
     pruned: list[Pruned] = field(default_factory=list[Pruned])
+    is_expanded: bool = False
+    """Whether the candidates that are parts of the block are there."""
     _operands: dict[str, str] = field(default_factory=dict[str, str])
 
     def candidate_operands(self, candidate: RegionCandidate) -> str:
@@ -115,6 +117,12 @@ class SearchSpace:
         top = max(logs, default=0.0)
         return top + math.log10(sum(10 ** (each - top) for each in logs)) if logs else 0.0
 
+    def expand(self, keys: Iterable[str]) -> None:
+        """Derive the candidates that are parts of some blocks: only those of the best states are measured."""
+        for key in keys:
+            if not self.blocks[key].is_expanded:
+                self.blocks[key] = block_space(self.blocks[key].block, self.choices)
+
     def calls(self, key: str) -> int:
         """Return how many calls of a block the states have at most."""
         return max((s.blocks[key].calls for s in self.states if key in s.blocks), default=0)
@@ -147,6 +155,7 @@ class SearchSpace:
             lines.append(
                 f"block {key[:12]}: {space.block.label}, {len(space.block.units)} units, "
                 f"{len(space.candidates)} candidates, {space.options} with a backend"
+                + ("" if space.is_expanded else "; its parts are candidates if its state is among the best")
             )
             lines += [f"  pruned: {one.what}: {one.reason}" for one in space.pruned]
         lines += [f"pruned: {one.what}: {one.reason}" for one in self.pruned]
@@ -171,7 +180,7 @@ def explore(
         blocks.update({block_key: distinct[block_key] for block_key in new})
         space.states.append(GraphState(pipeline, graph, key, distinct))
     for key, block in blocks.items():
-        space.blocks[key] = block_space(block, space.choices)
+        space.blocks[key] = block_space(block, space.choices, parts=key in space.states[0].blocks)
     return space
 
 
@@ -197,11 +206,13 @@ def resolve_known(name: str) -> Backend | None:
         return None
 
 
-def block_space(block: Block, choices: Mapping[str, tuple[BackendChoice, Backend]]) -> BlockSpace:
-    """Return the candidates of a block, and which backends take them."""
-    space = BlockSpace(block, operand_description(block.program, block.inputs))
+def block_space(
+    block: Block, choices: Mapping[str, tuple[BackendChoice, Backend]], *, parts: bool = True
+) -> BlockSpace:
+    """Return the candidates of a block, without `parts` it as a whole only, and which backends take them."""
+    space = BlockSpace(block, operand_description(block.program, block.inputs), is_expanded=parts)
     defaults = [backend for choice, backend in choices.values() if not choice.options]
-    space.candidates, space.pruned = candidates_of(block, defaults)
+    space.candidates, space.pruned = candidates_of(block, defaults, parts=parts)
     declined: dict[tuple[str, str], str | None] = {}
     for number, candidate in enumerate(space.candidates):
         region = region_of(block, candidate.choice)

@@ -260,7 +260,7 @@ class Prepared:
         tuned = self.tuned
         record_inputs(graph, blocks, tuned.args, tuned.kwargs, grad=tuned.mode == "training")
         for block_key in new:
-            self.space.blocks[block_key] = block_space(blocks[block_key], self.space.choices)
+            self.space.blocks[block_key] = block_space(blocks[block_key], self.space.choices, parts=False)
             self.add_block(blocks[block_key])
         return GraphState(tuple(pipeline), graph, key, blocks)
 
