@@ -263,7 +263,15 @@ def test_no_other_file_tests_for_names_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["COMPOSITE_OPERATOR", "PRESERVED_OPERATOR", "DICT_VERSION", "GENERATOR_METACLASS"]
+    "name",
+    [
+        "COMPOSITE_OPERATOR",
+        "PRESERVED_OPERATOR",
+        "DICT_VERSION",
+        "ROOT_GUARD_MANAGER",
+        "GUARD_MANAGER_TYPE",
+        "GENERATOR_METACLASS",
+    ],
 )
 def test_what_is_only_slower_or_refused_without_a_name_is_not_stated(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

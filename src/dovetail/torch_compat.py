@@ -204,6 +204,16 @@ DICT_VERSION = TorchName(
     "shows whether no attribute of a module was written since the last call",
     "attributes are looked up in every call, which is slower",
 )
+ROOT_GUARD_MANAGER = TorchName(
+    "torch._C._dynamo.guards.RootGuardManager",
+    "compares the versions of many dicts in C++",
+    "they are compared one by one, slower",
+)
+GUARD_MANAGER_TYPE = TorchName(
+    "torch._dynamo.guards.GuardManagerType",
+    "names the kind of guards that compare the versions of dicts in C++",
+    "they are compared one by one, slower",
+)
 TENSOR_GUARDS = TorchName(
     "torch._C._dynamo.guards.TensorGuards",
     "compares the operands of a compiled region with those it was compiled for, in C++",
@@ -274,6 +284,8 @@ NAMES: tuple[TorchName, ...] = (
     *DISPATCH,
     GENERATOR_METACLASS,
     DICT_VERSION,
+    ROOT_GUARD_MANAGER,
+    GUARD_MANAGER_TYPE,
     TENSOR_GUARDS,
     ALIASING_TAG,
     REDUCTION_TAG,

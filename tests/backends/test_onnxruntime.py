@@ -131,3 +131,18 @@ def test_session_options_are_passed_on() -> None:
     fast = lower(whole(lambda x: torch.relu(x @ x), x), backend, cache=False, on_error="raise")
     torch.testing.assert_close(fast(x), torch.relu(x @ x))
     assert backend.options == {"session.intra_op.allow_spinning": "0"}
+
+
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_small_and_large_results_have_memory_and_strides_of_their_own(rows: int) -> None:
+    x = torch.randn(8, rows)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(x).t(), x * 2
+
+    fast = lowered(both, x)
+    first, kept = fast(x), [value.clone() for value in both(x)]
+    fast(-x)
+    for value, expected, original in zip(first, kept, both(x), strict=True):
+        assert torch.equal(value, expected)
+        assert value.stride() == original.stride()

@@ -108,10 +108,13 @@ def _of_the_class(gm: GraphModule) -> None:
 CHANGES = [_data, _parameter, _module, _ancestor, _shadowed, _tensor_attribute, _parametrized, _of_the_class]
 
 
+@pytest.mark.parametrize("calls", [1, 6])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_is_seen(change: Any) -> None:
+def test_what_is_changed_is_seen(change: Any, calls: int) -> None:
     gm = lowered()
-    before = gm(X)
+    before = X
+    for _ in range(calls):
+        before = gm(X)
     change(gm)
     assert torch.equal(gm(X), doubled())
     assert not torch.equal(gm(X), before)

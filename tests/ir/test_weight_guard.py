@@ -13,6 +13,8 @@ from dovetail.ir.weight_guard import (
     Checksums,
     Chunk,
     ContentGuard,
+    DictSnapshot,
+    dict_version,
     mutation_stamp,
     packed_bytes,
     version_sentinel,
@@ -154,3 +156,16 @@ def test_one_look_per_tensor_and_call() -> None:
 def test_bytes_of_any_layout(index: Any) -> None:
     value = torch.randn(2, 3)[index]
     assert bytes(packed_bytes(value).tolist()) == value.numpy().tobytes()
+
+
+@pytest.mark.parametrize("checks", range(6))
+@pytest.mark.parametrize("count", [1, 32, 33, 100])
+def test_a_snapshot_notices_a_write_to_any_dict(count: int, checks: int) -> None:
+    for at in {0, count // 2, count - 1}:
+        dicts: list[dict[str, int]] = [{} for _ in range(count)]
+        snapshot = DictSnapshot(dicts)
+        assert all(snapshot.is_current() for _ in range(checks)) is (dict_version is not None or not checks)
+        dicts[at]["written"] = 1
+        assert not snapshot.is_current()
+        del dicts[at]["written"]
+        assert not any(snapshot.is_current() for _ in range(6))

@@ -64,11 +64,14 @@ def hook_a_layer(model: Scaled) -> None:
     "change",
     [replace_layer, append_layer, set_number, set_tensor, write_tensor, set_probability, hook_a_layer],
 )
-def test_changes_are_noticed(change: Callable[[Scaled], None]) -> None:
+@pytest.mark.parametrize("calls", [1, 6])
+def test_changes_are_noticed(change: Callable[[Scaled], None], calls: int) -> None:
     torch.manual_seed(0)
     model = Scaled()
     fast = dovetail.compile(model, (X,), backends="eager", cache=False)
-    before = fast(X)
+    before = X
+    for _ in range(calls):
+        before = fast(X)
     assert torch.equal(before, model(X))
     change(model)
     assert torch.equal(fast(X), model(X))
@@ -135,6 +138,42 @@ def test_another_dtype_of_the_weights() -> None:
     fast = dovetail.compile(model, (i,), backends="eager", cache=False)
     model.to(torch.bfloat16)
     assert same(model, fast, i)
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_data_of_another_dtype_is_noticed_after_many_calls(name: str, dtype: torch.dtype) -> None:
+    model = Affine().requires_grad_(False)
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False)
+    for _ in range(6):
+        fast(X)
+    (captured,) = fast.graphs
+    parameter = model.get_parameter(name)
+    # At the same address where the sizes of elements are equal.
+    parameter.data = parameter.data.view(dtype) if dtype.itemsize == 4 else parameter.data.to(dtype)
+    assert same(model, fast, X)
+    assert captured not in fast.graphs
+
+
+def test_gradient_flags_and_inference_mode_are_no_new_captures() -> None:
+    model = Scaled()
+    fast = dovetail.compile(model, (X,), backends="eager", cache=False)
+    for flag in (True, False, True):
+        model.requires_grad_(flag)
+        for _ in range(3):
+            assert fast(X).requires_grad is flag
+        with torch.inference_mode():
+            assert torch.equal(fast(X), model(X))
+    assert len(fast.graphs) == 1
 
 
 def test_autocast_when_compiling_and_when_calling() -> None:

@@ -178,6 +178,7 @@ class Convention:
         self.appended = appended
         self._captured = tuple(i for i, slot in enumerate(slots) if slot.captured)
         self._defaulted = tuple(i for i, slot in enumerate(slots) if not slot.captured)
+        self._takes_all = not self._defaulted
         self._flat = all(child.type is None for child in children(in_spec))
         self._in_order = order == tuple(range(len(order)))
         self._single = not carried and out_spec.is_leaf()
@@ -234,11 +235,13 @@ class Convention:
         if not tracing and self.training is not None and module.training is not self.training:
             raise CallMismatch(_other_mode(self.training))
         for i in self._defaulted:
-            self._check_default(self.slots[i], values[i])
-        given = tuple(values[i] for i in self._captured)
+            # Most defaults are left out, and a model may have many.
+            if values[i] is not self.slots[i].default:
+                self._check_default(self.slots[i], values[i])
+        given = values if self._takes_all else tuple([values[i] for i in self._captured])
         leaves = given if self._flat else self._flatten(given)
         flat = leaves if self._in_order else [leaves[i] for i in self.order]
-        if not tracing and not any(type(leaf) in _SYMBOLIC for leaf in flat):
+        if not tracing and _SYMBOLIC.isdisjoint(map(type, flat)):
             self.input_guards.check(module, flat)
         return flat
 

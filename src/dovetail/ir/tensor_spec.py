@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -252,7 +253,7 @@ class Layout:
     sizes: tuple[int, ...] | None
     strides: tuple[int, ...] | None
 
-    @property
+    @functools.cached_property
     def permuted(self) -> bool:
         """Whether the runtime has the dimensions in another order."""
         return self.order is not None and self.order != tuple(range(len(self.order)))

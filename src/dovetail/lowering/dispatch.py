@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -224,6 +225,7 @@ class DispatchedCall:
         # Constants that prepared code holds copies of, and those that are tensors, by position.
         self._copied: frozenset[int] = frozenset()
         self._tensor_constants: tuple[int, ...] = ()
+        self._stamped: Callable[[tuple[Any, ...]], Sequence[Tensor]] = _no_tensors
         self._generation = 0
 
     @property
@@ -273,6 +275,7 @@ class DispatchedCall:
         backend = entry.compiled.backend if entry.compiled else None
         if backend is not None and backend.implements("prepare"):
             self._tensor_constants = tuple(i for i in sorted(self.constants) if isinstance(args[i], Tensor))
+            self._stamped = _items(self._tensor_constants)
             run, prepared_for = self._prepared.get(entry, (None, None))
             stamp = self._stamp(args, sentinels)
             if run is None or prepared_for != stamp:
@@ -332,7 +335,19 @@ class DispatchedCall:
 
     def _stamp(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> _Stamp:
         """Return what prepared code holds for: addresses and version counters of the constants, and their contents."""
-        return self._generation, mutation_stamp([*[args[i] for i in self._tensor_constants], *sentinels])
+        constants = self._stamped(args)
+        return self._generation, mutation_stamp((*constants, *sentinels) if sentinels else constants)
+
+
+def _no_tensors(args: tuple[Any, ...]) -> Sequence[Tensor]:
+    return ()
+
+
+def _items(indices: tuple[int, ...]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """Return a function that selects the items at some indices, as a tuple."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda args: tuple([args[i] for i in indices])
 
 
 def is_traced() -> bool:

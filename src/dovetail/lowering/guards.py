@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
@@ -188,22 +188,30 @@ def make_guard(specialization: Specialization, args: Sequence[Any] | None = None
 def _tensor_guard(specialization: Specialization, args: Sequence[Any]) -> Guard | None:
     if not all(isinstance(s, TensorSpec) for s in specialization.operands):
         return None
-    if not args or any(type(a) not in _TENSOR_TYPES for a in args):
+    check = tensor_check(args)
+    if check is None:
         return None
-    try:
-        sizes: Any = [list(a.shape) for a in args]
-        strides: Any = [list(a.stride()) for a in args]
-        check = torch_compat.TENSOR_GUARDS.value(
-            *args, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        ).check
-        if not check(*args):
-            return None
-    except Exception:  # a private API of torch; generated code does the same, slower
-        return None
-
     # It holds for the gradient flags of these operands, so grad mode must be what it is now.
     grad, is_grad_enabled = torch.is_grad_enabled(), torch.is_grad_enabled
     return lambda values: is_grad_enabled() is grad and check(*values)
+
+
+def tensor_check(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """Return torch's own check that tensors have the dtypes, devices, sizes, strides and flags that these have now.
+
+    None if one of them is no ordinary tensor, or stands there twice.
+    """
+    if not tensors or any(type(t) not in _TENSOR_TYPES for t in tensors):
+        return None
+    try:
+        sizes: Any = [list(t.shape) for t in tensors]
+        strides: Any = [list(t.stride()) for t in tensors]
+        check = torch_compat.TENSOR_GUARDS.value(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
+        return check if check(*tensors) else None
+    except Exception:  # a private API of torch; comparing in Python does the same, slower
+        return None
 
 
 def _generated_guard(specialization: Specialization) -> Guard:

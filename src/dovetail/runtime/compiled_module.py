@@ -103,7 +103,8 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
 
     @property
     def _captures(self) -> CaptureCache:
-        self._finish()
+        if "_deferred" in self.__dict__:
+            self._finish()
         return self.__dict__["_cache"]
 
     def _finish(self) -> None:

@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_modules
 
 from dovetail.ir.graph_module import HOOK_KINDS
 from dovetail.ir.weight_guard import DictSnapshot
+from dovetail.lowering.guards import tensor_check
 
 _ACTIVE: ContextVar[tuple[MethodOverride, ...]] = ContextVar("_ACTIVE", default=())
 
@@ -209,12 +210,13 @@ class ModuleGuard:
         self._tables = [t for m in modules for t in (m._parameters, m._buffers, m._modules)]
         self._parts = _values(self._tables)
         self._parameters = [m._parameters for m in modules]
-        self._tensors = [v for v in self._parts if isinstance(v, Tensor)]
+        self._tensors = list({id(v): v for v in self._parts if isinstance(v, Tensor)}.values())
         self._dtypes = list(map(_DTYPE, self._tensors))
         # A model is moved to a device module by module.
         heads = [next((v for v in m._parameters.values() if v is not None), None) for m in modules]
         self._heads = [v for v in heads if v is not None]
         self._devices = list(map(_DEVICE, self._heads))
+        self._has_same_tensors = tensor_check(self._tensors)
         self._attribute_tensors = [
             (m.__dict__, name, value)
             for m in modules
@@ -255,12 +257,16 @@ class ModuleGuard:
                 return None
             key = current
             self._last = (classes, snapshot, key)
-        # Neither of these writes a dict.
-        if (
-            list(map(_DTYPE, self._tensors)) != self._dtypes
-            or list(map(_DEVICE, self._heads)) != self._devices
-        ):
-            return None
+        # Assigning to `data` writes no dict.
+        check = self._has_same_tensors
+        if check is None or not check(*self._tensors):
+            if (
+                list(map(_DTYPE, self._tensors)) != self._dtypes
+                or list(map(_DEVICE, self._heads)) != self._devices
+            ):
+                return None
+            # What else differs, such as the gradient flags or inference mode, captures do not depend on.
+            self._has_same_tensors = tensor_check(self._tensors)
         return (key, tuple(tuple(hooks.items()) for hooks in self._hooks)) if any(self._hooks) else key
 
     def is_original(self, key: StateKey) -> bool:

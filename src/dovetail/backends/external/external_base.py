@@ -223,7 +223,7 @@ class CompiledModel:
     ) -> None:
         self.backend, self.program, self.operands, self.results = backend, program, operands, results
         self.constants = dict(constants or {})
-        self._unbound = [i for i in range(len(operands)) if i not in self.constants]
+        self._unbound = [(i, layout) for i, layout in enumerate(operands) if i not in self.constants]
         self._sessions: dict[int, CompiledSession] = {}
         self._lock = reset_at_fork(threading.Lock())
         register_after_fork(self)
@@ -240,7 +240,8 @@ class CompiledModel:
         return frozenset(
             i
             for i in shared
-            if self._runtime_operand(i, self.constants[i]).data_ptr() == self.constants[i].data_ptr()
+            if _runtime_operand(self.operands[i], self.constants[i]).data_ptr()
+            == self.constants[i].data_ptr()
         )
 
     def session(self) -> CompiledSession:
@@ -251,7 +252,7 @@ class CompiledModel:
             with self._lock:
                 session = self._sessions.get(threads)
                 if session is None:
-                    rows = {i: self._runtime_operand(i, value) for i, value in self.constants.items()}
+                    rows = {i: _runtime_operand(self.operands[i], v) for i, v in self.constants.items()}
                     session = self._sessions[threads] = self.backend.session(self.program, rows, self.results)
         return session
 
@@ -261,12 +262,7 @@ class CompiledModel:
         self._sessions = {}
 
     def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return self.session()(*[self._runtime_operand(i, operands[i]) for i in self._unbound])
-
-    def _runtime_operand(self, i: int, value: Any) -> Tensor:
-        layout = self.operands[i]
-        return torch.tensor(value) if layout is None else layout.to_runtime(value.detach())
+        return self.session()(*[_runtime_operand(layout, operands[i]) for i, layout in self._unbound])
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _unpickled, (self.backend, self.backend.save(self), self.constants)
@@ -303,6 +299,10 @@ def _propagate_fakes(body: GraphModule, examples: Sequence[Any]) -> None:
     if modes:
         with enable_python_dispatcher():
             FakeTensorProp(body, modes[0]).propagate_dont_convert_inputs(*examples)
+
+
+def _runtime_operand(layout: Layout | None, value: Any) -> Tensor:
+    return torch.tensor(value) if layout is None else layout.to_runtime(value.detach())
 
 
 def _operand_layout(value: Any) -> Layout | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -52,6 +53,10 @@ class OnnxRuntime(OnnxBackend):
         return _OnnxRuntimeSession(program, constants, results, self._options)
 
 
+_BOUND_BYTES = 2**16
+"""From this size on, binding memory for the results takes less time than having them copied."""
+
+
 class _OnnxRuntimeSession(CompiledSession):
     def __init__(
         self,
@@ -82,12 +87,13 @@ class _OnnxRuntimeSession(CompiledSession):
         self._results = list(results)
         self._guarded = len(self._outputs) > len(results)
         # An empty result has no memory that could be bound.
-        self._fixed = all(r.sizes is not None and 0 not in r.sizes for r in results)
+        known = all(r.sizes is not None and 0 not in r.sizes for r in results)
+        self._binds = known and sum(map(_nbytes, results)) >= _BOUND_BYTES
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        if not self._fixed or any(not value.numel() for value in rows):
+        if not self._binds or not all(map(Tensor.numel, rows)):
             feeds = {name: value.numpy() for name, value in zip(self._inputs, rows, strict=True)}
-            values = [torch.from_numpy(value) for value in self._session.run(None, feeds)]
+            values = [torch.from_numpy(value) for value in self._session.run(self._outputs, feeds)]
             return checked_results(values, self._results, self._guarded)
         binding = self._session.io_binding()
         for name, value in zip(self._inputs, rows, strict=True):
@@ -97,6 +103,10 @@ class _OnnxRuntimeSession(CompiledSession):
             binding.bind_output(name, *_buffer(value))
         self._session.run_with_iobinding(binding)
         return placed.results()
+
+
+def _nbytes(layout: Layout) -> int:
+    return math.prod(layout.sizes or ()) * layout.dtype.itemsize
 
 
 def _buffer(value: Tensor) -> tuple[Any, ...]:

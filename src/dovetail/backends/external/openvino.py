@@ -191,14 +191,15 @@ class _OpenVinoSession(CompiledSession):
                 _require_narrow(value)
                 request.set_input_tensor(i, self._tensor(value.numpy(), shared_memory=True))
         if not self._fixed:
-            request.infer()
+            request.infer(share_outputs=True)
             count = len(self._compiled.outputs)
             values = [torch.from_numpy(request.get_output_tensor(i).data.copy()) for i in range(count)]
             return checked_results(values, self._results, self._guarded)
         placed = PlacedResults(self._results, self._guarded)
         for i, value in enumerate(placed.buffers):
             request.set_output_tensor(i, self._tensor(value.numpy(), shared_memory=True))
-        request.infer()
+        # Otherwise it returns copies of the results.
+        request.infer(share_outputs=True)
         return placed.results()
 
 
@@ -206,7 +207,7 @@ def _require_narrow(value: Tensor) -> None:
     """Raise OverflowError for a number that does not fit 32 bits."""
     if value.dtype == torch.int64 and value.numel():
         least, most = torch.aminmax(value)
-        if least < -(2**31) or most >= 2**31:
+        if least.item() < -(2**31) or most.item() >= 2**31:
             raise OverflowError("an integer needs 64 bits, and OpenVINO has 32")
 
 
