@@ -343,7 +343,7 @@ class ProgramSearch:
             self._identity(),
             stage,
             self.seed,
-            seconds=max(2.0, min(60.0, 0.3 * self.measurer.left())),
+            seconds=max(2.0, min(30.0, 0.25 * self.measurer.left())),
         )
         self.measurer.measure(f"{stage} comparison", [trial], share=1.05)
         measured = self.measurer.get(trial)

@@ -33,7 +33,9 @@ _SHARES: Mapping[str, float] = {
     "divisions": 0.35,
     "programs": 0.45,
 }
-"""The part of the time left that each phase may use; the rest is for the comparisons in the end."""
+"""The part of the time left that each phase may use."""
+_RESERVED, _MAX_RESERVED = 0.3, 60.0
+"""The part of the budget that is kept for the comparison in the end and its confirmation, and its most seconds."""
 
 
 @dataclass
@@ -113,7 +115,8 @@ def search(
 
     def phase(name: str, run: Callable[[float], object]) -> None:
         start = measurer.elapsed
-        end = start + _SHARES[name] * max(0.0, measurer.left())
+        reserved = min(_RESERVED * measurer.budget, _MAX_RESERVED)
+        end = start + _SHARES[name] * max(0.0, measurer.left() - reserved)
         with measurer.until_interrupted():
             run(end / measurer.budget)
         report.phases[name] = measurer.elapsed - start
