@@ -2,13 +2,19 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from dovetail.tuning.block import Block
+from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.program_search import outlined_regions
+from dovetail.tuning.search_space import explore
 from dovetail.tuning.store import Store
+from dovetail.tuning.trial import ComparisonTrial, ProgramSpec, Trial
+from dovetail.tuning.tune import run_search
 from tests.tuning.synthetic import (
     Chain,
     Costs,
@@ -207,3 +213,71 @@ def test_passes_and_then_the_whole_graph_by_one_compiler_can_win() -> None:
     }
     assert ((), "a") in names
     assert any(pipeline and backend == "a" for pipeline, backend in names)
+
+
+def test_every_compiler_on_the_whole_graph_that_is_close_is_among_the_finalists() -> None:
+    names = "abcdefgh"
+    ready = prepared(Chain(), backends=tuple(names))
+    factors = {name: 0.80 + 0.01 * i for i, name in enumerate(names)}
+    costs = Costs(whole=lambda seconds, backend: factors[backend] * seconds)
+    device = SyntheticDevice(ready.space, costs)
+    with Store("sqlite://") as store:
+        run(ready, device, store)
+    for stage in ("final", "confirmation"):
+        (trial,) = [t for t in device.trials if isinstance(t, ComparisonTrial) and t.stage == stage]
+        compared = {p.name.removeprefix("the whole graph by ") for p in trial.programs}
+        assert set(names) <= compared
+
+
+def test_a_winner_that_is_slower_than_the_bare_model_is_not_confirmed() -> None:
+    class Wrapped(SyntheticDevice):
+        """Every program of a plan takes twice the model's time, the model as it is included."""
+
+        def program(self, program: ProgramSpec) -> float:
+            return self.model() if program.name == "eager" else 2 * self.model()
+
+    ready = prepared(Chain())
+    device = Wrapped(ready.space, Costs())
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    assert searched.outcome is not None
+    assert searched.outcome.winner.decision.execution == "model"
+    assert not searched.outcome.is_confirmed
+
+
+def test_a_region_that_a_pass_left_has_a_decision_also_where_it_runs_as_it_is() -> None:
+    ready = prepared(Siblings())
+
+    def operation(name: str, elements: int) -> float:
+        return {4 * 52: 70.0, 4 * 20: 8.0}.get(elements, 20.0) if name == "linear" else 3.0
+
+    device = SyntheticDevice(ready.space, Costs(operations=operation, regions=lambda k, s, b: 3 * s))
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    state = winner_state(searched)
+    assert state is not None
+    assert [c.name for c in state.pipeline] == ["Fuse", "MergeParallel"]
+    assert [d.backend for by in searched.plan.bodies.values() for d in by.values()] == [None]
+
+
+def test_blocks_of_sampled_states_are_sent_to_the_executor() -> None:
+    class Strict(SyntheticDevice):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.known: set[str] = set()
+
+        def add_block(self, block: Block) -> None:
+            self.known.add(block.key)
+
+        def measure(self, trial: Trial, timeout: float) -> Measurement:
+            assert set(trial.blocks) <= self.known
+            return super().measure(trial, timeout)
+
+    ready = prepared(Siblings())
+    graph, tuned = ready.space.states[0].graph, ready.tuned
+    ready.space = explore(graph, tuned.args, tuned.kwargs, "inference", ready.backends, max_states=2)
+    assert not ready.space.is_complete
+    device = Strict(ready.space, Costs())
+    with Store("sqlite://") as store:
+        searched = run_search(ready, store, budget=1e6, executor=device, progress=False)
+    assert searched.report.states > 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.errors import CaptureError, DovetailError, InvalidArgument, StoreError
+from dovetail.errors import CaptureError, DovetailError, InvalidArgument, StoreError, TuningError
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.plan import Plan
 from dovetail.tuning.store import Store
@@ -166,6 +166,7 @@ class Missing(nn.Module):
         ({"sizes": []}, "sizes must be a list of example inputs"),
         ({"sizes": [(X,)]}, "no size differs"),
         ({"seed": "0"}, "seed '0'; give an integer"),
+        ({"seed": -1}, "seed -1; give an integer of 0 or more"),
         ({"progress": 1}, "progress 1; give True or False"),
         ({"timeout": 3}, "give `budget`"),
     ],
@@ -253,3 +254,15 @@ def test_sizes_are_tuned_in_ranges_that_guards_choose_from(tmp_path: Path) -> No
     for rows in (4, 12, 17, 64):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_search_without_any_measurement_is_an_error_with_what_to_do() -> None:
+    ready = prepared(Chain())
+    for budget, memory, message in (
+        (1e-9, None, "Give a larger `budget`"),
+        (1e6, 1, "Give a larger `memory`"),
+    ):
+        device = NeedsMemory(ready.space, HALVED)
+        with Store("sqlite://") as store, pytest.raises(TuningError) as caught:
+            run_search(ready, store, budget=budget, memory=memory, executor=device, progress=False)
+        assert message in str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.tuning.decisions import PassChoice
 from dovetail.tuning.division_search import DivisionSearch
 from dovetail.tuning.measuring import Measurer
-from dovetail.tuning.search_space import GraphState, SearchSpace, merge_groups
+from dovetail.tuning.search_space import GraphState, SearchSpace, merge_groups, next_passes
 
 _MAX_SAMPLES = 40
 _SLOTS = 4
@@ -32,19 +32,12 @@ class PassSampler:
         self._failed: Any = optuna.trial.TrialState.FAIL
         self._space, self._blocks, self._new_state = space, blocks, new_state
         self._study: Any = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-        self._groups = merge_groups(space.states[0].graph)
-        self._choices = {
-            str(c): c for state in space.states for c in state.pipeline if c.name != "MergeParallel"
-        }
-        self._merge_options = next(
-            (
-                {k: v for k, v in c.options.items() if k != "groups"}
-                for state in space.states
-                for c in state.pipeline
-                if c.name == "MergeParallel"
-            ),
-            {},
-        )
+        first = space.states[0].graph
+        choices = list(next_passes(first, (), blocks.mode))
+        self._groups = merge_groups(first)
+        self._choices = {str(c): c for c in choices if c.name != "MergeParallel"}
+        merges = [c.options for c in choices if c.name == "MergeParallel"]
+        self._merge_options = {k: v for each in merges[:1] for k, v in each.items() if k != "groups"}
 
     def run(self, measurer: Measurer, share: float) -> None:
         """Sample pipelines while there is time; equal graphs get the cost that is known."""

@@ -191,17 +191,21 @@ class ProgramSearch:
         state: GraphState | None = None,
         choices: Mapping[str, BlockChoice] | None = None,
     ) -> ProgramCandidate:
-        if self.is_cuda and decision.execution == "regions" and decision.cuda_graphs is None:
-            # Recording copies the inputs, which may cost more than the launches it saves.
-            unrecorded = replace(decision, cuda_graphs=False)
-            without = f"{name}, without CUDA graphs"
-            self._add(self._candidate(without, unrecorded, complexity, state, choices))
         plan = self._plan(decision, choices or {}).to_json()
         program = ProgramSpec(name, digest_of(plan), plan)
         return ProgramCandidate(program, decision, complexity, state, choices or {})
 
     def _add(self, candidate: ProgramCandidate) -> None:
         self.candidates.setdefault(candidate.program.key, candidate)
+        decision = candidate.decision
+        if candidate.is_baseline or decision.execution != "regions":
+            return
+        if self.is_cuda and decision.cuda_graphs is None:
+            # Recording copies the inputs, which may cost more than the launches it saves.
+            unrecorded = replace(decision, cuda_graphs=False)
+            without = f"{candidate.program.name}, without CUDA graphs"
+            complexity, choices = candidate.complexity, candidate.choices
+            self._add(self._candidate(without, unrecorded, complexity, candidate.state, choices))
 
     def _plan(self, decision: GraphDecision, choices: Mapping[str, BlockChoice]) -> Plan:
         """Return the plan of a program, without times: equal programs have equal plans."""

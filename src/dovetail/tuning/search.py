@@ -25,7 +25,7 @@ from dovetail.tuning.size_ranges import Range
 BEST_STATES = 3
 """States whose blocks are searched in full, those of the least coarse cost."""
 _SHARES: Mapping[str, float] = {
-    "baselines": 0.6,
+    "baselines": 0.85,
     "coarse": 0.22,
     "sampled": 0.1,
     "candidates": 0.45,

@@ -240,7 +240,7 @@ def _states(
         pipeline, graph = waiting.pop(0)
         if len(pipeline) >= _MAX_PASSES:
             continue
-        for choice in _next_passes(graph, pipeline, mode):
+        for choice in next_passes(graph, pipeline, mode):
             try:
                 result = make_pass(choice)(graph)
             except DovetailError as error:
@@ -271,7 +271,7 @@ def _states(
             yield (*pipeline, choice), result, key
 
 
-def _next_passes(gm: GraphModule, pipeline: Sequence[PassChoice], mode: Mode) -> Iterator[PassChoice]:
+def next_passes(gm: GraphModule, pipeline: Sequence[PassChoice], mode: Mode) -> Iterator[PassChoice]:
     """Yield the passes that may come next: each once, merging of siblings for every choice of groups."""
     applied = {choice.name for choice in pipeline}
     inference = mode == "inference"
