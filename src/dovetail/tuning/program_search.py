@@ -114,15 +114,19 @@ class ProgramSearch:
     def add_baselines(self) -> None:
         """Add the programs that are always compared: eager, torch.compile, and each compiler on the whole graph."""
         self._add(ProgramCandidate(ProgramSpec(EAGER, EAGER), GraphDecision(EAGER), 0))
-        self._add(
-            ProgramCandidate(ProgramSpec(TORCH_COMPILE, TORCH_COMPILE), GraphDecision(TORCH_COMPILE), 1)
-        )
-        for execution, complexity in (("model", 0), ("graph", 1), ("torch.compile", 1)):
-            decision = GraphDecision("", execution=cast("Execution", execution))
-            self._add(self._candidate(decision.choice, decision, complexity))
+        self._add_execution("model", 0)
         for choice in self.space.backends:
             if not choice.options:
                 self._add_whole(choice)
+        self._add(
+            ProgramCandidate(ProgramSpec(TORCH_COMPILE, TORCH_COMPILE), GraphDecision(TORCH_COMPILE), 1)
+        )
+        self._add_execution("torch.compile", 1)
+        self._add_execution("graph", 1)
+
+    def _add_execution(self, execution: Execution, complexity: int) -> None:
+        decision = GraphDecision("", execution=execution)
+        self._add(self._candidate(decision.choice, decision, complexity))
 
     def _add_whole(self, choice: BackendChoice, state: GraphState | None = None) -> None:
         """Add the graph, or a state of it, as one region."""
@@ -156,6 +160,12 @@ class ProgramSearch:
             self._add_single_backend(self.space.states[0], backend)
         for choice in self.space.backends:
             self._add_whole(choice)
+
+    def add_wholes(self) -> None:
+        """Add every state of the graph as one region by the fastest compiler of the whole graph."""
+        for choice in self._fastest_compilers()[:1]:
+            for state in self.space.states:
+                self._add_whole(choice, state)
 
     def _fastest_compilers(self) -> list[BackendChoice]:
         """Return the backends that run the whole graph fastest, of those that were measured."""

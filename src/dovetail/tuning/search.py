@@ -26,6 +26,7 @@ BEST_STATES = 3
 """States whose blocks are searched in full, those of the least coarse cost."""
 _SHARES: Mapping[str, float] = {
     "baselines": 0.85,
+    "passes": 0.35,
     "coarse": 0.22,
     "sampled": 0.1,
     "candidates": 0.45,
@@ -123,6 +124,8 @@ def search(
 
     programs.add_baselines()
     phase("baselines", lambda share: programs.measure("baselines", share))
+    programs.add_wholes()
+    phase("passes", lambda share: programs.measure("whole graph after passes", share))
     phase("coarse", lambda share: blocks.measure_coarse(list(space.blocks), share))
     if not space.is_complete and new_state is not None:
         sampler = PassSampler(space, blocks, new_state, seed=seed)

@@ -36,6 +36,15 @@ from dovetail.tuning.region_candidates import (
 
 MAX_STATES = 24
 """States of the graph that are enumerated before a sampler takes over."""
+TYPICAL_COMPILE_SECONDS: Mapping[str, float] = {
+    "inductor": 3.0,
+    "onnxruntime": 0.6,
+    "openvino": 0.8,
+    "tvm": 5.0,
+    "xla": 1.5,
+}
+"""How long backends take to compile a body of a few operations, where the store has no measurement."""
+UNKNOWN_COMPILE_SECONDS = 2.0
 _MAX_PASSES = 5
 _MAX_MERGE_GROUPS = 3
 
@@ -129,8 +138,9 @@ class SearchSpace:
 
     @property
     def backends(self) -> list[BackendChoice]:
-        """The backends that are searched, each with its defaults and with further options."""
-        return [choice for choice, _ in self.choices.values()]
+        """The backends that are searched, each with its defaults and with further options, the quickest to compile first."""
+        choices = [choice for choice, _ in self.choices.values()]
+        return sorted(choices, key=lambda c: TYPICAL_COMPILE_SECONDS.get(c.name, UNKNOWN_COMPILE_SECONDS))
 
     def backend(self, text: str) -> BackendChoice:
         """Return the backend with options that a text is for."""

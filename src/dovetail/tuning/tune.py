@@ -36,7 +36,14 @@ from dovetail.tuning.plan import Plan
 from dovetail.tuning.progress import make_progress
 from dovetail.tuning.region_candidates import Pruned
 from dovetail.tuning.search import Searched, SearchReport, search
-from dovetail.tuning.search_space import GraphState, SearchSpace, block_space, explore
+from dovetail.tuning.search_space import (
+    TYPICAL_COMPILE_SECONDS,
+    UNKNOWN_COMPILE_SECONDS,
+    GraphState,
+    SearchSpace,
+    block_space,
+    explore,
+)
 from dovetail.tuning.size_ranges import Range, SizedExample, dynamic_shapes_for, sized_examples
 from dovetail.tuning.store import Store
 from dovetail.tuning.trial import RegionTrial, Trial, digest_of
@@ -49,13 +56,6 @@ _NOT_SEARCHED = {
     "cuda_graphs": "it wraps another backend",
 }
 """Built-in backends that are not searched unless they are named, and why."""
-_COMPILE_SECONDS: Mapping[str, float] = {
-    "inductor": 3.0,
-    "onnxruntime": 0.6,
-    "openvino": 0.8,
-    "tvm": 5.0,
-    "xla": 1.5,
-}
 _SAMPLE_SECONDS = 0.6
 _RECORD_SECONDS = 30.0
 _SEARCH_VERSION = 1
@@ -397,11 +397,18 @@ def estimate(prepared: Prepared, store: Store) -> DryRun:
     distinct = {trial.subject.digest: trial for trial in trials}.values()
     missing = [trial for trial in distinct if store.get(trial.subject, environment) is None]
     seconds = sum(
-        _SAMPLE_SECONDS + (typical.get(trial.backend.name, 2.0) if isinstance(trial, RegionTrial) else 0.0)
+        _SAMPLE_SECONDS
+        + (
+            typical.get(trial.backend.name, UNKNOWN_COMPILE_SECONDS)
+            if isinstance(trial, RegionTrial)
+            else 0.0
+        )
         for trial in missing
     )
     # Whole programs: as they are, by torch.compile, by each backend, and the comparisons in the end.
-    wholes = sum(5 * typical.get(choice.name, 2.0) + 5.0 for choice in space.backends) + 15.0
+    wholes = (
+        sum(5 * typical.get(choice.name, UNKNOWN_COMPILE_SECONDS) + 5.0 for choice in space.backends) + 15.0
+    )
     programs = len(space.backends) + 5
     return DryRun(
         space,
@@ -420,7 +427,7 @@ def _compile_seconds(prepared: Prepared, store: Store) -> dict[str, float]:
         for name in {choice.name for choice in prepared.space.backends}:
             if f" {name} " in f" {subject.backend} ":
                 known.setdefault(name, []).append(measured.compile_seconds)
-    return {**_COMPILE_SECONDS, **{name: statistics.median(values) for name, values in known.items()}}
+    return {**TYPICAL_COMPILE_SECONDS, **{name: statistics.median(values) for name, values in known.items()}}
 
 
 def _executor(prepared: Prepared) -> Executor:

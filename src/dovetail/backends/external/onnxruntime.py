@@ -34,7 +34,8 @@ class OnnxRuntime(OnnxBackend):
     dialect: ClassVar[Dialect] = Dialect(attention=True, runs=True)
 
     # Its threads spin after a call, which slows down what other threads run between its regions.
-    variants: ClassVar[Sequence[Mapping[str, Any]]] = ({"options": {"session.intra_op.allow_spinning": "0"}},)
+    # Threads of a session spin for a while after a call, and take the cores from the next region's.
+    variants: ClassVar[Sequence[Mapping[str, Any]]] = ({"options": {"session.force_spinning_stop": "1"}},)
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         self._options = dict(options or {})
