@@ -35,7 +35,7 @@ def test_a_tuned_model_computes_the_same_and_is_not_tuned_twice(tmp_path: Path) 
     start = time.monotonic()
     plan = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], progress=False)
     first = time.monotonic() - start
-    assert first < 1.1 * budget + 2.0
+    assert first < 1.1 * budget + 5.0
     (by_scope,) = plan.graphs.values()
     ((scope, decision),) = by_scope.items()
     assert scope.mode == "inference"
