@@ -16,7 +16,9 @@ from dovetail.lowering.backend_protocol import by_name
 from dovetail.runtime import capture_cache
 from dovetail.runtime.own_forward import GuardedForward, TorchCompiledForward
 from dovetail.tuning.decisions import BackendChoice, BodyDecision, GraphDecision
+from dovetail.tuning.tune import prepare
 from tests.lowering.helpers import Counting
+from tests.tuning.failing_backends import Works
 from tests.tuning.plans import Layers, X, block_of, captured, halves, kinds, messages, plan_for
 
 EXECUTIONS = ("graph", "model", "torch.compile")
@@ -321,3 +323,29 @@ def test_a_model_of_the_zoo_by_a_plan_from_a_file(tmp_path: Path) -> None:
     both = Plan.load(tmp_path / "plan.json") | plan_for(layers, X, divided=divided)
     assert "head" in kinds(dovetail.compile(layers, (X,), backends="eager", plan=both))
     assert runs(dovetail.compile(model, inputs.args, plan=both)) == ["graph"]
+
+
+def test_the_whole_graph_by_a_backend_that_takes_a_part_is_the_largest_regions_it_takes() -> None:
+    class NoSine(Works):
+        """Takes everything but sine, and has a rule that finds that."""
+
+        name = "no_sine"
+        rules = dovetail.rules.capability(lambda node: "sin" not in str(node.target), kind="no_sine")
+
+        def supports(self, region: dovetail.Region) -> Any:
+            taken = all("sin" not in name for name in region.nodes)
+            return True if taken else dovetail.Decline("it has no sine")
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(torch.sin(torch.exp(x) * 2.0) + 1.0)
+
+    model, x = Model().eval(), torch.randn(4, 8)
+    backend = NoSine()
+    ready = prepare(model, (x,), None, [backend])
+    decision = GraphDecision("", whole=BackendChoice("no_sine"))
+    plan = Plan().with_decisions("inference", ready.environment, graphs={ready.space.key: decision})
+    with torch.no_grad():
+        compiled = dovetail.compile(model, (x,), plan=plan, backends=[backend], on_error="raise")
+        assert torch.equal(compiled(x), model(x))
+    assert "no_sine: 2 pieces of code" in str(dovetail.explain(compiled))

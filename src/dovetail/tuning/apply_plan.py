@@ -340,17 +340,13 @@ class PlanApplication:
     def _divide(self, applied: AppliedPlan, decision: GraphDecision, given: Mapping[str, Backend]) -> None:
         """Set the graph after the passes of a decision, divided into regions; raise if that cannot be done."""
         graph = applied.graph
-        if decision.whole is not None:
-            make_backend(decision.whole, given)
+        backend = None if decision.whole is None else make_backend(decision.whole, given)
         for choice in decision.pipeline:
             graph = make_pass(choice)(graph)
-        if decision.whole is None:
+        if backend is None:
             graph, _ = self._with_boundaries(applied, graph)
         else:
-            before, graph = graph, whole_graph()(graph)
-            if [region.kind for region in regions(graph)] != [WHOLE]:
-                reason = _reason(_new_refusals(before, graph), [node.name for node in before.graph.nodes])
-                raise InvalidArgument(f"the graph cannot be one region: {reason}")
+            graph = _largest_regions(graph, backend)
         applied.graph, applied.decision = graph, decision
 
     def _divide_by_default(self, applied: AppliedPlan, passes: Pass) -> None:
@@ -427,6 +423,20 @@ class PlanApplication:
         applied.used.add(missing.key)
         applied.differences += [d for d in applicable.differences if d not in applied.differences]
         return applicable.decision
+
+
+def _largest_regions(gm: GraphModule, backend: Backend) -> GraphModule:
+    """Return a graph as one region, or divided by the rules of a backend that takes only a part of it."""
+    graph = whole_graph()(gm)
+    wholes = [region for region in regions(graph) if region.kind == WHOLE]
+    if wholes and (backend.rules is None or backend.supports(wholes[0]) is True):
+        return graph
+    if backend.rules is not None:
+        divided = Fuse(backend.rules, rounds=1)(gm)
+        if regions(divided):
+            return divided
+    reason = _reason(_new_refusals(gm, graph), [node.name for node in gm.graph.nodes])
+    raise InvalidArgument(f"the graph cannot be one region: {reason}")
 
 
 def planned_graph(

@@ -119,7 +119,10 @@ _EXECUTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class GraphDecision(Decision):
-    """How a whole graph runs: what executes it, which passes come first, and whether it is one region."""
+    """How a whole graph runs: what executes it, which passes come first, and whether it is one region.
+
+    With `whole` it is one region by that backend, or the largest regions that its rules find if it does not take all.
+    """
 
     execution: Execution = "regions"
     pipeline: tuple[PassChoice, ...] = ()
