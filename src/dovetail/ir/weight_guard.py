@@ -3,7 +3,7 @@
 An in-place operation raises the version counter of a tensor. Not all writes do: those through `.data`, `.numpy()`, DLPack
 or another tensor over the same memory, batch norm updating its statistics, fused optimizers. A batch norm raises the
 counter of its `num_batches_tracked`, fused optimizers are counted by a hook on their steps (`mutation_stamp` has all of
-these, and is compared in every call), and for the rest `ContentGuard` compares the bytes with a CRC-32, a part of them in
+these, and is compared in every call), and for the rest `ContentGuard` compares the bytes with a checksum, a part of them in
 every call, so that all are compared within a fixed number of calls. `WeightFetch` gets the tensors themselves, again only
 if a dict on their path was written.
 
@@ -20,7 +20,6 @@ import itertools
 import operator
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -34,6 +33,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dovetail import torch_compat
 from dovetail.errors import CallMismatch
 from dovetail.ir.process_state import reset_at_fork
+
+try:
+    # Five times as fast as CRC-32, which every call pays for a part of the weights.
+    from xxhash import xxh3_64_intdigest as _checksum
+except ModuleNotFoundError:
+    from zlib import crc32 as _checksum
 
 CHECK_INTERVAL = 256
 """The default number of calls in which the contents of every watched tensor are compared once."""
@@ -79,7 +84,7 @@ def version_sentinel(target: str) -> str | None:
 
 
 class Chunk:
-    """A range of a tensor's bytes, and their CRC-32 when the chunk was created."""
+    """A range of a tensor's bytes, and their checksum when the chunk was created."""
 
     __slots__ = ("_bytes", "_tensor", "address", "checksum", "size")
 
@@ -91,13 +96,13 @@ class Chunk:
         self.checksum = self.current()
 
     def current(self) -> int | None:
-        """Return the CRC-32 of the bytes now; None if the tensor has other memory."""
+        """Return the checksum of the bytes now; None if the tensor has other memory."""
         if self._tensor.data_ptr() != self.address:
             return None
         if self._bytes is None:
             packed = self._tensor.detach().contiguous()
-            return zlib.crc32(_memory(packed.data_ptr(), packed.nbytes))
-        return zlib.crc32(self._bytes)
+            return _checksum(_memory(packed.data_ptr(), packed.nbytes))
+        return _checksum(self._bytes)
 
     def is_current(self) -> bool:
         return self.current() == self.checksum
