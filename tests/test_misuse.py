@@ -61,6 +61,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "none list dict",
     ),
     "compile": (lambda b: compiled(model=b), "module"),
+    "tune": (lambda b: dovetail.tune(b, (X,)), "module"),
+    "tune budget": (lambda b: dovetail.tune(nn.ReLU(), (X,), budget=b), "number"),
     "compile args": (lambda b: compiled(args=b), "none"),
     "compile kwargs": (lambda b: compiled(kwargs=b), "none dict"),
     "compile backends": (lambda b: compiled(backends=b), "none list dict"),

@@ -15,7 +15,7 @@ from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.plan import Plan
 from dovetail.tuning.store import Store
 from dovetail.tuning.trial import ProgramTrial, RegionTrial, Trial
-from dovetail.tuning.tune import DryRun, run_search
+from dovetail.tuning.tune import DryRun, estimate, run_search
 from tests.tuning.failing_backends import Works
 from tests.tuning.synthetic import HERE, Chain, Costs, SyntheticDevice, cost_of, prepared
 
@@ -50,8 +50,17 @@ def test_a_tuned_model_computes_the_same_and_is_not_tuned_twice(tmp_path: Path) 
     again = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], progress=False)
     assert time.monotonic() - start < 0.2 * first
     assert again.to_json() == plan.to_json()
-    dry = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], dry_run=True)
-    assert dry.stored > 0
+
+
+def test_a_dry_run_counts_what_the_store_has() -> None:
+    ready = prepared(Chain())
+    with Store("sqlite://") as store:
+        before = estimate(ready, store)
+        run_search(ready, store, budget=1e6, executor=SyntheticDevice(ready.space, HALVED), progress=False)
+        after = estimate(ready, store)
+    assert before.stored == 0
+    assert after.stored > 0
+    assert after.compilations < before.compilations
 
 
 def test_a_dry_run_measures_nothing_and_names_the_least_useful_budget(tmp_path: Path) -> None:

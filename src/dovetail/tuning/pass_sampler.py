@@ -1,4 +1,11 @@
-"""Sampling of pass orders where there are too many to enumerate: Optuna's TPE proposes, coarse costs answer."""
+"""Sampling of pass orders where there are too many to enumerate: Optuna's TPE proposes, coarse costs answer.
+
+A pipeline is a few slots with a pass or none in each, and a choice of the groups of siblings that are merged. The
+tree-structured Parzen estimator models which choices the cheap pipelines have in common. What it proposes is applied
+and costs what its blocks cost as wholes; a graph that is known already costs nothing to evaluate.
+
+Reference: Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011.
+"""
 
 from __future__ import annotations
 
