@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail import torch_compat
-from dovetail.ir import weight_guard
+from dovetail.ir import weight_fetch
 from tests.frontend.test_capture_refusals import Hooks
 
 SOURCE = Path(dovetail.__file__).parent
@@ -277,8 +277,8 @@ def test_what_is_only_slower_or_refused_without_a_name_is_not_stated(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _without(monkeypatch, name)
-    monkeypatch.setattr(weight_guard, "dict_version", weight_guard.find_dict_version())
-    assert (weight_guard.dict_version is None) >= (name == "DICT_VERSION")
+    monkeypatch.setattr(weight_fetch, "dict_version", weight_fetch.find_dict_version())
+    assert (weight_fetch.dict_version is None) >= (name == "DICT_VERSION")
     model = Model()
     with caplog.at_level(logging.WARNING, logger="dovetail"):
         graph = dovetail.fuse(dovetail.capture(model, (X,)))

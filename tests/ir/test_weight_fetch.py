@@ -16,8 +16,8 @@ from torch.nn.utils import parametrize
 
 import dovetail
 from dovetail import Backend, Region
-from dovetail.ir import weight_guard
-from dovetail.ir.weight_guard import WeightFetch
+from dovetail.ir import weight_fetch
+from dovetail.ir.weight_fetch import WeightFetch
 from tests.lowering.helpers import Blocks, fused
 
 X = torch.randn(3, 8)
@@ -188,7 +188,7 @@ def test_threads_see_what_was_there() -> None:
 
 
 def test_where_python_does_not_count_they_are_fetched_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_guard, "dict_version", None)
+    monkeypatch.setattr(weight_fetch, "dict_version", None)
     for change in CHANGES:
         gm = lowered()
         gm(X)

@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dovetail.ir.weight_guard import (
-    Checksums,
-    Chunk,
-    ContentGuard,
-    DictSnapshot,
-    dict_version,
-    mutation_stamp,
-    packed_bytes,
-    version_sentinel,
-)
+from dovetail.ir.weight_fetch import DictSnapshot, dict_version, mutation_stamp
+from dovetail.ir.weight_guard import Checksums, Chunk, ContentGuard, packed_bytes, version_sentinel
 
 PIECE = 2**16
 

@@ -19,7 +19,8 @@ from dovetail.errors import InvalidArgument
 from dovetail.ir import pickling
 from dovetail.ir.meta_keys import DERIVED, LOWERING
 from dovetail.ir.process_state import reset_at_fork
-from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights, WeightFetch, merge_weight_fetches
+from dovetail.ir.weight_fetch import TensorGuard, WeightFetch, merge_weight_fetches
+from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights
 
 HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold the hooks of its calls."""
@@ -113,6 +114,12 @@ class Program(GraphModule):
             self.__dict__[_WEIGHTS](self)
         fetch: WeightFetch = self.__dict__[_WEIGHT_FETCH]
         return fetch(self)
+
+    def trust_weights(self, guard: TensorGuard | None) -> None:
+        """Do not compare weights that a guard covers in the next call on this thread: it was checked just now."""
+        fetch: WeightFetch | None = self.__dict__.get(_WEIGHT_FETCH)
+        if fetch is not None:
+            fetch.trust(guard)
 
     @property
     def runtime_weights(self) -> RuntimeWeights | None:

@@ -1,11 +1,10 @@
-"""Guards on weights: were tensors written since something was computed from them, and which tensors a module has now.
+"""Guards on weights: were tensors written since something was computed from them.
 
 An in-place operation raises the version counter of a tensor. Not all writes do: those through `.data`, `.numpy()`, DLPack
 or another tensor over the same memory, batch norm updating its statistics, fused optimizers. A batch norm raises the
 counter of its `num_batches_tracked`, fused optimizers are counted by a hook on their steps (`mutation_stamp` has all of
 these, and is compared in every call), and for the rest `ContentGuard` compares the bytes with a checksum, a part of them in
-every call, so that all are compared within a fixed number of calls. `WeightFetch` gets the tensors themselves, again only
-if a dict on their path was written.
+every call, so that all are compared within a fixed number of calls.
 
 Buffers that passes computed from weights (constant folding) are kept current by these guards: a `Derivation` knows how to
 compute them, and `RuntimeWeights`, which runs in every call of a graph, computes them again, in place, after a write.
@@ -14,25 +13,20 @@ compute them, and `RuntimeWeights`, which runs in every call of a graph, compute
 from __future__ import annotations
 
 import ctypes
-import functools
 import heapq
 import itertools
-import operator
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import Graph
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dovetail import torch_compat
 from dovetail.errors import CallMismatch
 from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.weight_fetch import WeightFetch, mutation_stamp
 
 try:
     # Five times as fast as CRC-32, which every call pays for a part of the weights.
@@ -44,35 +38,7 @@ CHECK_INTERVAL = 256
 """The default number of calls in which the contents of every watched tensor are compared once."""
 _CHUNK_BYTES = 2**16
 """Bytes that are compared at once, in about 15 µs, which bounds the cost of a call for a small model."""
-_VERSION = operator.attrgetter("_version")
-_ADDRESS = Tensor.data_ptr
 _STATISTICS = frozenset({"running_mean", "running_var"})
-_fused_steps = [0]
-
-
-def fused_optimizer_steps() -> int:
-    """Return how many steps optimizers made with fused kernels, which raise no version counter, since the first call."""
-    _watch_optimizers()
-    return _fused_steps[0]
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_count)
-
-
-def _count(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if any(group.get("fused") for group in optimizer.param_groups):
-        _fused_steps[0] += 1
-
-
-def mutation_stamp(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the addresses and version counters of tensors, which differ after every write that is counted."""
-    try:
-        versions = list(map(_VERSION, tensors))
-    except RuntimeError:  # inference tensors have no version counter
-        versions = [0 if t.is_inference() else t._version for t in tensors]
-    return fused_optimizer_steps(), versions, list(map(_ADDRESS, tensors))
 
 
 def version_sentinel(target: str) -> str | None:
@@ -232,147 +198,6 @@ class ContentGuard:
                     self.forget(key)
                     on_write()
         return written
-
-
-FETCH_METHOD = "_fetch_weights"
-
-
-def find_dict_version() -> Callable[[Any], int] | None:
-    """Return torch's function for the version of a dict; None where Python does not change it on a write."""
-    version = torch_compat.DICT_VERSION.value
-    if version is None:
-        return None
-    probe = nn.Module()
-    before = version(probe.__dict__)
-    probe.training = False
-    return version if version(probe.__dict__) != before else None
-
-
-dict_version = find_dict_version()
-"""The version of a dict, which changes with every write; None where Python has none."""
-
-
-class DictSnapshot:
-    """The versions of some dicts, to notice cheaply that one was written; never current where dicts have none.
-
-    From the third check on torch compares them in C++, at a quarter of the cost; the guards for that take longer to
-    build than a few checks in Python.
-    """
-
-    __slots__ = ("_checks", "_guard", "_versions", "dicts")
-
-    def __init__(self, dicts: Sequence[Any]) -> None:
-        self.dicts = dicts
-        self._versions = None if dict_version is None else list(map(dict_version, dicts))
-        self._checks = 0
-        self._guard: Callable[[], bool] | None = None
-
-    def is_current(self) -> bool:
-        """Return whether no dict was written since."""
-        if self._guard is not None:
-            return self._guard()
-        # Before the comparison: guards that were built after a write must not be used.
-        guard = _dict_version_guard(self.dicts) if self._checks == _CHECKS_IN_PYTHON else None
-        self._checks += 1
-        if dict_version is None or list(map(dict_version, self.dicts)) != self._versions:
-            return False
-        self._guard = guard
-        return True
-
-
-_CHECKS_IN_PYTHON = 2
-_GROUP = 32
-
-
-def _dict_version_guard(dicts: Sequence[Any]) -> Callable[[], bool] | None:
-    """Return torch's own check that no dict is written from now on; None if torch has none."""
-    # Graphs that were loaded do not need Dynamo, and importing it takes a second.
-    if dict_version is None or "torch._dynamo.guards" not in sys.modules:
-        return None
-    # Adding a guard takes time in proportion to those at its level.
-    groups = [list(dicts[i : i + _GROUP]) for i in range(0, len(dicts), _GROUP)]
-    try:
-        kind = torch_compat.GUARD_MANAGER_TYPE.value.GUARD_MANAGER
-        root = torch_compat.ROOT_GUARD_MANAGER.value()
-        for i, group in enumerate(groups):
-            inner = root.list_getitem_manager(i, "", group, kind)
-            for j, one in enumerate(group):
-                inner.list_getitem_manager(j, "", one, kind).add_dict_version_guard(one, [""], None)
-        if not root.check(groups):
-            return None
-    except Exception:  # a private API of torch; comparing in Python does the same, slower
-        return None
-    return functools.partial(root.check, groups)
-
-
-class WeightFetch:
-    """Fetches the tensors at some targets below a module, as they are at each call.
-
-    A target that goes through code of a class (a property) is looked up every time, and so are all where dicts have
-    no version.
-    """
-
-    def __init__(self, targets: Sequence[str]) -> None:
-        self._paths = [target.split(".") for target in targets]
-        # One value, so that threads see it whole: the dicts on the paths, and the tensors.
-        self._last: tuple[DictSnapshot, tuple[Any, ...]] | None = None
-
-    def __call__(self, owner: nn.Module) -> tuple[Any, ...]:
-        if dict_version is None or torch.compiler.is_compiling():
-            return self._lookup(owner)
-        last = self._last
-        # A replica of a module shares its code and holds other tensors.
-        if last is not None and last[0].dicts[0] is owner.__dict__ and last[0].is_current():
-            return last[1]
-        tables = self._tables(owner)
-        if tables is None:
-            return self._lookup(owner)
-        # Read before the lookup, so that the next call notices what is written meanwhile.
-        snapshot = DictSnapshot(tables)
-        tensors = self._lookup(owner)
-        self._last = (snapshot, tensors)
-        return tensors
-
-    def _lookup(self, owner: nn.Module) -> tuple[Any, ...]:
-        values: list[Any] = []
-        for path in self._paths:
-            value: Any = owner
-            for atom in path:
-                value = getattr(value, atom)
-            values.append(value)
-        return tuple(values)
-
-    def _tables(self, owner: nn.Module) -> list[dict[str, Any]] | None:
-        """Return every dict that a lookup reads, that of the module itself first; None if one also runs code."""
-        tables: dict[int, dict[str, Any]] = {id(owner.__dict__): owner.__dict__}
-        for path in self._paths:
-            at = owner
-            for atom in path[:-1]:
-                tables[id(at.__dict__)], tables[id(at._modules)] = at.__dict__, at._modules
-                child = at._modules.get(atom)
-                if child is None or atom in at.__dict__ or hasattr(type(at), atom):
-                    return None
-                at = child
-            places = (at.__dict__, at._parameters, at._buffers)
-            if hasattr(type(at), path[-1]) or not any(path[-1] in place for place in places):
-                return None
-            tables.update((id(place), place) for place in places)
-        return list(tables.values())
-
-
-def merge_weight_fetches(graph: Graph, is_tensor: Callable[[str], bool]) -> WeightFetch | None:
-    """Make a graph fetch all its tensors by one call of `FETCH_METHOD`; None if it has none."""
-    fetched = [node for node in graph.nodes if node.op == "get_attr" and is_tensor(cast("str", node.target))]
-    if not fetched:
-        return None
-    with graph.inserting_before(fetched[0]):
-        # In generated code a method is called like a module.
-        weights = graph.create_node("call_module", FETCH_METHOD)
-    targets: dict[str, int] = {}
-    for node in fetched:
-        index = targets.setdefault(cast("str", node.target), len(targets))
-        node.op, node.target, node.args = "call_function", operator.getitem, (weights, index)
-    return WeightFetch(list(targets))
 
 
 Compute = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +18,8 @@ from dovetail.ir.guard_code import Guard
 from dovetail.ir.nodes import storage_key
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
 from dovetail.ir.tensor_spec import Specialization
-from dovetail.ir.weight_guard import Checksums, ContentGuard, mutation_stamp
+from dovetail.ir.weight_fetch import WeightFetch, mutation_stamp
+from dovetail.ir.weight_guard import Checksums, ContentGuard
 from dovetail.lowering.backend_protocol import Backend, CallSite
 from dovetail.lowering.compile_region import CompileContext, CompiledRegion, compile_region
 from dovetail.lowering.compile_unit import CompileUnit
@@ -25,6 +29,7 @@ from dovetail.lowering.guards import (
     Unguardable,
     autocast_for,
     make_guard,
+    make_operand_guard,
     specialization_of,
     suspend_saved_tensor_hooks,
 )
@@ -74,7 +79,7 @@ class Dispatcher:
         self.limit, self.strict = limit, strict
         self.body = unit.region.body
         self.entries: dict[Specialization, SpecializedEntry] = {}
-        self._writes = tuple(sorted(unit.effects.writes))
+        self.writes = tuple(sorted(unit.effects.writes))
         self._lock = reset_at_fork(threading.RLock())
         self._is_forked = False
         register_after_fork(self)
@@ -141,10 +146,10 @@ class Dispatcher:
 
     def has_aliased_writes(self, args: tuple[Any, ...]) -> bool:
         """Return whether an operand that the body writes shares memory with another one."""
-        if not self._writes:
+        if not self.writes:
             return False
         storages = [storage_key(a) if isinstance(a, Tensor) else -1 for a in args]
-        return any(storages.count(storages[i]) > 1 for i in self._writes)
+        return any(storages.count(storages[i]) > 1 for i in self.writes)
 
     def recover(self, entry: SpecializedEntry, error: Exception, args: tuple[Any, ...]) -> Any:
         """Run the body after code has raised in a call, and use the next backend from now on.
@@ -156,7 +161,7 @@ class Dispatcher:
             raise error
         backend = entry.compiled.backend
         fault = fault_of(self.unit.region.name, backend.name, "call", error)
-        can_rerun = not (self._writes or self.unit.effects.host_effect or self.strict)
+        can_rerun = not (self.writes or self.unit.effects.host_effect or self.strict)
         result = self.body(*args) if can_rerun else None
         with self._lock:
             if self.entries.get(entry.specialization) is entry:
@@ -187,17 +192,20 @@ class Dispatcher:
             report("limit", reason)
 
 
+_NO_PROFILE = contextlib.nullcontext()
 # Checkpointing stops a forward that is recomputed in backward by raising, as soon as all is there that it needs.
 _CHECKPOINTING = "torch.utils.checkpoint"
 _Stamp = tuple[int, Any]
-_Latest = tuple[Guard, SpecializedEntry | None, Callable[..., Any], _Stamp | None]
 
 
-def _never(_: tuple[Any, ...]) -> bool:
-    return False
+@dataclass(frozen=True, slots=True)
+class SelectedCode:
+    """The code for calls that pass a guard, and the state of the weights that it was prepared for."""
 
-
-_NO_ENTRY: _Latest = (_never, None, lambda: None, None)
+    guard: Guard
+    entry: SpecializedEntry
+    run: Callable[..., Any]
+    stamp: _Stamp | None
 
 
 class DispatchedCall:
@@ -217,7 +225,7 @@ class DispatchedCall:
         self.notes = {} if notes is None else notes
         self.__name__ = f"region_{name.replace('/', '__')}"
         # One value, so that a thread never has the guard of one specialization and the code of another.
-        self._latest: _Latest = _NO_ENTRY
+        self._latest: SelectedCode | None = None
         self._specialization: Specialization | None = None
         self._prepared: dict[SpecializedEntry, tuple[Callable[..., Any], _Stamp]] = {}
         self._contents = ContentGuard(None) if contents is None else contents
@@ -226,7 +234,8 @@ class DispatchedCall:
         self._copied: frozenset[int] = frozenset()
         self._tensor_constants: tuple[int, ...] = ()
         self._stamped: Callable[[tuple[Any, ...]], Sequence[Tensor]] = _no_tensors
-        self._generation = 0
+        # How often contents of weights turned out to differ from those that code was prepared with.
+        self.generation = 0
 
     @property
     def entry(self) -> SpecializedEntry | None:
@@ -237,40 +246,57 @@ class DispatchedCall:
         """Run the region. The version counters of `sentinels` rise where its constants are written without their own."""
         if torch.compiler.is_compiling() or is_traced():
             return self.dispatcher.body(*args)
-        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
-            with torch.profiler.record_function(f"region {self.name}"):
-                return self._dispatch(args, sentinels)
-        return self._dispatch(args, sentinels)
+        with self.profiled():
+            return self.dispatch(args, sentinels)
 
-    def _dispatch(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Any:
-        guard, entry, run, stamp = self._latest
+    def profiled(self) -> AbstractContextManager[Any]:
+        """Return a context that puts the region's name into a profile, if one is taken."""
+        is_profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        return torch.profiler.record_function(f"region {self.name}") if is_profiled else _NO_PROFILE
+
+    def with_weights(
+        self, fetch: WeightFetch, operands: Mapping[int, int], sentinels: Sequence[int]
+    ) -> Callable[..., Any]:
+        """Return this call with the weights of one program, fetched together."""
+        return _CallWithWeights(self, fetch, operands, sentinels)
+
+    def dispatch(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> Any:
+        """Run a call that no tracer sees."""
+        code = self.code_for(args, sentinels)
+        return self.dispatcher.body(*args) if code is None else self.run(code.entry, code.run, args)
+
+    def code_for(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> SelectedCode | None:
+        """Return the code for a call, compiled and prepared now where it has to be; None if the body must run."""
+        latest = self._latest
         if (
-            entry is None
-            or entry.invalid
-            or not guard(args)
-            or (stamp is not None and self._stamp(args, sentinels) != stamp)
-            or torch.is_autocast_enabled("cpu")
-            or torch.is_autocast_enabled("cuda")
-            or self.dispatcher.has_aliased_writes(args)
+            latest is not None
+            and not latest.entry.invalid
+            and latest.guard(args)
+            and (latest.stamp is None or self._stamp(args, sentinels) == latest.stamp)
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_autocast_enabled("cuda")
+            and not self.dispatcher.has_aliased_writes(args)
         ):
-            entry = self.dispatcher.lookup(args)
-            if entry is None:
-                return self.dispatcher.body(*args)
-            run = self._select(entry, args, sentinels)
+            return latest
+        entry = self.dispatcher.lookup(args)
+        return None if entry is None else self._select(entry, args, sentinels)
+
+    def run(self, entry: SpecializedEntry, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run the code of an entry; if it raises, the body, unless that must not run then."""
         try:
             return run(*args)
         except Exception as error:
             if type(error).__module__ == _CHECKPOINTING:
                 raise
             error.add_note(f"in region '{self.name}', lowered by '{entry.backend}'")
-            self._latest = _NO_ENTRY
+            self._latest = None
             self._prepared.pop(entry, None)
-            return self.dispatcher.recover(entry, error, args)
+            return self.dispatcher.recover(entry, error, tuple(args))
 
     def _select(
         self, entry: SpecializedEntry, args: tuple[Any, ...], sentinels: Sequence[Tensor]
-    ) -> Callable[..., Any]:
-        """Make an entry the one whose guard is checked first, and return what runs it."""
+    ) -> SelectedCode:
+        """Make an entry the one whose guard is checked first, and return the code that runs it."""
         run, guard, stamp = entry.run, make_guard(entry.specialization, args), None
         backend = entry.compiled.backend if entry.compiled else None
         if backend is not None and backend.implements("prepare"):
@@ -283,9 +309,9 @@ class DispatchedCall:
                 self._prepared[entry] = (run, stamp)
         if backend is not None and entry.specialization.grad and not backend.double_backward:
             run = TwiceDifferentiable(run, self.dispatcher.unit, backend.name)
-        self._latest = guard, entry, run, stamp
+        self._latest = selected = SelectedCode(guard, entry, run, stamp)
         self._specialization = entry.specialization
-        return run
+        return selected
 
     def _prepare(
         self, backend: Backend, entry: SpecializedEntry, args: tuple[Any, ...], sentinels: Sequence[Tensor]
@@ -308,7 +334,7 @@ class DispatchedCall:
         return run, stamp
 
     def _invalidate(self) -> None:
-        self._generation += 1
+        self.generation += 1
 
     def _prepared_code(
         self, backend: Backend, entry: SpecializedEntry, args: tuple[Any, ...]
@@ -336,7 +362,99 @@ class DispatchedCall:
     def _stamp(self, args: tuple[Any, ...], sentinels: Sequence[Tensor]) -> _Stamp:
         """Return what prepared code holds for: addresses and version counters of the constants, and their contents."""
         constants = self._stamped(args)
-        return self._generation, mutation_stamp((*constants, *sentinels) if sentinels else constants)
+        return self.generation, mutation_stamp((*constants, *sentinels) if sentinels else constants)
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownCall:
+    """The code for calls with these weights whose other operands pass a guard; `operands` has the weights in place."""
+
+    weights: tuple[Any, ...]
+    guard: Guard
+    entry: SpecializedEntry
+    run: Callable[..., Any]
+    generation: int
+    operands: list[Any]
+
+
+class _CallWithWeights:
+    """A call of a region in one program, which takes the program's weights as the tuple that they were fetched in.
+
+    The same tuple as in the last call means that nothing about the weights has changed: then only the other operands
+    are compared.
+    """
+
+    def __init__(
+        self, site: DispatchedCall, fetch: WeightFetch, operands: Mapping[int, int], sentinels: Sequence[int]
+    ) -> None:
+        self._site, self._fetch = site, fetch
+        self._operands, self._sentinels = dict(operands), tuple(sentinels)
+        self.__name__ = site.__name__
+        self._others: tuple[int, ...] = ()
+        self._last_weights: tuple[Any, ...] | None = None
+        # One value, so that threads see it whole.
+        self._known: _KnownCall | None = None
+
+    def __call__(self, *args: Any, weights: tuple[Any, ...]) -> Any:
+        if torch.compiler.is_compiling() or is_traced():
+            return self._site.dispatcher.body(*self._with_weights(args, weights))
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+            with self._site.profiled():
+                return self._dispatch(args, weights)
+        return self._dispatch(args, weights)
+
+    def _dispatch(self, args: tuple[Any, ...], weights: tuple[Any, ...]) -> Any:
+        known = self._known
+        if (
+            known is None
+            or weights is not known.weights
+            or known.entry.invalid
+            or known.generation != self._site.generation
+            or not known.guard(args)
+            or torch.is_autocast_enabled("cpu")
+            or torch.is_autocast_enabled("cuda")
+        ):
+            return self._dispatch_unknown(args, weights)
+        operands = known.operands.copy()
+        for i, value in zip(self._others, args):  # noqa: B905 (the guard has counted them)
+            operands[i] = value
+        return self._site.run(known.entry, known.run, operands)
+
+    def _dispatch_unknown(self, args: tuple[Any, ...], weights: tuple[Any, ...]) -> Any:
+        site, operands = self._site, self._with_weights(args, weights)
+        code = site.code_for(operands, tuple([weights[i] for i in self._sentinels]))
+        if code is None:
+            return site.dispatcher.body(*operands)
+        # Weights that are written between calls are another tuple each time.
+        if weights is self._last_weights and not site.dispatcher.writes:
+            self._keep(code, operands, args, weights)
+        self._last_weights = weights
+        return site.run(code.entry, code.run, operands)
+
+    def _keep(
+        self, code: SelectedCode, operands: tuple[Any, ...], args: tuple[Any, ...], weights: tuple[Any, ...]
+    ) -> None:
+        """Keep the code of a call for the next ones."""
+        # What the code has copies of must be another tuple after a write.
+        if code.stamp is not None and not self._fetch.stamp({*self._operands.values(), *self._sentinels}):
+            return
+        guard = make_operand_guard(code.entry.specialization, operands, self._operands)
+        if guard is not None and guard(args):
+            held = [value if i in self._operands else None for i, value in enumerate(operands)]
+            generation = self._site.generation if code.stamp is None else code.stamp[0]
+            self._known = _KnownCall(weights, guard, code.entry, code.run, generation, held)
+
+    def _with_weights(self, args: tuple[Any, ...], weights: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return all operands in order."""
+        count = len(args) + len(self._operands)
+        if len(self._others) != len(args):
+            self._others = tuple(i for i in range(count) if i not in self._operands)
+        operands: list[Any] = [None] * count
+        for i, at in self._operands.items():
+            operands[i] = weights[at]
+        for i, value in zip(self._others, args, strict=True):
+            operands[i] = value
+        return tuple(operands)
 
 
 def _no_tensors(args: tuple[Any, ...]) -> Sequence[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
@@ -16,9 +16,9 @@ from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.printers import PythonPrinter
 
-from dovetail import torch_compat
 from dovetail.ir.guard_code import Guard, GuardCode
 from dovetail.ir.tensor_spec import NumberSpec, Size, Spec, Specialization, TensorSpec
+from dovetail.ir.weight_fetch import tensor_check
 
 _TRIAL: ContextVar[bool] = ContextVar("trial", default=False)
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
@@ -185,6 +185,27 @@ def make_guard(specialization: Specialization, args: Sequence[Any] | None = None
     return _generated_guard(specialization)
 
 
+def make_operand_guard(
+    specialization: Specialization, args: Sequence[Any], others: Collection[int]
+) -> Guard | None:
+    """Return a test of some operands for calls whose `others`, tensors, are as in a call with these `args`.
+
+    None if sizes of the others may vary.
+    """
+    kept = [i for i in range(len(args)) if i not in others]
+    specs = specialization.operands
+    if not all(isinstance(spec, TensorSpec) and spec.is_static for spec in (specs[i] for i in others)):
+        return None
+    # The gradient flags of the others count only in this mode.
+    grad, is_grad_enabled = torch.is_grad_enabled(), torch.is_grad_enabled
+    if not kept:
+        return lambda values: is_grad_enabled() is grad
+    guard = make_guard(
+        replace(specialization, operands=tuple(specs[i] for i in kept)), [args[i] for i in kept]
+    )
+    return lambda values: is_grad_enabled() is grad and guard(values)
+
+
 def _tensor_guard(specialization: Specialization, args: Sequence[Any]) -> Guard | None:
     if not all(isinstance(s, TensorSpec) for s in specialization.operands):
         return None
@@ -194,24 +215,6 @@ def _tensor_guard(specialization: Specialization, args: Sequence[Any]) -> Guard 
     # It holds for the gradient flags of these operands, so grad mode must be what it is now.
     grad, is_grad_enabled = torch.is_grad_enabled(), torch.is_grad_enabled
     return lambda values: is_grad_enabled() is grad and check(*values)
-
-
-def tensor_check(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """Return torch's own check that tensors have the dtypes, devices, sizes, strides and flags that these have now.
-
-    None if one of them is no ordinary tensor, or stands there twice.
-    """
-    if not tensors or any(type(t) not in _TENSOR_TYPES for t in tensors):
-        return None
-    try:
-        sizes: Any = [list(t.shape) for t in tensors]
-        strides: Any = [list(t.stride()) for t in tensors]
-        check = torch_compat.TENSOR_GUARDS.value(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        ).check
-        return check if check(*tensors) else None
-    except Exception:  # a private API of torch; comparing in Python does the same, slower
-        return None
 
 
 def _generated_guard(specialization: Specialization) -> Guard:

@@ -19,6 +19,7 @@ from dovetail.ir.meta_keys import LOWERING
 from dovetail.ir.op_traits import overload_traits
 from dovetail.ir.process_state import reset_at_fork
 from dovetail.ir.schema import viewed_operand
+from dovetail.ir.weight_fetch import SENTINELS
 from dovetail.ir.weight_guard import ContentGuard, version_sentinel
 from dovetail.lowering.backend_protocol import Backend, by_name, identity
 from dovetail.lowering.compile_region import CompiledRegion, make_compile_context
@@ -167,9 +168,11 @@ class LoweredState:
                 sources = {i: _source_attribute(a) for i, a in enumerate(node.args) if isinstance(a, Node)}
                 node.target.constants = frozenset(i for i, source in sources.items() if source is not None)
                 counters = _sentinels(program, filter(None, sources.values()))
+                # A view has the version counter of the attribute that it is a view of.
+                counters += [s for i, s in sources.items() if s is not None and node.args[i].op != "get_attr"]
                 if counters:
                     with graph.inserting_before(node):
-                        node.kwargs = {"sentinels": [get_constant(node, counter) for counter in counters]}
+                        node.kwargs = {SENTINELS: [get_constant(node, counter) for counter in counters]}
         return graph
 
     def _sites(self, program: GraphModule) -> dict[str, DispatchedCall]:

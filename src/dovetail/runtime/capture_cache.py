@@ -11,8 +11,9 @@ A call of a compiled model passes three guards in a row, each of which checks wh
 3. The specialization guard (`lowering.guards`), once per lowered region: operands, gradient flags and grad mode, for
    regions may see sizes that the inputs do not determine.
 
-The graph then reads its weights where the module guard has found them unchanged; writes to them are followed by version
-counters and contents (`ir.weight_guard`). A recorded CUDA graph (`cuda_graph_replay`) replaces 2 and 3 by one
+The graph then fetches its weights (`ir.weight_fetch`): those that 1 has checked are not compared again, and regions
+compare them only if the fetch gives another tuple than before. Writes to them are followed by version counters and
+contents (`ir.weight_guard`). A recorded CUDA graph (`cuda_graph_replay`) replaces 2 and 3 by one
 comparison with the call that it recorded, and 1 is checked while the GPU is busy. Where a plan has the model's own forward
 run a capture's calls (`own_forward`), 1 and 2 are checked before it.
 """
@@ -35,8 +36,9 @@ from torch.fx import GraphModule
 from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, InvalidArgument, PlanMismatch
 from dovetail.frontend import cache_pytrees
 from dovetail.frontend.capture import CAPTURING, capture
-from dovetail.ir.graph_module import HOOK_KINDS
+from dovetail.ir.graph_module import HOOK_KINDS, Program
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
+from dovetail.ir.weight_fetch import TensorGuard
 from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.failures import Diagnostics
 from dovetail.lowering.guards import active_autocast, disable_autocast, suspend_saved_tensor_hooks
@@ -83,6 +85,11 @@ class CaptureEntry:
     program: GraphModule
     run: Callable[..., Any]
     execution: Execution = "regions"
+
+    def trust_weights(self, guard: TensorGuard | None) -> None:
+        """Let the graph not compare, in the next call on this thread, what a guard that was checked just now covers."""
+        if isinstance(self.program, Program):
+            self.program.trust_weights(guard)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
         """Start the call on a GPU while the guards are checked; None where that cannot be."""
@@ -175,10 +182,11 @@ class CaptureCache:
         if last is not None and is_covered:
             if end is not None:
                 return replayed
+            last.trust_weights(self._guard.tensor_guard)
             try:
                 return last.run(*args, **kwargs)
             except CallMismatch:  # raised before anything ran
-                pass
+                last.trust_weights(None)
         return self._find_or_capture(key, args, kwargs)
 
     def call_with_swapped_parameters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from dovetail.backends.cuda_graphs import record_graph
 from dovetail.ir.effects import summarize_body
 from dovetail.ir.graph_module import Program
 from dovetail.ir.process_state import reset_at_fork
-from dovetail.ir.weight_guard import mutation_stamp
+from dovetail.ir.weight_fetch import mutation_stamp
 from dovetail.lowering.failures import one_line
 from dovetail.lowering.guards import Unguardable, specialization_of
 

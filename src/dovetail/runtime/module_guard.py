@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from dovetail.ir.graph_module import HOOK_KINDS
-from dovetail.ir.weight_guard import DictSnapshot
-from dovetail.lowering.guards import tensor_check
+from dovetail.ir.weight_fetch import DictSnapshot, TensorGuard
 
 _ACTIVE: ContextVar[tuple[MethodOverride, ...]] = ContextVar("_ACTIVE", default=())
 
@@ -216,7 +215,7 @@ class ModuleGuard:
         heads = [next((v for v in m._parameters.values() if v is not None), None) for m in modules]
         self._heads = [v for v in heads if v is not None]
         self._devices = list(map(_DEVICE, self._heads))
-        self._has_same_tensors = tensor_check(self._tensors)
+        self.tensor_guard = TensorGuard(self._tensors)
         self._attribute_tensors = [
             (m.__dict__, name, value)
             for m in modules
@@ -258,15 +257,14 @@ class ModuleGuard:
             key = current
             self._last = (classes, snapshot, key)
         # Assigning to `data` writes no dict.
-        check = self._has_same_tensors
-        if check is None or not check(*self._tensors):
+        if not self.tensor_guard.is_current():
             if (
                 list(map(_DTYPE, self._tensors)) != self._dtypes
                 or list(map(_DEVICE, self._heads)) != self._devices
             ):
                 return None
             # What else differs, such as the gradient flags or inference mode, captures do not depend on.
-            self._has_same_tensors = tensor_check(self._tensors)
+            self.tensor_guard = TensorGuard(self._tensors)
         return (key, tuple(tuple(hooks.items()) for hooks in self._hooks)) if any(self._hooks) else key
 
     def is_original(self, key: StateKey) -> bool:
