@@ -1,8 +1,9 @@
 """Tuned programs against eager, torch.compile, ONNX Runtime and OpenVINO on the same model.
 
 `python -m benchmarks.tune --out build/tune --write benchmarks/RESULTS.md` tunes what has no result in the folder yet, so that
-it can be interrupted, and writes the tables of all results there. Every model is tuned in a process of its own; what is
-compared then runs in further processes, one for each program, in turns, the tuned one twice (A/A).
+it can be interrupted, and writes the tables of all results there. Every model is tuned in a process of its own. What is
+compared then runs in another one, interleaved, the tuned program compiled and sampled twice (A/A): the same program differs
+by up to 30 % between two processes, by where its weights happen to be in memory, and less within one.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.backends import Worker
 from benchmarks.backends_models import alone
 from benchmarks.results import write_section
 from benchmarks.tune_models import FORTY, TWELVE, example
-from dovetail.tuning.timing import Comparison, compare, noise_of
+from dovetail.tuning.timing import Comparison, Interleaved, Timer, compare, noise_of
 
 TITLE = "Tuned programs against eager, torch.compile and other compilers"
 BACKENDS = ("inductor", "onnxruntime", "openvino")
 TUNED, AGAIN = "tuned", "tuned again"
 METHODS = ("eager", "torch.compile", "onnxruntime", "openvino", TUNED, AGAIN)
-_CALLS = 5
 
 
 def method(name: str, model: nn.Module, args: tuple[Any, ...], plan: str) -> Callable[..., Any]:
@@ -57,23 +57,25 @@ def whole() -> Any:
     return whole_graph()
 
 
-def serve(name: str, model_name: str, plan: str) -> None:
-    """Compile, then time as many calls as each line of the input asks for; one line of JSON for each."""
-    model, args = example(model_name)
+def measure_all(name: str, folder: Path, turns: int) -> None:
+    """Write samples of all methods, one of each in every turn."""
+    model, args = example(name)
+    plan = str(folder / f"{_file(name)}.plan.json")
+    runs: dict[str, Callable[[], Any]] = {}
+    errors: dict[str, str] = {}
     with torch.no_grad():
-        run = method(name, model, args, plan)
-        run(*args)
-        print(json.dumps([timed(run, args)]), flush=True)
-        for line in sys.stdin:
-            for _ in range(8):
+        for m in METHODS:
+            try:
+                run = method(m, model, args, plan)
                 run(*args)
-            print(json.dumps([timed(run, args) for _ in range(int(line))]), flush=True)
-
-
-def timed(run: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    start = time.perf_counter()
-    run(*args)
-    return time.perf_counter() - start
+                runs[m] = partial(run, *args)
+            except Exception as error:
+                errors[m] = f"{type(error).__name__}: {error}"[:300]
+        interleaved = Interleaved(list(runs.values()), Timer(torch.device("cpu")))
+        interleaved.sample(turns)
+    samples: dict[str, list[float]] = {m: [] for m in METHODS}
+    samples |= dict(zip(runs, interleaved.samples, strict=True))
+    (folder / f"{_file(name)}.result.json").write_text(json.dumps({"samples": samples, "errors": errors}))
 
 
 def tune_one(name: str, folder: Path, budget: float) -> None:
@@ -109,32 +111,6 @@ def tune_one(name: str, folder: Path, budget: float) -> None:
         "regions": sum(len(c.division.regions) for c in winner.choices.values()) if winner is not None else 0,
     }
     (folder / f"{_file(name)}.search.json").write_text(json.dumps(row))
-
-
-def compare_one(name: str, folder: Path, turns: int) -> dict[str, Any]:
-    """Return the samples of all methods, one of each in every turn."""
-    plan = str(folder / f"{_file(name)}.plan.json")
-    workers = {
-        m: Worker(
-            m, name, [sys.executable, "-m", "benchmarks.tune", "--serve", m, "--models", name, "--plan", plan]
-        )
-        for m in METHODS
-    }
-    samples: dict[str, list[float]] = {m: [] for m in METHODS}
-    for _ in range(turns):
-        for m, worker in workers.items():
-            if worker.error:
-                continue
-            before = len(worker.times)
-            worker.turn()
-            if len(worker.times) > before:
-                samples[m].append(statistics.median(worker.times[before:]))
-    errors = {m: w.error for m, w in workers.items() if w.error}
-    for m, worker in workers.items():
-        printed = worker.close()
-        if m in errors:
-            errors[m] += f": {printed}"
-    return {"samples": samples, "errors": errors}
 
 
 def compared(row: dict[str, Any], other: str) -> Comparison:
@@ -247,28 +223,31 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=240.0)
     parser.add_argument("--subgraph-budget", type=float, default=45.0)
     parser.add_argument("--turns", type=int, default=25)
-    parser.add_argument("--serve")
-    parser.add_argument("--plan", default="")
-    parser.add_argument("--tune")
+    parser.add_argument("--tune", help="tune one model")
+    parser.add_argument("--compare", help="measure one model that was tuned")
     options = parser.parse_args()
-    if options.serve:
-        serve(options.serve, options.models[0], options.plan)
-        return 0
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.compare:
+        measure_all(options.compare, options.out, options.turns)
+        return 0
     if options.tune:
         tune_one(options.tune, options.out, options.budget)
         return 0
     for name in options.models:
         budget = options.subgraph_budget if "/" in name else options.budget
-        if not (options.out / f"{_file(name)}.search.json").exists():
-            command = [sys.executable, "-m", "benchmarks.tune", "--tune", name, "--budget", str(budget)]
-            done = subprocess.run([*command, "--out", str(options.out)], check=False)
-            if done.returncode:
-                print(f"{name}: tuning ended with {done.returncode}", file=sys.stderr, flush=True)
-                continue
-        result = options.out / f"{_file(name)}.result.json"
-        if not result.exists():
-            result.write_text(json.dumps(compare_one(name, options.out, options.turns)))
+        steps = {
+            "search": ["--tune", name, "--budget", str(budget)],
+            "result": ["--compare", name, "--turns", str(options.turns)],
+        }
+        for kind, arguments in steps.items():
+            if not (options.out / f"{_file(name)}.{kind}.json").exists():
+                command = [sys.executable, "-m", "benchmarks.tune", *arguments, "--out", str(options.out)]
+                status = subprocess.run(command, check=False).returncode
+                if status:
+                    print(f"{name}: {arguments[0]} ended with {status}", file=sys.stderr, flush=True)
+                    break
+        if name not in dict(rows_of([name], options.out)):
+            continue
         row = dict(rows_of([name], options.out))[name]
         comparison = compared(row, best_of(row))
         print(
@@ -288,9 +267,9 @@ def text(folder: Path) -> str:
     here = current_environment()
     packages = ", ".join(f"{n} {v}" for n, v in here.packages if n in ("onnxruntime", "openvino"))
     head = [
-        "`make bench-tune` measures this: each program in a process of its own, in turns, every sample the median of several",
-        "calls in the steady state; the tuned program runs in two processes, which gives the noise (A/A). ONNX Runtime and",
-        "OpenVINO run the whole model as their own documentation has it.",
+        "`make bench-tune` measures this: all programs of a model in one process, interleaved, every sample the median of",
+        "several calls in the steady state; the tuned program is compiled twice, which gives the noise (A/A). ONNX Runtime",
+        "and OpenVINO run the whole model as their own documentation has it, without any guard.",
         "",
         f"Measured on {here.device}, {here.threads} threads, torch {here.torch}, {packages}.",
         "",

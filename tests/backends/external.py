@@ -228,9 +228,10 @@ class ExternalBackendTests(ExternalNumericsTests):
         assert not lowered(x)[0].is_contiguous()
         self.check_same(lowered(x), model(x))
 
-        def turned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def turned(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
             z = torch.relu(x).transpose(0, 2)
-            return z, z * 2, y[:, 1:] + 1
+            mean = y.mean(1, keepdim=True)
+            return z, z * 2, y[:, 1:] + 1, mean.t().expand(4, 5), (mean * 2)[:, :, None].expand(5, 200, 100)
 
         x, y = torch.randn(4, 3, 2).permute(2, 0, 1), torch.randn(5, 6)[:, ::2]
         lowered = lower(whole(turned, x, y), self.backend, cache=False, verify=True, on_error="raise")

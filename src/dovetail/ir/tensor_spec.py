@@ -285,7 +285,12 @@ class Layout:
             return buffer.permute(self.inverse) if self.permuted else buffer
         if self.strides is None:
             return buffer
-        return torch.empty_strided(buffer.shape, self.strides, dtype=buffer.dtype).copy_(buffer)
+        sizes = buffer.shape
+        # Elements that share memory, as in an expanded tensor, are copied once.
+        for dim, (size, stride) in enumerate(zip(sizes, self.strides, strict=True)):
+            if stride == 0 and size > 1:
+                buffer = buffer.narrow(dim, 0, 1)
+        return torch.empty_strided(buffer.shape, self.strides, dtype=buffer.dtype).copy_(buffer).expand(sizes)
 
 
 def layout_of(value: Tensor) -> Layout:

@@ -104,8 +104,9 @@ class ExternalBackend(OperationSupport, Backend):
             value = node.meta.get("val")
             if not isinstance(value, Tensor):
                 return f"its result '{node.name}' is not a tensor"
-            if 0 in (s for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
-                return f"the elements of its result '{node.name}' overlap in memory"
+            is_expanded = 0 in (s for s, n in zip(value.stride(), value.shape, strict=True) if n != 1)
+            if is_expanded and layout_of(value).strides is None:
+                return f"its result '{node.name}' is expanded to sizes that may vary"
         operands = [_operand_layout(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]
         try:
             self._program_of(region, body, operands)
