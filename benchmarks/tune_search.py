@@ -39,6 +39,7 @@ TITLE = "The search of tune: depth, warm stores, regret"
 BACKEND = "openvino"
 _CHUNK = 12
 _BEST = 6
+_BUDGET = 40
 
 
 class Chain(nn.Module):
@@ -243,7 +244,7 @@ def regret_lines(retunings: int) -> list[str]:
     for seed in range(retunings):
         ready = prepare(model, args, None, [BACKEND])
         with Store("sqlite://") as store:
-            searched = run_search(ready, store, budget=60, seed=seed, progress=False)
+            searched = run_search(ready, store, budget=_BUDGET, seed=seed, progress=False)
         if searched.outcome is not None:
             winners.append(searched.outcome.winner.program)
         if searched.report.rank_correlation is not None:
@@ -259,7 +260,7 @@ def regret_lines(retunings: int) -> list[str]:
     ratios = sorted(c.ratio - 1 for c in regrets)
     correlation = f"{statistics.median(correlations):.2f}" if correlations else "not known"
     return [
-        f"{count} divisions of one block by {BACKEND}, all measured; {len(winners)} searches of 60 s with empty stores. "
+        f"{count} divisions of one block by {BACKEND}, all measured; {len(winners)} searches of {_BUDGET} s with empty stores. "
         f"Regret against the fastest of all: median {statistics.median(ratios):.1%}, largest {ratios[-1]:.1%} (noise "
         f"{noise:.1%}, wanted: at most 2 %). {len({w.key for w in winners})} distinct winners, {flips} of {len(winners)} "
         f"unlike the first beyond the noise (wanted: at most 5 %). Rank correlation of costs with whole blocks, median: "

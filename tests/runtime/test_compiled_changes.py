@@ -89,6 +89,17 @@ def test_a_number_that_comes_back_is_no_new_capture() -> None:
     assert len(fast.graphs) == 2
 
 
+def test_torch_compile_of_the_same_model_is_no_new_capture() -> None:
+    """It marks the module with attributes of its own."""
+    model = Scaled().eval()
+    compiled = dovetail.compile(model, (X,), backends=[])
+    torch.compile(model, backend="eager")(X)
+    model.compile(backend="eager")
+    assert torch.equal(compiled(X), model(X))
+    assert len(compiled.graphs) == 1
+    assert not compiled.diagnostics
+
+
 def test_equal_numbers_of_other_types_are_others() -> None:
     class Times(nn.Module):
         factor: float = 2

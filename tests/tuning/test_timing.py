@@ -43,6 +43,14 @@ def test_the_interval_of_few_values_is_their_range() -> None:
     assert median_interval([2.0]) == (2.0, 2.0)
 
 
+@pytest.mark.parametrize(("count", "beyond"), [(8, 0), (9, 1), (10, 1), (15, 3), (25, 7), (400, 179)])
+def test_the_interval_leaves_out_as_many_values_as_the_binomial_distribution_allows(
+    count: int, beyond: int
+) -> None:
+    low, high = median_interval([float(n) for n in range(count)])
+    assert (low, high) == (beyond, count - 1 - beyond)
+
+
 def test_a_run_against_itself_is_rarely_decided() -> None:
     decided = 0
     for seed in range(200):

@@ -176,8 +176,11 @@ class MethodOverride(ForwardOverride):
             return await coroutine
 
 
-# Of the attributes that every module has only the mode is baked into a capture.
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+# Of the attributes that every module has only the mode is baked into a capture. The others are set by torch.compile.
+_MODULE_ATTRIBUTES = (frozenset(nn.Module().__dict__) - {"training"}) | {
+    "_compiled_call_impl",
+    "_is_torch_compile",
+}
 _BAKED = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _GLOBAL_HOOKS = [getattr(torch_modules, f"_global{kind}") for kind in HOOK_KINDS]

@@ -165,16 +165,16 @@ def copy_inputs(example: ModelInputs) -> ModelInputs:
     copies: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value
         if id(value) not in copies:
             copies[id(value)] = _copy_value(value)
         return copies[id(value)]
 
-    return example.map(copied)
+    return example.copied().map(copied)
 
 
 def _copy_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
     try:
         return copy.deepcopy(value)
     except Exception:  # what cannot be copied is not state of the run, such as a process group

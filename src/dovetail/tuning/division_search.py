@@ -23,7 +23,7 @@ from dovetail.tuning.measuring import Measurer
 from dovetail.tuning.region_candidates import Pruned, RegionCandidate
 from dovetail.tuning.search_space import SearchSpace
 from dovetail.tuning.set_partitioning import Option, divide
-from dovetail.tuning.timing import compare, median_interval, noise_of
+from dovetail.tuning.timing import MAX_TIE, compare, median_interval, noise_of
 from dovetail.tuning.trial import BlockDivision, BoundaryTrial, DivisionsTrial, OperationsTrial, RegionTrial
 
 AS_IT_IS = "as it is"
@@ -339,7 +339,8 @@ class DivisionSearch:
         best_ratio = min(row[0] for row in rows)
         # Among divisions that cannot be told apart, the one with the fewest regions.
         winner = min(
-            (row for row in rows if row[0] <= best_ratio * (1 + noise)), key=lambda row: (row[2], row[0])
+            (row for row in rows if row[0] <= best_ratio * (1 + min(noise, MAX_TIE))),
+            key=lambda row: (row[2], row[0]),
         )
         others = sorted((row for row in rows if row is not winner), key=lambda row: row[0])
         division = BlockDivision() if winner[1] < 0 else trial.divisions[winner[1]]

@@ -15,9 +15,11 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from dovetail.errors import DovetailError
 from dovetail.lowering.backend_protocol import Backend
+from dovetail.lowering.failures import Diagnostic, Kind
 from dovetail.lowering.options import Options
 from dovetail.numerics.compare import RunComparison
 from dovetail.numerics.tolerance import Tolerance
@@ -34,6 +36,8 @@ from dovetail.tuning.trial import ComparisonTrial, ProgramSpec, ProgramTrial
 EAGER, TORCH_COMPILE = "eager", "torch.compile"
 """Programs without dovetail."""
 _ROUNDS, _MAX_ROUNDS = 10, 400
+_UNPLANNED = frozenset[Kind]({"fallback", "limit", "failed", "stale", "unplanned"})
+"""Diagnostics of programs whose calls run something else than what was to be measured."""
 _PROGRAM_SECONDS = 1.5
 
 
@@ -68,7 +72,7 @@ class ModelPrograms:
         self._example = ModelInputs(args, kwargs)
         self._backends, self._timer = list(backends), timer
         self._built: dict[str, nn.Module] = {}
-        self._captured: Any = None
+        self._captured: GraphModule | None = None
         trial = TrialRuns(cast("Any", _Unchanged(model)), self._example, None)
         self._inputs = RunInputs(self._example, "the example inputs", grad=mode == "training")
         self._runs = trial
@@ -91,10 +95,21 @@ class ModelPrograms:
         cache = compiled._captures
         args, kwargs = self._example.args, self._example.kwargs
         if self._captured is None:
-            self._captured = cache.capture(args, kwargs)
-        key, graph = self._captured
-        cache.install(key, graph, args, kwargs)
+            _, self._captured = cache.capture(args, kwargs)
+        key = cache.guard_key()
+        if key is None:
+            raise InvalidProgram("the parameters of the model are replaced while it is measured")
+        # The key is that of this module's own guards, which number the states of the model as they met them.
+        cache.install(key, self._captured, args, kwargs)
         return compiled
+
+    @staticmethod
+    def require_planned(module: nn.Module) -> None:
+        """Raise InvalidProgram if calls of a program did not run what its plan decides."""
+        reported = cast("Sequence[Diagnostic]", getattr(module, "diagnostics", ()))
+        faults = [each.message for each in reported if each.kind in _UNPLANNED]
+        if faults:
+            raise InvalidProgram(f"its calls do not run what the plan decides: {faults[0]}")
 
     def verify(self, module: nn.Module) -> float:
         """Return the largest relative error of a program; raise InvalidProgram if it is beyond the tolerance."""
@@ -152,6 +167,7 @@ class ModelPrograms:
         interleaved = Interleaved([run, self.step(self.model)], self._timer)
         interleaved.sample(3)
         interleaved.sample(_ROUNDS, time.monotonic() + _PROGRAM_SECONDS)
+        self.require_planned(module)
         samples, beside = interleaved.samples
         return Measurement(
             tuple(samples),
@@ -181,6 +197,7 @@ class ModelPrograms:
                 run = self.step(module)
                 with isolated_run(self.model):
                     run()
+                self.require_planned(module)
                 runs[program.key] = run
             except Exception as error:
                 failures[program.key] = f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -31,7 +31,7 @@ from dovetail.tuning.plan import Plan
 from dovetail.tuning.region_candidates import EXISTING
 from dovetail.tuning.search_space import GraphState, SearchSpace
 from dovetail.tuning.size_ranges import Range
-from dovetail.tuning.timing import Comparison, compare, noise_of, spread_of
+from dovetail.tuning.timing import MAX_TIE, Comparison, compare, noise_of, spread_of
 from dovetail.tuning.trial import BlockDivision, ComparisonTrial, ProgramSpec, ProgramTrial, digest_of
 
 _FINALISTS = 5
@@ -371,7 +371,8 @@ class ProgramSearch:
             return None
         fastest = min(planned, key=lambda c: statistics.median(samples[c.program.key]))
         reference = samples[fastest.program.key]
-        ties = [c for c in planned if compare(samples[c.program.key], reference, noise).verdict == "tie"]
+        compared = [(c, compare(samples[c.program.key], reference, noise)) for c in planned]
+        ties = [c for c, it in compared if it.verdict == "tie" and it.ratio <= 1 + MAX_TIE]
         winner = min([fastest, *ties], key=lambda c: (c.complexity, c is not fastest))
         won = samples[winner.program.key]
         outcome = Outcome(winner, spread_of(won), noise)
@@ -530,7 +531,7 @@ def _rejected(outcome: Outcome) -> tuple[Alternative, ...]:
 def _alternative(candidate: ProgramCandidate, comparison: Comparison, seconds: Spread) -> Alternative:
     words = {
         "slower": f"{comparison.ratio:.3f} times the time",
-        "tie": "equal within the noise, and not simpler",
+        "tie": f"{comparison.ratio:.3f} times the time, equal within the noise of {comparison.noise:.1%}",
         "undecided": f"{comparison.ratio:.3f} times the time, not separated from the noise of {comparison.noise:.1%}",
         "faster": f"{comparison.ratio:.3f} times the time, but not a plan's own program",
     }

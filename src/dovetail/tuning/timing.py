@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import random
 import statistics
@@ -34,6 +35,9 @@ PAUSE_SECONDS = 0.03
 """How long a run waits for the threads of the run before it: those of other runtimes spin for a while."""
 LEAST_NOISE = 0.002
 """Ratios of less than this are ties however quiet the machine is."""
+MAX_TIE = 0.02
+"""A simpler program that takes more than this longer is not preferred, however noisy the machine is."""
+_CONFIDENCE = 0.95
 _MAX_CALLS = 1000
 _WARM_CALLS, _WARM_SECONDS = 10, 0.02
 _MIN_TIMES, _MAX_TIMES, _TIMED_SECONDS = 3, 15, 0.01
@@ -54,10 +58,20 @@ class Comparison:
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the order statistics between which the median is with 95 % confidence; the extremes of few values."""
-    ordered, count = sorted(values), len(values)
-    reach = 1.96 * math.sqrt(count) / 2
-    low, high = math.floor(count / 2 - reach), math.ceil(count / 2 + reach)
-    return ordered[max(low - 1, 0)], ordered[min(high, count - 1)]
+    ordered, beyond = sorted(values), _values_beyond(len(values))
+    return ordered[beyond], ordered[-1 - beyond]
+
+
+@functools.cache
+def _values_beyond(count: int) -> int:
+    """Return how many of the least values, and of the largest, are outside of the interval of their median.
+
+    How many of `count` values are below the median has a binomial distribution.
+    """
+    beyond, below = 0, 1
+    while 2 * (below := below + math.comb(count, beyond + 1)) / 2**count <= 1 - _CONFIDENCE:
+        beyond += 1
+    return beyond
 
 
 def spread_of(samples: Sequence[float]) -> Spread:
