@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 import dovetail
 from dovetail import Backend, Region
 from dovetail.ir import weight_fetch
-from dovetail.ir.weight_fetch import WeightFetch
+from dovetail.ir.weight_fetch import TensorGuard, WeightFetch
 from tests.lowering.helpers import Blocks, fused
 
 X = torch.randn(3, 8)
@@ -222,3 +222,125 @@ def test_other_tracers_see_through_it() -> None:
     torch.testing.assert_close(traced(X), expected)
     _data(gm)
     torch.testing.assert_close(traced(X), doubled())
+
+
+def _module() -> nn.Module:
+    root = nn.Module()
+    root.first, root.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    return root
+
+
+TARGETS = ["first.weight", "second.weight", "second.bias"]
+needs_versions = pytest.mark.skipif(weight_fetch.dict_version is None, reason="dicts have no version here")
+
+
+def _frozen(root: Any) -> None:
+    root.second.weight.requires_grad_(False)
+
+
+def _transposed(root: Any) -> None:
+    root.second.weight.data = root.second.weight.data.t()
+
+
+def _converted(root: Any) -> None:
+    root.second.bias.data = root.second.bias.data.double()
+
+
+def _replaced(root: Any) -> None:
+    root.second.bias = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize("change", [_frozen, _transposed, _converted, _replaced])
+@pytest.mark.parametrize("has_versions", [pytest.param(True, marks=needs_versions), False])
+def test_a_fetch_is_the_same_tuple_while_nothing_about_the_tensors_changes(
+    change: Any, has_versions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_versions:
+        monkeypatch.setattr(weight_fetch, "dict_version", None)
+    root = _module()
+    fetch = WeightFetch(TARGETS)
+    before = fetch(root)
+    with torch.no_grad():
+        root.first.weight.mul_(2)  # type: ignore[operator, union-attr]
+    root.second.counter = 1  # type: ignore[union-attr]
+    for _ in range(4):
+        assert fetch(root) is before
+    change(root)
+    after = fetch(root)
+    assert after is not before
+    assert after[2] is root.second.bias  # type: ignore[union-attr]
+    for _ in range(4):
+        assert fetch(root) is after
+
+
+def test_writes_to_stamped_tensors_give_another_tuple() -> None:
+    root: Any = _module()
+    fetch = WeightFetch(TARGETS)
+    unstamped = fetch(root)
+    assert not fetch.stamp([1])
+    assert fetch.stamp([1])
+    before = fetch(root)
+    assert before is not unstamped
+    with torch.no_grad():
+        root.first.weight.mul_(2)
+    assert fetch(root) is before
+    with torch.no_grad():
+        root.second.weight.mul_(2)
+    after = fetch(root)
+    assert after is not before
+    root.second.weight.data = root.second.weight.data.clone()
+    assert fetch(root) is not after
+
+
+def test_a_guard_that_the_caller_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    root: Any = _module()
+    fetch, everything = WeightFetch(TARGETS), TensorGuard(root.parameters())
+    part = TensorGuard([root.first.weight])
+    fetch(root)
+    checked: list[TensorGuard] = []
+    is_current = TensorGuard.is_current
+
+    def spied(guard: TensorGuard) -> bool:
+        checked.append(guard)
+        return is_current(guard)
+
+    monkeypatch.setattr(TensorGuard, "is_current", spied)
+
+    def checks(guard: TensorGuard | None) -> int:
+        checked.clear()
+        fetch.trust(guard)
+        fetch(root)
+        return len(checked)
+
+    # The first call relates the guard to what was fetched.
+    assert [checks(everything) for _ in range(3)] == [1, 0, 0]
+    assert [checks(part) for _ in range(3)] == [1, 1, 1]
+    assert [checks(None) for _ in range(2)] == [1, 1]
+    assert [checks(everything) for _ in range(2)] == [1, 0]
+    # Another one, as after a change, is not the one that was checked then.
+    assert [checks(TensorGuard(root.parameters())), checks(everything)] == [1, 1]
+    # It holds for one call, on the thread that has checked it.
+    fetch.trust(everything)
+    checked.clear()
+    thread = threading.Thread(target=fetch, args=(root,))
+    thread.start()
+    thread.join()
+    assert len(checked) == 1
+
+
+def test_a_graph_that_is_called_itself_notices_what_the_compiled_model_has_not_seen() -> None:
+    torch.manual_seed(0)
+    model = Blocks().eval()
+    compiled = dovetail.compile(model, (X,), backends=[_Kept()])
+    with torch.no_grad():
+        for _ in range(5):
+            compiled(X)
+    graph = compiled.graphs[0]
+    weight = model.get_parameter("layers.1.weight")
+    weight.data = weight.data.t()
+    torch.testing.assert_close(graph(X), model(X))
+    with pytest.raises(dovetail.CallMismatch):
+        compiled._captures.captures[0].run(X[:, :3])
+    model.requires_grad_(True)
+    assert graph(X).requires_grad
+    assert compiled(X).requires_grad

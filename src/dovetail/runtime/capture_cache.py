@@ -20,13 +20,14 @@ run a capture's calls (`own_forward`), 1 and 2 are checked before it.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -88,8 +89,14 @@ class CaptureEntry:
 
     def trust_weights(self, guard: TensorGuard | None) -> None:
         """Let the graph not compare, in the next call on this thread, what a guard that was checked just now covers."""
-        if isinstance(self.program, Program):
-            self.program.trust_weights(guard)
+        if self._fetches_weights:
+            cast("Program", self.program).trust_weights(guard)
+
+    @functools.cached_property
+    def _fetches_weights(self) -> bool:
+        """Whether every call runs the graph: a replay and the model's own forward do not fetch its weights."""
+        is_graph = self.execution in ("regions", "graph") and not isinstance(self.run, CudaGraphReplay)
+        return is_graph and isinstance(self.program, Program)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
         """Start the call on a GPU while the guards are checked; None where that cannot be."""
@@ -187,6 +194,9 @@ class CaptureCache:
                 return last.run(*args, **kwargs)
             except CallMismatch:  # raised before anything ran
                 last.trust_weights(None)
+            except BaseException:
+                last.trust_weights(None)
+                raise
         return self._find_or_capture(key, args, kwargs)
 
     def call_with_swapped_parameters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
