@@ -177,6 +177,12 @@ EFFECTFUL_TARGETS = TorchName(
     "operators that return nothing may be dropped from the graph",
     is_check=True,
 )
+CONV_BACKEND = TorchName(
+    "torch._C._select_conv_backend",
+    "chooses the kernel of a convolution, and so its memory format, as outside of torch.export, which disables cuDNN",
+    "results of convolutions in channels last are captured as contiguous on a GPU, and regions are compiled again when "
+    "the first call has them in channels last",
+)
 DONATED_BUFFERS = TorchName(
     "torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs",
     "lets a backward that Inductor compiled run twice (retain_graph) by donating no buffer to it",
@@ -280,6 +286,7 @@ NAMES: tuple[TorchName, ...] = (
     *GRADIENT_HOOKS,
     *SEEDING,
     EFFECTFUL_TARGETS,
+    CONV_BACKEND,
     DONATED_BUFFERS,
     *DISPATCH,
     GENERATOR_METACLASS,

@@ -115,13 +115,39 @@ def export_model(
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
 ) -> ExportedProgram:
-    with defer_torch_output() as noise:
+    with defer_torch_output() as noise, _convolutions_of_cudnn():
         try:
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         except InvalidArgument:
             raise
         except Exception as error:
             raise _translated(error, noise, _called_with(model, args, kwargs, error)) from error
+
+
+@contextlib.contextmanager
+def _convolutions_of_cudnn() -> Generator[None]:
+    """Let convolutions have the memory format that cuDNN gives them, if it is enabled.
+
+    torch.export disables cuDNN while it traces; other kernels return contiguous results for inputs in channels last.
+    """
+    cudnn = torch.backends.cudnn
+    if not (cudnn.is_available() and cudnn.enabled):
+        yield
+        return
+
+    def with_cudnn(select: Callable[..., Any]) -> Callable[..., Any]:
+        def selected(*args: Any, **kwargs: Any) -> Any:
+            was = torch._C._get_cudnn_enabled()
+            torch._C._set_cudnn_enabled(True)
+            try:
+                return select(*args, **kwargs)
+            finally:
+                torch._C._set_cudnn_enabled(was)
+
+        return selected
+
+    with torch_compat.patched([(torch_compat.CONV_BACKEND, with_cudnn)]):
+        yield
 
 
 def require_dynamic_shapes(dynamic_shapes: Any) -> None:

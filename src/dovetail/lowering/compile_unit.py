@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from dovetail.ir.effects import BodySummary, summarize_body
 from dovetail.ir.graph_module import Body, attribute, make_body
 from dovetail.ir.nodes import is_projection
+from dovetail.ir.shape_prop import call_with_values, fake_inference, fake_mode
 from dovetail.numerics.sample_inputs import Domain, domains_of
 from dovetail.outlining.inline import Flattener, copy_placeholders, flat, held_value
 from dovetail.outlining.region import Region, body_key, results
@@ -144,12 +145,13 @@ Flags = tuple[bool, ...]
 class GradAnalysis:
     """A forward dataflow analysis of `requires_grad`, from parameters and inputs to the operands of regions.
 
-    Unknown cases (a custom operator without a derivative) count as differentiable: a wrong answer costs a compilation,
-    for every call is guarded.
+    Which results of an operator with more than one are differentiable, autograd is asked. Unknown cases (a custom
+    operator without a derivative) count as differentiable: a wrong answer costs a compilation, for every call is guarded.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Body, Flags], tuple[Flags, dict[Node, bool]]] = {}
+        self._of_operator: dict[tuple[Any, int, Flags], Flags | None] = {}
 
     def operands(self, gm: GraphModule, candidates: Iterable[Region]) -> dict[str, Flags]:
         """Return whether each operand of each region requires gradients, by region name.
@@ -190,10 +192,36 @@ class GradAnalysis:
                 flags[node] = any(outputs[node])
             else:
                 reached = any(flags[a] for a in node.all_input_nodes)
-                flags[node] = (
-                    reached and node.target not in _STOPS and _is_differentiable(node.meta.get("val"))
-                )
+                value = node.meta.get("val")
+                flags[node] = reached and node.target not in _STOPS and _is_differentiable(value)
+                if flags[node] and isinstance(value, (tuple, list)):
+                    of_results = self._results_of_operator(node, flags)
+                    if of_results is not None:
+                        outputs[node] = of_results
         return flags
+
+    def _results_of_operator(self, node: Node, flags: Mapping[Node, bool]) -> Flags | None:
+        """Return which results of an operator require gradients; None if that is not known."""
+        key = (node.target, len(node.meta["val"]), tuple(flags[a] for a in node.all_input_nodes))
+        if key not in self._of_operator:
+            try:
+                self._of_operator[key] = _differentiable_results(node, flags)
+            except Exception:  # not all operators run on fake tensors with gradients
+                self._of_operator[key] = None
+        return self._of_operator[key]
+
+
+def _differentiable_results(node: Node, flags: Mapping[Node, bool]) -> Flags | None:
+    def operand(source: Node) -> Any:
+        value = source.meta["val"]
+        return value.detach().requires_grad_(flags[source]) if isinstance(value, Tensor) else value
+
+    mode = fake_mode(node.all_input_nodes)
+    if mode is None:
+        return None
+    with fake_inference(mode), torch.enable_grad():
+        values = call_with_values(node, operand)
+    return tuple(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _requires_grad(node: Node) -> bool:
