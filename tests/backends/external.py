@@ -237,6 +237,21 @@ class ExternalBackendTests(ExternalNumericsTests):
         lowered = lower(whole(turned, x, y), self.backend, cache=False, verify=True, on_error="raise")
         self.check_same(lowered(x, y), turned(x, y))
 
+    def test_views_of_one_value_share_its_memory(self) -> None:
+        """As in eager code: the code returns the value, and its parts are not copied."""
+
+        def parts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            y = torch.relu(x @ w)
+            first, second = y.split([4, 8], 1)
+            return first, y * 2, second.view(6, 2, 4).transpose(1, 2), first, y[1:, ::2].expand(2, 5, 6)
+
+        x, w = torch.randn(6, 8), torch.randn(8, 12)
+        lowered = lower(whole(parts, x, w), self.backend, cache=False, verify=True, on_error="raise")
+        got, expected = lowered(x, w), parts(x, w)
+        self.check_same(got, expected)
+        assert [t.untyped_storage().data_ptr() for t in got].count(got[0].untyped_storage().data_ptr()) == 4
+        assert got[1].untyped_storage().data_ptr() != got[0].untyped_storage().data_ptr()
+
     def test_operands_may_begin_anywhere(self) -> None:
         def run(x: Tensor, w: Tensor) -> Tensor:
             return torch.relu(x @ w) + x

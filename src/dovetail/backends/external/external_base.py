@@ -8,6 +8,7 @@ import json
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -23,6 +24,7 @@ from dovetail.formats.onnx.region_model import TRANSLATIONS, region_model
 from dovetail.formats.onnx.writer import Dialect, OnnxWriter
 from dovetail.formats.op_support import OperationSupport
 from dovetail.ir.graph_module import Body
+from dovetail.ir.nodes import storage_key
 from dovetail.ir.process_state import make_immortal, register_after_fork, reset_at_fork
 from dovetail.ir.tensor_spec import Layout, layout_of
 from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled
@@ -108,6 +110,7 @@ class ExternalBackend(OperationSupport, Backend):
             if is_expanded and layout_of(value).strides is None:
                 return f"its result '{node.name}' is expanded to sizes that may vary"
         operands = [_operand_layout(n.meta["val"]) for n in body.graph.find_nodes(op="placeholder")]
+        return_bases(body)
         try:
             self._program_of(region, body, operands)
         except UnsupportedOp as failure:
@@ -124,8 +127,9 @@ class ExternalBackend(OperationSupport, Backend):
                 reason = self.why_not(node) if node.op == "call_function" else None
                 if reason is not None:
                     raise UnsupportedOp(f"{reason} ('{node.name}')")
+        views = return_bases(body)
         program, results = self._program_of(region, body, operands)
-        return CompiledModel(self, program, tuple(operands), tuple(results))
+        return CompiledModel(self, program, tuple(operands), tuple(results), views)
 
     def _program_of(
         self, region: Region, body: GraphModule, operands: Sequence[Layout | None]
@@ -158,6 +162,7 @@ class ExternalBackend(OperationSupport, Backend):
         head = {
             "operands": [*map(_layout_to_json, model.operands)],
             "results": [*map(_layout_to_json, model.results)],
+            "views": [*map(astuple, model.views)],
         }
         return join_parts(json.dumps(head).encode(), self.serialize(model.program))
 
@@ -165,7 +170,8 @@ class ExternalBackend(OperationSupport, Backend):
         head, rest = split_parts(data)
         layouts = json.loads(head)
         operands, results = (tuple(map(_layout_from_json, layouts[k])) for k in ("operands", "results"))
-        return CompiledModel(self, self.deserialize(rest), operands, results)
+        views = tuple(_view_from_json(*row) for row in layouts["views"])
+        return CompiledModel(self, self.deserialize(rest), operands, results, views)
 
 
 class _Started:
@@ -220,10 +226,14 @@ class CompiledModel:
         program: Any,
         operands: tuple[Layout | None, ...],
         results: tuple[Layout, ...],
+        views: tuple[ResultView, ...] | None = None,
         constants: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.backend, self.program, self.operands, self.results = backend, program, operands, results
-        self.constants = dict(constants or {})
+        views = tuple(map(ResultView, range(len(results)))) if views is None else views
+        self.views, self.constants = views, dict(constants or {})
+        # Most regions have none.
+        self._returns_views = any(view.sizes is not None for view in views) or len(views) != len(results)
         self._unbound = [(i, layout) for i, layout in enumerate(operands) if i not in self.constants]
         self._sessions: dict[int, CompiledSession] = {}
         self._lock = reset_at_fork(threading.Lock())
@@ -232,7 +242,7 @@ class CompiledModel:
 
     def bound(self, constants: Mapping[int, Tensor]) -> CompiledModel:
         """Return a copy with some operands bound."""
-        return CompiledModel(self.backend, self.program, self.operands, self.results, constants)
+        return CompiledModel(self.backend, self.program, self.operands, self.results, self.views, constants)
 
     @property
     def reads_in_place(self) -> frozenset[int]:
@@ -263,7 +273,8 @@ class CompiledModel:
         self._sessions = {}
 
     def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
-        return self.session()(*[_runtime_operand(layout, operands[i]) for i, layout in self._unbound])
+        values = self.session()(*[_runtime_operand(layout, operands[i]) for i, layout in self._unbound])
+        return tuple([view.of(values) for view in self.views]) if self._returns_views else values
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _unpickled, (self.backend, self.backend.save(self), self.constants)
@@ -277,6 +288,68 @@ def _unpickled(backend: ExternalBackend, data: bytes, constants: Mapping[int, Te
 def results_of(body: GraphModule) -> Sequence[Node]:
     """Return the output nodes of a flat body."""
     return cast("Sequence[Node]", body.graph.output_node().args[0])
+
+
+@dataclass(frozen=True)
+class ResultView:
+    """A result of a region as a view of a value that its code returns; without sizes, the value itself."""
+
+    index: int
+    sizes: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+    def of(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the result."""
+        value = values[self.index]
+        return value if self.sizes is None else value.as_strided(self.sizes, self.strides, self.offset)
+
+
+def return_bases(body: GraphModule) -> tuple[ResultView, ...]:
+    """Make a flat body return the values that its results are views of, where those are not dense; return the views.
+
+    Otherwise such a result, as of `split` or `expand`, is copied to memory of its strides in every call.
+    """
+    owners: dict[int, Node] = {}
+    for node in body.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            owners.setdefault(storage_key(value), node)
+    returned: list[Node] = []
+    indices: dict[Node, int] = {}
+    views: list[ResultView] = []
+    for node in results_of(body):
+        base, view = _view_of_base(node, owners)
+        # A result that comes twice is two values, each with memory of its own.
+        if view.sizes is None or base not in indices:
+            indices[base] = len(returned)
+            returned.append(base)
+        views.append(replace(view, index=indices[base]))
+    if returned != list(results_of(body)):
+        body.graph.output_node().args = (tuple(returned),)
+        body.graph.eliminate_dead_code()
+    return tuple(views)
+
+
+def _view_of_base(result: Node, owners: Mapping[int, Node]) -> tuple[Node, ResultView]:
+    """Return the value that a result is a view of, if that is dense and the result is not; else the result."""
+    value, itself = result.meta["val"], (result, ResultView(0))
+    layout, base = layout_of(value), owners[storage_key(value)]
+    if layout.order is not None or layout.sizes is None or base.op != "call_function":
+        return itself
+    whole = base.meta["val"]
+    of_base, offset = layout_of(whole), value.storage_offset() - whole.storage_offset()
+    if of_base.order is None or of_base.sizes is None or whole.dtype is not value.dtype:
+        return itself
+    assert layout.strides is not None
+    last = offset + sum((n - 1) * stride for n, stride in zip(layout.sizes, layout.strides, strict=True))
+    if not isinstance(offset, int) or offset < 0 or last >= whole.numel():
+        return itself
+    return base, ResultView(0, layout.sizes, layout.strides, offset)
+
+
+def _view_from_json(index: int, sizes: Any, strides: Any, offset: int) -> ResultView:
+    return ResultView(index, None if sizes is None else tuple(sizes), tuple(strides), offset)
 
 
 def join_parts(*parts: bytes) -> bytes:

@@ -31,9 +31,8 @@ class OnnxRuntime(OnnxBackend):
 
     name = "onnxruntime"
     packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxruntime")
-    dialect: ClassVar[Dialect] = Dialect(attention=True, runs=True)
+    dialect: ClassVar[Dialect] = Dialect(attention=True, powers=True, runs=True)
 
-    # Its threads spin after a call, which slows down what other threads run between its regions.
     # Threads of a session spin for a while after a call, and take the cores from the next region's.
     variants: ClassVar[Sequence[Mapping[str, Any]]] = ({"options": {"session.force_spinning_stop": "1"}},)
 
@@ -46,7 +45,7 @@ class OnnxRuntime(OnnxBackend):
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"2 {package_version('onnxruntime')}"
+        return f"3 {package_version('onnxruntime')}"
 
     def session(
         self, program: bytes, constants: Mapping[int, Tensor], results: Sequence[Layout]
@@ -55,7 +54,7 @@ class OnnxRuntime(OnnxBackend):
 
 
 _BOUND_BYTES = 2**16
-"""From this size on, binding memory for the results takes less time than having them copied."""
+"""The bytes that are copied in the time that it takes to bind the memory of one operand or result."""
 
 
 class _OnnxRuntimeSession(CompiledSession):
@@ -89,7 +88,8 @@ class _OnnxRuntimeSession(CompiledSession):
         self._guarded = len(self._outputs) > len(results)
         # An empty result has no memory that could be bound.
         known = all(r.sizes is not None and 0 not in r.sizes for r in results)
-        self._binds = known and sum(map(_nbytes, results)) >= _BOUND_BYTES
+        bound = len(self._inputs) + len(self._outputs)
+        self._binds = known and sum(map(_nbytes, results)) >= _BOUND_BYTES * bound
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
         if not self._binds or not all(map(Tensor.numel, rows)):

@@ -152,7 +152,7 @@ def _pow(w: OnnxWriter, node: Node, base: Any, exponent: Any) -> str:
     dtype = w.dtype(node)
     x = w.read(base, dtype)
     # torch computes these as products and roots, and runtimes do not always recognize them.
-    if exponent in (2, 3) and not isinstance(exponent, Node):
+    if not isinstance(exponent, Node) and exponent in (2, 3) and not (w.dialect.powers and exponent == 3):
         square = w.op("Mul", x, x, label=node.name)
         return square if exponent == 2 else w.op("Mul", square, x, label=node.name)
     if w.dialect.runs and not dtype.is_floating_point:

@@ -47,13 +47,15 @@ def element_type(dtype: torch.dtype) -> int:
 class Dialect:
     """What a consumer of ONNX supports besides the operators of the standard.
 
-    With `attention`, ONNX Runtime's own fused attention may be written. With `runs`, the model is executed in place of
+    With `attention`, ONNX Runtime's own fused attention may be written. With `powers`, small integer powers are computed
+    as products, and recognized in what is fused, such as the approximation of GELU. With `runs`, the model is executed in place of
     torch instead of being kept as a file: operators that runtimes are known to compute wrongly are refused, and a flag
     reports whether all indices were in range. Eager code raises for an index out of range; runtimes count from the end,
     or read whatever is in memory there.
     """
 
     attention: bool = False
+    powers: bool = False
     runs: bool = False
 
     @property
