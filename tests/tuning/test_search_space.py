@@ -96,6 +96,22 @@ def test_a_graph_without_passes_that_change_it_has_one_state() -> None:
     assert space.is_complete
 
 
+def test_after_its_deadline_nothing_more_is_derived() -> None:
+    space = space_of(Attending().eval(), deadline=0.0)
+    assert pipelines(space) == [()]
+    assert "further pass orders: not derived within the budget" in str(space)
+    assert not any(block.is_expanded for block in space.blocks.values())
+    assert "the parts of the block: not derived within the budget" in str(space)
+    # Blocks as wholes can be measured, and their parts later if there is time.
+    assert all(block.candidates for block in space.blocks.values())
+    whole = {key: len(block.candidates) for key, block in space.blocks.items()}
+    space.expand(space.blocks, deadline=0.0)
+    assert {key: len(block.candidates) for key, block in space.blocks.items()} == whole
+    space.expand(space.blocks)
+    assert all(block.is_expanded for block in space.blocks.values())
+    assert sum(len(block.candidates) for block in space.blocks.values()) > sum(whole.values())
+
+
 def test_siblings_have_a_state_for_each_choice_of_merge_groups() -> None:
     space = attending()
     assert pipelines(space)[:5] == [(), ("FoldConstants",), *[("MergeParallel",)] * 3]

@@ -8,6 +8,7 @@ the division is solved again. The best divisions by these costs are then measure
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,7 +109,7 @@ class DivisionSearch:
 
     def measure_candidates(self, keys: Sequence[str], share: float) -> None:
         """Measure all candidates of some blocks, those of the largest share of the time first."""
-        self.space.expand(keys)
+        self.space.expand(keys, time.monotonic() + self.measurer.left(share))
         totals = {key: self.seconds(key) * self.space.calls(key) for key in keys}
         total = sum(totals.values()) or 1.0
         ranked: list[tuple[float, int, RegionTrial]] = []

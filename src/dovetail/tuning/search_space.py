@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ TYPICAL_COMPILE_SECONDS: Mapping[str, float] = {
 }
 """How long backends take to compile a body of a few operations, where the store has no measurement."""
 UNKNOWN_COMPILE_SECONDS = 2.0
+_NO_TIME = "not derived within the budget"
 _MAX_PASSES = 5
 _MAX_MERGE_GROUPS = 3
 
@@ -126,11 +128,15 @@ class SearchSpace:
         top = max(logs, default=0.0)
         return top + math.log10(sum(10 ** (each - top) for each in logs)) if logs else 0.0
 
-    def expand(self, keys: Iterable[str]) -> None:
+    def expand(self, keys: Iterable[str], deadline: float = math.inf) -> None:
         """Derive the candidates that are parts of some blocks: only those of the best states are measured."""
         for key in keys:
-            if not self.blocks[key].is_expanded:
-                self.blocks[key] = block_space(self.blocks[key].block, self.choices)
+            if self.blocks[key].is_expanded:
+                continue
+            if time.monotonic() >= deadline:
+                self.blocks[key].prune(Pruned("the parts of the block", _NO_TIME))
+                continue
+            self.blocks[key] = block_space(self.blocks[key].block, self.choices)
 
     def calls(self, key: str) -> int:
         """Return how many calls of a block the states have at most."""
@@ -180,8 +186,9 @@ def explore(
     backends: Sequence[Backend],
     *,
     max_states: int = MAX_STATES,
+    deadline: float = math.inf,
 ) -> SearchSpace:
-    """Return the search space of a captured graph."""
+    """Return the search space of a captured graph, what of it can be derived before the `deadline` of a monotonic clock."""
     space = SearchSpace(graph_key(gm), [], {}, backend_choices(backends))
     blocks: dict[str, Block] = {}
     for pipeline, graph, key in _states(gm, mode, max_states, space):
@@ -189,8 +196,15 @@ def explore(
         record_inputs(graph, distinct, args, kwargs, grad=mode == "training")
         blocks.update({block_key: distinct[block_key] for block_key in new})
         space.states.append(GraphState(pipeline, graph, key, distinct))
+        if time.monotonic() >= deadline:
+            space.pruned.append(Pruned("further pass orders", _NO_TIME))
+            break
     for key, block in blocks.items():
-        space.blocks[key] = block_space(block, space.choices, parts=key in space.states[0].blocks)
+        is_first = key in space.states[0].blocks
+        in_time = time.monotonic() < deadline
+        space.blocks[key] = block_space(block, space.choices, parts=is_first and in_time)
+        if is_first and not in_time:
+            space.blocks[key].prune(Pruned("the parts of the block", _NO_TIME))
     return space
 
 

@@ -58,8 +58,10 @@ _NOT_SEARCHED = {
 """Built-in backends that are not searched unless they are named, and why."""
 _SAMPLE_SECONDS = 0.6
 _RECORD_SECONDS = 30.0
-_SEARCH_VERSION = 1
+_SEARCH_VERSION = 2
 """Raised when searches decide differently: plans of finished ones are then not read from stores."""
+_SPACE_SHARE = 0.25
+"""The share of the budget after which nothing more of the search space is derived."""
 _PACKAGES = ("sqlalchemy", "scipy", "optuna", "rich")
 
 
@@ -171,7 +173,8 @@ def tune(
                 progress=progress,
                 dry_run=dry_run,
             )
-        prepared = prepare(model, args, kwargs, backends)
+        deadline = math.inf if dry_run else start + _SPACE_SHARE * budget
+        prepared = prepare(model, args, kwargs, backends, deadline=deadline)
         if dry_run:
             return estimate(prepared, opened)
         return run_search(
@@ -195,7 +198,8 @@ def _tune_sizes(
     plan, estimates = Plan(), list[DryRun]()
     for example in examples:
         start = time.monotonic()
-        prepared = prepare_range(model, example, backends)
+        deadline = math.inf if dry_run else start + _SPACE_SHARE * budget / len(examples)
+        prepared = prepare_range(model, example, backends, deadline)
         if dry_run:
             estimates.append(estimate(prepared, store))
             continue
@@ -214,10 +218,13 @@ def _tune_sizes(
     )
 
 
-def prepare_range(model: nn.Module, example: SizedExample, backends: Any) -> Prepared:
+def prepare_range(
+    model: nn.Module, example: SizedExample, backends: Any, deadline: float = math.inf
+) -> Prepared:
     """Capture a model for a range of sizes; where these cannot be symbolic, for the example's own."""
     try:
-        return prepare(model, example.args, example.kwargs, backends, {example.pattern: (example.range,)})
+        sizes = {example.pattern: (example.range,)}
+        return prepare(model, example.args, example.kwargs, backends, sizes, deadline)
     except CaptureError as error:
         if example.range[0] == example.range[1]:
             raise
@@ -226,7 +233,7 @@ def prepare_range(model: nn.Module, example: SizedExample, backends: Any) -> Pre
             *example.range,
             error,
         )
-        return prepare(model, example.args, example.kwargs, backends)
+        return prepare(model, example.args, example.kwargs, backends, deadline=deadline)
 
 
 @dataclass(eq=False)
@@ -271,8 +278,9 @@ def prepare(
     kwargs: Mapping[str, Any] | None,
     backends: Any = None,
     sizes: Mapping[str, tuple[Range, ...]] | None = None,
+    deadline: float = math.inf,
 ) -> Prepared:
-    """Capture a model, for a range of `sizes` if it has one, and derive its search space."""
+    """Capture a model, for a range of `sizes` if it has one, and derive its search space until a `deadline`."""
     mode: Mode = "training" if model.training else "inference"
     named = dict(kwargs or {})
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, named))]
@@ -281,7 +289,7 @@ def prepare(
         shapes = dynamic_shapes_for(sizes or {}, model.forward, args, named)
         graph = capture(model, args, named, dynamic_shapes=shapes)
         chosen = _backends(backends, device)
-        space = explore(graph, args, named, mode, chosen)
+        space = explore(graph, args, named, mode, chosen, deadline=deadline)
     tuned = TunedModel(model, args, named, mode, device)
     operands = _operands(args, named)
     ranges = [f", n from {low} to {high}" for each in (sizes or {}).values() for low, high in each]
