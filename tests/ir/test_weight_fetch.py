@@ -344,3 +344,14 @@ def test_a_graph_that_is_called_itself_notices_what_the_compiled_model_has_not_s
     model.requires_grad_(True)
     assert graph(X).requires_grad
     assert compiled(X).requires_grad
+
+
+def test_a_region_may_come_before_the_first_weight() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return linear(torch.relu(x + 1) * 2)
+
+    linear = nn.Linear(8, 8)
+    gm = dovetail.outline(dovetail.capture(forward, (X,)), ["add", "relu", "mul"], kind="first")
+    for program in (dovetail.lower(gm, [_Kept()]), dovetail.lower(gm, ["torchscript"])):
+        for _ in range(4):
+            torch.testing.assert_close(program(X), forward(X))

@@ -314,6 +314,8 @@ def merge_weight_fetches(graph: Graph, is_tensor: Callable[[str], bool]) -> Weig
             operands = {
                 i: index[arg] for i, arg in enumerate(node.args) if isinstance(arg, Node) and arg in index
             }
+            if not operands:
+                continue  # it may come before the weights are fetched
             counters = [index[counter] for counter in node.kwargs.get(SENTINELS, ())]
             node.target = node.target.with_weights(fetch, operands, counters)
             node.args = tuple(arg for i, arg in enumerate(node.args) if i not in operands)
