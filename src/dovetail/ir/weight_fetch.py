@@ -1,7 +1,7 @@
 """The weights of a graph as they are at each call: the tensors, what they are like, and whether they were written.
 
 `WeightFetch` looks tensors up again only if a dict on their path was written, and returns the same tuple as long as
-nothing about them has changed, so that whoever has checked the weights of one tuple need not look at them again. Dicts
+nothing about them has changed: a guard on the weights of one tuple holds for every call that gets that tuple. Dicts
 are compared by their versions (`DictSnapshot`), dtypes, sizes, strides and flags by torch's own guards (`TensorGuard`),
 and writes by addresses and version counters (`mutation_stamp`).
 """
@@ -28,7 +28,7 @@ _fused_steps = [0]
 
 
 def fused_optimizer_steps() -> int:
-    """Return how many steps optimizers made with fused kernels, which raise no version counter, since the first call."""
+    """Return how many optimizer steps ran fused kernels, which raise no version counter, since the first call."""
     _watch_optimizers()
     return _fused_steps[0]
 
@@ -139,7 +139,8 @@ class TensorGuard:
         return self._check is not None and self._check(*self._tensors)
 
 
-_TENSOR_TYPES = (Tensor, nn.Parameter)
+TENSOR_TYPES = (Tensor, nn.Parameter)
+"""The classes of tensors that torch's guards take."""
 
 
 def tensor_check(tensors: Sequence[Any]) -> Callable[..., bool] | None:
@@ -147,7 +148,7 @@ def tensor_check(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 
     None if one of them is no ordinary tensor, or stands there twice.
     """
-    if not tensors or any(type(t) not in _TENSOR_TYPES for t in tensors):
+    if not tensors or any(type(t) not in TENSOR_TYPES for t in tensors):
         return None
     try:
         sizes: Any = [list(t.shape) for t in tensors]

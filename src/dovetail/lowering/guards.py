@@ -18,10 +18,9 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from dovetail.ir.guard_code import Guard, GuardCode
 from dovetail.ir.tensor_spec import NumberSpec, Size, Spec, Specialization, TensorSpec
-from dovetail.ir.weight_fetch import tensor_check
+from dovetail.ir.weight_fetch import TENSOR_TYPES, tensor_check
 
 _TRIAL: ContextVar[bool] = ContextVar("trial", default=False)
-_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @contextlib.contextmanager
@@ -132,7 +131,7 @@ def has_saved_tensor_hooks() -> bool:
 def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None) -> Spec:
     if isinstance(value, Tensor):
         # Fake tensors describe expected calls; in a real call they belong to a tracer.
-        if type(value) not in _TENSOR_TYPES and not (ranges is not None and isinstance(value, FakeTensor)):
+        if type(value) not in TENSOR_TYPES and not (ranges is not None and isinstance(value, FakeTensor)):
             raise Unguardable(f"a tensor of class {type(value).__name__}")
         if value.layout is not torch.strided:
             raise Unguardable(f"a tensor of layout {value.layout}")
@@ -219,7 +218,7 @@ def _tensor_guard(specialization: Specialization, args: Sequence[Any]) -> Guard 
 
 def _generated_guard(specialization: Specialization) -> Guard:
     """Return the test as generated code; all types before any size, for sizes of other values do not exist."""
-    names = {"tensor_types": _TENSOR_TYPES, "is_grad_enabled": torch.is_grad_enabled, "math": math}
+    names = {"tensor_types": TENSOR_TYPES, "is_grad_enabled": torch.is_grad_enabled, "math": math}
     code = GuardCode(names)
     code.assign("grad", "is_grad_enabled()")
     code.require(f"len(values) == {len(specialization.operands)}")
